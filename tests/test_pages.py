@@ -1,4 +1,4 @@
-"""The pages in docs/ say what the code says; docs/guarantees.md names tests that are there."""
+"""The pages in docs/ match the code; docs/guarantees.md names existing tests."""
 
 import ast
 import re
@@ -35,7 +35,7 @@ def messages_of(page):
 
 
 def texts(path):
-    """What a file's strings hold: each one's constant parts, in order."""
+    """The strings of a file, each as its constant parts in order."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.JoinedStr):
             yield [part.value for part in node.values if isinstance(part, ast.Constant)]

@@ -1,4 +1,4 @@
-"""The shell scripts that a user calls."""
+"""The user's shell scripts."""
 
 import shutil
 import signal
@@ -39,7 +39,7 @@ echo training
 
 @pytest.fixture(params=["in the temporary folder", "beside the repository"])
 def hosts(request, tmp_path):
-    """Two hosts with stand-ins of Ray and of the training, in a repository of their own; and a folder for results."""
+    """Two hosts with fake Ray and fake training in a separate repository, and a folder for results."""
     with ExitStack() as stack:
         folder = tmp_path
         if request.param == "beside the repository":
@@ -81,7 +81,7 @@ def test_two_stopped_hosts_end_their_run_and_leave_no_process(hosts, number, sta
     output += process.communicate(timeout=100)[0]
     skip_unless_permitted(process, output)
     assert process.returncode == status, output
-    assert left_of(mark, grace_s=10.0 if number is signal.SIGKILL else 0.0) == []  # then the kernel ends them
+    assert left_of(mark, grace_s=10.0 if number is signal.SIGKILL else 0.0) == []  # then the kernel ends the processes
     if number is not signal.SIGKILL:
         assert "told to stop" in output
         assert [path.name for path in out.iterdir() if path.name.startswith(".")] == []

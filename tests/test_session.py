@@ -1,4 +1,4 @@
-"""What a session of tests starts ends with it."""
+"""The processes of a test session end with the session."""
 
 import os
 import subprocess
@@ -9,13 +9,13 @@ import pytest
 
 from tests.support.leftovers import end_leftovers, watch_session
 
-MINE = uuid.uuid4().hex  # a name that no session beside this one has
+MINE = uuid.uuid4().hex  # a name that no other session has
 WAIT = "echo up; read line"
 
 
 @pytest.fixture
 def orphan():
-    """A process of a session called `MINE`, in a group of its own, as daemons are."""
+    """A process of a session called `MINE`, in its own process group, like a daemon."""
     process = subprocess.Popen(
         ["sh", "-c", WAIT],
         env=os.environ | {"ASYNCRL_TEST_SESSION": MINE},
@@ -23,7 +23,7 @@ def orphan():
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    assert process.stdout.readline() == b"up\n"  # before that, its environment cannot be read
+    assert process.stdout.readline() == b"up\n"  # before this, its environment cannot be read
     yield process
     process.kill()
     process.communicate()

@@ -1,4 +1,4 @@
-"""scripts/setup.sh, with stand-ins for Python, pip, uv, nvidia-smi and getconf."""
+"""scripts/setup.sh, with fakes of Python, pip, uv, nvidia-smi and getconf."""
 
 import shutil
 import subprocess
@@ -37,7 +37,7 @@ H100 = {"DRIVER": "580.65.06", "CAPABILITY": "9.0", "GLIBC": "2.34"}
 
 @pytest.fixture
 def setup(tmp_path):
-    """Returns a function that runs setup in a copy of the repository's files: its status, words and pip calls."""
+    """Return a function that runs setup in a copy of the repository; it returns status, output and pip calls."""
     folder, stand_ins = tmp_path / "repository", tmp_path / "bin"
     stand_ins.mkdir()
     (folder / "scripts").mkdir(parents=True)

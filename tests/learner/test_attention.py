@@ -24,7 +24,7 @@ MODULES = {FA4: "flash_attn/cute/__init__.py", FA3: "flash_attn_interface.py", F
 WHEEL = os.environ.get("FLASH_ATTN_4_WHEEL", "")
 """The wheel of flash-attn-4, if a developer has downloaded it: pip download --no-deps --pre flash-attn-4."""
 
-# A kernel with the interface of flash-attn, on the CPU; what it gets wrong is filled in.
+# A CPU kernel with the interface of flash-attn; the placeholders set its errors.
 FLASH_ATTN = """
 import torch
 import torch.nn.functional as F
@@ -191,7 +191,7 @@ def both_outputs(
     value_dim: int,
 ) -> list[Tensor]:
     """Attention by a kernel, and by SDPA."""
-    shared = np.concatenate((np.arange(40), np.arange(10), np.arange(40, 76)))  # the second has ten of the first's
+    shared = np.concatenate((np.arange(40), np.arange(10), np.arange(40, 76)))  # the second shares ten tokens
     num_tokens, outputs = (76 if shares else 86), []
     sizes = ((8, 64), (2, 64), (2, 64)) if value_dim > 8 else ((8, 8), (2, 8), (2, value_dim))
     q, k, v = (torch.randn(1, heads, num_tokens, size, device=device, dtype=dtype) for heads, size in sizes)

@@ -89,7 +89,7 @@ def test_gspo_uses_the_ratio_of_the_whole_trajectory(model_path):
     losses = []
     for own, behavior, advantage in trajectories:
         mean = (own - behavior).detach().mean()
-        ratio = (mean + own - own.detach()).exp()  # equation 13: the trajectory's value, each token's own gradient
+        ratio = (mean + own - own.detach()).exp()  # equation 13: trajectory's value, token's gradient
         clipped = ratio.clamp(1 - 0.04, 1 + 0.05)
         losses.append(-torch.minimum(ratio * advantage, clipped * advantage).mean())
     expected = torch.stack(losses).mean()
@@ -121,7 +121,7 @@ def test_the_sequence_weight_covers_the_whole_trajectory(model_path):
 )
 def test_branches_that_do_not_fit_together_are_refused_by_losses_of_whole_trajectories(algorithm, model_path):
     trainer = Trainer(replace(CONFIG, max_tokens_per_micro_batch=10), model_path=model_path, total_updates=1)
-    # 9, 8 and 5 tokens; the second branch shares the 6 before the token that predicts its first one in the loss.
+    # 9, 8 and 5 tokens. The second branch shares 6 tokens: all before the token that predicts its first loss token.
     with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch.*3 branches.*got 10 for 16 tokens"):
         policy_step(trainer, algorithm).run(with_advantages(group_sequences(GROUP)))
 
@@ -210,7 +210,7 @@ def test_token_estimators_place_turn_rewards_at_the_last_token_of_the_turn():
     advantages = BatchAdvantages(algorithm, open_mesh(LearnerConfig(device=Device.cpu)))
     rewards = {(7, sample): reward for sample, reward in enumerate(group.summary.rewards)}
     assigned, _ = advantages.assign(group_sequences(group), rewards)
-    outcome = 1.0 + 0.5  # the observation's reward is paid with the outcome: the policy did not write it
+    outcome = 1.0 + 0.5  # the observation's reward counts as outcome, because the policy did not write the observation
     first, second, third, _ = (s.columns["returns"][s.loss_mask].tolist() for s in assigned)
     assert first == pytest.approx(
         [0.5 * (0.25 + 0.125 * outcome), 0.25 + 0.125 * outcome, *(outcome * d for d in (0.25, 0.5, 1))]

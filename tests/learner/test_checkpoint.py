@@ -90,7 +90,7 @@ def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(model_path,
     for weights in loaded:
         assert_weights_equal(weights, weights_of(trainer))
 
-    single = trainer_of(model_path)  # and one process loads what two ranks saved
+    single = trainer_of(model_path)  # one process loads the checkpoint of two ranks
     ShardedCheckpointer(single, str(tmp_path / "two")).load(tmp_path / "two" / "v00000002")
     for seed in (2, 3):
         step(single, seed)
@@ -130,7 +130,7 @@ def test_a_crash_while_saving_keeps_the_previous_checkpoint(model_path, tmp_path
     assert newest.name == "v00000001"
     checkpointer.load(newest)
     assert_weights_equal(weights_of(trainer), saved)
-    assert checkpointer.save(2).name == "v00000002"  # what the crash left behind is in nobody's way
+    assert checkpointer.save(2).name == "v00000002"  # the files of the crash do not disturb
     assert checkpointer.latest() == tmp_path / "c" / "v00000002"
 
 
@@ -171,7 +171,7 @@ def test_dropout_continues_with_the_random_state_of_the_checkpoint(model_path, t
 def test_a_background_save_completes_without_another_call(checkpointer, tmp_path):
     checkpointer.save(3, wait=False, run={"prompts": {"position": 9}})
     deadline = time.monotonic() + 30
-    while (newest := newest_checkpoint(tmp_path / "c")) is None:  # the writing thread alone
+    while (newest := newest_checkpoint(tmp_path / "c")) is None:  # only the writing thread
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert newest == tmp_path / "c" / "v00000003"
@@ -279,7 +279,7 @@ def test_saving_before_the_first_update_changes_nothing(model_path, tmp_path):
 
 
 class RunsCode:
-    """Makes a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -306,7 +306,7 @@ WRONG_PARTS = {
     "another-record": ("progress.json", lambda part, _: part.write_text('{"version": 1}'), "is not the record"),
     "no-folder": ("", lambda part, _: shutil.rmtree(part), "no checkpoint at '.*v00000001'"),
 }
-LOADED_ANYWAY = ("no-model",)  # an export alone needs it
+LOADED_ANYWAY = ("no-model",)  # only an export needs it
 EXPORTED_ANYWAY = ("no-random-state", "code-in-random-state", "another-record")  # a model has none
 
 
@@ -325,7 +325,7 @@ def test_a_wrong_part_of_a_checkpoint_is_named_and_its_code_does_not_run(wrong, 
 
 
 class PickledByAttribute:
-    """Pickled as ``getattr(owner, name)``; Python 3.11.0 to 3.11.3 pickles members of enums so."""
+    """Pickled as ``getattr(owner, name)``, as Python 3.11.0 to 3.11.3 pickles members of enums."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name

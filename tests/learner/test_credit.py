@@ -25,7 +25,7 @@ MULTI_TURN = [False, True, True, False, False, True]
 
 
 def sequence(mask: list[bool], **columns: list[float]) -> TokenSequence:
-    """Columns have the given values at policy tokens; elsewhere they have values that must not be read.
+    """Columns have the given values at policy tokens, and values that must not be read at other tokens.
 
     Each run of policy tokens is a turn.
     """
@@ -108,7 +108,7 @@ def test_an_adaptive_coefficient_changes_after_the_step_that_used_it():
     one = sequence([False, True], behavior_logprobs=[-1], reference_logprobs=[-3])
     assigner = computed_by(advantage="grpo_no_std", kl_reward_coef=0.1, kl_target=1.0, kl_horizon=10)
     seen = [assign(assigner, [one, one], [0.0, 0.0], [0, 0])[1]["kl_reward_coef"] for _ in range(2)]
-    assert seen == pytest.approx([0.1, 0.1 * (1 + 0.2 * 2 / 10)])  # the error 2 / 1 - 1 is cut at 0.2
+    assert seen == pytest.approx([0.1, 0.1 * (1 + 0.2 * 2 / 10)])  # the error 2 / 1 - 1 is clipped at 0.2
 
 
 def test_a_batch_of_trajectories_without_policy_tokens_is_accepted():

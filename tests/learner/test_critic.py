@@ -23,7 +23,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import FAMILIES, TRAINED_FAMILIES, VOCABULARY, random_sequences, save_tiny_model
 from tests.support.whole_weights import assert_weights_equal, weights_of
 
-# A large eps: AdamW would blow rounding in vanishing gradients up to whole steps.
+# A large eps: otherwise AdamW turns rounding errors in tiny gradients into whole steps.
 CONFIG = LearnerConfig(
     device=Device.cpu,
     max_tokens_per_micro_batch=100,
@@ -49,7 +49,7 @@ def save_classifier(directory: Path, family: str, auto_class: type) -> str:
 
 
 def with_returns(sequences: list[TokenSequence]) -> list[TokenSequence]:
-    """Old values and returns with many magnitudes."""
+    """Old values and returns of many magnitudes."""
     rng = np.random.default_rng(5)
     return [
         replace(
@@ -206,7 +206,7 @@ def test_a_value_inside_the_interval_is_never_counted_as_clipped():
 
 
 def step_on(path: str, config: LearnerConfig, num_sequences: int) -> tuple[list[dict], dict, list]:
-    """Two updates; their metrics, the weights after them, and values of all sequences of this rank."""
+    """Make two updates. Returns their metrics, the new weights, and the values of all sequences of this rank."""
     trainer, step = critic_of(path, replace(config, skip_selftest="one load is tested above"), total_updates=2)
     sequences = with_returns(random_sequences(num_sequences))
     shares = karmarkar_karp([len(s.input_ids) for s in sequences], config.num_ranks // config.sp_size)
@@ -216,7 +216,7 @@ def step_on(path: str, config: LearnerConfig, num_sequences: int) -> tuple[list[
 
 
 def on_each_mesh(path: str, meshes: list[tuple[LearnerConfig, int]]) -> list:
-    """One spawn serves several meshes over the same ranks; from the second on, every layer is an FSDP unit."""
+    """One start of the ranks tests several meshes. From the second mesh on, every layer is an FSDP unit."""
     outcomes = []
     for config, num_sequences in meshes:
         outcomes.append(step_on(path, config, num_sequences))

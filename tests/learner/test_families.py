@@ -23,7 +23,7 @@ TEMPERATURE, CLIP, LR, EPS, DECAY, MAX_NORM = 0.7, 0.2, 1e-3, 1e-4, 0.1, 0.5
 
 @functools.cache
 def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
-    """Log-probs before, and gradient norm and weights after one PPO update by AdamW."""
+    """Log-probs before one PPO update by AdamW, and gradient norm and weights after it."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": DECAY},
@@ -64,7 +64,7 @@ def packed(
     log_probs = [score[sequence.loss_mask] for score, sequence in zip(scores, sequences, strict=True)]
     metrics = policy_step(trainer, AlgorithmConfig(clip_low=CLIP, clip_high=CLIP)).run(sequences)
     weights = {name.removeprefix("pretrained."): t.clone().numpy() for name, t in whole_tensors(trainer.head)}
-    return log_probs, metrics["grad_norm"], weights  # under the names of a loaded model
+    return log_probs, metrics["grad_norm"], weights  # with the names of a loaded model
 
 
 def every_family(paths: list[str], sp_size: int, options: dict[str, Any]) -> list:

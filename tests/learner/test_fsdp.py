@@ -1,4 +1,4 @@
-"""Sharding options change who reads the weights, where they are, and what is compiled, but not the results."""
+"""Sharding options change the reading rank, the place of weights, and compilation, but not the results."""
 
 import contextlib
 import itertools
@@ -35,7 +35,7 @@ def trained(trainer: Trainer) -> tuple[float, dict[str, np.ndarray]]:
 
 
 def shards_of_own_rows(model_path: str) -> dict[str, Any]:
-    """What a rank holds, and the number of bytes that it reads from the files."""
+    """The parameters that a rank holds, and the number of bytes that it reads from the files."""
     fsdp.MIN_UNIT_NUMEL = 1
     num_bytes, fromfile = [], np.fromfile
     np.fromfile = lambda *a, **k: num_bytes.append(a[2]) or fromfile(*a, **k)
@@ -90,7 +90,7 @@ def test_compiled_layers_compute_the_same(model_path, monkeypatch):
 
     def note(function: Any, **options: Any) -> Any:
         compiled.append(function)
-        return original(function, backend="aot_eager", **options)  # traced as by inductor, without a C++ compiler
+        return original(function, backend="aot_eager", **options)  # traced as for inductor, but without a C++ compiler
 
     monkeypatch.setattr(torch, "compile", note)
     loss, weights = trained(Trainer(PLAIN, model_path=model_path, total_updates=1))
@@ -129,7 +129,7 @@ def test_layers_recomputed_without_attention_may_be_compiled_or_have_adapters(mo
 
 
 def test_a_backward_pass_in_another_thread_does_not_compute_attention_again(model_path, monkeypatch):
-    """On a GPU, autograd runs the backward pass in a thread of its own."""
+    """On a GPU, autograd runs the backward pass in a separate thread."""
     calls, attended = [], attention._attended
     monkeypatch.setattr(attention, "_attended", lambda *a, **k: calls.append(1) or attended(*a, **k))
     gradients = []
@@ -187,7 +187,7 @@ def test_a_gpu_without_bfloat16_is_refused_by_name(monkeypatch):
 
 
 def frozen_and_adapted(model_path: str, num_ranks: int) -> tuple[list[str], list[str], list[np.ndarray]]:
-    """Types of the parameters of a reference and of an adapted policy, and the reference's scores."""
+    """Dtypes of the parameters of a reference and of a policy with adapters, and the reference's scores."""
     config = replace(PLAIN, num_ranks=num_ranks, dtype=Dtype.bfloat16)
     reference = PackedModel(config, REFERENCE, model_path=model_path)
     adapted = Trainer(replace(config, lora=LoraConfig(rank=2)), model_path=model_path, total_updates=2)

@@ -59,7 +59,7 @@ def waits_with(change: str) -> list[str]:
             batch.input_ids.max().item()
         return replace(original(batch, device), columns={name: each.cpu() for name, each in batch.columns.items()})
 
-    MicroBatch.to = to  # in a process of its own
+    MicroBatch.to = to  # in a separate process
     return fake_update(SMALL, LearnerConfig(max_tokens_per_micro_batch=64)).waits
 
 

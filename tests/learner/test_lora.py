@@ -22,7 +22,7 @@ from tests.support.whole_weights import assert_weights_equal, weights_of
 CONFIG = LearnerConfig(
     device=Device.cpu,
     max_tokens_per_micro_batch=100,
-    # A large eps: AdamW would blow rounding in vanishing gradients up to whole steps.
+    # A large eps: otherwise AdamW turns rounding errors in tiny gradients into whole steps.
     optimizer=OptimizerConfig(lr=2e-2, clip_grad_norm=0.5, eps=1e-4),
     lora=LoraConfig(rank=4, alpha=8),
 )
@@ -88,7 +88,7 @@ def test_with_adapters_off_the_model_is_the_one_it_came_from(tmp_path):
 
 
 def test_weights_merged_while_adapters_are_off_include_the_adapters(tmp_path):
-    """A publish merges in a separate thread while the ranks score the reference, the actor without adapters."""
+    """A publish merges in a separate thread while the ranks score the reference (the actor without adapters)."""
     trainer = trainer_of(save_tiny_model(tmp_path))
     trained(trainer)
     weights = dict(trainer.pretrained.named_parameters())
@@ -182,7 +182,7 @@ def on_ranks(path: str, config: LearnerConfig) -> tuple[list[dict[str, float]], 
     trainer = trainer_of(path, config)
     metrics = trained(trainer)
     with trainer.frozen():
-        trainer.scores(random_sequences(3))  # a forward with them off must not stop them from learning
+        trainer.scores(random_sequences(3))  # a forward without adapters must not stop their training
     metrics += trained(trainer, 1)
     return metrics, weights_of(trainer)
 

@@ -1,4 +1,4 @@
-"""How the ranks of a learner find each other, the addresses on which they listen, and the time-outs of their groups."""
+"""The rendezvous of learner ranks, their listening addresses, and the time-outs of their groups."""
 
 import os
 import socket

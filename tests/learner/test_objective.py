@@ -65,7 +65,7 @@ def test_each_mask_keeps_its_golden_tokens(options, want):
 
 
 def test_a_geometric_mean_is_as_strict_for_long_trajectories_as_for_short_ones():
-    """A mean of 1.01 per token is outside the band at any length; the product leaves its own band at 70 tokens."""
+    """A mean of 1.01 per token is outside the band at any length; the product is outside its band from 70 tokens on."""
     for length, product in ((10, 1), (60, 1), (80, 0)):
         log_weights = torch.full((length,), math.log(1.01))
         for mask, want in ((Mask.geometric, 0), (Mask.sequence, product)):
@@ -74,7 +74,7 @@ def test_a_geometric_mean_is_as_strict_for_long_trajectories_as_for_short_ones()
 
 
 def test_k3_rejects_a_divergence_that_cancels_in_the_geometric_mean():
-    """Half of the tokens up by 0.2 nats, half down: the mean is 1, and the divergence is cosh(0.2) - 1 = 0.0201."""
+    """Half of the tokens have +0.2 nats, half -0.2: the mean is 1, and the divergence is cosh(0.2) - 1 = 0.0201."""
     log_weights = torch.tensor([0.2, -0.2] * 50)
     for options, want in (
         ({"masks": [Mask.geometric]}, True),
@@ -234,7 +234,7 @@ def test_no_gradient_flows_through_a_weight():
         given_inputs = inputs([math.log(0.5)], behavior_logprobs=[math.log(0.4)], advantages=[1.0])
         terms = policy_objective(AlgorithmConfig(weight=weight, loss="reinforce")).loss(given_inputs)
         (gradient,) = torch.autograd.grad(terms.per_token.sum(), given_inputs.log_probs)
-        assert gradient.tolist() == pytest.approx([-1.25])  # the weight alone, not the weight's own slope
+        assert gradient.tolist() == pytest.approx([-1.25])  # the weight without its own gradient
 
 
 def test_the_low_variance_estimator_is_bounded():

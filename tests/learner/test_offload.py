@@ -1,4 +1,4 @@
-"""Offload semantics, measured by the bytes of storages, which are freed and filled on a CPU as on a GPU."""
+"""Offload semantics, measured by the bytes of storages; a CPU frees and fills storages like a GPU."""
 
 import logging
 from dataclasses import replace
@@ -22,7 +22,7 @@ TRANSITION = replace(PLAIN, offload_at_transition_only=True)
 
 
 class Learner:
-    """A trainer with its offload policy, and the calls of a worker."""
+    """A trainer with its offload policy, and a worker's calls."""
 
     def __init__(self, config: LearnerConfig, model_path: str) -> None:
         self.trainer = Trainer(config, model_path=model_path, total_updates=9)
@@ -36,7 +36,7 @@ class Learner:
 
     @property
     def num_copies(self) -> int:
-        """How much is on the device: the weights count as 1 and their two moments as 2."""
+        """The amount on the device: the weights count as 1, the two moments as 2."""
         return self.residence.device_bytes() // self.model_bytes
 
     def update(self) -> float:
@@ -98,7 +98,7 @@ def test_optimizer_offload_frees_the_moments_after_every_update(model_path):
     assert learner.flags == (False, True)
     assert learner.num_copies == 1
     learner.log_prob()
-    assert learner.flags == (False, True)  # scoring needs no moments: they are not fetched
+    assert learner.flags == (False, True)  # scoring does not need moments, so they are not loaded
 
 
 def test_the_transition_frees_all_and_training_mode_restores_it(model_path):

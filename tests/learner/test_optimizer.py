@@ -31,7 +31,7 @@ def test_only_matrices_decay():
     before = model.weight.detach().clone(), model.bias.detach().clone()
     optimizer = ModelOptimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5), total_updates=1)
     for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 1e-20)  # a gradient of zero would be no update
+        parameter.grad = torch.full_like(parameter, 1e-20)  # a gradient of zero would not be an update
     optimizer.step()
     torch.testing.assert_close(model.weight.detach(), before[0] * 0.95)
     torch.testing.assert_close(model.bias.detach(), before[1])

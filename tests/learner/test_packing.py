@@ -17,7 +17,7 @@ LENGTHS = st.lists(st.integers(1, 40), max_size=30)
 
 
 def sequences_of(lengths: list[int]) -> list[TokenSequence]:
-    """Each token id is unique in the batch, so that its packed position can be found."""
+    """Each token id is unique in the batch, so its packed position can be found."""
     ids = iter(range(1_000_000))
     return [
         TokenSequence(
@@ -36,7 +36,7 @@ def test_every_token_is_packed_once_within_the_budget(lengths, budget, extra):
     batches = pack(sequences, max_tokens=budget, agree=lambda own: own + extra)
     assert len(batches) == needed + extra
     assert all(len(batch.input_ids) == sum(batch.lengths) <= budget for batch in batches)
-    for batch in batches:  # longest first, and equal ones as they were given
+    for batch in batches:  # longest first; equal lengths keep their order
         assert list(batch.source) == sorted(batch.source, key=lambda index: (-lengths[index], index))
         assert list(batch.lengths) == [lengths[index] for index in batch.source] or not batch.source
     packed = sorted(index for batch in batches for index in batch.source)
@@ -66,7 +66,7 @@ def test_samples_share_the_prompt_but_not_the_token_before_the_loss(prompts, bud
     batches = pack(sequences, max_tokens=budget, whole=whole, share_prompts=True)
     assert sorted(index for batch in batches for index in batch.source) == list(range(len(sequences)))
     for batch in batches:
-        # Laid out again, each sequence is what it was; and nothing that can be shared is packed twice.
+        # Unpacking restores each sequence, and no token that can be shared is packed twice.
         assert len(batch.input_ids) <= budget
         index = np.arange(sum(batch.lengths)) if batch.token_index is None else batch.token_index
         (alone,) = pack([sequences[i] for i in batch.source], max_tokens=sum(batch.lengths), whole=whole)
@@ -112,7 +112,7 @@ def test_a_tree_of_any_shape_is_packed_once_and_laid_out_as_its_branches(shape, 
     assert torch.equal(batch.position_ids[index], alone.position_ids)
     assert torch.equal(batch.input_ids[batch.predict_index], alone.input_ids[alone.predict_index])
     assert len(np.unique(batch.predict_index)) == len(batch.predict_index)
-    # Of each branch, at most the token before its first one in the loss is packed again.
+    # For each branch, at most the token before its first loss token is packed again.
     assert len(batch.input_ids) <= len(np.unique(alone.input_ids)) + len(sequences)
 
 
@@ -139,7 +139,7 @@ def test_samples_of_a_prompt_go_to_the_same_micro_batches():
     """8 samples of 40 tokens after a prompt of 400: 720 tokens per prompt at best, 3,520 without sharing."""
     sequences = grouped(10, 400, [40] * 8)
     batches = pack(sequences, max_tokens=1600, share_prompts=True)
-    # The last token of a prompt predicts the first of each answer, so each sample has its own copy of that token.
+    # The last prompt token predicts the first answer token, so each sample has its own copy of it.
     assert sum(len(batch.input_ids) for batch in batches) <= 1.1 * 10 * (399 + 8 * 41)
     assert len(batches) <= 6
     without = pack(sequences, max_tokens=1600)
@@ -148,7 +148,7 @@ def test_samples_of_a_prompt_go_to_the_same_micro_batches():
 
 def test_a_long_prompt_is_packed_in_as_few_micro_batches_as_possible():
     batches = pack(grouped(1, 600, [60] * 16), max_tokens=1000, share_prompts=True)
-    assert len(batches) == 3  # 6 samples of 61 tokens beside 599, three times
+    assert len(batches) == 3  # three times 599 tokens and 6 samples of 61 tokens
     assert max(len(batch.input_ids) for batch in batches) <= 1000
 
 
@@ -173,7 +173,7 @@ def test_branches_share_the_turns_before_the_fork():
         for name, tokens in (("first", first), ("second", second))
     ]
     (batch,) = pack(sequences, max_tokens=201, share_prompts=True)
-    assert len(batch.input_ids) == 201  # and the token before the second branch's own turn, which predicts it
+    assert len(batch.input_ids) == 201  # with the token that predicts the second branch's turn
     assert batch.input_ids[batch.token_index].tolist() == first + second
     with pytest.raises(ValueError, match="must hold a trajectory's 2 branches together"):
         pack(sequences, max_tokens=200, share_prompts=True, keep_branches=True)
@@ -196,7 +196,7 @@ def test_tokens_that_no_prediction_needs_can_be_left_out(lengths, budget):
         }
         for some in batches
     )
-    assert cut == whole  # the same targets, predicted from the same places of the same sequences
+    assert cut == whole  # the same targets, predicted at the same positions of the same sequences
     for batch in batches[1]:
         assert list(batch.lengths) == sorted(batch.lengths, reverse=True)
         assert len(batch.input_ids) == len(batch.position_ids) == sum(batch.lengths) <= budget

@@ -41,7 +41,7 @@ def config(num_ranks: int, sp_size: int = 1, max_tokens: int = 50) -> LearnerCon
         max_tokens_per_micro_batch=max_tokens,
         logprob_chunk_tokens=16,
         skip_selftest="test_families.py compares each load on these meshes",
-        # A large eps: AdamW would blow rounding in vanishing gradients up to whole steps.
+        # A large eps: otherwise AdamW turns rounding errors in tiny gradients into whole steps.
         optimizer=OptimizerConfig(lr=1e-3, clip_grad_norm=0.5, weight_decay=0.1, eps=1e-4),
     )
 
@@ -87,17 +87,17 @@ def train(
 
 
 def assert_same(left: list, right: list) -> None:
-    """Compare all cases that ``left`` has."""
+    """Compare all cases in ``left``."""
     for case, (metrics, weights, _), (want_metrics, want_weights, _) in zip(CASES, left, right, strict=False):
         for got, want in zip(metrics, want_metrics, strict=True):
             for name in want.keys() - {"num_micro_batches"}:
-                # Tokens of +-1000 cancel in the loss: rounding is relative to them, not to their sum.
+                # Tokens of +-1000 cancel in the loss: the rounding error is relative to them, not to their sum.
                 assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), (case, name)
         assert_weights_equal(weights, want_weights, atol=2e-5)
 
 
 def on_each_mesh(model_path: str, meshes: list[tuple[LearnerConfig, int]]) -> list[list]:
-    """One spawn serves several meshes over the same ranks: each loss twice on the first, once on the others.
+    """One start of the ranks tests several meshes: each loss twice on the first mesh, once on the other meshes.
 
     From the second mesh on, every layer is an FSDP unit.
     """
@@ -116,7 +116,7 @@ def test_two_ranks_equal_one_process_even_if_one_rank_is_empty(model_path):
     assert_same(data, alone)
     assert_same(sequence, alone)
     assert_same(uneven, train(model_path, config(1), 2))
-    assert sorted(result[2][0][2] for result in results) == [1, 1]  # one of them a token that is in no loss
+    assert sorted(result[2][0][2] for result in results) == [1, 1]  # one of them is not in the loss
     assert alone[0][0][0]["num_micro_batches"] == 1
     assert data[0][0][0]["num_micro_batches"] > 1
     moved = np.abs(alone[0][1]["model.embed_tokens.weight"] - start_weights(model_path))
@@ -130,7 +130,7 @@ def test_four_ranks_equal_one_process_also_with_copies_few_kv_heads_and_empty_ra
         (replace(config(4, sp_size=4), activation_checkpointing=True), 16),
         (replace(config(4), fsdp_size=2, activation_checkpointing="selective"), 16),
         (replace(config(4, sp_size=2), fsdp_size=2, offload_policy=True, activation_checkpointing="selective"), 16),
-        (config(4), 3),  # more ranks than sequences leave some empty
+        (config(4), 3),  # with more ranks than sequences, some ranks are empty
     ]
     results = run_on_ranks(4, on_each_mesh, model_path, meshes, timeout_s=200.0)
     *outcomes, few = results[0]
@@ -174,7 +174,7 @@ def random_group(seed: int) -> TrajectoryGroup:
         prompt_ids=rng.integers(0, VOCABULARY, int(rng.integers(1, 8))).astype(np.int32),
         response_ids=rng.integers(0, VOCABULARY, total).astype(np.int32),
         response_lengths=lengths,
-        response_mask=rng.random(total) < 0.8,  # other tokens are an environment's; some samples may have none
+        response_mask=rng.random(total) < 0.8,  # other tokens are the environment's
         logprobs=-rng.uniform(0.5, 6.0, total).astype(np.float32),
         versions=np.zeros(total, dtype=np.int32),
         rewards=rng.random(3).astype(np.float32),
@@ -209,7 +209,7 @@ def test_every_loss_aggregation_weight_and_mask_is_compared():
 
 
 def error_of_an_update(model_path: str, learner: LearnerConfig, longest: int) -> str:
-    """The error of an update on this rank. Only data-parallel rank 0 gets a sequence over the budget."""
+    """Return the error of an update on this rank. Only data-parallel rank 0 has a sequence above the budget."""
     trainer = Trainer(learner, model_path=model_path, total_updates=1)
     length = longest if trainer.mesh.dp_rank == 0 else 6
     mask = np.arange(length) > 1

@@ -1,4 +1,4 @@
-"""Roles with other options than the actor, in the processes of the actor: the same scores, steps and lost batches."""
+"""Roles with other options in the actor's processes: scores, steps and lost batches are the same."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ NUM_GROUPS = 5
 
 
 def group(group_id: int) -> TrajectoryGroup:
-    """Two samples of very different lengths, so that the shares of one, two and four ranks are not nested."""
+    """Samples of very different lengths, so the shares of one, two and four ranks are not nested."""
     rng = np.random.default_rng(group_id)
     lengths = np.array([2 + 3 * group_id, 4], dtype=np.int32)
     count = int(lengths.sum())
@@ -69,7 +69,7 @@ def group(group_id: int) -> TrajectoryGroup:
 
 
 class Buffer:
-    """Holds the groups, without those in ``lost``."""
+    """A buffer with the groups, except those in ``lost``."""
 
     lost: ClassVar[set[int]] = set()
 
@@ -83,7 +83,7 @@ class Buffer:
 
 
 class Process:
-    """The roles of one process, called as a run calls them."""
+    """The roles of one process, with the calls of a run."""
 
     def __init__(
         self, directory: str, config: LearnerConfig, roles: Sequence[str], algorithm: AlgorithmConfig = ALGORITHM
@@ -208,14 +208,14 @@ def test_scores_of_a_role_with_options_of_its_own_equal_those_with_the_actors(
     assert (largest > 1e-5) == (tolerance > 1e-5), "another dtype computes other numbers"
 
 
-# Roles of one process
+# The roles of one process
 
 
 @pytest.mark.parametrize("order", [("ref", "critic"), ("critic", "ref")])
 def test_roles_with_other_sp_sizes_share_the_groups_that_one_of_them_has_fetched(
     directory, scores_with_the_actors_options, order
 ):
-    """The ranks of a sp group have different groups if a role without sequence parallelism fetched first."""
+    """If a role without sequence parallelism fetches first, the ranks of an sp group have different groups."""
     found = run_on_ranks(2, all_scores, directory, with_own("critic", sp_size=2), order)
     for role in order:
         got, want = merged(found, role), merged(scores_with_the_actors_options, role)
@@ -243,7 +243,7 @@ WITHOUT_KL = replace(ALGORITHM, kl_coef=0.0, kl_reward_coef=0.0)
 
 
 def a_batch_that_the_actor_loses(directory: str) -> tuple[set[int], int]:
-    """The critic has fetched its groups when they are gone from the buffer, and the actor needs others."""
+    """The critic has fetched its groups before they are lost in the buffer; the actor needs other groups."""
     config = replace(with_own("critic", sp_size=2), num_ranks=4)
     process = Process(directory, config, ["critic", "actor"], WITHOUT_KL)
     actor, critic = process.roles["actor"], process.roles["critic"]
@@ -268,7 +268,7 @@ def test_a_batch_that_one_role_of_a_process_loses_is_lost_for_the_others_too(dir
 
 
 def bytes_on_the_device(directory: str) -> list[dict[str, int]]:
-    """Of each role: after the start, after its use, after the hand-over to the engines, and after training's turn."""
+    """Bytes on the device per role: after the start, after a use, after the transition to the engines and back."""
     config = replace(with_own("ref", param_offload=True), offload_at_transition_only=True)
     config = replace(config, critic=replace(config.critic, optimizer_offload=True, param_offload=False))
     process = Process(directory, config, ["ref", "critic", "actor"])
@@ -296,7 +296,7 @@ def test_each_role_offloads_by_its_own_options_and_all_at_the_hand_over(director
         assert started["ref"] == 0 < weights
         assert used["ref"] == 0
         assert used["actor"] == pytest.approx(3 * weights, rel=0.01)
-        assert used["critic"] == started["critic"] == generating["critic"]  # the transition is ignored beside by-use
+        assert used["critic"] == started["critic"] == generating["critic"]  # by-use has priority
         assert (generating["ref"], generating["actor"]) == (0, 0)
         assert training["actor"] == used["actor"]
 

@@ -1,4 +1,4 @@
-"""The roles' workers through verl's methods: a `DataProto` in, a `DataProto` out, compared with plain forwards."""
+"""The roles' workers through verl's methods on `DataProto`, compared with plain forwards."""
 
 import os
 from dataclasses import replace

@@ -44,7 +44,7 @@ def load(path: str, **options: Any) -> PackedModel:
 
 
 def without_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner without support for layers that carry a state."""
+    """The learner without support for layers with a state."""
     monkeypatch.setattr(recurrent, "_carries_state", lambda _module: False)
 
 
@@ -73,7 +73,7 @@ def test_layers_that_only_run_alone_get_a_micro_batch_per_sequence(tmp_path):
 
 
 def refusal(path: str) -> str:
-    recurrent._carries_state = lambda _module: False  # in a process of its own
+    recurrent._carries_state = lambda _module: False  # in a separate process
     with pytest.raises(ValueError, match="learner cannot train") as refused:
         load(path, num_ranks=2, sp_size=2)
     return str(refused.value)
@@ -90,7 +90,7 @@ def test_layers_that_get_only_part_of_the_tokens_are_refused_with_the_remedy(hyb
     ("family", "culprit"),
     [
         ("bloom", "BloomAttention (transformer.h.0.self_attention)"),  # its biases come with a mask
-        ("falcon_h1", "FalconH1Attention"),  # does not pass on where sequences lie
+        ("falcon_h1", "FalconH1Attention"),  # does not pass the boundaries of sequences
         ("nemotron", "AttentionInterface"),
     ],
 )
@@ -150,7 +150,7 @@ def test_the_self_test_does_not_change_the_model(hybrid):
     for reason in ("compared with a load that tests", ""):
         torch.manual_seed(7)
         config = replace(CPU, dtype="bfloat16", skip_selftest=reason)
-        model = PackedModel(config, ACTOR, model_path=hybrid)  # trained: sharded, with float32 weights
+        model = PackedModel(config, ACTOR, model_path=hybrid)  # trained models are sharded and have float32 weights
         states.append(torch.random.get_rng_state())
     assert torch.equal(*states)
     head = model.head
@@ -283,7 +283,7 @@ def test_the_self_test_crosses_a_window_longer_than_its_sequences(family, option
 
 @pytest.mark.parametrize("sp_size", [1, 2])
 def test_routing_that_rounding_decides_does_not_refuse_a_mixture(tmp_path, monkeypatch, sp_size):
-    """All experts have almost equal scores, as they do for some tokens of each real model."""
+    """All experts have almost equal scores, as for some tokens of real models."""
     path = saved(tmp_path, "qwen3_moe")
     file = tmp_path / "model" / "model.safetensors"
     weights = load_file(file)

@@ -44,14 +44,14 @@ def test_every_mini_batch_is_an_update_and_all_tokens_are_trained_once(model_pat
 
 
 def test_an_update_without_tokens_changes_neither_weights_nor_metrics(model_path):
-    """Momentum and weight decay alone would move the weights."""
+    """Momentum and weight decay would change the weights even without a gradient."""
     config = replace(CONFIG, optimizer=OptimizerConfig(lr=5e-3, weight_decay=0.1))
     sequences = mini_batched(random_sequences(6), 1)
     without = [replace(s, mini_batch=1, loss_mask=np.zeros_like(s.loss_mask)) for s in random_sequences(6)]
     metrics, weights = [], []
     for batch, count in ((sequences, 1), ([*sequences, *without], 2)):
         trainer = Trainer(config, model_path=model_path, total_updates=8)
-        for _ in range(2):  # in the second step there is momentum
+        for _ in range(2):  # the second step has momentum
             step = policy_step(trainer, AlgorithmConfig(num_mini_batches=count)).run(batch)
         metrics.append(step)
         weights.append([parameter.detach().clone() for parameter in trainer.head.parameters()])

@@ -48,7 +48,7 @@ def test_gae_follows_the_critic_and_stays_inside_each_trajectory():
     assert advantages.tolist() == pytest.approx([0.3, 0.4, 0.25, 0.5, 1.0])
     assert returns.tolist() == pytest.approx([0.8, 1.0, 1.25, 1.5, 2.0])
     discounted, _ = generalized_advantages(rewards, values, lengths, gamma=0.5, gae_lambda=1.0)
-    assert discounted.tolist() == pytest.approx([0.0, 0.4, -0.5, 0.0, 1.0])  # discounted returns less the values
+    assert discounted.tolist() == pytest.approx([0.0, 0.4, -0.5, 0.0, 1.0])  # discounted returns minus the values
 
 
 def test_a_truncated_trajectory_can_bootstrap():
@@ -127,7 +127,7 @@ def test_a_small_difference_between_large_values_is_kept():
 
 
 def test_long_and_short_trajectories_sum_over_any_number_of_blocks():
-    lengths = torch.tensor([0, 1, 63, 64, 65, 500, 2, 128, 9000, 0, 3])  # blocks of blocks, too
+    lengths = torch.tensor([0, 1, 63, 64, 65, 500, 2, 128, 9000, 0, 3])  # also for blocks of blocks
     rewards = torch.randn(int(lengths.sum()), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     got = returns_to_go(rewards, lengths, gamma=0.97)
     want = []

@@ -39,7 +39,7 @@ def given_turn(length: int, parent: int) -> Turn:
 
 
 def chain(rewards: Sequence[float], outcome: float = 0.0, *, length: int = 2, cut: bool = False) -> Trajectory:
-    """A prompt, and sampled turns with an observation between each two."""
+    """A prompt and sampled turns, with an observation between two turns."""
     turns = [PROMPT]
     for index in range(len(rewards)):
         if index:
@@ -57,9 +57,9 @@ def estimated(
     mask_truncated: bool = False,
     **options: object,
 ) -> dict[tuple[int, int, int], tuple[float, float]]:
-    """Advantage and return by group, sample and place of the turn; all tokens of a turn have the same.
+    """Advantage and return by group, sample and place of the turn; they are equal for all tokens of a turn.
 
-    ``values`` are the critic's before a turn; inside of the turn they have values that must not be read.
+    ``values`` are the critic's values before a turn; the values inside the turn must not be read.
     """
     sequences, rewards = [], {}
     for group_id, trajectories in enumerate(groups):
@@ -88,7 +88,7 @@ def estimated(
 
 
 def place(groups: Sequence[Sequence[Trajectory]], sequence: TokenSequence, turn: int) -> int:
-    """The place in its trajectory of a turn of the group."""
+    """The place of a turn of the group in its trajectory."""
     group_id, sample = sequence.trajectory
     return turn - sum(len(one.turns) - 1 for one in groups[group_id][:sample])
 
@@ -140,7 +140,7 @@ def test_a_turn_that_no_other_trajectory_reaches_has_the_advantage_of_the_turn_b
 
 
 def test_the_outcome_of_long_and_short_trajectories_is_compared_at_every_index_that_two_reach():
-    """With an outcome only, all turns of an index that all reach have GRPO's advantage."""
+    """If only the outcome has a reward, and all trajectories reach an index, its turns have GRPO's advantage."""
     group = [chain([0.0] * count, outcome) for count, outcome in ((3, 1.0), (3, 0.0), (5, 0.0), (4, 2.0))]
     got = advantages(estimated([group], advantage="turn_grpo"))
     whole = group_advantages(torch.tensor([1.0, 0.0, 0.0, 2.0]), torch.zeros(4), scale=Scale.std).tolist()
@@ -173,7 +173,7 @@ def test_branches_and_new_roots_have_one_advantage_per_sampled_turn():
 
 def test_the_reward_of_an_observation_belongs_to_the_turn_before_it():
     got = estimated([[tree(1.0, {2: 4.0, 5: 8.0})]], advantage="turn_gae", whiten_advantages=False)
-    assert got[0, 0, 1] == (4.0 + 9.0,) * 2  # the new root's own reward has no turn before it: it is outcome
+    assert got[0, 0, 1] == (4.0 + 9.0,) * 2  # there is no turn before the new root's reward, so it counts as outcome
     assert got[0, 0, 3] == (9.0,) * 2
 
 
@@ -232,7 +232,7 @@ REWARD = st.sampled_from([0.0, 1.0, -1.0, 0.1, 1e6, 1e6 + 1]) | st.floats(-10, 1
 
 @given(st.lists(st.lists(REWARD, min_size=2, max_size=6), min_size=1, max_size=4), st.booleans())
 def test_single_turns_have_exactly_the_advantages_of_grpo(groups, as_turn_reward):
-    """As the outcome, or as the reward of the only turn."""
+    """The reward is the outcome, or the reward of the only turn."""
     trees = [[chain([r] if as_turn_reward else [0.0], 0.0 if as_turn_reward else r) for r in group] for group in groups]
     ids = torch.tensor([index for index, group in enumerate(groups) for _ in group])
     outcomes = torch.tensor([one.reward + sum(one.turn_rewards.values()) for group in trees for one in group])
@@ -258,7 +258,7 @@ def test_single_turns_have_exactly_the_advantages_of_gae_of_one_step(pairs):
 
 @st.composite
 def forests(draw: st.DrawFn) -> Trajectory:
-    """A forest of sampled and given turns in any shape, with rewards of some of them."""
+    """A random forest of sampled and given turns, some with rewards."""
     turns, rewards = [PROMPT, sampled(1, 0)], {}
     for _ in range(draw(st.integers(0, 7))):
         parent = draw(st.integers(-1, len(turns) - 1))

@@ -50,7 +50,7 @@ def group(group_id: int, oldest_version: int = 5) -> TrajectoryGroup:
 
 
 class ScriptedBuffer:
-    """Serves batches and keeps the offered weights."""
+    """A buffer that serves batches and keeps the offered weights."""
 
     offers: ClassVar[list[WeightOffer]] = []
 
@@ -118,7 +118,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def outcomes(directory: str) -> list[tuple[dict[str, float], str]]:
-    """Of one step on two ranks."""
+    """The batches of one step on two ranks."""
     return run_on_ranks(2, one_step, directory, 2)
 
 
@@ -323,7 +323,7 @@ def test_worker_modes_offload_and_load(directory):
 
 
 def slow_offload(directory: str) -> dict[str, float]:
-    """When this rank has offloaded, and when it has offered a version."""
+    """The times at which this rank offloaded and offered a version."""
     times: dict[str, float] = {}
 
     class Buffer(ScriptedBuffer):

@@ -1,4 +1,4 @@
-"""What the fleet's tests share: a tiny model, prompts, and a replay buffer in memory."""
+"""Fixtures of the fleet's tests: a tiny model, prompts, and a replay buffer in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_prompts_fixture():
 
 @pytest.fixture
 def make_buffer():
-    """Return a maker of `InMemoryBuffer` with this many prompts."""
+    """Return a function that makes an `InMemoryBuffer` with a number of prompts."""
 
     def make(num_prompts: int = 8, **options: int) -> InMemoryBuffer:
         return InMemoryBuffer(make_prompts(num_prompts), **options)
@@ -35,7 +35,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def recorded(tmp_path):
-    """Record this process as an engine's worker; call what it returns to stop and read it."""
+    """Record this process as an engine's worker. The returned function stops the recording and reads it."""
     record.start(ProfileConfig(directory=str(tmp_path / "profile")), process="engine-0", pool=Pool.fleet)
 
     def load() -> Trace:

@@ -1,4 +1,4 @@
-"""The agents in examples/agents, each in a child process with a scripted policy; and the code of docs/agents.md."""
+"""The agents in examples/agents in child processes with a scripted policy, and the code of docs/agents.md."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_the_search_agent_uses_tools_in_parallel_and_compacts(tmp_path):
 
 
 def page_files() -> dict[str, str]:
-    """The page's programs, by the name in the first line of each."""
+    """The page's programs by name; the first line of each has the name."""
     blocks = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     return dict(blocks)
 

@@ -1,4 +1,4 @@
-"""The endpoint with real clients: openai's own, and plain HTTP, over scripted turns."""
+"""The endpoint with real clients (the openai package and plain HTTP) and scripted turns."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ async def endpoint():
 
 @pytest.fixture
 async def talk(endpoint, renderer):
-    """Open an episode whose turns are these texts; returns it with an openai client."""
+    """Open an episode whose turns are these texts. Returns the episode and an openai client."""
     clients = []
 
     def begin(*texts, **options):

@@ -1,4 +1,4 @@
-"""What all engines share: the checks of prompts and answers, and when an engine counts as silent."""
+"""Common parts of all engines: the checks of prompts and answers, and the detection of a silent engine."""
 
 import asyncio
 from contextlib import nullcontext

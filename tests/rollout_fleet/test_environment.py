@@ -1,4 +1,4 @@
-"""Secrets of the environment stay with the rollout worker."""
+"""Secret environment variables stay in the rollout worker."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Episodes against an engine whose every token is a function of its context, so that a wrong context shows."""
+"""Episodes with an engine that computes each token from its context, so a wrong context is detected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AMPLE = EpisodeBudget(max_turns=1000, max_tokens=100_000, max_context=10_000)
 
 
 def next_token(context: np.ndarray) -> tuple[int, float, bool]:
-    """The token after a context, its log-prob, and whether it ends the turn."""
+    """The token after a context, the log-prob of the token, and whether the token ends the turn."""
     number = zlib.crc32(np.ascontiguousarray(context, dtype=np.int32).tobytes())
     return number % 50, -float(number % 97 + 1), number % 5 == 0
 
@@ -34,9 +34,9 @@ class Died(Exception):
 
 @dataclass
 class Engine:
-    """Writes at most ``most_at_once`` tokens per request, then aborts it; dies after ``dies_after`` tokens.
+    """An engine that writes at most ``most_at_once`` tokens per request and then aborts the request.
 
-    ``written`` has the versions of the tokens written after each context.
+    The engine dies after ``dies_after`` tokens. ``written`` has the versions of the tokens written after each context.
     """
 
     version: int = 0
@@ -46,7 +46,7 @@ class Engine:
     num_written: int = 0
 
     def finish(self, episode: Episode) -> None:
-        """Answer until no turn runs."""
+        """Answer requests until no turn runs."""
         while requests := episode.next_requests():
             for request in requests:
                 episode.take(request.id, self.answer(request.prompt_ids, request.sampling.max_new_tokens))
@@ -75,10 +75,10 @@ class Engine:
 
 @dataclass
 class Environment:
-    """Runs a program of steps on an episode: a program is the control flow of a user's environment.
+    """Runs a program of steps on an episode; the program stands for a user's environment.
 
-    A step is (kind, choice of a parent, tokens, most new tokens); after ``wait`` all running turns finish and may be
-    parents. ``paths`` has the tokens that the environment sent and got, by turn.
+    A step is (kind, choice of a parent, tokens, largest number of new tokens). After ``wait``, all running turns finish
+    and may be parents. ``paths`` has the tokens that the environment sent and received, by turn.
     """
 
     episode: Episode
@@ -144,7 +144,7 @@ def same(one: Trajectory, other: Trajectory) -> bool:
 
 
 def as_stored(trajectory: Trajectory) -> Trajectory | None:
-    """A trajectory after its way through a group's columns, as the buffer keeps it; None without sampled tokens."""
+    """A trajectory after conversion to a group's columns and back; None without sampled tokens."""
     if not any(turn.sampled for turn in trajectory.turns):
         return None
     group = TrajectoryGroup.from_trajectories([trajectory], group_id=4, attempt=0)
@@ -152,7 +152,7 @@ def as_stored(trajectory: Trajectory) -> Trajectory | None:
 
 
 def check(episode: Episode, engine: Engine) -> None:
-    """Every trained token is one that was sampled in exactly its context, and each is trained once."""
+    """Check that every trained token was sampled in exactly its context and is trained once."""
     trajectory = episode.trajectory(1.0)
     if not any(turn.sampled for turn in trajectory.turns):
         assert episode.num_tokens == 0
@@ -314,7 +314,7 @@ def test_a_request_that_differs_drops_what_follows_it_and_not_what_other_branche
         (EpisodeBudget(max_turns=9, max_tokens=99, max_context=7), "used 7 of max_context = 7"),
         (
             EpisodeBudget(max_turns=9, max_tokens=99, max_context=99, max_tree_tokens=12),
-            "used 13 of max_tree_tokens = 12",  # 6 of the running turn's path, and 7 of the second path
+            "used 13 of max_tree_tokens = 12",  # 6 tokens of the running turn's path, and 7 of the second path
         ),
     ],
 )
@@ -334,7 +334,7 @@ def test_a_given_turn_beyond_the_budget_is_refused_by_name():
     budget = EpisodeBudget(max_turns=9, max_tokens=99, max_context=99, max_tree_tokens=10)
     episode = Episode("4-0-1", PROMPT_IDS, budget)
     first = episode.give(PROMPT, [1, 2])
-    assert episode.give(first, [3, 4]) == 2  # the same path, now of 6 tokens
+    assert episode.give(first, [3, 4]) == 2  # the same path now has 6 tokens
     with pytest.raises(EpisodeOverflow, match="would use 11 of max_tree_tokens = 10"):
         episode.give(first, [5])
     assert episode.give(PROMPT, [5, 5]) == 3

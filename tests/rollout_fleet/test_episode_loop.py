@@ -1,6 +1,6 @@
-"""Episodes in the rollout loop: environments ask for turns while weights change, engines fail and workers stop.
+"""Episodes in the rollout loop: environments request turns while weights change, engines fail and workers stop.
 
-Each token of the scripted engine is a function of the tokens before it, so a wrong context shows in the trajectories.
+The scripted engine computes each token from the tokens before it, so a wrong context is visible in the trajectories.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def writes_by_context(request, version) -> ScriptedAnswer:
 
 
 def assert_by_context(group: TrajectoryGroup) -> None:
-    """Every sampled token follows from the tokens before it on its path."""
+    """Check that every sampled token follows from the tokens before it on its path."""
     for branch in group.branches:
         ids, mask = group.along(branch, "token_ids").tolist(), group.trained_mask(branch)
         for place in np.flatnonzero(mask).tolist():
@@ -96,7 +96,7 @@ class Playing:
 
 
 def turns(num_turns: int, tool_s: float = 0.1) -> Play:
-    """An environment of ``num_turns`` turns with a tool between two of them."""
+    """An environment of ``num_turns`` turns, with a tool between two turns."""
 
     async def environment(run: EpisodeRun, index: int) -> Outcome:
         turn = await run.sample(PROMPT, (), SAMPLING)

@@ -1,4 +1,4 @@
-"""Environments under a Python of their own, which has none of asyncrl's packages."""
+"""Environments with a separate Python, which does not have asyncrl's packages."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def wait_for_port(port: int, timeout_s: float = 60.0) -> None:
 
 @pytest.mark.slow
 async def test_an_environment_of_verifiers_runs_unmodified(full_python, tmp_path, monkeypatch):
-    """Its agent is a program that verifiers starts; uv finds the program's own packages."""
+    """The agent is a program that verifiers starts; uv finds the program's packages."""
     (tmp_path / "addition.py").write_text(ADDITION)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")

@@ -1,4 +1,4 @@
-"""How many groups an engine holds follows the load that it reports, within its bounds."""
+"""The limit of groups per engine follows the reported load within its bounds."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ FULL = EngineLoad(num_running=4, num_waiting=0, cache_use=0.95)
 
 
 def limits(limit: GroupLimit, *loads: EngineLoad) -> list[int]:
-    """The limit after each of these readings, with all of it in use."""
+    """The limit after each of these readings, with the limit always fully used."""
     values = []
     for load in loads:
         limit.note(load, num_held=limit.value)
@@ -70,7 +70,7 @@ async def test_a_loop_holds_as_many_groups_as_its_engine_has_room_for(make_buffe
     buffer = make_buffer(400, groups_per_step=400)
     in_flight = {"min": 1, "max": 50}
     async with running_loop(buffer, writes(5, 0.5), groups_in_flight=in_flight) as (_, engine, _):
-        engine.num_slots = 12  # of 2 samples per group
+        engine.num_slots = 12  # with 2 samples per group
         await asyncio.sleep(60)
         engine.running_at_once = 0
         await asyncio.sleep(60)

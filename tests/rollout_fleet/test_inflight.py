@@ -1,4 +1,4 @@
-"""What a group asks of the engine, and what it makes of the answers."""
+"""A group in flight: its requests to the engine, and its handling of the answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def begin(num_samples: int, **options) -> InflightGroup:
 
 
 def saved(*outputs: SampleOutput):
-    """The progress of a group that got these answers."""
+    """The progress of a group after these answers."""
     group = begin(len(outputs))
     for request, output in zip(group.next_requests(), outputs, strict=True):
         group.take(request.id, output)

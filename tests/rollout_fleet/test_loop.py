@@ -264,7 +264,7 @@ async def test_a_reward_that_fails_costs_its_group_after_some_attempts_and_the_r
 async def test_a_response_on_which_the_reward_fails_may_cost_only_itself_and_its_tokens_are_dropped(
     make_buffer, monkeypatch
 ):
-    failing = {0: 1, 1: 3}  # of four responses to a prompt
+    failing = {0: 1, 1: 3}  # tokens of four responses to a prompt
     scored: list[int] = []
 
     def reward(prompt, response_text):
@@ -415,14 +415,14 @@ async def test_a_released_device_runs_nothing_and_a_load_takes_it_back(make_buff
         await buffer.stored(2)
         await loop.release_device()
         assert engine.released
-        assert buffer.held == set()  # what ran has ended, and nothing was aborted
+        assert buffer.held == set()  # running requests have finished, and none was aborted
         assert buffer.released == []
         stored, asked = len(buffer.groups), len(buffer.leases_asked)
         await asyncio.sleep(0.05)
         assert (len(buffer.groups), len(buffer.leases_asked)) == (stored, asked)
         await loop.load_weights(bare_offer(0))
         await buffer.stored(20)
-        for _ in range(3):  # at once after a load: before anything was asked for
+        for _ in range(3):  # directly after a load, before any request
             await loop.load_weights(bare_offer(0))
             await loop.release_device()
         assert engine.released
@@ -514,7 +514,7 @@ async def test_nobody_waits_for_admission_after_a_stop_that_came_while_a_request
     await loop.load_weights(bare_offer(0))
     asking = asyncio.create_task(loop._keep_leasing())
     await asyncio.sleep(0.05)
-    await loop.load_weights(bare_offer(1))  # supersedes the request
+    await loop.load_weights(bare_offer(1))  # replaces the request
     await asyncio.wait([asking])
     assert loop.counters().wait_s == loop.counters().wait_s
 

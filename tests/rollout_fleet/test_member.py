@@ -1,4 +1,4 @@
-"""The state machine of a member, against a driver that does everything at any time, in virtual time."""
+"""The state machine of a member with a driver that makes any call at any time, in virtual time."""
 
 import math
 
@@ -25,7 +25,7 @@ def up(now: float = 0.0) -> Member:
 
 
 class MemberMachine(RuleBasedStateMachine):
-    """Reports of any epoch, faults and time in any order; what was verified in which epoch is written down."""
+    """Reports of any epoch, faults and timers in any order; records the verified versions per epoch."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ class MemberMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(0.0, 40.0))
     def pass_time(self, seconds):
-        """The driver looks at the clock when a deadline passes."""
+        """The driver reports the time when a deadline passes."""
         until = self.now + seconds
         while self.member.deadline <= until:
             self.now, state, epoch = self.member.deadline, self.member.state, self.member.epoch

@@ -1,4 +1,4 @@
-"""Who may join a fleet and who may leave it, the desk between commands and a run, and runs that do not answer."""
+"""Joining and leaving a fleet, the desk between commands and a run, and runs that do not answer."""
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ ranks = st.integers(0, 12)
 
 
 class RosterMachine(RuleBasedStateMachine):
-    """Joins, arrivals, departures and deaths in any order; every life that a rank was given for is written down."""
+    """Joins, arrivals, departures and deaths in any order; records every use of a rank."""
 
     def __init__(self):
         super().__init__()

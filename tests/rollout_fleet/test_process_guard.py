@@ -1,4 +1,4 @@
-"""The guard on a pretended server: a parent and a child in one process group, which ignore SIGTERM and hold memory."""
+"""The guard with a fake server: a parent and a child in one process group, which ignore SIGTERM and hold memory."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ OWNER = """
 
 
 class Started:
-    """A guard with the pretended server under it, and everything it may leave."""
+    """A guard with the fake server, and everything that the server may leave behind."""
 
     def __init__(self, tmp_path: Path, *words: str, owner: bool = False) -> None:
         self.shared_memory = Path(f"/dev/shm/asyncrl-test-{os.getpid()}-{tmp_path.name}")

@@ -1,4 +1,4 @@
-"""Groups that are cut off, saved with their leases, and continued: by another worker, or after a weight update."""
+"""Groups that are cut off, saved with their leases, and continued by another worker or after a weight update."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
 
 def writes_long_for_the_first_prompt(request, version):
-    """Responses of 40 tokens to the first prompt, begun or continued; of one token to the others."""
+    """Responses of 40 tokens to the first prompt, also if continued; responses of one token to other prompts."""
     return writes(40 if request.id.startswith("0-") else 1)(request, version)
 
 
@@ -160,7 +160,7 @@ async def test_groups_are_handed_on_with_their_tokens_so_far(make_buffer):
     buffer = make_buffer(3)
     async with running_loop(buffer, writes(60, 0.01), groups_in_flight=3) as (loop, _, _):
         await asyncio.sleep(0.3)
-        buffer.hand_on_requests.put_nowait([(1, 0), (2, 0), (7, 0)])  # the last is not there any more
+        buffer.hand_on_requests.put_nowait([(1, 0), (2, 0), (7, 0)])  # the last one does not exist any more
         await asyncio.sleep(0.1)
         assert sorted((group_id, reason) for group_id, _, reason in buffer.released) == [
             (1, "handed_on"),
@@ -235,7 +235,7 @@ async def test_a_worker_that_leaves_withdraws_the_request_that_waits_for_admissi
 
 @pytest.fixture
 def slow_rewards(monkeypatch):
-    """Rewards that take an hour, until the test calls what this returns."""
+    """Rewards that take an hour, unless the test calls the returned function."""
     score, is_slow = WeightedRewards.score, [True]
 
     async def hour_long(self, *arguments, **options):

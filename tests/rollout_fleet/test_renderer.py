@@ -1,4 +1,4 @@
-"""Renderers of chat templates in the styles of several families, over a small tokenizer."""
+"""Renderers of chat templates in the styles of several families, with a small tokenizer."""
 
 import json
 import subprocess

@@ -74,7 +74,7 @@ async def test_the_reward_format_matches_the_whole_response():
 
 
 async def test_a_regular_expression_that_takes_for_ever_costs_its_deadline_only():
-    """In the worker it would stop the loop of all groups."""
+    """In the worker this reward would block the loop of all groups."""
     assert "format" in FUNCTIONS_IN_PROCESSES
     config = RolloutFleetConfig(reward="format", reward_options={"format": {"pattern": "(a+)+b"}}, reward_timeout_s=1.0)
     rewards = WeightedRewards(config)
@@ -188,7 +188,7 @@ async def test_programs_end_with_the_scoring_process_that_missed_its_deadline():
     rewards = WeightedRewards(RolloutFleetConfig(reward="code", reward_options=options, reward_timeout_s=8.0))
     await rewards.start()
     try:
-        name = f"prog{os.getpid()}"  # of the program's process, as this machine sees it
+        name = f"prog{os.getpid()}"  # the time of the program's process, measured by this machine
         code = f"import ctypes, time; ctypes.CDLL(None).prctl(15, b'{name}'); time.sleep(600)"
         scoring = asyncio.create_task(rewards.score(prompt_with("assert True"), [code]))
         programs: list[psutil.Process] = []

@@ -16,7 +16,7 @@ def prompt_of(**fields):
 
 
 class ScriptedJudge:
-    """A server with OpenAI's chat completions that answers from a script; the last answer repeats."""
+    """A server of OpenAI's chat completions with scripted answers; the last answer repeats."""
 
     def __init__(self, *script):
         self.script = list(script)

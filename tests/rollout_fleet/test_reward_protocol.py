@@ -1,4 +1,4 @@
-"""What user's reward functions may get and return, through real scoring processes."""
+"""Arguments and results of the user's reward functions, through real scoring processes."""
 
 import numpy as np
 import pytest

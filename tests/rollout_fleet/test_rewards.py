@@ -72,7 +72,7 @@ REWARDS.register("by another name")(length)
 
 
 class TextScorer(RewardProcesses):
-    """Scores texts, as most rewards do."""
+    """A reward that scores texts, like most rewards."""
 
     async def score(self, prompt, texts, *, may_fail=False):
         scores = await super().score(prompt, [Rollout.answer(text) for text in texts], may_fail=may_fail)
@@ -81,14 +81,17 @@ class TextScorer(RewardProcesses):
 
 @pytest.fixture(autouse=True)
 def own_names(monkeypatch):
-    """What a test registers goes with it."""
+    """Undo the registrations of each test."""
     monkeypatch.setattr(REWARDS, "_entries", dict(REWARDS._entries))
     monkeypatch.delitem(sys.modules, "user_rewards", raising=False)
 
 
 @pytest.fixture
 async def user_rewards(tmp_path, monkeypatch):
-    """Puts a module of rewards on the path; returns a maker of started scorers, closed at the end."""
+    """Put a module of rewards on the path.
+
+    Returns a function that makes started scorers; they are closed at the end.
+    """
     (tmp_path / "user_rewards.py").write_text(USER_REWARDS)
     monkeypatch.syspath_prepend(str(tmp_path))
     scorers = []
@@ -216,7 +219,7 @@ async def test_children_of_a_reward_end_with_its_process(user_rewards, tmp_path,
 def _await_end(pid):
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        while process.status() != psutil.STATUS_ZOMBIE:  # nobody may be there to reap it
+        while process.status() != psutil.STATUS_ZOMBIE:  # there may be no process that reaps it
             time.sleep(0.05)
 
 
@@ -246,7 +249,7 @@ async def test_a_process_that_does_not_come_up_at_the_start_is_an_error(user_rew
 
 
 async def test_a_reward_of_ours_that_raises_costs_the_attempt_as_a_users_does():
-    """It runs in the worker itself: what it raised would end the loop."""
+    """It runs in the worker itself, so an exception would end the loop."""
 
     @REWARDS.register("overflows")
     def overflows(prompt, response_text):

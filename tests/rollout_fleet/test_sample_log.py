@@ -1,4 +1,4 @@
-"""Decoded samples: which are kept, and what of them."""
+"""Decoded samples: the choice of samples, and the saved columns."""
 
 import logging
 

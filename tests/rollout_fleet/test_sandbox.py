@@ -23,14 +23,14 @@ ISOLATING = (SandboxKind.bubblewrap, SandboxKind.namespaces)
 
 
 def _sandbox(kind: SandboxKind, **options) -> Sandbox:
-    # Without namespaces a program of root has another user id, which may not enter the folder of this interpreter.
+    # Without namespaces a program of root runs as another user, who may not enter the interpreter's folder.
     python = SYSTEM_PYTHON if kind is SandboxKind.limits and os.path.exists(SYSTEM_PYTHON) else ""
     return Sandbox(kind=kind, python=python, **options)
 
 
 @pytest.fixture(params=list(ISOLATING), scope="module")
 def isolating(request):
-    """A kind that hides files and processes; a machine without it skips."""
+    """A kind of sandbox that hides files and processes; the test is skipped without one."""
     return _or_skip(request.param)
 
 
@@ -101,7 +101,7 @@ except OSError as error:
     result = await run(kind, code, limits=SandboxLimits(processes=12))
     count, error = map(int, result.stdout.split())
     assert error == errno.EAGAIN
-    if kind is SandboxKind.limits and os.geteuid() != 0:  # other processes of this user come and go
+    if kind is SandboxKind.limits and os.geteuid() != 0:  # other processes of this user start and end
         assert count <= 11 + OTHERS_PROCESSES
     else:
         assert count == 11
@@ -274,7 +274,7 @@ async def test_no_descriptor_of_the_owner_is_open_in_a_sandbox(kind):
 
 
 async def test_a_daemonised_grandchild_ends_with_its_sandbox(kind):
-    name = f"daemon{os.getpid()}"  # of its process, as this machine sees it
+    name = f"daemon{os.getpid()}"  # the time of its process, measured by this machine
     code = f"""
 import ctypes, os, time
 ready, tell = os.pipe()

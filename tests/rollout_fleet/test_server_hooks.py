@@ -1,4 +1,4 @@
-"""What is changed in an SGLang server of ours, without a server."""
+"""The changes to SGLang in our servers, tested without a server."""
 
 import importlib.metadata
 import importlib.util

@@ -1,4 +1,4 @@
-"""Sessions: messages against the forest of an episode, with scripted turns."""
+"""Sessions: matching of messages with the forest of an episode, with scripted turns."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Random agents on a session: whatever they do, what is trained is what was sampled."""
+"""Random agents on a session: the trained tokens always equal the sampled tokens."""
 
 import asyncio
 import random
@@ -39,7 +39,7 @@ class Agent:
         self.conversations = [[USER]]
 
     def write(self, prompt_ids, sampling):
-        """Random tokens, with tags, and a stop token or none: their text, encoded, is seldom these tokens."""
+        """Random tokens with tags, and a stop token or none. Encoding their text rarely gives the same tokens."""
         tokenizer, rng = self.talk.renderer.tokenizer, self.rng
         stops = list(sampling.stop_token_ids)
         usual = [token for token in range(len(tokenizer)) if token not in stops]
@@ -78,7 +78,7 @@ class Agent:
         self.conversations += [[*messages, answer.message] for answer in outcomes[0]]
 
     def check(self):
-        """Every trained id is one that the script wrote, in its place; every prompt is the path of its turn."""
+        """Check that the script wrote every trained id at its place, and that every prompt is the path of its turn."""
         talk, episode = self.talk, self.talk.turns.episode
         talk.check()
         trajectory = episode.trajectory(1.0)

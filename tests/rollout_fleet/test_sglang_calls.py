@@ -1,4 +1,4 @@
-"""What the SGLang engine asks of its server, and in which order, on a server that only records the calls."""
+"""The calls of the SGLang engine to its server and their order, with a server that only records the calls."""
 
 from __future__ import annotations
 
@@ -446,7 +446,7 @@ async def test_tokens_so_far_are_answered_as_aborted_when_the_server_dies(engine
 
     server.stream = stream
     answers = {}
-    with pytest.raises(WorkerDiedError, match="sglang-0 died"):  # noqa: PT012 - the answers before the failure count
+    with pytest.raises(WorkerDiedError, match="sglang-0 died"):  # noqa: PT012 - checks earlier answers
         async for request, output in engine.generate(requests_of(2)):
             answers[request.id] = output
     assert answers["7-0-1"].finish_reason is FinishReason.stop
@@ -472,7 +472,7 @@ async def test_a_sample_that_the_server_loses_fails_the_engine_once_no_other_run
     ("later", "kept"),
     [
         ([chunk([6], 2)], [5, 6]),
-        ([chunk([6], 2, version="4")], [5]),  # some of it may be of version 3, some of 4
+        ([chunk([6], 2, version="4")], [5]),  # some tokens may be of version 3, some of version 4
         ([chunk([6], 2, version="4"), chunk([7], 3, version="4")], [5]),
         ([chunk([6], 2), chunk([1], 3, reason="stop", spans=[{"version": "3", "start": 0, "end": 3}])], [5, 6]),
     ],

@@ -1,4 +1,4 @@
-"""Connections to an SGLang server that break between two calls, against a server of the test's own."""
+"""Connections to an SGLang server that break between two calls, with a server of the test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollout_fleet.engines.sglang_server import SERVER_KEEP_ALIVE_S, SGLangClien
 
 
 class ResettingServer:
-    """Answers the first request of every connection with ``{}``, and resets the connection at the second."""
+    """A server that answers the first request of every connection with ``{}``, and then resets the connection."""
 
     def __init__(self) -> None:
         self.requests: list[str] = []
@@ -81,7 +81,7 @@ async def test_generation_is_not_repeated_by_itself(client, server):
 
 
 class StreamingServer:
-    """Answers every request with a stream of one event, whose end comes a moment later."""
+    """A server that answers every request with a stream of one event; the stream ends a short time later."""
 
     def __init__(self) -> None:
         self.num_connections = self.num_requests = 0
@@ -141,7 +141,7 @@ def test_the_client_drops_idle_connections_before_the_server_does(client, tmp_pa
 
 
 class AnsweringServer:
-    """Answers every request with one status and body, in parts of a few bytes, and closes the connection."""
+    """A server that answers every request with one status and body, in small parts, and closes the connection."""
 
     def __init__(self, body: bytes, *, status: int = 200, part_bytes: int = 1 << 20) -> None:
         self.body, self.status, self.part_bytes = body, status, part_bytes
@@ -160,7 +160,7 @@ class AnsweringServer:
 
 @pytest.fixture
 async def answering(client, monkeypatch):
-    """Makes the client's server give this answer to everything."""
+    """Return a function that sets one answer to all of the client's requests."""
     servers = []
 
     async def answer(body: bytes, **options: int) -> SGLangClient:

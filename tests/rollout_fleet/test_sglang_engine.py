@@ -1,4 +1,4 @@
-"""One real SGLang server for all of these; the last tests of the file end it."""
+"""The engine with one real SGLang server for all tests; the last tests of the file end the server."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def engine(model_path, tmp_path_factory):
 
 @pytest.fixture
 def publish(engine, model_path, tmp_path):
-    """Return a publisher of changed weights at the next version."""
+    """Return a function that publishes changed weights as the next version."""
     return partial(publish_weights, model_path, tmp_path, engine.version + 1)
 
 
@@ -85,7 +85,7 @@ async def test_logprobs_equal_a_forward_pass_under_the_version_that_each_token_n
     for offer in offers:
         await engine.load_weights(offer)
         assert engine.version == offer.version
-        await asyncio.sleep(0.05)  # some tokens of this version
+        await asyncio.sleep(0.05)  # until there are some tokens of this version
     num_checked, versions_in_one_response = 0, Counter()
     for request, sample in zip(requests, await running, strict=True):
         versions = sample.versions
@@ -129,7 +129,7 @@ async def test_aborted_samples_are_cut_off_with_their_tokens_and_the_others_go_o
     cut = requests_of(1, num_samples=40, name="cut", max_new_tokens=250, top_k=3)
     running = asyncio.create_task(answer(engine, [*cut, *keep]))
     await until_writing(engine)
-    while not (load := await engine.read_load()).num_running:  # noqa: ASYNC110 - told every few steps of the model
+    while not (load := await engine.read_load()).num_running:  # noqa: ASYNC110 - reported every few steps
         await asyncio.sleep(0.01)
     assert load.num_running + load.num_waiting <= 60
     assert 0 < load.cache_use <= 1
@@ -176,7 +176,7 @@ CHANGES = {"differs": lambda tensors: {**tensors, "model.norm.weight": tensors["
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def failing_engine(engine, model_path, tmp_path):
-    """An engine of its own on the shared server, to be failed; the shared engine loads weights again after it."""
+    """A separate engine on the shared server that the test may fail; the shared engine then loads weights again."""
     failing = SGLangEngine(
         RolloutFleetConfig(load_timeout_s=30.0),
         model_path=model_path,
@@ -189,14 +189,14 @@ async def failing_engine(engine, model_path, tmp_path):
     await failing.start()
     failing._version, failing._verified = engine.version, {engine.version}
     yield failing
-    with contextlib.suppress(AsyncRLError):  # the session that the failed load left open
+    with contextlib.suppress(AsyncRLError):  # the open session of the failed load
         await failing._client.call("POST", "/end_weight_update", {})
     await failing.stop()
     await engine.load_weights(publish_weights(model_path, tmp_path / "again", engine.version + 1))
 
 
 async def assert_failed(engine, running, match):
-    """Nothing that ran or is asked now is answered."""
+    """Check that neither running nor new requests are answered."""
     for refused in (running, answer(engine, requests_of(1)), engine.wait_failed()):
         with pytest.raises(AsyncRLError, match=match):
             await asyncio.wait_for(refused, 30)
@@ -232,7 +232,7 @@ async def test_an_engine_whose_load_differs_or_fails_or_hangs_never_answers_agai
 
 
 async def test_no_prefix_computed_under_old_weights_is_used_after_an_update(engine, publish_next):
-    """Groups that share a long prefix run across updates, and begin right after them; radix cache on."""
+    """Groups with a long common prefix run across updates and begin directly after updates, with the radix cache on."""
     assert "--disable-radix-cache" not in " ".join(server_processes(engine)[0].cmdline())
     await engine.load_weights(publish_next(1.0))
     first = engine.version
@@ -262,7 +262,7 @@ async def test_no_prefix_computed_under_old_weights_is_used_after_an_update(engi
 
 @pytest.fixture
 def publish_next(engine, model_path, tmp_path):
-    """Return a publisher of the next version; its ``paths`` maps versions to offers."""
+    """Return a function that publishes the next version; its ``paths`` maps versions to offers."""
 
     def publish(scale):
         offer = publish_weights(model_path, tmp_path, engine.version + 1, scale)

@@ -1,4 +1,4 @@
-"""The server's launch, log, death and stop, on a pretended ``sglang.launch_server``."""
+"""The server's launch, log, death and stop, with a fake ``sglang.launch_server``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PORT_IS_TAKEN = """
 
 @pytest.fixture
 async def make_server(tmp_path, monkeypatch):
-    """Returns a maker of servers that run this code, stopped at the end."""
+    """Return a function that makes servers which run this code; they are stopped at the end."""
     servers = []
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     (tmp_path / "sglang").mkdir()
@@ -207,14 +207,14 @@ def test_float32_is_refused_on_cuda_by_the_name_of_the_option(make_server, dtype
     message = "rollout_fleet.sglang.dtype must be auto, bfloat16 or float16 with rollout_fleet.device=cuda, got float"
     with pytest.raises(ValueError, match=message):
         RolloutFleetConfig(device=EngineDevice.cuda, sglang=SGLangConfig(dtype=dtype))
-    with pytest.raises(ValueError, match=message):  # the device was found by itself
+    with pytest.raises(ValueError, match=message):  # the device was detected automatically
         make_server("", device=EngineDevice.cuda, config=SGLangConfig(dtype=dtype))
     RolloutFleetConfig(device=EngineDevice.cuda, engine=EngineKind.transformers, sglang=SGLangConfig(dtype=dtype))
 
 
 @pytest.fixture
 def no_caches_named(monkeypatch):
-    """No variable names a folder of a compiler. torch sets its own as soon as it has compiled something."""
+    """Unset all variables of compiler folders. torch sets its variable at its first compilation."""
     for name in sglang_server.COMPILE_CACHES:
         monkeypatch.delenv(name, raising=False)
 
@@ -257,7 +257,7 @@ def test_a_cuda_server_does_not_inherit_how_torch_allocates(make_server, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),  # no file system takes the second name
+    ("path", "words"),  # no file system accepts the second name
     [("/dev/full", "/dev/full: [Errno 28] No space left on device"), ("n" * 300, "File name too long")],
 )
 async def test_a_log_that_cannot_be_written_or_made_does_not_block_a_server(make_server, caplog, tmp_path, path, words):

@@ -42,13 +42,13 @@ from tests.support.whole_weights import save_whole
 
 @pytest.fixture
 def publish(model_path, tmp_path):
-    """Return a publisher of changed weights."""
+    """Return a function that publishes changed weights."""
     return partial(publish_weights, model_path, tmp_path)
 
 
 @pytest.fixture
 async def start(model_path):
-    """Return a maker of started engines, stopped at the end."""
+    """Return a function that makes started engines; they are stopped at the end."""
     engines = []
 
     async def make(seed=0, **options):
@@ -86,10 +86,10 @@ def model_of(family: str, folder: Path, eos_ids: Sequence[int] = ()) -> tuple[st
     ("family", "cuts_cache", "may_pad"),
     [
         ("qwen3", True, True),
-        ("gemma3_text", True, True),  # a window of fewer tokens than a prompt has
+        ("gemma3_text", True, True),  # a window that is shorter than a prompt
         ("gpt2", True, True),  # learned positions
         ("deepseek_v3", True, True),
-        ("lfm2", False, True),  # a convolution's state
+        ("lfm2", False, True),  # the state of a convolution
         ("openai-gpt", False, True),  # no cache
         ("recurrent_gemma", False, False),  # a state outside of the cache
         ("llama4_text", True, False),  # chunks of positions
@@ -116,7 +116,7 @@ def test_equal_prompts_are_read_once_and_rows_that_end_are_dropped_and_no_log_pr
 
 
 def batch_sizes(model):
-    """The rows of each forward pass from now on."""
+    """Record the rows of each forward pass from now on."""
     sizes = []
     model._model.register_forward_pre_hook(
         lambda _, __, options: sizes.append(len(options["input_ids"])), with_kwargs=True
@@ -168,7 +168,7 @@ def test_whether_rows_may_be_dropped_is_tried_also_where_a_response_would_end_at
 def test_a_continuation_near_the_last_position_does_not_fail_beside_a_new_sample(tmp_path, family):
     path, model = model_of(family, tmp_path)
     rng = np.random.default_rng(0)
-    lengths = {5: 100, 250: 6, 246: 10, 7: 100}  # of prompts, and of their samples; the model has 256 positions
+    lengths = {5: 100, 250: 6, 246: 10, 7: 100}  # rows of prompts, and of their samples; the model has 256 positions
     requests = [
         SampleRequest(
             id=str(length),
@@ -202,7 +202,7 @@ async def test_after_a_load_tokens_carry_the_new_version_and_its_logprobs(start,
 
 
 async def until_writing(engine):
-    """Until the batch that runs, or the next one, has a new token."""
+    """Wait until the running batch, or the next one, has a new token."""
     loop, first, token = asyncio.get_running_loop(), asyncio.Event(), engine._silence.token
     engine._silence.token = lambda: (loop.call_soon_threadsafe(first.set), token())
     await asyncio.wait_for(first.wait(), 30)
@@ -464,7 +464,7 @@ async def test_released_weights_hold_no_memory_and_come_back_with_the_next_versi
 async def test_memory_is_not_released_under_a_running_request(start):
     engine = await start()
     running = asyncio.create_task(answer(engine, requests_of(4, max_new_tokens=30)))
-    await asyncio.sleep(0)  # the task takes its requests in its first turn
+    await asyncio.sleep(0)  # the task takes its requests when it first runs
     with pytest.raises(EngineError, match="while it generates 16 samples"):
         await engine.release_memory()
     await running

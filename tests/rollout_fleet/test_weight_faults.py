@@ -1,8 +1,8 @@
-"""Whatever goes wrong at any step of a weight update on real SGLang servers, no token is of weights never verified.
+"""After any fault in a weight update on real SGLang servers, no token comes from weights that were not verified.
 
-A row is a call of the update, a moment, and a fault. In each, requests run on two engines, which load the same weights;
-the update of one goes wrong. It fails by name within its deadline, never continues, and the log-probs of all that it
-answered equal a Hugging Face forward under the versions that they name. The other engine goes on.
+A row is a call of the update, a moment, and a fault. In each row, requests run on two engines that load the same
+weights, and the update of one engine fails. This engine fails by name within its deadline and never continues. The
+log-probs of all its answers equal a Hugging Face forward under the versions that they name. The other engine goes on.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ FAILURES = {
     "SIGKILL": f"died with exit status {128 + signal.SIGKILL}",
 }
 SIGNALS = ["SIGSTOP", "SIGKILL"]
-# The moment after a call is the one before the next, for a signal. SIGKILL comes last: it costs a server.
+# For a signal, the moment after a call equals the moment before the next call. SIGKILL is last: it costs a server.
 ROWS = [
     *itertools.product(STEPS, ["before", "during", "after"], ANSWERS),
     *itertools.product(STEPS, ["before", "during"], SIGNALS[:1]),
@@ -79,7 +79,10 @@ _VERSIONS = itertools.count(1)
 
 
 class Servers:
-    """Two real servers: one whose engines fail, started again where it was killed, and one that goes on."""
+    """Two real servers.
+
+    The engines of the first server fail, and it is restarted after a kill; the second one continues.
+    """
 
     def __init__(self, model_path, folder):
         self._model_path, self._folder = model_path, folder
@@ -95,7 +98,7 @@ class Servers:
 
     @contextlib.asynccontextmanager
     async def failing_engine(self):
-        """An engine of its own on the first server, through a proxy."""
+        """A separate engine on the first server, through a proxy."""
         if self.owner._server._guard.returncode is not None:
             await self.owner.stop()
             self.owner = self._engine(0)
@@ -112,7 +115,7 @@ class Servers:
                 await self._end_session()
 
     async def _end_session(self):
-        """End the update that the failed load left open; a stopped server may begin it only now that it goes on."""
+        """End the open update of the failed load. A stopped server may begin this update only when it continues."""
         for _ in range(MAX_ENDS):
             with contextlib.suppress(AsyncRLError):  # there is none
                 await self.owner._post("/end_weight_update", {})
@@ -124,7 +127,7 @@ class Servers:
         raise AssertionError(f"the server still has a session open after {MAX_ENDS} times its end")
 
     def publish(self, scale):
-        """Offer changed weights as the next version."""
+        """Publish changed weights as the next version."""
         offer = publish_weights(self._model_path, self._folder, next(_VERSIONS), scale)
         self._folders[offer.version] = folder_of(offer)
         return offer
@@ -157,15 +160,15 @@ async def servers(model_path, tmp_path_factory):
 
 
 def fault_of(servers, fault, seed):
-    """What the proxy does."""
+    """The fault that the proxy injects."""
     if fault in ANSWERS:
         return {"answer": ANSWERS[fault]}
     delay_s = random.Random(seed).uniform(0, 0.02)
 
     async def send_signal():
-        await asyncio.sleep(delay_s)  # somewhere in the server's work
+        await asyncio.sleep(delay_s)  # at some time during the server's work
         processes = server_processes(servers.owner)
-        for process in processes[:1] if fault == "SIGKILL" else processes:  # the guard kills what a dead server leaves
+        for process in processes[:1] if fault == "SIGKILL" else processes:  # the guard kills the rest of a dead server
             process.send_signal(signal.Signals[fault])
 
     return {"act": send_signal}
@@ -177,12 +180,12 @@ async def collect(engine, requests, accepted):
 
 
 async def failure_of(engine, offer, running):
-    """Load, and wait for the engine's failure, after which nothing is answered."""
+    """Load, and wait for the engine's failure; check that it does not answer after this."""
     with contextlib.suppress(AsyncRLError):
         await engine.load_weights(offer)
     with pytest.raises(AsyncRLError) as failure:
         await engine.wait_failed()
-    with contextlib.suppress(AsyncRLError):  # some may end before: a server that was not paused goes on
+    with contextlib.suppress(AsyncRLError):  # a server that was not paused may answer
         await asyncio.wait_for(running, 10)
     for refused in (answer(engine, requests_of(1)), engine.load_weights(offer)):
         with pytest.raises(AsyncRLError, match=re.escape(str(failure.value)[:60])):
@@ -191,7 +194,7 @@ async def failure_of(engine, offer, running):
 
 
 async def load_under_load(engine, offer):
-    """What an engine answers over an update that nothing disturbs, and after it."""
+    """The answers of an engine during an update without a fault, and after it."""
     before, after = (requests_of(2, 2, max_new_tokens=60, temperature=1.2) for _ in range(2))
     running = asyncio.create_task(answer(engine, before))
     await until_writing(engine)
@@ -238,7 +241,7 @@ async def test_nothing_is_accepted_under_weights_that_were_not_verified(servers,
     assert took_s < 3 * DEADLINE_S + GRACE_S
     before, made = STEPS[: STEPS.index(step) + 1], [path for path in proxy.paths if path in STEPS]
     assert list(dict.fromkeys(made))[: len(before)] == before
-    # A signal may come when the server has answered, and the update has gone on.
+    # A signal may arrive when the server has answered and the update has continued.
     may_be_made = {*before, *TOGETHER.get(step, ())}
     assert set(made) <= may_be_made or (moment == "during" and fault.startswith("SIG")), f"it went on: {made}"
     assert servers.other.version == offer.version
@@ -304,7 +307,7 @@ async def failure_or_nothing(engine, offer):
 
 
 def held_failure(who, moment, fault):
-    """The pattern of the failure's message; it matches the empty string if the load may succeed."""
+    """The pattern of the error message; it matches the empty string if the load may succeed."""
     if who == "engine":
         return FAILURES[fault]
     gone = "is no longer sent: (nobody|another sender) listens at 127"

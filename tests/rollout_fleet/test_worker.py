@@ -1,4 +1,4 @@
-"""The worker as one object, without Ray: its parts are wired and closed in the right order."""
+"""The worker as one object, without Ray: its parts are connected, and closed in the right order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.rollout import digits
 
 @pytest.fixture
 def make_worker(model_path, tmp_path, monkeypatch):
-    """Return a maker of workers on a buffer."""
+    """Return a function that makes workers with a buffer."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
 
@@ -108,7 +108,7 @@ async def test_a_worker_that_was_never_started_says_so_and_stops_cleanly(make_wo
 
 
 class FailingRewards:
-    """Fails for some prompts, by group id."""
+    """A reward that fails for some prompts, by group id."""
 
     def __init__(self, *failing):
         self.failing = failing

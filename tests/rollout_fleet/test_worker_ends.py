@@ -1,4 +1,4 @@
-"""A rollout loop on a real buffer that ends while it holds leases: the tokens of its samples are in the account."""
+"""A rollout loop with a real buffer ends while it holds leases: the account includes the tokens of its samples."""
 
 import asyncio
 import signal
@@ -30,17 +30,20 @@ async def buffer_process(tmp_path: Path, **options: float) -> AsyncIterator[tupl
 
 async def until_written(loop: RolloutLoop, num_tokens: int) -> None:
     async with asyncio.timeout(20):
-        while loop.count_generated() < num_tokens:  # noqa: ASYNC110 - nobody is told of single tokens
+        while loop.count_generated() < num_tokens:  # noqa: ASYNC110 - there is no notice of single tokens
             await asyncio.sleep(0.01)
 
 
 def check_balance(stats: BufferStats, counters: FleetCounters) -> None:
-    """The account of a run whose only worker has these counters. Raises `AccountError` if it does not balance."""
+    """The account of a run with one worker that has these counters. Raises `AccountError` if it does not balance."""
     balanced_account(stats, counters)
 
 
 async def test_a_buffer_that_stands_still_while_a_worker_stops_leaves_a_balanced_account(tmp_path: Path):
-    """The server decides the releases after it wakes; the worker never hears of that, and is buried with its count."""
+    """The server processes the releases after it wakes.
+
+    The worker does not get the answer, and is buried with its count.
+    """
     async with buffer_process(tmp_path) as (process, control):
         await control.enqueue(make_prompts(4))
         worker = AnyRole(process.address, request_timeout_s=20.0)
@@ -62,7 +65,7 @@ async def test_a_buffer_that_stands_still_while_a_worker_stops_leaves_a_balanced
 
 
 async def test_running_samples_of_a_killed_worker_are_lost_tokens(tmp_path: Path):
-    """No sample ends. Each heartbeat says how much of the running samples has come."""
+    """No sample ends; each heartbeat has the number of tokens of the running samples."""
     async with buffer_process(tmp_path) as (process, control):
         await control.enqueue(make_prompts(2))
         worker = AnyRole(process.address, request_timeout_s=20.0)
@@ -70,8 +73,8 @@ async def test_running_samples_of_a_killed_worker_are_lost_tokens(tmp_path: Path
             name = await worker.enter()
             await until_written(loop, 60)
             assert loop.counters().tokens_generated == 0
-            await asyncio.sleep(0.3)  # a heartbeat comes at least every 0.1 s
-            worker.worker._beat.cancel()  # the process is gone; what is written from now on is in no heartbeat
+            await asyncio.sleep(0.3)  # there is a heartbeat at least every 0.1 s
+            worker.worker._beat.cancel()  # the process has ended; no heartbeat includes later tokens
             num_tokens = await control.bury(name)
             assert 60 <= num_tokens <= loop.count_generated()
             stats = await control.stats()

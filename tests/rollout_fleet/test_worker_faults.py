@@ -1,4 +1,4 @@
-"""A worker whose engine fails gives its groups back with what is written, and ends; another goes on with them."""
+"""A worker whose engine fails releases its groups with their tokens and ends; another worker continues them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
 @pytest.fixture
 def working(monkeypatch, tmp_path):
-    """Return a context of a worker that runs on a buffer and an engine."""
+    """Return a context manager of a worker that runs with a buffer and an engine."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(worker_module, "load_decoder", lambda path: str)

@@ -1,4 +1,4 @@
-"""The codec: what goes in comes out, and whatever else comes in is a WireError."""
+"""The codec: decoding restores every encoded value, and any other input raises WireError."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Every dtype of numpy and torch, in every layout, comes back as it was."""
+"""The codec restores every dtype of numpy and torch in every layout."""
 
 import datetime
 

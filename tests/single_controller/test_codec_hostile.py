@@ -1,4 +1,4 @@
-"""Bytes from an enemy: always a WireError, never another exception, never memory that the message does not pay for."""
+"""Hostile bytes always raise WireError, never another exception, and never allocate much memory."""
 
 import struct
 import tracemalloc

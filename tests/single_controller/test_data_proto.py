@@ -1,4 +1,4 @@
-"""Golden results of every method of DataProto, on batches small enough to check by eye."""
+"""Golden results of every method of DataProto on small batches."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def batch_of(num_rows=4, **meta_info):
 
 
 def rows_of(data):
-    """The rows as (tensor, string, number) triples, all three of which must agree."""
+    """The rows as (tensor, string, number) triples; the three values must be consistent."""
     return list(
         zip(data.batch["a"].tolist(), data.non_tensor_batch["s"], data.non_tensor_batch["n"].tolist(), strict=True)
     )

@@ -1,4 +1,4 @@
-"""Pairs of methods that undo one another."""
+"""Pairs of inverse methods."""
 
 import numpy as np
 import torch

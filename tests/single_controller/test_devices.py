@@ -1,4 +1,4 @@
-"""Visible devices, on environments of several accelerators."""
+"""Visible devices, with the environment variables of several accelerators."""
 
 import sys
 from types import SimpleNamespace

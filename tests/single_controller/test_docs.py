@@ -1,4 +1,4 @@
-"""The recipes of docs/single_controller.md, run as they stand, in their order."""
+"""The recipes of docs/single_controller.md, run in their order without changes."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Each method of DataProto on each shape that a batch can have: with and without tensors, arrays, rows."""
+"""Each method of DataProto on each kind of batch: with and without tensors, arrays, rows."""
 
 import copy
 import pickle
@@ -66,7 +66,7 @@ def tensor_names(data):
 
 
 def ids_of(data):
-    """The row numbers, which all columns must agree on; None where there are no columns."""
+    """The row numbers, which must be the same in all columns; None if there are no columns."""
     columns = {} if data.batch is None else dict(data.batch.items())
     found = [column[:, 0] if key == "matrix" else column for key, column in columns.items() if key != "jagged"]
     found = [column.long().tolist() for column in found]

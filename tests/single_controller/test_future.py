@@ -1,4 +1,4 @@
-"""Futures over real Ray: results that are joined, cut and passed on before they are there."""
+"""Futures on real Ray: results that are joined, cut and passed on before they exist."""
 
 import asyncio
 import functools
@@ -87,7 +87,7 @@ def test_an_error_keeps_its_type_and_the_traceback_of_where_it_arose(gate):
 
 
 def test_what_ray_delivers_is_shared_until_it_is_written_to():
-    for num_rows in (3, 300_000):  # inline, and in shared memory
+    for num_rows in (3, 300_000):  # a size that Ray sends inline, and a size in shared memory
         ref = ray.put(DataProto.from_dict({"n": torch.zeros(num_rows)}, {"a": np.zeros(num_rows)}))
         first, second = ray.get(ref), ray.get(ref)
         assert not first.non_tensor_batch["a"].flags.writeable
@@ -116,7 +116,7 @@ class Gate:
 
 @pytest.fixture(scope="module")
 def gate(cluster):
-    """One for all tests, because the import of torch takes longer than all that they do."""
+    """One group for all tests, because the import of torch takes longer than the tests."""
     gate = Gate.remote()
     yield gate
     ray.kill(gate)

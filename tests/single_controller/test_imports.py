@@ -1,4 +1,4 @@
-"""What the packages show, and what importing them loads."""
+"""The public names of the packages, and the modules that their import loads."""
 
 import inspect
 import subprocess
@@ -34,7 +34,7 @@ def test_verls_names_are_all_in_one_package():
     wanted = {name for names in VERLS_NAMES.values() for name in names.split()}
     assert wanted - set(asyncrl.single_controller.__all__) == set()
     base, ray_class = asyncrl.single_controller.Worker, asyncrl.single_controller.RayClassWithInitArgs
-    named = list(inspect.signature(base._register_dispatch_collect_info).parameters)  # Ray may have put its own behind
+    named = list(inspect.signature(base._register_dispatch_collect_info).parameters)  # Ray may have appended its own
     assert named[:4] == ["self", "mesh_name", "dp_rank", "is_collect"]
     assert set(named[4:]) <= {"_ray_trace_ctx"}
     assert list(inspect.signature(ray_class.__call__).parameters) == [

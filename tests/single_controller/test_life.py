@@ -1,4 +1,4 @@
-"""Where workers are placed, how they are found again, and what is told when they die."""
+"""Placement of workers, lookup of running workers, and reports of their death."""
 
 import asyncio
 import os
@@ -67,7 +67,7 @@ class Probe(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def reduce_rank(self):
-        import torch  # here, so that the other tests' workers start without it
+        import torch  # imported here, so that workers of other tests start without it
 
         torch.distributed.init_process_group("gloo")
         total = torch.tensor([float(self.rank)])
@@ -92,7 +92,7 @@ def group_on(pool, **options):
 
 @pytest.fixture(scope="module")
 def two_nodes(cluster):
-    """So many CPUs for each process that one pair fits on each node, beside a little."""
+    """CPUs per process such that one pair of processes fits on each node."""
     group = group_on(pool_of(2, 2, num_cpus=3.5), name_prefix="two")
     yield group
     group.shutdown()

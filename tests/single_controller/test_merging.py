@@ -1,4 +1,4 @@
-"""Union and concat: what is joined, what must be the same, and what a conflict says."""
+"""Union and concat: joined columns, required equalities, and messages of conflicts."""
 
 from collections import OrderedDict
 

@@ -1,4 +1,4 @@
-"""Nested tensors as columns: jagged in any dimension, with holes, and strided."""
+"""Nested tensors as columns: jagged in any dimension, with gaps, and strided."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Where workers are placed and with what: pools, their parts, ports, options, and jobs that come back."""
+"""Placement of workers: pools, their parts, ports, options, and jobs that connect again."""
 
 import os
 import socket

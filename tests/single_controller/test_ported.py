@@ -1,4 +1,4 @@
-"""Worker classes and driver scripts as they are written against verl, with nothing but their imports changed."""
+"""Worker classes and driver scripts written for verl, with only their imports changed."""
 
 import asyncio
 import os
@@ -86,7 +86,7 @@ class Counter(Worker):
 
 @ray.remote
 class Constant(Worker):
-    """Needs no torch, whose import takes longer than all else that a worker does to start."""
+    """A worker without torch, because the import of torch takes most of a worker's start."""
 
     def __init__(self, value=0) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class PlainScorer:
 
 
 class NamedWorkerGroup(RayWorkerGroup):
-    """A group of the user's own, as verl's backends derive them."""
+    """A user's subclass of the group, as in verl's backends."""
 
     def __init__(self, resource_pool, ray_cls_with_init, **kwargs):
         super().__init__(resource_pool=resource_pool, ray_cls_with_init=ray_cls_with_init, **kwargs)

@@ -1,4 +1,4 @@
-"""A `DataProto` between ranks (real process groups of gloo), frames in a file, and tensors as plain tuples."""
+"""A `DataProto` between ranks (real gloo process groups), frames in a file, and tensors as plain tuples."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Who obeys SIGTERM among the processes of a run."""
+"""The processes of a run that obey SIGTERM."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A batch through pickle and to disk: what is shared, what is copied, what is refused."""
+"""A batch through pickle and to disk: shared parts, copied parts, and errors."""
 
 import copy
 import pickle

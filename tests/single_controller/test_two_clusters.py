@@ -1,4 +1,4 @@
-"""Ray shut down and started again in one process, as notebooks do."""
+"""Ray is shut down and started again in one process, as in notebooks."""
 
 import os
 import subprocess
@@ -126,7 +126,7 @@ def output_of(script, *arguments):
     finally:
         if run.poll() is None:
             family = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
-        for process in family:  # also the Ray that it started
+        for process in family:  # this also stops its Ray cluster
             with suppress(psutil.NoSuchProcess):
                 process.kill()
     return output

@@ -1,4 +1,4 @@
-"""A headless Chromium, as Debian installs it, driven by playwright; and what a page complains of while it is open."""
+"""Debian's headless Chromium, controlled by playwright; records the errors of the open page."""
 
 import shutil
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 @dataclass
 class Visit:
-    """A page, and what went wrong on it."""
+    """A page and its errors."""
 
     page: Any
     complaints: list[str] = field(default_factory=list)
@@ -22,7 +22,7 @@ class Visit:
 
 @contextmanager
 def visiting(url: str, *, theme: str = "light", width: int = 1440, offline: bool = False) -> Iterator[Visit]:
-    """Open a page; skips the test, by name, where there is no browser or no playwright."""
+    """Open a page; skip the test if the browser or playwright is missing."""
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed: apt-get install chromium")
     playwright = pytest.importorskip(

@@ -1,4 +1,4 @@
-"""Prompts, rollouts and running servers for the buffer's tests."""
+"""Prompts, rollouts and running servers for tests of the buffer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -80,7 +80,7 @@ class AnyRole:
 
 
 class Running:
-    """A server on this loop, and clients that are closed with it."""
+    """A server on this loop, and clients that are closed with the server."""
 
     def __init__(self, config: BufferConfig, groups_per_step: int) -> None:
         self.server = BufferServer(config, groups_per_step=groups_per_step)

@@ -1,6 +1,6 @@
-"""Folders with a small tokenizer and a chat template in the style of a model family; there are no weights.
+"""Folders with a small tokenizer and a chat template in the style of a model family, without weights.
 
-The tokenizer is byte-level BPE with few merges, so that sampled tokens, decoded and encoded again, become others.
+The tokenizer is a byte-level BPE with few merges. So decoding sampled tokens and encoding the text gives other tokens.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""How the tests of the real engines ask, publish, and recompute what the engine should have answered."""
+"""Requests, publishes, and recomputed answers for tests of the real engines."""
 
 from __future__ import annotations
 
@@ -61,9 +61,10 @@ _NUMBERS = itertools.count()
 
 
 def requests_of(num_prompts: int, num_samples: int = 4, name: str = "", **sampling: Any) -> list[SampleRequest]:
-    """Samples of prompts with 2, 3, ... tokens, prompt by prompt; no two calls use the same ids, as in a run.
+    """Samples of prompts with 2, 3, ... tokens, prompt by prompt.
 
-    A server that is told late that a stream was closed aborts what then runs under its ids.
+    Each call has new ids, as in a run: a server that learns late of a closed stream aborts the running requests with
+    its ids.
     """
     name = f"{name}{next(_NUMBERS)}"
     options = SamplingConfig(**{"max_new_tokens": 12, **sampling})
@@ -84,7 +85,7 @@ def folder_of(offer: WeightOffer) -> str:
 
 
 class RunningServer:
-    """A server that its engine neither starts nor stops."""
+    """A server that the engine does not start or stop."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
@@ -93,19 +94,19 @@ class RunningServer:
         return getattr(self._server, name)
 
     async def start(self) -> None:
-        """It runs."""
+        """Return at once: the server runs already."""
 
     async def stop(self) -> None:
-        """It goes on."""
+        """Return at once: the server keeps running."""
 
 
 def server_processes(engine: Any) -> list[psutil.Process]:
-    """All processes of an engine's SGLang server, the one that was launched first."""
+    """All processes of an engine's SGLang server; the first one is the launched process."""
     return psutil.Process(engine._server._guard.pid).children(recursive=True)
 
 
 async def until_writing(engine: Any) -> None:
-    """Until the first tokens of what was asked just now have come."""
+    """Wait until the first tokens of the new requests have arrived."""
     first, token = asyncio.Event(), engine._silence.token
     engine._silence.token = lambda: (first.set(), token())
     await asyncio.wait_for(first.wait(), 60)
@@ -120,7 +121,7 @@ async def answer(engine: Any, requests: Sequence[SampleRequest]) -> list[SampleO
 
 @torch.inference_mode()
 def forward_logprobs(path: str, request: SampleRequest, sample: SampleOutput) -> np.ndarray:
-    """[R] log-probs of the sampled tokens by a plain forward pass in float32."""
+    """[R] log-probs of the sampled tokens from a plain forward pass in float32."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
     ids = torch.tensor([[*request.prompt_ids.tolist(), *sample.token_ids.tolist()]])
     logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / (request.sampling.temperature or 1.0)
@@ -131,9 +132,10 @@ def forward_logprobs(path: str, request: SampleRequest, sample: SampleOutput) ->
 def forward_by_versions(
     model_of: Callable[[int], Any], request: SampleRequest, sample: SampleOutput, *, keeps: bool = False
 ) -> np.ndarray:
-    """[R] log-probs of each token under the version that it names.
+    """[R] log-probs of each token with the weights of its version.
 
-    ``keeps`` computes it on the KV cache that earlier versions left, as the engine does that keeps it over an update.
+    With ``keeps`` the forward uses the KV cache of earlier versions, like an engine that keeps the cache over an
+    update.
     """
     ids = torch.tensor([[*request.prompt_ids.tolist(), *sample.token_ids.tolist()]])
     starts = [0, *(np.flatnonzero(np.diff(sample.versions)) + 1).tolist()]
@@ -150,7 +152,7 @@ def forward_by_versions(
 
 
 async def assert_continues(engine: Any, model_path: str, atol: float) -> None:
-    """What was cut off after two tokens is continued to what it would have been, greedily."""
+    """Check that the continuation of a sample, cut off after two tokens, equals the uncut greedy sample."""
     requests = requests_of(3, temperature=0.0)
     whole = await answer(engine, requests)
     begun = [
@@ -171,9 +173,9 @@ async def assert_continues(engine: Any, model_path: str, atol: float) -> None:
 def publish_weights(
     model_path: str, directory: str | Path, version: int, scale: float = 1.0, *, alter: Any = None, change: Any = None
 ) -> WeightOffer:
-    """Offer the model's tensors times ``scale``, as ``alter`` returns them.
+    """Offer the model's tensors times ``scale``, changed by ``alter``.
 
-    What ``change`` returns takes their place after they were digested.
+    After the digests, the result of ``change`` replaces them.
     """
     target = Path(directory) / f"v{version}"
     shutil.copytree(model_path, target)

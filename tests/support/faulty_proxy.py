@@ -1,4 +1,4 @@
-"""A proxy between an engine and its SGLang server, in which one call goes wrong."""
+"""A proxy between an engine and its SGLang server that makes one call fail."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ANSWERS = {
 
 
 class FaultyProxy(RunningServer):
-    """Takes the place of a running server; `fail` says what goes wrong.
+    """Stands in for a running server; `fail` sets the fault.
 
     Attributes:
-        paths: Of all calls, in the order in which they came.
+        paths: Paths of all calls, in order of arrival.
     """
 
     def __init__(self, server: object) -> None:
@@ -36,7 +36,7 @@ class FaultyProxy(RunningServer):
 
     @property
     def url(self) -> str:
-        """In the place of the server's."""
+        """The proxy's URL, in place of the server's."""
         return f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
 
     async def start(self, port: int = 0) -> None:
@@ -54,14 +54,14 @@ class FaultyProxy(RunningServer):
     def fail(
         self, path: str, moment: str, *, answer: bytes | None = None, act: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """Every call of ``path`` goes wrong from now on.
+        """Make every call of ``path`` fail from now on.
 
         Args:
-            path: Of the call. Example: ``"/pause_generation"``.
+            path: Path of the call. Example: ``"/pause_generation"``.
             moment: ``before`` the server receives it, ``during`` its work on it, ``midway``, after the first
                 event that it answers, or ``after`` it has answered.
-            answer: What the engine is answered in the place of the server's answer.
-            act: Called at the moment; the server's own answer is passed on.
+            answer: The answer to the engine, in place of the server's answer.
+            act: Function to call at the moment; the server's own answer is passed on.
         """
         self._fault, self._answer, self._act = (path, moment), answer, act
 
@@ -75,7 +75,7 @@ class FaultyProxy(RunningServer):
         writer.close()
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass one request and its answer on."""
+        """Forward one request and its answer."""
         head = await reader.readuntil(b"\r\n\r\n")
         length = re.search(rb"(?i)content-length: (\d+)", head)
         body = await reader.readexactly(int(length[1]) if length else 0)
@@ -108,7 +108,7 @@ class FaultyProxy(RunningServer):
             to_server.close()
 
     async def _fails(self, path: str, moment: str, writer: asyncio.StreamWriter) -> bool:
-        """What goes wrong now; returns whether the engine has been answered."""
+        """Inject the fault. Returns whether the engine has been answered."""
         if self._fault != (path, moment):
             return False
         if self._act is not None:

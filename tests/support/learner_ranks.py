@@ -35,7 +35,7 @@ class LearnerRanks:
         ranks[1].ask(_begin, 1, address, options).answer()
 
     def offer(self, published: WeightOffer) -> WeightOffer:
-        """Offer what a folder holds; the folder itself is needed no more."""
+        """Offer the weights of a folder; afterwards the folder is not needed."""
         manifest = read_manifest(published)
         parts = [list(manifest.pieces[rank::2]) for rank in range(2)]
         file = str(Path(manifest.directory, manifest.files[0]))
@@ -52,12 +52,12 @@ class LearnerRanks:
 
 @contextmanager
 def learner_ranks(*, num_receivers: int, timeout_s: float) -> Iterator[LearnerRanks]:
-    """For the block."""
+    """Run the two processes inside the block."""
     with peers(2) as ranks:
         yield LearnerRanks(ranks, num_receivers=num_receivers, timeout_s=timeout_s)
 
 
-# What a process does
+# The work of a process
 
 
 def _begin(state: dict[str, Any], rank: int, address: ChannelAddress | None, options: PublishOptions) -> ChannelAddress:

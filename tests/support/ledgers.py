@@ -20,7 +20,7 @@ def summary_of(
     oldest: int | None = None,
     newest: int | None = None,
 ) -> GroupSummary:
-    """What a worker reports of the group of a lease; its tokens are of the lease's version unless said otherwise."""
+    """A worker's report on the group of a lease. By default the tokens have the version of the lease."""
     version = lease.engine_version if oldest is None else oldest
     return GroupSummary(
         group_id=lease.group_id,
@@ -125,7 +125,7 @@ class DrivenLedger(Ledger):
         return self.apply(commands.Resume(version=version, key=key, tokens_generated=tokens_generated))
 
     def step(self) -> list[int]:
-        """Plan and commit the next batch; its group ids."""
+        """Plan and commit the next batch; return the group ids."""
         version = self.learner_version
         plan = self.plan(version)
         assert plan is not None

@@ -1,7 +1,7 @@
-"""What processes leave behind; ends those that a session of tests leaves, also when the session itself is killed.
+"""Remaining processes: ends the processes that a test session leaves behind, also if the session is killed.
 
-Every process of a session inherits an environment variable with the session's name, however often it forks or changes
-its parent. At the end of the session, `end_leftovers` ends what still carries it. A watcher process, started by
+Every process of a session inherits an environment variable with the session's name, even after several forks. At the
+end of the session, `end_leftovers` ends the processes that still have it. A watcher process, started by
 `watch_session`, does the same when the session dies without an end of its own; the closing of a pipe wakes it.
 """
 
@@ -28,14 +28,14 @@ def name_session() -> str:
 
 
 def watch_session(name: str, *, grace_s: float = _GRACE_S) -> subprocess.Popen[bytes]:
-    """Start the watcher; it ends after its standard input has been closed."""
+    """Start the watcher, which ends after its standard input is closed."""
     environment = {key: value for key, value in os.environ.items() if key != _VARIABLE}
     command = [sys.executable, __file__, name, str(grace_s)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
 
 
 def end_leftovers(name: str, *, grace_s: float = _GRACE_S) -> list[str]:
-    """Give what the session left a moment, terminate it, then kill it.
+    """Wait a short time for the remaining processes of the session, terminate them, then kill them.
 
     Returns:
         The command lines of the processes that did not end by themselves.
@@ -47,7 +47,7 @@ def end_leftovers(name: str, *, grace_s: float = _GRACE_S) -> list[str]:
             words.append(" ".join(process.cmdline()) or process.name())
             process.terminate()
     psutil.wait_procs(alive, timeout=_STOP_S)
-    while alive := list(_processes_of(name)):  # again: what is killed may have started more
+    while alive := list(_processes_of(name)):  # again, because a killed process may have started others
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -56,7 +56,7 @@ def end_leftovers(name: str, *, grace_s: float = _GRACE_S) -> list[str]:
 
 
 def shared_memory_of(processes: Iterable[psutil.Process]) -> set[int]:
-    """Inodes of what these processes map in shared memory: a semaphore is not mapped under its own name."""
+    """Inodes of these processes' mappings in shared memory; a semaphore is not mapped by its own name."""
     inodes = set()
     for process in processes:
         with contextlib.suppress(OSError):
@@ -68,7 +68,7 @@ def shared_memory_of(processes: Iterable[psutil.Process]) -> set[int]:
 
 
 def left_in_shared_memory(inodes: set[int]) -> list[str]:
-    """What of these inodes still has a name."""
+    """The names of those of these inodes that still exist."""
     return [entry.name for entry in os.scandir("/dev/shm") if entry.inode() in inodes]
 
 
@@ -82,7 +82,7 @@ def _processes_of(name: str) -> Iterator[psutil.Process]:
 
 
 def _ends_with_us(process: psutil.Process) -> bool:
-    """Whether this is a helper of Python's multiprocessing, which ends when the pipe to this process closes."""
+    """Whether this is a helper process of Python's multiprocessing; it ends when the pipe to this process closes."""
     return process.ppid() == os.getpid() and any("from multiprocessing." in word for word in process.cmdline())
 
 

@@ -20,9 +20,10 @@ class Killed(BaseException):
 
 
 class MortalWrites:
-    """Stands for `buffer.journal.write_all`, and ends its process at some of the writes, before, within or after them.
+    """Replaces `buffer.journal.write_all` and kills the process before, within or after some writes.
 
-    ``kills`` are the numbers of the write, counted from the last kill on, and how many 32nds of it reach the disk.
+    ``kills`` has, per kill, the number of writes since the previous kill, and the share of the write that reaches the
+    disk, in 32nds.
     Writes of the journal's threads are not interrupted.
     """
 
@@ -90,7 +91,7 @@ class MortalServer:
         self._outbox.append((client, message))
 
     def _release(self, kept: Journal | None) -> None:
-        """Release what the kernel would: the lock and the files, as they are."""
+        """Release what the kernel releases at a kill: the lock and the open files."""
         self.num_kills += 1
         if kept is not None:
             kept._closed = True
@@ -144,14 +145,14 @@ class MortalServer:
         self._outbox.clear()
 
     def ask(self, client: bytes, request: Message) -> Message:
-        """Send a request that is answered at once; returns the reply, which must not be an error."""
+        """Send a request that is answered at once. Returns the reply; an error is a failure."""
         self.send(client, request)
         reply = self.replies.pop((client, request.request_id))
         assert kind_of(reply) == "ok", reply
         return reply
 
     def close(self) -> None:
-        """End without a kill."""
+        """Close the service without a kill."""
         self.service.close()
         self._journal.close()
 

@@ -1,4 +1,4 @@
-"""Weight offers for tests in which nothing reads the weights, and a log of offers in memory."""
+"""Weight offers for tests that do not read weights, and a log of offers in memory."""
 
 import asyncio
 from collections.abc import Collection
@@ -13,12 +13,12 @@ def bare_offer(version: int) -> WeightOffer:
 
 
 class OffersInMemory:
-    """The calls of the buffer's ports on weights, on the real log, without sockets; engines are told apart by number.
+    """Implements the buffer's ports for weights on the real log, without sockets; engines are numbers.
 
     Attributes:
-        log: The log.
+        log: The log of offers.
         learner_version: Steps committed; tests change it by `commit_offers`.
-        pins: Every version that engines were pinned to.
+        pins: Every pinned version.
     """
 
     def __init__(self, learner_version: int = 1 << 30) -> None:
@@ -37,7 +37,7 @@ class OffersInMemory:
         return self.log.oldest()
 
     async def withdraw_offers(self) -> None:
-        """The learner starts again: what it offered is not shown any more."""
+        """Restart the learner: its earlier offers are no longer shown."""
         self.log = OfferLog()
         await self._notify()
 

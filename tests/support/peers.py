@@ -1,4 +1,4 @@
-"""Processes that a test can tell what to do, one call at a time, and kill or stop in the middle of it."""
+"""Processes that execute a test's calls, one at a time; the test can kill or stop them during a call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.ranks import IMPORTED_ONCE
 
 
 class Peer:
-    """A process; `ask` begins a call of ``function(state, *args)`` in it, `answer` waits for what it returns."""
+    """A process; `ask` begins a call of ``function(state, *args)`` there, and `answer` waits for the result."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -31,7 +31,7 @@ class Peer:
         return self
 
     def answer(self, timeout_s: float = 60.0) -> Any:
-        """What the call returned; raises what it raised, and `EOFError` if the process died."""
+        """The result of the call. Raises the error of the call, or `EOFError` if the process died."""
         assert self._pipe.poll(timeout_s), f"no answer after {timeout_s} s"
         result, error = self._pipe.recv()
         if error is not None:
@@ -39,17 +39,17 @@ class Peer:
         return result
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
     def wait_end(self, timeout_s: float = 10.0) -> None:
-        """Until it has ended, after a signal that kills it."""
+        """Wait for the end of the process after a signal that kills it."""
         self._process.join(timeout_s)
         assert not self._process.is_alive(), f"it lives after {timeout_s} s"
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self._pipe.close()
         self._process.kill()
         self._process.join(5.0)
@@ -57,7 +57,7 @@ class Peer:
 
 @contextlib.contextmanager
 def peers(count: int) -> Iterator[list[Peer]]:
-    """So many of them, for the block."""
+    """Run a number of peers inside the block."""
     made = [Peer() for _ in range(count)]
     try:
         yield made
@@ -74,6 +74,6 @@ def _serve(pipe: Connection) -> None:
             function, args = pipe.recv()
             try:
                 outcome = function(state, *args), None
-            except Exception as error:  # noqa: BLE001 - raised where the answer is taken
+            except Exception as error:  # noqa: BLE001 - `answer` raises it
                 outcome = None, error
             pipe.send(outcome)

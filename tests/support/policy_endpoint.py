@@ -1,4 +1,4 @@
-"""A small endpoint of a policy, as an environment sees it; its answers come from a script."""
+"""A small policy endpoint for environments, with scripted answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def echo(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PolicyEndpoint:
-    """Answers every request by ``script``, a function of the request's body; `requests` are the bodies so far."""
+    """Answers every request with ``script``, a function of the request's body; `requests` has the bodies so far."""
 
     def __init__(self, script: Callable[[Mapping[str, Any]], dict[str, Any]] = echo) -> None:
         self.requests: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""A learner step of the policy, as an algorithm describes it."""
+"""A learner step of the policy with the options of an algorithm."""
 
 from learner.config import AlgorithmConfig
 from learner.losses import policy_objective

@@ -1,8 +1,8 @@
-"""Resolves SGLang's arguments as with each kind of GPU: ``python pretended_card.py < ARGUMENT_LISTS``.
+"""Resolves SGLang's arguments for each kind of GPU: ``python pretended_card.py < ARGUMENT_LISTS``.
 
-Reads a JSON list of argument lists, and writes what SGLang makes of each as a JSON list per card. It runs in a process
-of its own, and forks one for each card: torch is told that the card is there, and modules with empty names replace the
-packages with compiled kernels.
+Reads a JSON list of argument lists, and writes the resolved arguments as a JSON list per card. It runs in a separate
+process and forks one process per card: torch is patched to report the card, and empty modules replace the packages with
+compiled kernels.
 """
 
 import importlib.abc
@@ -22,7 +22,7 @@ VERSIONS = {"flashinfer_python": "0.6.18", "sglang-kernel": "0.4.7"}
 
 
 class Absent:
-    """A name of a compiled package; it fails when it is called."""
+    """A name of a compiled package; a call raises an error."""
 
     def __init__(self, name):
         self._name = name
@@ -66,7 +66,7 @@ def let_compiled_packages_be_imported():
 
 
 def pretend(card):
-    """Have torch report eight of this card."""
+    """Patch torch to report eight of this card."""
     import torch
 
     capability, gib = CARDS[card]
@@ -88,7 +88,7 @@ def pretend(card):
 
 
 def resolve(card, lists):
-    """What SGLang makes of the arguments of each server on this card, as JSON."""
+    """The arguments that SGLang resolves for each server on this card, as JSON."""
     from sglang.srt.server_args import prepare_server_args
 
     pretend(card)
@@ -100,9 +100,9 @@ def resolve(card, lists):
 
 if __name__ == "__main__":
     out = os.dup(1)
-    os.dup2(2, 1)  # what SGLang prints goes to the other stream
+    os.dup2(2, 1)  # SGLang's output goes to the other stream
     let_compiled_packages_be_imported()
-    pretend("A100")  # some card must be there while SGLang is imported
+    pretend("A100")  # the import of SGLang needs a card
     importlib.import_module("sglang.srt.server_args")
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         lists = json.load(sys.stdin)

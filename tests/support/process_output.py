@@ -1,4 +1,4 @@
-"""A process whose output is read line by line while it runs."""
+"""Reads the output of a running process line by line."""
 
 import queue
 import subprocess
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 
 class ProcessOutput:
-    """Reads what a process writes on a thread of its own, so that the process is never held up.
+    """Reads the output of a process in a thread, so that the process never blocks.
 
     Attributes:
-        process: Started with a pipe for its output, as text.
-        lines: What was taken from it so far, by `wait_for_line` and `finish`.
+        process: The process; its output must be a pipe in text mode.
+        lines: Lines that `wait_for_line` and `finish` have read so far.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -29,11 +29,11 @@ class ProcessOutput:
 
     @property
     def output(self) -> str:
-        """Everything taken so far."""
+        """All lines read so far."""
         return "\n".join(self.lines)
 
     def wait_for_line(self, words: str, timeout_s: float) -> str:
-        """Wait until a line holds ``words``."""
+        """Wait for a line with ``words``."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -49,7 +49,7 @@ class ProcessOutput:
                 return line
 
     def wait_until(self, is_true: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Wait for a condition, while the process runs."""
+        """Wait for a condition while the process runs."""
         deadline = time.monotonic() + timeout_s
         while not is_true():
             if self.process.poll() is not None:
@@ -62,20 +62,20 @@ class ProcessOutput:
     """How many steps of its run are made, and not lost."""
 
     def wait_for_step(self, number: int, timeout_s: float = 240.0) -> None:
-        """Wait until so many steps are made."""
+        """Wait for a number of steps."""
         self.wait_until(lambda: self.num_steps >= number, f"step {number}", timeout_s)
 
     def goes_on(self, what: str, *, before: int | None = None, timeout_s: float = 240.0) -> None:
-        """Wait for two steps beyond ``before``, since the first may have been on its way; prints how long they took."""
+        """Wait for two steps after ``before``, because the first may have been running; print the duration."""
         before, began_s = self.num_steps if before is None else before, time.monotonic()
         self.wait_for_step(before + 2, timeout_s)
         print(f"{what} at step {before}: two steps in {time.monotonic() - began_s:.1f} s")  # noqa: T201
 
     def _check_end(self) -> None:
-        """Called where it has ended too early, to skip the test where that must be."""
+        """Called if the process has ended too early; a subclass may skip the test."""
 
     def finish(self, timeout_s: float) -> int:
-        """Wait for the end; returns the exit status."""
+        """Wait for the end of the process. Returns the exit status."""
         self.process.wait(timeout_s)
         while (line := self._fresh.get(timeout=max(10, timeout_s))) is not None:
             self.lines.append(line)

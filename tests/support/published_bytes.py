@@ -15,12 +15,12 @@ ADAPTED = AdaptedLayer(weight="w", down="w", up="w", scale=1.0)
 
 
 def random_bytes(num_values: int, item_bytes: int = 2, seed: int = 0) -> np.ndarray:
-    """[bytes] uint8; as floats, some are not a number."""
+    """Random [bytes] uint8; as floats, some values are not-a-number."""
     return np.random.default_rng(seed).integers(0, 256, num_values * item_bytes, dtype=np.uint8)
 
 
 def changed(image: np.ndarray, seed: int, share: float = 0.03, item_bytes: int = 2) -> np.ndarray:
-    """A copy with other random values at random places."""
+    """A copy with new random values at random places."""
     generator = np.random.default_rng(seed)
     values = image.copy().reshape(-1, item_bytes)
     places = generator.random(len(values)) < share
@@ -40,7 +40,7 @@ def publish_bytes(
 ) -> WeightOffer:
     """Publish an image as one tensor of delta files or one data file, in pieces of 16 KiB.
 
-    With ``frozen`` it is said to be an adapter of those weights.
+    With ``frozen`` the manifest calls it an adapter of those weights.
     """
     target = folder / ("frozen" if version == FROZEN else f"v{version:08d}")
     target.mkdir(parents=True)
@@ -70,7 +70,7 @@ def publish_bytes(
 
 
 def bytes_of(offer: WeightOffer) -> np.ndarray:
-    """[bytes] uint8 of what an offer holds, verified."""
+    """The verified [bytes] uint8 of an offer."""
     weights = FileWeights(offer)
     weights.verify()
     ((_, data),) = weights.tensors()

@@ -1,6 +1,6 @@
 """Runs a function on several gloo ranks, each in a fresh process; a hang fails by time-out.
 
-The ranks are forked from one server process that has imported torch and transformers, which takes seconds; a fork
+The ranks are forked from one server process that has imported torch and transformers. The import takes seconds, a fork
 takes milliseconds. The server starts with the first call of a test process and ends with it.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-# Libraries only: what a test changes in the project itself is imported afresh by each rank.
+# Only libraries: each rank imports the project itself again.
 IMPORTED_ONCE = [
     "numpy",
     "torch",
@@ -38,7 +38,7 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeo
     """Call ``function(*args)`` on every rank; return the results by rank. A rank that fails or dies fails the call."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
-    # The ranks meet through a store of this process, on a port that it holds, as those of torchrun do.
+    # The ranks connect through a store on a port of this process, as with torchrun.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe() for _ in range(num_ranks)]
     processes = [
@@ -47,7 +47,7 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeo
     ]
     for process, (_, of_rank) in zip(processes, pipes, strict=True):
         process.start()
-        of_rank.close()  # then a rank that dies without a word ends its pipe
+        of_rank.close()  # then the death of a rank closes its pipe
     try:
         return _outcomes([ours for ours, _ in pipes], timeout_s)
     finally:
@@ -90,6 +90,6 @@ def _entry(rank: int, num_ranks: int, port: int, parent: Connection, function: C
         return
     parent.send((outcome, False))
     with contextlib.suppress(EOFError, OSError):
-        parent.recv()  # ends when all ranks are done: some may still need this one
+        parent.recv()  # ends when all ranks are done, because other ranks may still need this rank
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

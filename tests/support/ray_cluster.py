@@ -1,16 +1,16 @@
-"""The Ray cluster that the tests share, where its nodes are, and how Ray raises what an actor raised."""
+"""The tests' shared Ray cluster, the addresses of its nodes, and Ray's form of an actor's errors."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Two sessions of tests at once have different addresses, so that no port of one is taken by the other.
+# Simultaneous test sessions have different addresses, so their ports do not conflict.
 _NETWORK = ".".join(str(byte) for byte in bytes.fromhex(os.environ.get("ASYNCRL_TEST_SESSION", "0000")[:4]))
 HEAD_ADDRESS = f"127.{_NETWORK}.9"
 SECOND_ADDRESS = f"127.{_NETWORK}.10"
 NODE_OPTIONS = {"object_store_memory": 120 * 2**20, "include_dashboard": False}
 
-# Idle workers started ahead of need take a second of CPU each, and most tests need others.
+# Idle workers started in advance take a second of CPU each, and most tests need other workers.
 ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_AUTH_MODE": "disabled",
@@ -21,7 +21,7 @@ ENVIRONMENT = {
 
 
 def raised_by_ray(error: Exception) -> Exception:
-    """An error of an actor's method, as Ray raises it for who called: its text begins with where it was."""
+    """An error of an actor's method, as Ray raises it for the caller: its text begins with the place."""
     from ray.exceptions import RayTaskError
 
     account = f"ray::Worker.method() (pid=1)\n  File worker.py, line 1\n{error}"
@@ -52,7 +52,7 @@ def two_node_cluster() -> Iterator:
 
 @contextmanager
 def away_from_the_shared_cluster() -> Iterator[None]:
-    """Disconnect this process from the cluster that tests share, if it is connected, and connect it again after."""
+    """Disconnect this process from the shared cluster, if it is connected, and connect it again afterwards."""
     import ray
 
     address = ray.get_runtime_context().gcs_address if ray.is_initialized() else None

@@ -25,7 +25,7 @@ from tests.support.offers import OffersInMemory, bare_offer
 
 VOCABULARY = ["<pad>", "<eos>", "<bos>", *"0123456789", *">+=- r"]
 LEASE_S = 60.0
-OTHERS = 1_000_000  # ids of groups that other workers write
+OTHERS = 1_000_000  # ids of other workers' groups
 WRITTEN = 14
 """A token that no prompt of `make_prompts` holds."""
 
@@ -34,9 +34,9 @@ class InMemoryBuffer(OffersInMemory):
     """Implements `RolloutBuffer` on the real ledger, without sockets; tests commit steps and revoke leases by hand.
 
     Attributes:
-        groups: The groups that were put.
+        groups: The groups put so far.
         released: Group id, tokens and reason of every release.
-        progress: What was saved last, by group id.
+        progress: Last saved progress by group id.
         leases_asked: Engine version and number of groups of every request for leases.
         renewals: Leases renewed so far.
     """
@@ -66,7 +66,7 @@ class InMemoryBuffer(OffersInMemory):
 
     @property
     def num_accounted(self) -> int:
-        """Tokens that are trained on, dropped, or buffered; those of other workers left out."""
+        """Trained, dropped and buffered tokens, without those of other workers."""
         account = self.ledger.account
         return (
             account.tokens_trained - self._num_others + sum(account.tokens_dropped.values()) + account.tokens_buffered
@@ -78,7 +78,7 @@ class InMemoryBuffer(OffersInMemory):
         return sum(group.summary.num_tokens for group in self.groups)
 
     async def commit(self) -> None:
-        """The learner consumes a batch, once running groups that must be in it have come: it is one version further."""
+        """Consume a batch when the required running groups have arrived; the learner's version increases by one."""
         version = self.ledger.learner_version
         async with asyncio.timeout(20), self._changed:
             await self._changed.wait_for(lambda: self.ledger.apply(PlanBatch(version=version)).group_ids)
@@ -86,7 +86,7 @@ class InMemoryBuffer(OffersInMemory):
         await self._notify()
 
     async def advance(self) -> None:
-        """The learner consumes a batch of one group that another worker wrote; needs ``groups_per_step=1``."""
+        """Consume a batch of one group from another worker; needs ``groups_per_step=1``."""
         version = self.ledger.learner_version
         self.ledger.apply(Enqueue(group_ids=(OTHERS + version,)))
         (lease,) = self.ledger.apply(LeaseGroups(engine_version=version, max_groups=1), self._now).leases
@@ -106,7 +106,7 @@ class InMemoryBuffer(OffersInMemory):
         await self.commit()
 
     async def expire(self, group_id: int) -> None:
-        """One lease runs out, and its worker does not hear of it."""
+        """Let one lease expire without notice to its worker."""
         self._now += 2 * LEASE_S
         for lease in self.ledger.groups.leases.all():
             if lease.group_id != group_id:
@@ -115,7 +115,7 @@ class InMemoryBuffer(OffersInMemory):
         await self._notify()
 
     async def revoke(self, group_id: int) -> None:
-        """One lease runs out, and its worker hears of it."""
+        """Let one lease expire, with notice to its worker."""
         await self.expire(group_id)
         for _, revocation in self.ledger.drain_revocations():
             self._revocations.put_nowait((revocation.group_id, revocation.attempt))
@@ -204,13 +204,13 @@ def make_prompts(num_prompts: int) -> list[Prompt]:
 
 
 async def update(loop: RolloutLoop, buffer: InMemoryBuffer) -> None:
-    """The learner makes a step, and the worker loads its version."""
+    """Make a learner step, and let the worker load its version."""
     await buffer.advance()
     await loop.load_weights(bare_offer(buffer.ledger.learner_version))
 
 
 def writes(num_tokens: int, token_delay_s: float = 0.01) -> Script:
-    """A script whose responses have ``num_tokens`` tokens when they are finished, begun or continued."""
+    """A script whose finished responses have ``num_tokens`` tokens, also if they are continued."""
 
     def script(request: Any, version: int) -> ScriptedAnswer:
         num_left = num_tokens - int(np.count_nonzero(request.prompt_ids == WRITTEN))
@@ -245,7 +245,7 @@ def make_loop(
     images: Any = None,
     **options: Any,
 ) -> RolloutLoop:
-    """A loop on an engine that serves a version; it does not run yet."""
+    """A loop, not yet running, with an engine that serves a version."""
     return RolloutLoop(
         RolloutFleetConfig(**options),
         engine=engine,
@@ -269,7 +269,7 @@ async def running_loop(
     version: int = 0,
     **options: Any,
 ) -> AsyncIterator[tuple[RolloutLoop, ScriptedEngine, asyncio.Task[FleetCounters]]]:
-    """A loop on a scripted engine, running; stopped at the end. ``options`` are those of `make_loop`."""
+    """A running loop with a scripted engine; it is stopped at the end. ``options`` are those of `make_loop`."""
     engine = ScriptedEngine(script)
     await engine.start()
     await engine.load_weights(bare_offer(version))

@@ -17,11 +17,11 @@ Script = Callable[[np.ndarray, SamplingConfig], Sequence[int]]
 
 
 class ScriptedTurns:
-    """Runs an episode by a script.
+    """Runs an episode with scripted turns.
 
     Attributes:
-        requests: The engine's prompt and the turn of each request, in their order.
-        gate: Turns finish only while it is set.
+        requests: The engine's prompt and the turn of each request, in order.
+        gate: Turns finish only while this event is set.
     """
 
     def __init__(self, prompt_ids: Sequence[int], script: Script, **budget: int) -> None:
@@ -64,7 +64,7 @@ class Talk:
         self.session = Session(self.turns, renderer, sampling=SamplingConfig(max_new_tokens=most), prompt=self.prompt)
 
     def write(self, prompt_ids, sampling):
-        """Special tokens whole, everything else letter by letter: no such tokens come from encoding the text."""
+        """Encode special tokens whole and other text letter by letter; the tokenizer never encodes text so."""
         text = self.texts.pop(0)
         tokenizer = self.renderer.tokenizer
         special = sorted({*tokenizer.all_special_tokens, "<think>", "</think>", "<tool_call>", "</tool_call>"})
@@ -82,7 +82,7 @@ class Talk:
         return await self.session.chat(request)
 
     def check(self):
-        """Each engine's prompt is the path of its turn, and nothing that was sampled was encoded again."""
+        """Check that each engine prompt is the path of its turn, so that no sampled text was encoded again."""
         for prompt, turn in self.turns.requests:
             episode = self.turns.episode
             assert np.array_equal(prompt, episode.path(episode.turn(turn).parent))

@@ -1,4 +1,4 @@
-"""Scripted rollout workers under a real `FleetGroup`, for tests in virtual time; nothing is asked of Ray."""
+"""Scripted rollout workers of a real `FleetGroup`, for tests in virtual time without Ray."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rollout_fleet.metrics import FleetMeter
 
 
 class Workers:
-    """Stands in for the places and workers; calls take ``takes_s``, and `counters` never answers where it ``hangs``.
+    """Stands in for places and workers. Calls take ``takes_s``; a worker in ``hangs`` never answers `counters`.
 
     Attributes:
-        deaths: By rank, what ends the worker's life.
-        replaced: Ranks, in the order in which their workers were replaced.
-        full: Whether no node has room, until `make_room`.
-        closed: Ranks whose places were given back.
-        made_with: What the last worker was made with.
+        deaths: Error that ends the worker's life, by rank.
+        replaced: Ranks in the order of their replacements.
+        full: No node has room until `make_room`.
+        closed: Ranks with released places.
+        made_with: Arguments of the last worker.
         calls: Rank and method of every call but `counters`.
         keeps_leases: Ranks that cannot give everything back when they end.
         run_errors: By rank, what `run` raises; ``run_error`` is what every rank raises.
@@ -60,10 +60,10 @@ class Workers:
 
     def die(self, rank, error):
         self.death_of(rank).set_exception(error)
-        self.death_of(rank).exception()  # nobody may have called it
+        self.death_of(rank).exception()  # perhaps there was no call
 
     def stand_still(self, rank, seconds):
-        """A worker answers nothing for a while, as under SIGSTOP; what it was asked meanwhile it answers afterwards."""
+        """Stop a worker's answers for a time, as with SIGSTOP; the worker then answers the waiting calls."""
         self.awake_s[rank] = time.monotonic() + seconds
 
     def fill(self):
@@ -149,7 +149,7 @@ class Workers:
 
 
 class Graves:
-    """The calls of a controller's client that a fleet needs; every dead worker had generated 70 tokens."""
+    """Stands in for the controller's client; every dead worker had generated 70 tokens."""
 
     def __init__(self):
         self.buried = []
@@ -165,7 +165,7 @@ class Graves:
 
 
 def fleet_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers, *options: str) -> FleetGroup:
-    """A fleet with these workers; ``buffer.request_timeout_s`` is 0.1 unless ``options`` say otherwise."""
+    """A fleet with these workers; ``buffer.request_timeout_s`` is 0.1 unless ``options`` change it."""
     monkeypatch.setattr(fleet_group, "EnginePlaces", lambda *_, **__: workers)
     monkeypatch.setattr(fleet_group, "ControlClient", lambda client: client)
 

@@ -1,7 +1,7 @@
-"""A proxy in front of the SGLang server of a whole run: it finds the server by itself, and goes wrong on demand.
+"""A proxy before the SGLang server of a whole run, which finds the server itself and fails on request.
 
-The run's server listens elsewhere (``--port`` among its further arguments); the proxy takes the port that its worker
-calls, also that of each server that is started in the place of another.
+The run's server listens on another port (``--port`` in its extra arguments). The proxy listens on the port that the
+worker calls, also for replaced servers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LOOK_S = 0.1
 
 
 class ServerProxy:
-    """One server per run; `fail` and `heal` may be called from any thread.
+    """One proxy per run; `fail` and `heal` may be called from any thread.
 
     Attributes:
-        option: What the run must be started with.
-        num_failed: How many calls went wrong.
+        option: Required option of the run.
+        num_failed: Number of failed calls.
     """
 
     def __init__(self) -> None:
@@ -39,11 +39,11 @@ class ServerProxy:
         threading.Thread(target=self._loop.run_forever, daemon=True, name="proxy").start()
 
     def fail(self, path: str, moment: str, answer: bytes) -> None:
-        """Every call of a path goes wrong from now on; see `FaultyProxy.fail`."""
+        """Make every call of a path fail from now on; see `FaultyProxy.fail`."""
         self._set((path, moment, answer))
 
     def heal(self) -> None:
-        """Pass every call on again."""
+        """Forward all calls again."""
         self._set(None)
 
     def _set(self, fault: tuple[str, str, bytes] | None) -> None:
@@ -59,7 +59,7 @@ class ServerProxy:
 
     @contextlib.contextmanager
     def serving(self, run: RunningTraining) -> Iterator[ServerProxy]:
-        """Serve the servers of a run as they come."""
+        """Serve each new server of a run."""
         ended = threading.Event()
         looking = threading.Thread(target=self._look, args=(run, ended), daemon=True)
         looking.start()
@@ -81,7 +81,7 @@ class ServerProxy:
                     self._do(proxy.start(port=port))
 
     def _called_ports(self, run: RunningTraining) -> set[int]:
-        """The ports at which workers look for their servers: the first of each server's ``--port``."""
+        """The ports that workers call: the first ``--port`` of each server."""
         ports = set()
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(run.process.pid).children(recursive=True):

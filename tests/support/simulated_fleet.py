@@ -1,6 +1,6 @@
-"""A fleet of engines of different speeds on the real buffer service, in simulated time, and a learner.
+"""A fleet of engines of different speeds and a learner, with the real buffer service in simulated time.
 
-An engine writes each of its groups at its own pace, however many it holds. What is handed on is saved and continued.
+The pace of an engine does not depend on the number of its groups. Handed-over groups are saved and continued.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,11 +36,11 @@ class _Writing:
 
 
 class SimulatedEngineWorker:
-    """A rollout worker with an engine that writes ``speed(now)`` tokens per second of each group, looked at per group.
+    """A rollout worker whose engine writes ``speed(now)`` tokens per second for each group.
 
     Attributes:
         num_written: Tokens written.
-        num_handed_on: Groups handed on.
+        num_handed_on: Number of handed-over groups.
     """
 
     def __init__(self, fleet: "SimulatedFleet", index: int, speed: Speed, num_places: int) -> None:
@@ -154,15 +154,15 @@ class SimulatedEngineWorker:
 
 
 class SimulatedFleet:
-    """Engines by their speeds, and a learner that takes ``step_s`` per step and publishes at once.
+    """Engines with given speeds, and a learner that needs ``step_s`` per step and publishes at once.
 
     Args:
-        speeds: Tokens per second of one group on each engine; a function of the time where it changes.
-        num_places: Groups that each engine holds at once.
+        speeds: Tokens per second of one group on each engine; a function of time if the speed changes.
+        num_places: Largest number of groups on each engine.
         groups_per_step: B.
         max_lag: η.
-        step_s: Seconds that the learner takes for a step.
-        length_of: Tokens of a group by its id.
+        step_s: Seconds per learner step.
+        length_of: Number of tokens of a group, by its id.
         pace_of: So many times as long as others a group takes for a token, by its id: it waits for a tool, say.
         hand_over: ``buffer.hand_over``.
     """
@@ -199,7 +199,7 @@ class SimulatedFleet:
         self.env.process(self._learn())
 
     def rate(self, seconds: float, *, warm_up_s: float) -> float:
-        """Tokens trained on per second, in so many seconds after the first ones."""
+        """Tokens trained per second, after a warm-up."""
         with self._loop.running():
             self.env.run(until=warm_up_s)
             before = self.tokens_trained

@@ -12,7 +12,7 @@ NOBODY = 65534
 
 
 def as_stranger(function: Callable[[], Any]) -> Any:
-    """What a function returns, as JSON has it, in a child process of user `NOBODY`; skips where only root may do so."""
+    """The JSON result of a function in a child process of user `NOBODY`; skips the test without root."""
     if os.geteuid() != 0:
         pytest.skip("only root may become another user")
     reading, writing = os.pipe()
@@ -23,7 +23,7 @@ def as_stranger(function: Callable[[], Any]) -> Any:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
             answer = {"answer": function()}
-        except BaseException as error:  # noqa: BLE001 - told to the parent
+        except BaseException as error:  # noqa: BLE001 - reported to the parent
             answer = {"error": repr(error)}
         os.write(writing, json.dumps(answer).encode())
         os._exit(0)
@@ -39,9 +39,10 @@ def as_stranger(function: Callable[[], Any]) -> Any:
 
 
 def refusals(paths: list[str]) -> dict[str, str]:
-    """Connect to Unix sockets; the name of the error of each, ``closed`` where the server ends the connection at once.
+    """Connect to Unix sockets.
 
-    A name that begins with @ has no path. Empty where the server goes on.
+    Returns the error's name per socket, ``closed`` if the server ends the connection at once, and an empty string if
+    the server continues. A name that begins with @ has no path.
     """
     found = {}
     for path in paths:

@@ -1,4 +1,4 @@
-"""Models of a few thousand parameters, saved in Hugging Face layout, and batches to train them on."""
+"""Models of a few thousand parameters in Hugging Face layout, and batches for their training."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ _WINDOW_THEN_ALL = {**_WINDOW, "layer_types": ["sliding_attention", "full_attent
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 
-# Windows, chunks and query scales bite within the 24 tokens of a test's longest sequence.
+# Windows, chunks and query scales have an effect within the 24 tokens of a test's longest sequence.
 _FAMILIES: dict[str, dict] = {
     "qwen2": {"tie_word_embeddings": False},
     "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
@@ -124,7 +124,7 @@ TRAINED_FAMILIES = [*list(_FAMILIES)[: list(_FAMILIES).index("minimax") + 1]]
 
 
 def tiny_config(family: str, *, initializer_range: float, **options: Any) -> PreTrainedConfig:
-    """The configuration of a family's smallest model, with these ``options`` of its own."""
+    """The configuration of a family's smallest model, with ``options`` of the family."""
     special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     own = {**_SHAPE, **special, "initializer_range": initializer_range, **_FAMILIES[family], **options}
     return AutoConfig.for_model(family, **own)
@@ -133,7 +133,7 @@ def tiny_config(family: str, *, initializer_range: float, **options: Any) -> Pre
 def save_tiny_model(
     directory: Path, family: str = "qwen3", seed: int = 0, *, initializer_range: float = 0.2, **options: Any
 ) -> str:
-    """Weights are spread out, so that a wrong mask or position is far from right; ``options`` are the family's."""
+    """Weights have a large spread, so a wrong mask or position gives very different results."""
     torch.manual_seed(seed)
     config = tiny_config(family, initializer_range=initializer_range, **options)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
@@ -141,7 +141,7 @@ def save_tiny_model(
 
 
 def plain_log_probs(model: torch.nn.Module, sequence: TokenSequence, *, temperature: float = 1.0) -> torch.Tensor:
-    """[tokens in the loss] by transformers' forward of one sequence, without packing."""
+    """[tokens in the loss] log-probs from transformers' forward of one sequence, without packing."""
     ids = torch.from_numpy(sequence.input_ids.astype(np.int64))
     log_probs = F.log_softmax(model(ids[None]).logits[0, :-1] / temperature, dim=-1)
     return log_probs.gather(-1, ids[1:, None])[:, 0][torch.from_numpy(sequence.loss_mask[1:])]
@@ -150,7 +150,7 @@ def plain_log_probs(model: torch.nn.Module, sequence: TokenSequence, *, temperat
 def random_sequences(num: int, seed: int = 0, *, longest: int = 24) -> list[TokenSequence]:
     """Sequences of 2 to ``longest`` tokens with responses, behaviour log-probs and advantages of many magnitudes.
 
-    Every second one has the prompt of the one before it, where that leaves it a response.
+    Every second sequence has the prompt of the previous one if there is room for a response.
     """
     rng = np.random.default_rng(seed)
     return _with_common_prompts([_sequence(rng, int(rng.integers(2, longest + 1))) for _ in range(num)])
@@ -182,7 +182,7 @@ def _sequence(rng: np.random.Generator, length: int) -> TokenSequence:
 
 
 def awkward_sequences(seed: int = 0) -> list[TokenSequence]:
-    """What splits get wrong: sequences of one token, without loss, in strided arrays, and of very unlike values."""
+    """Difficult cases for splits: sequences of one token, without loss, in strided arrays, of very different values."""
     rng = np.random.default_rng(seed)
     sequences = _with_common_prompts([_sequence(rng, int(rng.integers(2, 25))) for _ in range(13)])
     alone = TokenSequence(

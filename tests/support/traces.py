@@ -1,7 +1,7 @@
-"""Records of small runs that never took place: a simulated fleet, learner and controller around the real ledger.
+"""Records of small simulated runs: a simulated fleet, learner and controller with the real ledger.
 
-`record_run` plays a run on a clock of its own and writes what its processes would, with the real recorder;
-`trace_of` is what a test spells out.
+`record_run` simulates a run with its own clock and writes the records of its processes with the real recorder.
+`trace_of` makes a trace from explicit values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class RunShape:
-    """What a simulated run is made of; times in nanoseconds."""
+    """The parameters of a simulated run; times are in nanoseconds."""
 
     num_steps: int = 6
     groups_per_step: int = 4
@@ -73,7 +73,7 @@ class _Group:
 
 
 class SimulatedRun:
-    """Plays a run; `record_run` is the way in."""
+    """Simulates a run; call `record_run`."""
 
     def __init__(self, folder: Path, shape: RunShape) -> None:
         self.shape = shape
@@ -104,7 +104,7 @@ class SimulatedRun:
         return self._recorders[-1]
 
     def play(self) -> None:
-        """Play it to the end, and close the files."""
+        """Simulate the run to its end, and close the files."""
         shape = self.shape
         for engine in self._engines:
             engine.change(capacity=shape.groups_in_flight * shape.samples_per_prompt, running=0)
@@ -281,7 +281,7 @@ class SimulatedRun:
 
 
 def record_run(folder: Path, **shape: object) -> Trace:
-    """Play and record a run of a `RunShape` in ``folder``; the trace that it left. ``max_lag=0`` is a serial run."""
+    """Simulate and record a run of a `RunShape` in ``folder``; return its trace. ``max_lag=0`` is a serial run."""
     SimulatedRun(folder, RunShape(**shape)).play()
     return Trace.load(folder)
 
@@ -294,10 +294,10 @@ def trace_of(
     buffer: Iterable[tuple[str, int, int]] = (),
     steps: Iterable[int] = (),
 ) -> Trace:
-    """A trace of what is spelled out.
+    """A trace from explicit values.
 
-    Spans are (lane, kind, start, end), levels (lane, name, time, value), told apart by their name; the buffer's levels
-    are (name, time, value). ``steps`` are the times between learner steps, the begin of the first included.
+    Spans are (lane, kind, start, end), levels (lane, name, time, value), distinguished by their name; the buffer's
+    levels are (name, time, value). ``steps`` are the times between learner steps, the begin of the first included.
     """
     spans, levels = [], []
     for process, noted in (("rollout-0", fleet), ("learner-0", learner), ("controller", controller)):

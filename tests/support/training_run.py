@@ -1,4 +1,4 @@
-"""A training run as a user starts it, in a process of its own, and what a test needs to know of it."""
+"""A training run in a separate process, started as by a user, and functions that inspect it."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def undocumented(names: Iterable[str]) -> list[str]:
 
 
 def _words_of(process: psutil.Process) -> str:
-    """Name and command line; nothing of a process that is gone."""
+    """Name and command line; empty if the process has ended."""
     with suppress(psutil.Error):
         if process.status() != psutil.STATUS_ZOMBIE:
             return process.name() + " " + " ".join(process.cmdline())
@@ -47,7 +47,7 @@ class RunningTraining(ProcessOutput):
 
     def __init__(self, output_dir: Path, *overrides: str, cwd: Path = ROOT) -> None:
         self.output_dir = output_dir
-        self.scratch = Path(tempfile.mkdtemp(prefix="run-"))  # short: sockets lie in it
+        self.scratch = Path(tempfile.mkdtemp(prefix="run-"))  # a short path, because sockets are in it
         self.family: dict[int, psutil.Process] = {}
         process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl", "train", f"output_dir={output_dir}", *overrides],
@@ -62,12 +62,12 @@ class RunningTraining(ProcessOutput):
         super().__init__(process)
 
     def wait_for_line(self, words: str, timeout_s: float = START_TIMEOUT_S) -> str:
-        """Wait until a line holds ``words``."""
+        """Wait for a line with ``words``."""
         return super().wait_for_line(words, timeout_s)
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder, which is gone where nothing was started."""
+        """The run's folder; it does not exist if nothing was started."""
         return Path(next(line for line in self.lines if " writing to " in line).partition(" writing to ")[2])
 
     @property
@@ -77,13 +77,13 @@ class RunningTraining(ProcessOutput):
 
     @property
     def records(self) -> list[dict]:
-        """The whole lines of ``metrics.jsonl``; the last one may just be being written."""
+        """The complete lines of ``metrics.jsonl``; the last line may be incomplete."""
         path = self.run_dir / "metrics.jsonl"
         whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
         return [json.loads(line) for line in whole.splitlines()]
 
     def remember_family(self) -> None:
-        """Note every process of the run, to look for survivors later."""
+        """Record every process of the run, to find survivors later."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
             self.family[child.pid] = child
 
@@ -95,7 +95,7 @@ class RunningTraining(ProcessOutput):
                 process.send_signal(number)
 
     def pid_of(self, words: str) -> int:
-        """Pid of the first process of the run whose name or command, not its further arguments, holds ``words``."""
+        """Pid of the first process of the run with ``words`` in its name or command, without further arguments."""
         self.remember_family()
         for child in self.family.values():
             if child.is_running() and words in child.name() + " " + " ".join(child.cmdline()[:4]):
@@ -105,7 +105,7 @@ class RunningTraining(ProcessOutput):
         )
 
     def wait_for_process(self, words: str, timeout_s: float = 30.0) -> int:
-        """Pid of such a process, once there is one; see `pid_of`."""
+        """Wait for such a process and return its pid; see `pid_of`."""
         found: list[int] = []
 
         def is_there() -> bool:
@@ -117,32 +117,32 @@ class RunningTraining(ProcessOutput):
         return found[0]
 
     def pid_at(self, words: str) -> int:
-        """Pid of the first process of the run whose name or whole command line holds ``words``."""
+        """Pid of the first process of the run with ``words`` in its name or whole command line."""
         pids = self.pids_at(words)
         assert pids, f"no process of the run has {words!r} in its command line"
         return pids[0]
 
     def pids_at(self, words: str) -> list[int]:
-        """Pids of all such processes that run."""
+        """Pids of all such running processes."""
         self.remember_family()
         return [child.pid for child in self.family.values() if words in _words_of(child)]
 
     @property
     def num_steps(self) -> int:
-        """How many steps are made, and not lost."""
+        """Number of steps that were made and not lost."""
         return self.records[-1]["step"] + 1 if self.records else 0
 
     def survivors(self, timeout_s: float = 5.0) -> list[str]:
-        """Processes of the run that outlive it."""
+        """Processes that still run after the end of the run."""
         _, alive = psutil.wait_procs(list(self.family.values()), timeout=timeout_s)
         return [" ".join(process.cmdline()) or process.name() for process in alive]
 
     def left_in_shared_memory(self) -> bool:
-        """Whether the run left its folder of published weights."""
+        """Whether the run's folder of published weights still exists."""
         return shared_folder(self.run_dir).exists()
 
     def end(self) -> None:
-        """End whatever is left of the run, by its own process ids."""
+        """End the remaining processes of the run by their ids."""
         if self.process.poll() is None:
             self.remember_family()
             self.process.kill()

@@ -1,4 +1,4 @@
-"""scripts/two_hosts.sh as tests start it."""
+"""Starts scripts/two_hosts.sh for tests."""
 
 import json
 import os
@@ -18,7 +18,7 @@ SECOND_ADDRESS = "10.77.0.2"
 
 
 def start_hosts(out: Path, *arguments: str, script: Path = SCRIPT) -> tuple[subprocess.Popen, str]:
-    """Start the script; returns it, and a mark in the environment of all that it starts."""
+    """Start the script. Returns the process, and a mark in the environment of all its child processes."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         ["bash", str(script), *arguments],
@@ -32,13 +32,13 @@ def start_hosts(out: Path, *arguments: str, script: Path = SCRIPT) -> tuple[subp
 
 
 def skip_unless_permitted(process: subprocess.Popen, output: str) -> None:
-    """Skip the test where the script has said that hosts cannot be made."""
+    """Skip the test if the script has reported that hosts cannot be made."""
     if process.returncode == 3:
         pytest.skip(output.strip().splitlines()[-1])
 
 
 def left_of(mark: str, grace_s: float = 0.0) -> list[psutil.Process]:
-    """The processes with this mark that are there, or still there after a while."""
+    """The processes with this mark; waits a short time for their end."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -48,7 +48,7 @@ def left_of(mark: str, grace_s: float = 0.0) -> list[psutil.Process]:
 
 
 class RunOnTwoHosts(ProcessOutput):
-    """The script, its output read line by line, and what runs on its second host."""
+    """The script with its output, and access to the processes of its second host."""
 
     def __init__(self, out: Path, *arguments: str) -> None:
         process, self.mark = start_hosts(out, *arguments)
@@ -59,18 +59,18 @@ class RunOnTwoHosts(ProcessOutput):
 
     @property
     def num_steps(self) -> int:
-        """How many steps are made, and not lost; the run's folder lies in /tmp of the first host."""
+        """Number of steps that were made and not lost; the run's folder is in /tmp of the first host."""
         first = next(one.pid for one in left_of(self.mark) if "gcs_server" in one.name())
         paths = list(Path(f"/proc/{first}/root/tmp/asyncrl/quickstart").glob("*/metrics.jsonl"))
         whole, _, _ = (paths[0].read_text() if paths else "").rpartition("\n")
         return json.loads(whole.splitlines()[-1])["step"] + 1 if whole else 0
 
     def pids(self, words: str) -> list[int]:
-        """Pids, here, of processes of both hosts with these words in their name or command line."""
+        """Pids on this machine of processes of both hosts with these words in their name or command line."""
         return [one.pid for one in left_of(self.mark) if words in _words_of(one)]
 
     def pids_on_second(self, words: str) -> list[int]:
-        """Pids, here, of processes of the second host with these words in their name or command line."""
+        """Pids on this machine of processes of the second host with these words in their name or command line."""
         ours = left_of(self.mark)
         (raylet,) = [one for one in ours if one.name() == "raylet" and SECOND_ADDRESS in _words_of(one)]
         host = _host_of(raylet)
@@ -83,7 +83,7 @@ class RunOnTwoHosts(ProcessOutput):
         subprocess.run(command, check=True, timeout=10)
 
     def end(self) -> None:
-        """End what is left of it."""
+        """End the remaining processes."""
         if self.process.poll() is None:
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -100,7 +100,7 @@ def _words_of(process: psutil.Process) -> str:
 
 
 def _host_of(process: psutil.Process) -> str:
-    """The name space of its host name."""
+    """The namespace of the process's host name."""
     with suppress(OSError):
         return os.readlink(f"/proc/{process.pid}/ns/uts")
     return ""

@@ -1,4 +1,4 @@
-"""An event loop whose waits take no time, for tests of code that neither threads nor other processes take part in."""
+"""An event loop whose waits take no time, for tests of code without threads and other processes."""
 
 import asyncio
 import time
@@ -8,16 +8,16 @@ import pytest
 
 @pytest.fixture
 async def virtual_time(monkeypatch):
-    """Time stands still while anything is to do, and jumps to the next timer when nothing is.
+    """Time does not advance while there is work, and jumps to the next timer otherwise.
 
-    So a test that waits is fast, and what happens in which order does not depend on how busy the machine is.
+    So a test that waits is fast, and the order of events does not depend on the machine's load.
     """
     loop = asyncio.get_running_loop()
     now, select = time.monotonic(), loop._selector.select
 
     def select_or_jump(timeout):
         nonlocal now
-        if timeout is None:  # nothing will happen by itself
+        if timeout is None:  # without a timer, no event can happen
             return select(None)
         now += timeout
         return select(0)

@@ -1,4 +1,4 @@
-"""A model's whole weights on one rank, with which publishes and saved policies are compared."""
+"""A model's whole weights on one rank, for comparison with publishes and saved policies."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from learner.packed_model import PackedModel
 
 
 def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter of a plain or sharded model whole, one FSDP unit at a time; every rank iterates to the end.
+    """Yield every full parameter of a plain or sharded model, one FSDP unit at a time; every rank iterates to the end.
 
-    Each comes once, tied ones under their first name. A tensor is valid until the next step of the iteration.
+    Each parameter is yielded once; tied ones have their first name. A tensor is valid until the next step of the
+    iteration.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
@@ -73,7 +74,7 @@ def assert_weights_equal(got: dict[str, np.ndarray], want: dict[str, np.ndarray]
 
 
 def save_whole(directory: Path, model: PackedModel) -> str:
-    """Write a model of one rank, by other means than a publish or a saved policy."""
+    """Write a model of one rank without the code of publishes and saved policies."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     weights = {name: tensor.contiguous() for name, tensor in (gather_weights(model) or {}).items()}

@@ -1,8 +1,8 @@
-"""Real SGLang servers load published weights under load, and every token is of the version that it names.
+"""Real SGLang servers load published weights while requests run, and every token has the right version.
 
 One row per kind of model, engine and offer. Each makes 30 updates while several requests run, and compares the log-prob
-of every sampled token with a Hugging Face forward under the version that the engine named for it. All prompts share a
-long prefix, of which no KV cache may survive into a request that begins after an update.
+of every sampled token with a Hugging Face forward of the version that the engine reported. All prompts share a long
+prefix, of which no KV cache may survive into a request that begins after an update.
 """
 
 import asyncio
@@ -117,7 +117,7 @@ async def test_every_token_is_of_the_version_that_it_names(
         await engine.stop()
         stager.close()
         publisher.close()
-    # Two layers with three tensors per expert, of each rank.
+    # Two layers with three tensors per expert, on each rank.
     num_fused = 2 * 3 * 4 if family in ("qwen3_moe", "mixtral") else 0
     assert [report["num_fused"] for report in reports] == [num_fused] * tp_size
     num_tokens = check(answered, folders, dtype, atol, keeps=on_update is OnUpdate.keep)
@@ -131,7 +131,7 @@ def prefixed_requests(name):
 
 
 def perturb(learner, seed):
-    """Change a third of the values by about 10%; of adapters, which begin at 0, all values."""
+    """Change a third of the values by about 10%. Adapters begin at 0, so all their values change."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in learner.pretrained.named_parameters():
         values = local_tensor(parameter.data)

@@ -1,4 +1,4 @@
-"""Experts that are loaded with joined copies, at the places where the model's loader puts them."""
+"""Experts that are loaded with joined copies, to the places of the model's loader."""
 
 import contextlib
 import gc
@@ -18,12 +18,12 @@ EXPERTS, WIDTH, HIDDEN = 6, 8, 4
 
 
 class Mixture(nn.Module):
-    """Loads as SGLang's models do: w13 [E, 2I, H] and w2 [E, H, I], of which this rank has parts.
+    """Loads weights like SGLang's models: w13 [E, 2I, H] and w2 [E, H, I]; this rank has a part of each.
 
     Args:
         ranks: Tensor-parallel ranks; this is the last one.
         own: The experts of this rank.
-        order: Which of gate and up comes first in w13.
+        order: Order of gate and up in w13.
     """
 
     def __init__(self, *, ranks=1, own=range(EXPERTS), order=("gate", "up"), dtype=torch.float32):
@@ -56,7 +56,7 @@ class Mixture(nn.Module):
 
 
 class Interleaves(Mixture):
-    """Rows of gate and up alternate, as in GPT-OSS."""
+    """A model with alternating rows of gate and up, as in GPT-OSS."""
 
     def place(self, kind, expert):
         if kind == "down":
@@ -65,7 +65,7 @@ class Interleaves(Mixture):
 
 
 class Transposes(Mixture):
-    """The kernel wants [E, H, 2I], as in Llama 4."""
+    """A model whose kernel needs [E, H, 2I], as in Llama 4."""
 
     def place(self, kind, expert):
         if kind == "down":
@@ -74,7 +74,7 @@ class Transposes(Mixture):
 
 
 class Pads(Mixture):
-    """The kernel wants more rows and columns than there are, and zeros there."""
+    """A model whose kernel needs additional rows and columns of zeros."""
 
     def __init__(self, **layout):
         super().__init__(**layout)
@@ -101,7 +101,7 @@ def published(seed=0, dtype=torch.float32):
 
 @pytest.fixture
 def offer_of(tmp_path):
-    """Return a publisher of tensors; ``spoil`` changes the first byte of a tensor after it was digested."""
+    """Return a function that publishes tensors; ``spoil`` changes the first byte of a tensor after its digest."""
 
     def make(tensors, spoil=None):
         folder = tmp_path / f"v{len(list(tmp_path.iterdir()))}"
@@ -140,7 +140,7 @@ def assert_holds(model, tensors):
 
 @pytest.fixture(params=["mapped", "device"])
 def load(request, monkeypatch):
-    """Load an offer as on a CPU, from the mapped file, or as on a GPU, from copies of spans."""
+    """Load an offer from the mapped file, as on a CPU, or from copies of spans, as on a GPU."""
     if request.param == "device":
         monkeypatch.setattr(
             load_module, "open_weights", lambda offer, device, timeout_s: FileWeights(offer, torch.device("cpu"))
@@ -186,7 +186,7 @@ def test_padding_is_written_in_every_load(load, offer_of):
     for seed in range(3):
         load(model, offer_of(published(seed)))
         assert_holds(model, published(seed))
-        for parameter in model.parameters():  # the engine gave its memory back
+        for parameter in model.parameters():  # the engine has released its memory
             parameter.data.fill_(torch.nan)
 
 
@@ -212,7 +212,7 @@ def test_a_changed_byte_in_a_joined_copy_is_found(spoiled, load, offer_of):
     with pytest.raises(WeightsError, match=rf"1 of 19 tensors differ, first {spoiled}"):
         load(model, offer_of(published(1), spoil=spoiled))
     load(model, offer_of(published(2)))
-    assert len(model.names) == 19  # after a failure everything is loaded by name
+    assert len(model.names) == 19  # after a failure, all tensors are loaded by name
     assert_holds(model, published(2))
 
 
@@ -242,14 +242,14 @@ def _dispatch_to(copy, replacement):
 
 
 class Converts(Mixture):
-    """The tensors are of another type."""
+    """A model with another dtype than the tensors."""
 
     def part_of(self, kind, tensor):
         return super().part_of(kind, tensor).float()
 
 
 class Derives(Mixture):
-    """The loader keeps a value that it computes from an expert."""
+    """A loader that keeps a value computed from an expert."""
 
     def part_of(self, kind, tensor):
         self.derived = tensor.sum()
@@ -275,7 +275,7 @@ class ClearsFirst(Mixture):
 
 
 class Replaces(Mixture):
-    """The loader changes the shape of its parameters: a kernel's block layout, and back."""
+    """A loader that changes the shape of its parameters to a kernel's block layout and back."""
 
     def load_weights(self, tensors):
         for parameter, flat in ((self.w13, self.w13.data), (self.w2, self.w2.data)):

@@ -1,4 +1,4 @@
-"""The verified load inside a server, with models of a few lines."""
+"""The verified load inside a server, with very small models."""
 
 import json
 import threading
@@ -22,7 +22,7 @@ from benchmarks.saved_weights import describe_model
 
 
 class Model(nn.Module):
-    """Calls ``load`` with its parameters, and with each published name and tensor."""
+    """A model that calls ``load`` with its parameters, and with each published name and tensor."""
 
     def __init__(self, load, **parameters):
         super().__init__()
@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def offer_of(tmp_path):
-    """Return a publisher of tensors; ``spoil`` changes the last bit of the file after it was digested."""
+    """Return a function that publishes tensors; ``spoil`` changes the last bit of the file after its digest."""
 
     def make(spoil=False, for_device=False, **tensors):
         file = tmp_path / "model.safetensors"
@@ -150,7 +150,7 @@ def test_each_published_byte_goes_to_the_device_once():
 
 @pytest.fixture
 def adapter_of(offer_of, tmp_path):
-    """Return a publisher of an adapter of the frozen weight ``w``; its manifest names the weight ``name``."""
+    """Return a function that publishes an adapter of the frozen weight ``w`` under the name ``name``."""
 
     def make(down, up, scale, *, name="w", spoil=False, **frozen):
         base = replace(offer_of(**frozen), version=FROZEN)
@@ -201,7 +201,7 @@ def test_an_adapter_of_a_missing_weight_is_refused_with_its_name(adapter_of):
 
 
 class ModelThatLoadsInThreads(Model):
-    """Copies on a thread pool, as SGLang's loaders of DeepSeek-V2/V3, GLM, Hunyuan and LongCat do."""
+    """A model that copies on a thread pool, like SGLang's DeepSeek-V2/V3, GLM, Hunyuan and LongCat."""
 
     def load_weights(self, tensors):
         with ThreadPoolExecutor(4) as threads:
@@ -252,7 +252,7 @@ def test_other_threads_and_digest_threads_still_use_pools_during_a_load():
 
 
 def test_a_stream_is_opened_for_an_offer_that_was_read_from_json():
-    """A server reads its order from JSON, where the carrier is a plain string."""
+    """A server reads its order from JSON; there the carrier is a plain string."""
     access = b"".join(zmq.curve_keypair()).decode()
     offer = WeightOffer(version=1, manifest="127.0.0.1:1", digest="", num_bytes=0, access=access)
     fields = json.loads(json.dumps(asdict(replace(offer, carrier=Carrier.engine_stream))))

@@ -42,7 +42,7 @@ IN_BOTH_TYPES = ("qwen3", "qwen3_moe", "qwen3_next")
 
 @pytest.fixture
 def publisher_of():
-    """Makes publishers; closes them after the test."""
+    """Return a function that makes publishers; they are closed after the test."""
     made = []
 
     def make(trainer, directory, keep=2, **options):
@@ -146,7 +146,7 @@ class NewestOnly:
 
 
 def sent_and_received_by_a_rank(config, path, folder, hosts):
-    """Publish over the network, and receive the version on each rank, as the host of an engine."""
+    """Publish over the network, and receive the version on each rank, like the host of an engine."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     rank, directory = trainer.mesh.rank, Path(folder, f"host-{hosts[trainer.mesh.rank]}")
     weights.socket.gethostname = lambda: hosts[rank]

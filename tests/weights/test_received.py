@@ -1,4 +1,4 @@
-"""Versions of a stream that a host receives once, for all of its engines."""
+"""Versions of a stream that a host receives once for all its engines."""
 
 import asyncio
 import logging
@@ -27,12 +27,12 @@ from tests.support.training_run import ROOT
 
 
 class Network:
-    """A learner of one rank that sends its versions; every fourth one is full, the others are deltas too.
+    """A learner of one rank that sends its versions; every fourth version is full, the others are also sent as deltas.
 
     Attributes:
         images: The data file of each version.
         rounds: Version and receivers of each round, and whether a delta was sent.
-        num_received: Bytes that receivers took from the network, in this process.
+        num_received: Bytes that receivers in this process took from the network.
     """
 
     def __init__(self, folder, *, num_receivers=1, num_held=3, timeout_s=10.0, num_values=90_000):
@@ -81,7 +81,7 @@ def network(tmp_path, monkeypatch):
 
 @pytest.fixture
 def host(tmp_path):
-    """Return a maker of the stagers of a host's workers."""
+    """Return a function that makes the stagers of a host's workers."""
     made = []
 
     def make(number=0, *, memory="memory", timeout_s=10.0):
@@ -94,7 +94,7 @@ def host(tmp_path):
 
 
 def num_copies(folder):
-    """Return the number of data files in a folder, each counted once."""
+    """Return the number of distinct data files in a folder."""
     return len({path.stat().st_ino for path in folder.rglob("*.safetensors")})
 
 
@@ -266,7 +266,7 @@ async def test_the_last_engine_of_a_host_removes_what_was_received(network, host
     assert num_copies(tmp_path / "memory") == 1
     second.close()
     assert list((tmp_path / "memory").iterdir()) == []
-    async with first.staged(offer) as local:  # the folder is made again
+    async with first.staged(offer) as local:  # the folder is created again
         assert np.array_equal(bytes_of(local), network.images[0])
 
 
@@ -299,11 +299,11 @@ async def test_a_cancelled_engine_leaves_the_lock_to_the_others(network, host):
         assert np.array_equal(bytes_of(local), network.images[0])
 
 
-# Workers that are processes
+# Workers as processes
 
 
 def stage(state, offer, memory, number, timeout_s):
-    """Stage as a worker does; return the bytes, while the version stays staged."""
+    """Stage a version like a worker. Returns the bytes; the version stays staged."""
     state["stager"] = WeightStager(f"engine-{number}", memory=Path(memory), copies=False, timeout_s=timeout_s)
 
     async def staged():
@@ -366,7 +366,7 @@ def test_when_the_receiver_dies_while_others_wait_one_of_them_receives(tmp_path)
 
 
 def stop_in_a_transfer(state, memory):
-    """Write this process's id when it receives, and go on when a file is there."""
+    """Write this process's id when it receives, and continue when a file exists."""
     receive = WeightGroup.receive
 
     def waiting(self, data, source, deadline):

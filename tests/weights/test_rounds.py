@@ -1,4 +1,4 @@
-"""Who is in a round of a stream of weights, and the channel of these messages; `test_stream.py` sends weights."""
+"""The members of a round of a weight stream, and the channel of its messages; `test_stream.py` sends weights."""
 
 import asyncio
 import os
@@ -83,7 +83,7 @@ def coordinator():
 
 @contextmanager
 def coordinators(first_message=None, num_receivers=1):
-    """A coordinator of one rank on its thread; ``first_message`` is called with each connection and message."""
+    """A coordinator of one rank in a thread; ``first_message`` gets each connection and message."""
     coordinator = RoundCoordinator(PublishOptions(num_receivers=num_receivers), "127.0.0.1", num_ranks=1)
     if first_message is not None:
         coordinator._take = first_message
@@ -130,7 +130,7 @@ def test_the_channel_takes_no_message_of_a_client_without_the_key():
 
 
 def test_a_receiver_refuses_a_sender_without_the_key(coordinator):
-    """An impostor repeats what it is sent; a proof of the client is not one of the server."""
+    """A false server returns the client's messages; a proof of the client does not count as a proof of the server."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def reflect():
@@ -170,7 +170,7 @@ def test_an_unreachable_host_does_not_count_as_an_ended_sender(coordinator, monk
 
 
 def test_a_vanished_sender_is_noticed_by_missing_answers_of_its_host(tmp_path):
-    """As when the host loses power: no bytes arrive, and nothing ends the connection."""
+    """As after a power loss of the host: no bytes arrive, and the connection does not end."""
     script = tmp_path / "vanish.py"
     script.write_text(VANISHING)
     if subprocess.run(["unshare", "-rn", "ip", "link", "set", "lo", "up"], check=False).returncode:
@@ -255,7 +255,7 @@ def test_channel_keys_are_not_in_the_repr_of_addresses_and_offers(coordinator):
 
 
 def test_a_stream_needs_no_name_service(tmp_path):
-    """Torch's store asks it for each connection. A lost answer took 5 s, and rounds were missed."""
+    """Torch's store requests it per connection. With a lost answer this took 5 s, and rounds were missed."""
     library, queries = tmp_path / "no_name_service.so", tmp_path / "queries"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, NO_NAME_SERVICE, "-ldl"], check=True)
     script = "from tests.weights.test_stream import receive_in_one_process as run; import sys; run(sys.argv[1])"

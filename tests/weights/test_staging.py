@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(20)
 
 @pytest.fixture
 def make_stager(tmp_path):
-    """Return a maker of stagers with an image in memory."""
+    """Return a function that makes stagers with an image in memory."""
     made = []
 
     def make(name="engine-0", *, copies=False, timeout_s=10.0):
@@ -342,7 +342,7 @@ async def test_a_stream_sends_the_frozen_weights_once_and_then_adapters_alone(ma
 
 
 class NetworkLearner(Learner):
-    """Sends its versions as one rank over loopback, and records which rounds sent a delta."""
+    """Sends its versions as one rank over loopback, and records the rounds that sent a delta."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -418,7 +418,7 @@ async def test_a_stream_replaces_a_damaged_image_by_the_full_version(make_stager
 
 
 def outside(tmp_path):
-    """A folder of the user that a manifest must not reach."""
+    """A folder of the user that must not be reachable from a manifest."""
     folder = tmp_path / "outside"
     folder.mkdir()
     return folder

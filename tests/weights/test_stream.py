@@ -74,7 +74,7 @@ def version_of(number: int) -> tuple[torch.Tensor, list[list[Piece]], Manifest]:
     return torch.from_numpy(data), parts, manifest
 
 
-# What a process does
+# The work of a process
 
 
 def begin(state, rank, address, options=OPTIONS):
@@ -112,14 +112,14 @@ def fall_at_the_third_transfer(state, number):
         def falling(*args, transfer=transfer):
             calls.append(1)
             if len(calls) == 3:
-                signal.pthread_kill(threading.get_ident(), number)  # this thread stops here
+                signal.pthread_kill(threading.get_ident(), number)  # this thread pauses here
             return transfer(*args)
 
         setattr(WeightGroup, name, falling)
 
 
 def arrive(state, offered, timeout_s=30.0):
-    """Take part in rounds as an engine's rank; return the tensors by name, and the seconds."""
+    """Take part in rounds as an engine's rank. Returns the tensors by name, and the seconds."""
     stream.SPAN_BYTES, rounds.CALL_S = SPAN_BYTES, CALL_S
     began = time.monotonic()
 
@@ -170,7 +170,7 @@ def both_ranks(options):
 
 
 def receive_in_one_process(folder):
-    """Send a version from two ranks to a receiver in this process, which a test has prepared."""
+    """Send a version from two ranks to a prepared receiver in this process."""
     ranks = both_ranks(replace(OPTIONS, num_receivers=1))
     offered = offered_by(next(ranks), 1, Path(folder))
     assert_holds(asyncio.run(receive_weights(offered, Path(folder, "r"), timeout_s=30.0)), 1)
@@ -253,7 +253,7 @@ def test_a_stopped_rank_ends_a_round_by_the_deadline_and_sends_after_it_continue
             with pytest.raises(WeightsError, match=r"version 1 was not received from 127.0.0.1:\d+ in 3 rounds"):
                 receiver.answer(20.0)
         senders[1].signal(signal.SIGCONT)
-        for receiver in receivers:  # with time for the rank to find that its round is over
+        for receiver in receivers:  # leaves time for the rank to see that its round has ended
             receiver.ask(receive, offered, str(tmp_path / "received"), 5.0)
         for receiver in receivers:
             assert_holds(receiver.answer()[0], 1)
@@ -349,7 +349,7 @@ def test_bytes_on_a_gpu_are_compared_by_digests_that_it_computes(is_damaged):
 
 
 async def test_a_pinned_version_is_sent_even_if_many_versions_are_newer(ranks, tmp_path):
-    """An evaluation waited for an engine that had joined late and could no longer get the version."""
+    """An evaluation waited for an engine that had joined late and could not get the version any more."""
     pinned = offered_by(ranks, 1, tmp_path)
     for state in ranks:
         state["sender"].retire(1)
