@@ -1,4 +1,4 @@
-"""The child's side of a process that runs a user's code: its pipes, its signals, and what its children leave behind.
+"""The child's side of a process that runs a user's code: its pipes, its signals, and its remaining children.
 
 Messages are frames: eight bytes of length, then the content. The parent's side is `rollout_fleet.children`. This module
 needs the standard library only.
@@ -26,10 +26,10 @@ _ROUNDS = 20
 
 
 def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
-    """Prepare a child process, and return its two pipes: what the parent asks, and what the child answers.
+    """Prepare a child process, and return its two pipes: one for the parent's questions, one for the child's answers.
 
-    The process ends with its parent. User code and the programs that it starts read nothing from standard input, and
-    their output goes to the worker's log.
+    The process ends with its parent. For user code and its programs, standard input is empty, and their output goes to
+    the worker's log.
     """
     end_with_parent()
     if os.getppid() != parent_pid:
@@ -40,7 +40,7 @@ def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    for pipe in (questions.raw, answers.raw):  # a forked child with an open pipe would hide the end of this process
+    for pipe in (questions.raw, answers.raw):  # the open pipe of a forked child would hide the end of this process
         os.register_at_fork(after_in_child=pipe.close)
     return questions, answers
 
@@ -55,12 +55,12 @@ def write_frame(stream: BinaryIO, answer: Any) -> None:
 def kill_marked(name: str, value: str, *, spare: Collection[int] = ()) -> int:
     """Kill all processes that inherited ``name=value`` in their environment, and return their number.
 
-    A process inherits its environment however often it forks, changes its session or its parent. Processes in ``spare``
-    live on.
+    A process keeps its inherited environment when it forks or changes its session or parent. Processes in ``spare`` are
+    not killed.
     """
     mark = f"{name}={value}".encode()
     killed: set[int] = set()
-    for _ in range(_ROUNDS):  # a process may fork while this looks
+    for _ in range(_ROUNDS):  # a process may fork during the search
         found = {
             int(entry.name)
             for entry in Path("/proc").glob("[0-9]*")

@@ -1,6 +1,6 @@
 """Child processes of a rollout worker that run a user's code: rewards and environments.
 
-They are plain children that talk over pipes, so that a killed worker leaves no semaphores behind. They exit when their
+They are plain child processes with pipes, so a killed worker does not leave semaphores behind. They exit when their
 pipe closes. Each leads its own session and carries a mark in its environment, which all its descendants inherit: when
 the child ends, they are killed. The children see no GPUs, which belong to the engine, and no secrets.
 """
@@ -30,7 +30,7 @@ class ChildProcess:
     """A running child process; `start` makes one.
 
     Attributes:
-        pid: Its process id, which is also that of its session.
+        pid: Process id of the child, which is also its session id.
     """
 
     def __init__(self, process: Process, mark: str) -> None:
@@ -82,14 +82,17 @@ class ChildProcess:
         return json.loads(await self._process.stdout.readexactly(length))
 
     async def exit_status(self) -> int | None:
-        """Wait a second for the end of a child whose pipe has closed, kill it otherwise; returns its exit status."""
+        """Wait up to a second for the end of a child whose pipe has closed, then kill the child.
+
+        Returns the exit status.
+        """
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), 1.0)
         await self.kill()
         return self._process.returncode
 
     def signal(self, signum: int) -> None:
-        """Send a signal to the child alone, if it is running."""
+        """Send a signal to the child, but not to its descendants."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signum)
 
@@ -107,12 +110,12 @@ class ChildProcess:
 
 
 def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
-    """The environment of a child process: no GPUs, and of the secrets only ``rollout_fleet.pass_secrets``."""
+    """The environment of a child process, without GPUs and with only the secrets in ``rollout_fleet.pass_secrets``."""
     return {**without_secrets(config.pass_secrets), **NO_GPUS}
 
 
 def with_remedy(message: str, config: RolloutFleetConfig, *, who: str) -> str:
-    """Add to a failure's message how ``who`` gets the secret that the message names. Example: ``reward processes``."""
+    """Add to a failure's message how ``who`` can get the missing secret. Example: ``reward processes``."""
     withheld = sorted(os.environ.keys() - without_secrets(config.pass_secrets).keys())
     missed = next((name for name in withheld if name in message), None)
     if missed is None:

@@ -1,4 +1,4 @@
-"""Options of the rollout fleet: the only home of their defaults."""
+"""Options of the rollout fleet, with their defaults."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class EngineKind(StrEnum):
 
 
 class EngineDevice(StrEnum):
-    """Where an engine computes; ``auto`` is CUDA if an NVIDIA driver and a visible device are present."""
+    """The device of an engine; ``auto`` is CUDA if an NVIDIA driver and a visible device are present."""
 
     auto = "auto"
     cpu = "cpu"
@@ -33,7 +33,7 @@ class EngineDevice(StrEnum):
 
 
 class SaveProgress(StrEnum):
-    """When a running group is saved with its lease, so that another worker can continue it."""
+    """When a running group is saved with its lease. Another worker can continue a saved group."""
 
     never = "never"
     at_stop = "at_stop"
@@ -41,14 +41,14 @@ class SaveProgress(StrEnum):
 
 
 class OnUpdate(StrEnum):
-    """What a weight update does with the KV cache of running samples."""
+    """Handling of the KV cache of running samples at a weight update."""
 
     recompute = "recompute"
     keep = "keep"
 
 
 class OnRewardFailure(StrEnum):
-    """What fails when the reward fails on one response: the attempt at the prompt group, or only the response."""
+    """Effect of a failed reward on one response: the attempt at the prompt group fails, or only the response."""
 
     retry_group = "retry_group"
     drop_trajectory = "drop_trajectory"
@@ -62,7 +62,7 @@ def _check_least(section: str, options: object, **least: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How responses are sampled.
+    """Sampling options.
 
     Engines report log-probs under the temperature, before a truncation of the distribution. Therefore training refuses
     ``top_p``, ``top_k`` and ``min_p``; ``asyncrl evaluate`` accepts them.
@@ -121,7 +121,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangConfig:
-    """How an SGLang server is launched.
+    """Options of an SGLang server.
 
     Attributes:
         dtype: Weights and activations on the engine. ``auto`` is bfloat16 on CUDA, as on the learner, and float32 on a
@@ -170,7 +170,7 @@ class SGLangConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersConfig:
-    """How the in-process engine generates.
+    """Options of the in-process engine.
 
     Attributes:
         dtype: Weights and activations: a torch dtype's name, or ``auto`` for the model's own.
@@ -194,7 +194,8 @@ class SamplesConfig:
     """Decoded samples for reading, in the run's ``samples/``; ``asyncrl samples RUN`` shows them.
 
     Attributes:
-        every_steps: Learner steps between two sets of training samples; 0 keeps none. Evaluations keep all of theirs.
+        every_steps: Learner steps between two sets of training samples; 0 keeps none. Evaluations keep all their
+            samples.
         num_groups: Prompt groups of one set, per engine.
         num_shown: Samples of a set that the terminal shows, half the worst and half the best.
     """
@@ -270,7 +271,7 @@ class RolloutFleetConfig:
         sampling: How training rollouts are sampled.
         samples: Which samples are kept for reading.
         sglang: How SGLang servers are launched.
-        transformers: How the in-process engine generates.
+        transformers: Options of the in-process engine.
         script: ``module:function`` that makes the answers of the scripted engine (`rollout_fleet.engines.scripted`).
     """
 
@@ -320,42 +321,42 @@ class RolloutFleetConfig:
 
     @property
     def most_engines(self) -> int:
-        """Engines that a run has at most."""
+        """Largest number of engines of a run."""
         return _bounds(self.num_engines)[1]
 
     @property
     def fewest_groups_in_flight(self) -> int:
-        """Prompt groups that one worker generates at once, at the start."""
+        """Number of prompt groups that a worker generates at once, at the start."""
         return _bounds(self.groups_in_flight)[0]
 
     @property
     def most_groups_in_flight(self) -> int:
-        """Most prompt groups that one worker generates at once."""
+        """Largest number of prompt groups that a worker generates at once."""
         return _bounds(self.groups_in_flight)[1]
 
     @property
     def needs_server_tokenizer(self) -> bool:
-        """Whether an SGLang server finds stop texts and follows JSON schemas."""
+        """Whether an SGLang server needs a tokenizer, for stop texts and JSON schemas."""
         sampling = self.sampling
         return bool(self.sglang.tokenizer or self.environment.name or sampling.stop or sampling.json_schema)
 
     @property
     def server_stop_timeout_s(self) -> float:
-        """How long a server's guard may take to kill the server and clean up after it."""
+        """Seconds for a server's guard to kill the server and clean up."""
         return self.stop_timeout_s + CLEANUP_S
 
     @property
     def worker_stop_timeout_s(self) -> float:
-        """How long a worker may take to stop: abort groups, release leases, stop the server, close its log."""
+        """Seconds for a worker to stop: abort groups, release leases, stop the server, close the log."""
         return 2 * self.stop_timeout_s + self.server_stop_timeout_s + CLEANUP_S
 
     def update_timeout_s(self, num_bytes: int) -> float:
-        """How long a member may take for new weights: to stage them, to end a batch, and to load them."""
+        """Seconds for a member to stage new weights, finish a batch, and load the weights."""
         return 2 * load_limit_s(self.load_timeout_s, num_bytes) + self.drain_timeout_s
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """The weight of each reward by its name, for prompts without own rewards of their data source.
+        """The weight of each reward by its name, for prompts of data sources without separate rewards.
 
         A name may be a user's ``file.py:function``.
         """
@@ -377,7 +378,7 @@ class RolloutFleetConfig:
         return dict(self.reward_options.get(reward_label(reward), {}))
 
     def check_reward_options(self) -> None:
-        """Raise `ValueError` unless ``reward_options`` are options of this run's rewards."""
+        """Raise `ValueError` unless every entry of ``reward_options`` belongs to a reward of this run."""
         labels = [reward_label(name) for name in self.reward_names]
         for label, options in self.reward_options.items():
             if label not in labels or not isinstance(options, Mapping):
@@ -442,7 +443,7 @@ class RolloutFleetConfig:
 
 
 def _bounds(count: Any) -> tuple[int, int]:
-    """The least and the most of a count that is a number, or ``{min: N, max: M}``."""
+    """Smallest and largest value of a count, which is a number or ``{min: N, max: M}``."""
     return (count["min"], count["max"]) if isinstance(count, Mapping) else (count, count)
 
 
@@ -458,12 +459,12 @@ def _check_bounds(name: str, count: Any) -> None:
 
 
 def reward_label(name: str) -> str:
-    """Name of a reward in reports. Example: ``format`` for ``mine.py:format``."""
+    """The name of a reward in reports. Example: ``format`` for ``mine.py:format``."""
     return name.rpartition(":")[2]
 
 
 def _weighted(entry: str, option: str = "rewards") -> tuple[str, float]:
-    """Name and weight of an entry of ``rewards``. Example: ``0.2*mine.py:format``."""
+    """Parse name and weight of an entry of ``rewards``. Example: ``0.2*mine.py:format``."""
     weight, _, name = entry.rpartition("*")
     try:
         number = float(weight or 1.0)

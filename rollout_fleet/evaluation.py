@@ -1,4 +1,7 @@
-"""Rewards of held-out prompts on one engine. Their tokens are not trained on and not in the token account."""
+"""Rewards of held-out prompts on one engine.
+
+The learner does not train on their tokens, and the token account excludes them.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ class _Answer:
     """One answer to a held-out prompt.
 
     Attributes:
-        sample: All tokens that the policy wrote; of an episode those of all turns.
-        rollout: For the rewards.
+        sample: All tokens that the policy wrote; for an episode, the tokens of all turns.
+        rollout: The input of the reward functions.
         failure: Why an episode has no outcome.
     """
 
@@ -43,12 +46,12 @@ class _Answer:
     failure: str = ""
 
     def is_of(self, version: int) -> bool:
-        """Whether it is finished, and every token was sampled under this version."""
+        """Whether the answer is finished and all its tokens have this version."""
         return self.sample.finish_reason is not None and not np.any(self.sample.versions != version)
 
 
 class HeldOutAnswers:
-    """Answers held-out prompts on one engine, by ``sampling`` and greedily, and scores the answers.
+    """Answers held-out prompts on one engine, with ``sampling`` and greedily, and scores the answers.
 
     ``log`` keeps all answers for reading; ``images`` reads the images of prompts.
     """
@@ -75,11 +78,11 @@ class HeldOutAnswers:
         self._num_rounds = 0
 
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
-        """Answer prompts with distinct group ids; several calls may run at a time.
+        """Answer prompts with distinct group ids; several calls may run at once.
 
         Each prompt gets ``num_samples`` samples and a greedy answer. Returns one entry per prompt whose tokens were all
-        sampled under ``version``; the entry of a prompt whose reward fails has the failure. The other prompts are left
-        out, because the engine serves another version.
+        sampled under ``version``; the entry of a prompt whose reward fails has the failure. The result lacks the other
+        prompts, because the engine serves another version.
 
         Raises `EngineError` if the engine serves another version from the beginning; or as `Engine.generate`.
         """
@@ -104,7 +107,7 @@ class HeldOutAnswers:
         return answered
 
     async def _sample(self, prompts: Sequence[Prompt], each: Sequence[SamplingConfig]) -> dict[int, list[_Answer]]:
-        """The answers to each prompt by its group id, the greedy one last."""
+        """The answers to each prompt by its group id; the greedy answer is last."""
         self._num_rounds += 1
         player = self._player
         images = {prompt.group_id: await prompt_images(self._images, prompt) for prompt in prompts}

@@ -1,4 +1,4 @@
-"""The prompt groups of one rollout worker: their episodes and phases, and how many the engine may hold."""
+"""The prompt groups of one rollout worker: their episodes and phases, and the limit of groups on the engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GroupPhase(Enum):
 
 
 class GroupEnd(StrEnum):
-    """Why a group is released unfinished; the buffer counts these reasons."""
+    """The reason for releasing an unfinished group; the buffer counts these reasons."""
 
     revoked = "revoked"
     handed_on = "handed_on"
@@ -72,12 +72,12 @@ class InflightGroup:
 
     Attributes:
         lease: The lease.
-        episodes: [G] one per trajectory, then that of the greedy baseline.
+        episodes: [G] one per trajectory, followed by the episode of the greedy baseline.
         num_baselines: 1 with a greedy baseline (ReMax, arXiv 2310.10505), else 0. A baseline is scored but not trained
             on, and its tokens are not accounted for.
         num_inherited: Tokens that an earlier attempt wrote.
-        phase: Where the group is.
-        end: Why the group is released unfinished; None otherwise.
+        phase: Phase of the group.
+        end: Reason for releasing the group unfinished; None otherwise.
         runs: One per episode if an environment plays them; empty for single answers.
     """
 
@@ -138,12 +138,12 @@ class InflightGroup:
 
     @property
     def trained(self) -> list[Episode]:
-        """[G] all episodes except the baseline's."""
+        """[G] all episodes except that of the baseline."""
         return self.episodes[: len(self.episodes) - self.num_baselines]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to be accounted for, including inherited ones."""
+        """Tokens in the account, including inherited ones."""
         return sum(episode.num_held for episode in self.trained)
 
     @property
@@ -153,7 +153,7 @@ class InflightGroup:
 
     @property
     def is_playing(self) -> bool:
-        """Whether an environment plays an episode, so that further requests may come."""
+        """Whether an environment plays an episode and may send further requests."""
         return any(not run.is_over for run in self.runs)
 
     @property
@@ -163,12 +163,12 @@ class InflightGroup:
 
     @property
     def num_running(self) -> int:
-        """Turns that the engine samples, or will continue after a weight update."""
+        """Turns that the engine is sampling or will continue after a weight update."""
         return sum(len(episode.running) for episode in self.episodes)
 
     @property
     def is_done_here(self) -> bool:
-        """Whether the engine has nothing more to do for the group: it has answered, and no environment may ask."""
+        """Whether the engine has no work for the group: all requests are answered, and no environment can send more."""
         return not self._outstanding and not (
             self.is_playing and self.phase is GroupPhase.generating and self.end is None
         )
@@ -180,12 +180,12 @@ class InflightGroup:
 
     @property
     def outstanding_policy(self) -> list[str]:
-        """Ids of the unanswered requests whose tokens are accounted for: all except the baseline's."""
+        """Ids of the unanswered requests whose tokens are in the account: all except those of the baseline."""
         num_trained = len(self.trained)
         return [request_id for request_id, index in self._outstanding.items() if index < num_trained]
 
     def next_requests(self, *, on_first_token: Callable[[], None] | None = None) -> list[SampleRequest]:
-        """Make one request per running turn without one; `take` gets the answers."""
+        """Make a request for each running turn that has none; `take` gets the answers."""
         requests = []
         for index, source in enumerate(self.runs or self.episodes):
             for request in source.next_requests():
@@ -195,22 +195,22 @@ class InflightGroup:
         return requests
 
     def take(self, request_id: str, output: SampleOutput) -> int:
-        """Append the engine's answer to its turn; returns the tokens to account for, 0 for a baseline."""
+        """Append the engine's answer to its turn. Returns the number of tokens for the account, 0 for a baseline."""
         index = self._outstanding.pop(request_id)
         (self.runs or self.episodes)[index].take(request_id, output)
         return len(output.token_ids) if index < len(self.trained) else 0
 
     def belongs_to(self, request_id: str, index: int) -> bool:
-        """Whether an unanswered request is of the episode with this index."""
+        """Whether the episode with this index has an unanswered request."""
         return self._outstanding.get(request_id) == index
 
     def refuse(self, request_ids: Iterable[str], error: RequestRefused) -> None:
-        """The engine does not take these requests of environments."""
+        """Report that the engine refuses these requests of environments."""
         for request_id in self._outstanding.keys() & set(request_ids):
             self.runs[self._outstanding.pop(request_id)].refuse(request_id, error)
 
     def progress(self) -> TrajectoryGroup | None:
-        """The record to save: every trajectory so far, without baselines and rewards. None without tokens."""
+        """The progress to save: every trajectory so far, without baselines and rewards. None without tokens."""
         trajectories = [episode.progress() for episode in self.trained]
         if not any(turn.sampled and len(turn.token_ids) for each in trajectories for turn in each.turns):
             return None
@@ -223,7 +223,7 @@ class InflightGroup:
         return TrajectoryGroup.from_trajectories(padded, group_id=group_id, attempt=attempt)
 
     def rollout(self, index: int, decode: Callable[[Sequence[int]], str]) -> Rollout:
-        """A finished episode as rewards see it."""
+        """The reward functions' input for a finished episode."""
         if self.runs:
             return self.runs[index].rollout(decode)
         answer = self.written(index)
@@ -239,7 +239,10 @@ class InflightGroup:
         return self.runs[index].sampled() if self.runs else answer
 
     def scored(self, scores: Scores, chosen: Sequence[int]) -> TrajectoryGroup:
-        """The finished group of the ``chosen`` episodes, by their scores. Several rewards become ``reward.NAME``."""
+        """The finished group of the ``chosen`` episodes with their scores.
+
+        If there are several rewards, each becomes ``reward.NAME``.
+        """
         trajectories = []
         for place, index in enumerate(chosen):
             metrics = {f"reward.{name}": float(values[place]) for name, values in scores.parts.items()}
@@ -271,7 +274,7 @@ def _recorded(progress: TrajectoryGroup, num_samples: int) -> list[Trajectory | 
 
 
 class GroupLimit:
-    """How many prompt groups one engine may hold, from ``lowest`` to ``highest``; equal bounds are a fixed limit.
+    """The limit of prompt groups on one engine, between ``lowest`` and ``highest``; equal bounds make it fixed.
 
     The limit follows the load that the engine reports: additive increase, multiplicative decrease (Chiu and Jain,
     1989), with the slow start of TCP. It shrinks while samples wait inside the engine or the KV cache is nearly full:
@@ -294,9 +297,10 @@ class GroupLimit:
         return self._lowest == self._highest
 
     def note(self, load: EngineLoad, *, num_held: int) -> bool:
-        """Adapt the limit to the load of an engine that holds ``num_held`` groups; returns whether the limit changed.
+        """Adapt the limit to the load of an engine that holds ``num_held`` groups.
 
-        The limit grows only while all of it is used: a lower use says nothing about the room for more.
+        Returns whether the limit changed. The limit grows only while it is fully used, because a lower use does not
+        show whether there is room for more.
         """
         before = self.value
         is_full = load.num_waiting > 0 or load.cache_use >= FULL_CACHE
@@ -314,11 +318,11 @@ class InflightGroups:
     """The groups of one rollout worker by key, and the places on its engine.
 
     Args:
-        limit: How many groups the engine may hold.
+        limit: Limit of groups on the engine.
         samples_per_group: Samples of one group, the greedy baseline included.
-        meter: Told how many groups are on the engine.
-        most_held: Groups that the worker may hold, those included that wait for tools or are settled; 0 is twice the
-            limit.
+        meter: Counts the groups on the engine.
+        most_held: Largest number of groups of the worker, including groups that wait for tools or are being settled; 0
+            is twice the limit.
     """
 
     def __init__(self, limit: GroupLimit, *, samples_per_group: int, meter: FleetMeter, most_held: int = 0) -> None:
@@ -341,23 +345,23 @@ class InflightGroups:
         return self._groups.get(key)
 
     def add(self, group: InflightGroup) -> None:
-        """Hold a group."""
+        """Add a group."""
         self._groups[group.key] = group
 
     def remove(self, group: InflightGroup) -> None:
-        """Hold a group no longer."""
+        """Remove a group."""
         del self._groups[group.key]
         self.note_places()
 
     def in_phase(self, *phases: GroupPhase) -> list[InflightGroup]:
-        """The groups in one of ``phases``; by default those on the engine."""
+        """The groups in one of ``phases``; by default the groups on the engine."""
         return [group for group in self._groups.values() if group.phase in (phases or ON_ENGINE)]
 
     @property
     def num_on_engine(self) -> int:
-        """Groups that the engine has, or gets back after a weight update.
+        """Number of groups on the engine, or waiting for it during a weight update.
 
-        Of groups that an environment plays, only the turns that run count: while a tool runs, its place is free.
+        For groups with environments, only running turns count: while a tool runs, the place is free.
         """
         groups = self.in_phase(*ON_ENGINE, GroupPhase.parked)
         num_turns = sum(group.num_running for group in groups if group.is_playing)
@@ -365,28 +369,31 @@ class InflightGroups:
 
     @property
     def num_free(self) -> int:
-        """Groups that may be leased now. Besides those on the engine, as many may be settled, or wait for a tool."""
+        """Number of groups that may be leased now.
+
+        In addition to the groups on the engine, as many may be settled or wait for a tool.
+        """
         most = self._most_held or 2 * self._limit.value
         return max(0, min(self._limit.value - self.num_on_engine, most - len(self._groups)))
 
     @property
     def outstanding_policy(self) -> list[str]:
-        """Ids of all unanswered requests whose tokens are accounted for."""
+        """Ids of all unanswered requests whose tokens are in the account."""
         return [request_id for group in self._groups.values() for request_id in group.outstanding_policy]
 
     def moved(self) -> None:
-        """Note that a group has entered another phase."""
+        """Record that a group has entered another phase."""
         self._meter.running(sum(not group.is_playing or bool(group.outstanding) for group in self.in_phase()))
         self.note_places()
 
-    # Notes for the run's profile
+    # Records for the run's profile
 
     def note_capacity(self) -> None:
-        """Record how many samples may run on the engine now."""
+        """Record the current limit of samples on the engine."""
         record.level(LevelName.capacity, self._limit.value * self._samples_per_group)
 
     def note_places(self) -> None:
-        """Record which states occupy the places of the engine, at most once per iteration of the event loop."""
+        """Record the states of the engine's places, at most once per iteration of the event loop."""
         if not self._is_noting and record.current() is not None:
             self._is_noting = True
             asyncio.get_running_loop().call_soon(self._note_places)
@@ -394,14 +401,14 @@ class InflightGroups:
     def _note_places(self) -> None:
         self._is_noting = False
         running = tail = settling = parked = 0
-        free = Counter[LevelName]()  # of groups that an environment plays, the episodes without a running turn
+        free = Counter[LevelName]()  # for groups with environments: the episodes without a running turn
         for group in self._groups.values():
             if group.phase is GroupPhase.settling:
                 settling += len(group.episodes)
                 continue
             num_running, num_outstanding = group.num_running, len(group.outstanding)
             running += num_outstanding
-            if group.phase is not GroupPhase.generating:  # there, a turn without a request is about to be sent
+            if group.phase is not GroupPhase.generating:  # in this case, a turn without a request will be sent soon
                 parked += num_running - num_outstanding
             if group.is_playing:
                 free.update(run.place for run in group.runs)

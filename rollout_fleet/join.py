@@ -23,7 +23,7 @@ _CONNECT_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``asyncrl join``; returns the exit status when the engines serve or have failed."""
+    """Run ``asyncrl join``. Returns the exit status when the engines serve or have failed."""
     parser = _parser("join", "Add engines to a running run, up to rollout_fleet.num_engines.max.")
     parser.add_argument("--num", type=int, default=1, metavar="N", help="how many engines (default 1)")
     parser.add_argument("--node", default="", help="address of their node (default: any node with room)")
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def leave(arguments: Sequence[str] | None = None) -> int:
-    """Run ``asyncrl leave``; returns the exit status when the engine has ended, or the engines are listed."""
+    """Run ``asyncrl leave``. Returns the exit status when the engine has ended, or after listing the engines."""
     parser = _parser("leave", "Let an engine release its running groups and end; without MEMBER, list the engines.")
     parser.add_argument("member", type=int, nargs="?", metavar="MEMBER", help="number of the rollout worker")
     options = parser.parse_args(arguments)
@@ -42,7 +42,9 @@ def leave(arguments: Sequence[str] | None = None) -> int:
 
 
 def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
-    """Ask a run, named by its folder or by the address of its Ray cluster, and wait for the answer.
+    """Send a request to a run and wait for the answer.
+
+    The folder of the run or the address of its Ray cluster selects the run.
 
     Raises:
         ValueError: the run does not exist, has ended, or has a fleet of a fixed size.
@@ -79,7 +81,7 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
 
 
 def _read_address(folder: Path) -> dict[str, str]:
-    """Read a run's address. Raises `ValueError` if it has none, or if nothing listens there."""
+    """Read a run's address. Raises `ValueError` if the run has none, or if no process listens there."""
     path = folder / ADDRESS_FILE
     if not path.is_file():
         what = "has a fleet of a fixed size" if (folder / "config.yaml").is_file() else "is not the folder of a run"
@@ -130,7 +132,7 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace, request: FleetRequest) -> int:
-    """Ask the run and print the answer; returns the exit status."""
+    """Send the request to the run and print the answer. Returns the exit status."""
     try:
         answer = ask(options.run, request, timeout_s=options.timeout_s)
     except (ValueError, AsyncRLError) as error:

@@ -4,8 +4,8 @@
       ▲                                                 │
       └──────────────── a free place ◀──────────────────┘
 
-Each task, what it waits for, and who wakes it. There is one condition, ``_changed``. Every change of a phase, of the
-set of groups or of the loop's state notifies it.
+The tasks, what each task waits for, and who wakes it. There is one condition, ``_changed``. Every change of a phase, of
+the set of groups or of the loop's state notifies it.
 
 - `_keep_leasing`: a free place, then the buffer's grant. Woken by a group that leaves the engine, then by the buffer. A
   new version, a released device or a leaving member withdraws the request.
@@ -77,7 +77,7 @@ class RolloutLoop:
 
     Args:
         engine: A started engine. The loop closes none of its collaborators.
-        member: Told of loaded weights; says whether the loop may ask for leases.
+        member: Gets reports of loaded weights; decides whether the loop may ask for leases.
         samples_per_prompt: G.
         greedy_baseline: Sample one more response per prompt greedily, which is not trained on.
         seed: The run's seed if every answer has a seed of its own; see `InflightGroup.begin`.
@@ -157,7 +157,7 @@ class RolloutLoop:
         Raises `AsyncRLError` if the engine or the buffer fails, after all leases are released as far as the buffer
         still answers.
         """
-        if self._state is LoopState.stopping:  # stopped before it ran
+        if self._state is LoopState.stopping:  # the loop was stopped before it ran
             self._state = LoopState.ended
             return self.counters()
         self._state = LoopState.running
@@ -165,7 +165,7 @@ class RolloutLoop:
         pumps = [self._keep_renewing, self._engine.wait_failed] + ([] if self._limit.is_fixed else [self._keep_fitting])
         obeying = (self._spawn(self._obey, end) for end in (GroupEnd.revoked, GroupEnd.handed_on))
         pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps), *obeying}
-        # Not in `pump_tasks`, which end before `_cut_off_all`: a running load goes on.
+        # Not in `pump_tasks`: these end before `_cut_off_all`, but a running load must continue.
         self._spawn(partial(self.load_next, self._engine.version, keeps_on=True))
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
@@ -192,7 +192,7 @@ class RolloutLoop:
         await self._until(lambda: self._state not in (LoopState.running, LoopState.stopping))
 
     async def stop(self) -> FleetCounters:
-        """End `run`; returns the counters when all leases are released. May be called again, or before `run`."""
+        """End `run`. Returns the counters when all leases are released. May be called again, or before `run`."""
         never_ran = self._state is LoopState.idle
         if self._state in (LoopState.idle, LoopState.running):
             self._state = LoopState.stopping
@@ -225,7 +225,7 @@ class RolloutLoop:
     async def _next_after(self, offer: WeightOffer, gone: WeightsGone) -> WeightOffer:
         """The offer that replaced a removed one. Raises ``gone`` if the buffer still offers the removed version.
 
-        A learner that starts again withdraws its offers first. Then this waits for the next offer without a deadline.
+        A restarted learner first withdraws its offers. Then this waits for the next offer without a deadline.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.load_timeout_s):
@@ -236,10 +236,10 @@ class RolloutLoop:
         return shown
 
     async def load_weights(self, offer: WeightOffer) -> None:
-        """Stage offered weights while samples are generated, then load them; later leases are at their version.
+        """Stage offered weights while samples are generated, then load them; later leases have their version.
 
-        Raises as `Engine.load_weights`, and `WeightsGone` if the weights were removed before they were staged, or if
-        they are of a learner that was replaced (`release_device`).
+        Raises as `Engine.load_weights`, and `WeightsGone` if the weights were removed before the staging, or if their
+        learner was replaced (`release_device`).
         """
         member, epoch, now_s = self._member, self._member.epoch, time.monotonic()
         version = member.version
@@ -273,14 +273,14 @@ class RolloutLoop:
             await self._notify()
 
     async def release_device(self, incarnation: int | None = None) -> None:
-        """Ask for no more leases, let running groups finish, and release the engine's device until the next weights.
+        """Stop requesting leases, let running groups finish, and release the engine's device until the next weights.
 
-        Groups that do not finish within ``drain_timeout_s`` are aborted, and continued after the next weights. An
-        engine that loads weights, or has not loaded its first, does so before. A released device stays released.
+        Groups that do not finish within ``drain_timeout_s`` are aborted, and continued after the next weights. A
+        running or first weight load finishes before the release. A released device stays released.
 
         Args:
-            incarnation: Of the learner that starts in place of a dead one. From now on the engine loads no offer of an
-                earlier incarnation. None: the learner lives.
+            incarnation: Incarnation of the learner that replaces a dead one. From now on the engine loads no offer of
+                an earlier incarnation. None: the learner lives.
 
         Raises:
             DeadlineError: the engine does not abort its groups.
@@ -318,7 +318,7 @@ class RolloutLoop:
         self._released = record.span(SpanKind.released)
 
     async def let_end(self) -> None:
-        """Ask for no more leases, since the member leaves. If progress is never saved, let running groups finish.
+        """Stop requesting leases, because the member leaves. If progress is never saved, let running groups finish.
 
         `stop` aborts the groups that have not finished within ``drain_timeout_s``.
         """
@@ -337,13 +337,13 @@ class RolloutLoop:
         return counters if self._player is None else replace(counters, episodes=self._player.counts)
 
     def count_generated(self) -> int:
-        """Policy tokens of all answered samples, and the tokens so far of the running ones."""
+        """Policy tokens of all answered samples, and the tokens so far of running samples."""
         return self._meter.counters().tokens_generated + self._engine.num_written(self._groups.outstanding_policy)
 
     # Tasks
 
     def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> asyncio.Task[None]:
-        """Run ``work`` beside the loop; its failure ends the loop."""
+        """Run ``work`` as a task of the loop; its failure ends the loop."""
         task = asyncio.create_task(self._guarded(work, *arguments))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -372,8 +372,8 @@ class RolloutLoop:
     async def _keep_leasing(self) -> None:
         """Keep one lease request outstanding while a place is free and the engine has the device.
 
-        A new policy version or a smaller limit supersedes the request. Then the request is cancelled, which releases
-        the leases that the buffer grants meanwhile, and sent again.
+        A new policy version or a smaller limit makes the request obsolete. Then the request is cancelled and sent
+        again; the cancellation releases the leases that the buffer grants meanwhile.
         """
         while True:
             await self._until(lambda: self._may_lease and self._groups.num_free > 0)
@@ -404,7 +404,7 @@ class RolloutLoop:
             finally:
                 try:
                     await cancel({grant, outdated})
-                finally:  # the task may be cancelled during the line above
+                finally:  # the task may be cancelled in the line above
                     self._is_asking = False
                     self._meter.asking(False)
                     record.level(LevelName.asking, 0)
@@ -455,7 +455,10 @@ class RolloutLoop:
             self._spawn(self._generate, answering)
 
     def _begin_playing(self, group: InflightGroup, player: Player) -> None:
-        """Let the environment play each episode of a group; its requests reach the engine through `_generate`."""
+        """Let the environment play each episode of a group.
+
+        The environment's requests reach the engine through `_generate`.
+        """
 
         def ask() -> None:
             if group.phase is GroupPhase.generating:
@@ -471,7 +474,7 @@ class RolloutLoop:
         self._groups.note_places()
 
     async def _play(self, group: InflightGroup, index: int, player: Player) -> None:
-        """Play one episode. The last one that ends lets its group leave the engine."""
+        """Play one episode. The end of the last episode lets the group leave the engine."""
         run = group.runs[index]
         sampling = self._config.sampling if index < len(group.trained) else self._config.sampling.greedy()
         try:
@@ -499,9 +502,10 @@ class RolloutLoop:
                 logger.warning("%d leases were not renewed: %s", len(self._groups), error)
 
     async def _obey(self, end: GroupEnd) -> None:
-        """Release the groups that the buffer revokes, or wants on a faster worker unless progress is never saved.
+        """Release the groups that the buffer revokes.
 
-        A group that has left the engine stays.
+        Also release groups that the buffer moves to a faster worker, unless progress is never saved. A group that has
+        left the engine is kept.
         """
         while True:
             if end is GroupEnd.revoked:
@@ -519,7 +523,7 @@ class RolloutLoop:
     # One group's way
 
     async def _generate(self, groups: Sequence[InflightGroup]) -> None:
-        """Send what groups ask for; each group leaves the engine when it has nothing more to do there."""
+        """Send the requests of groups. A group leaves the engine when it has no more requests."""
         asked: dict[str, InflightGroup] = {}
         requests: list[SampleRequest] = []
         for group in groups:
@@ -535,7 +539,7 @@ class RolloutLoop:
         except RequestRefused as refused:
             if not all(group.runs for group in groups):
                 raise
-            for group in groups:  # an environment asked for it, and hears of it
+            for group in groups:  # an environment sent the request and gets the error
                 group.refuse(asked, refused)
                 await self._leave_if_done(group)
         except Exception:
@@ -546,7 +550,7 @@ class RolloutLoop:
             raise
 
     def _first_token_stamp(self, group: InflightGroup) -> Callable[[], None] | None:
-        """Stamps the group's first token, on any of its samples; None if nothing is recorded."""
+        """Return a callback that records the group's first token; None if nothing is recorded."""
         if record.current() is None or (group.runs and group.num_own_tokens):
             return None
         stamps = iter([partial(self._stamp, GroupEvent.first_token, group)])
@@ -558,7 +562,7 @@ class RolloutLoop:
             group.end = group.end or GroupEnd.engine_failed
         num_tokens = group.take(request.id, output)
         self._meter.add(tokens_generated=num_tokens, tokens_in_flight=num_tokens)
-        if group.is_playing:  # while its tools run, its place on the engine is free
+        if group.is_playing:  # while the tools of a group run, its place on the engine is free
             self._groups.moved()
             await self._notify()
         else:
@@ -585,7 +589,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _settle(self, group: InflightGroup) -> None:
-        async with self._settling_turns:  # few groups per turn of the event loop: the engine's next work goes first
+        async with self._settling_turns:  # the engine gets its next work first
             await asyncio.sleep(0)
         await self._settlement.settle(group, engine_failure=self._failure)
         self._groups.remove(group)
@@ -594,7 +598,7 @@ class RolloutLoop:
     # Cutting off
 
     async def _end(self, group: InflightGroup, end: GroupEnd) -> None:
-        """Have a group released: now if it is parked, otherwise when the engine has answered its requests."""
+        """Release a group: now if it is parked, otherwise when the engine has answered its requests."""
         group.end = end
         for playing in self._playing.get(group.key, ()):
             playing.cancel()
@@ -604,7 +608,7 @@ class RolloutLoop:
             group.phase = GroupPhase.ending
 
     async def _park(self, timeout_s: float) -> bool:
-        """Abort running groups until the next weights are loaded; returns whether all were aborted in time."""
+        """Abort running groups until the next weights are loaded. Returns whether all groups were aborted in time."""
         for group in self._groups.in_phase(GroupPhase.generating):
             group.phase = GroupPhase.cutting
             if group.runs and not group.outstanding:
@@ -635,7 +639,7 @@ class RolloutLoop:
     # The end
 
     async def _let_settle(self) -> None:
-        """After the engine's failure: wait until finished groups are stored and the others saved and released."""
+        """Wait, after the engine's failure, until finished groups are stored and all others are saved and released."""
         for group in self._groups:
             if group.phase is GroupPhase.parked or (group.phase in ON_ENGINE and not group.outstanding):
                 await self._end(group, GroupEnd.engine_failed)
@@ -646,7 +650,7 @@ class RolloutLoop:
             logger.warning("%d prompt groups of a failed engine are released as they are", len(self._groups))
 
     async def _cut_off_all(self) -> None:
-        """Abort running groups and wait for their tokens so far, so that these are accounted for.
+        """Abort running groups and wait for their tokens so far, so that the account includes these tokens.
 
         A weight load that has begun is awaited: cancelling it would fail the engine.
         """

@@ -54,11 +54,11 @@ SERVING = frozenset({MemberState.ready, MemberState.updating})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberLimits:
-    """Deadlines of a member, and how often it is started again.
+    """Deadlines of a member, and limits of its restarts.
 
     Attributes:
         start_s: From the start to the first answer.
-        stop_s: From a fault until the processes of the life are gone.
+        stop_s: From a fault until the processes of the member have ended.
         drain_s: From the leave request until the member has left.
         restarts: Faults within ``window_s`` that are followed by a restart; the next one is final. Example: 3.
         window_s: Older faults do not count.
@@ -75,7 +75,7 @@ class MemberLimits:
     longest_backoff_s: float
 
     def pause_s(self, num_faults: int) -> float:
-        """The pause after so many faults. Example: 0, 1, 2, 4 s after 1, 2, 3, 4 faults with ``backoff_s`` 1."""
+        """The pause after a number of faults. Example: 0, 1, 2, 4 s after 1, 2, 3, 4 faults with ``backoff_s`` 1."""
         return 0.0 if num_faults < 2 else min(self.longest_backoff_s, self.backoff_s * 2.0 ** min(num_faults - 2, 63))
 
 
@@ -119,7 +119,7 @@ class Member:
 
     @property
     def may_lease(self) -> bool:
-        """Whether the member may take new work: only under weights that it has verified."""
+        """Whether the member may take new work; it needs verified weights."""
         return self.state in SERVING
 
     @property
@@ -129,7 +129,7 @@ class Member:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the member has left, or failed for good."""
+        """Whether the member has left, or has failed without a restart."""
         return self.state in ENDED
 
     def accepts(self, epoch: int) -> bool:
@@ -159,7 +159,7 @@ class Member:
             self.version = -1
 
     def offered(self, epoch: int, version: int, now: float, *, within_s: float) -> None:
-        """The member begins to load a version, within ``within_s``."""
+        """The member begins to load a version, with the deadline ``within_s``."""
         if not self.accepts(epoch):
             return
         if self.state is MemberState.catching_up:
@@ -207,7 +207,7 @@ class Member:
         return True
 
     def stopped(self, now: float) -> None:
-        """The processes of the fenced life are gone: begin the pause before the next life, or end for good."""
+        """The processes of the fenced epoch have ended: begin the pause before the restart, or fail finally."""
         if self.state is not MemberState.fenced:
             return
         if self._is_leaving:
@@ -218,7 +218,7 @@ class Member:
             self._enter(MemberState.backoff, now + self._limits.pause_s(len(self._faults)))
 
     def fail(self, reason: str) -> None:
-        """The member has failed, and a restart would not help."""
+        """The member has failed finally, because a restart would not help."""
         if not self.has_ended:
             self.epoch += 1
             self.reason = reason
@@ -230,14 +230,14 @@ class Member:
         if self.state in SERVING:
             self._enter(MemberState.draining, now + self._limits.drain_s)
         elif self.state is not MemberState.draining and not self.has_ended:
-            self.epoch += 1  # the result of a running start comes too late
+            self.epoch += 1  # the result of a running start will be too late
             self._enter(MemberState.left, math.inf)
 
     def due(self, now: float) -> None:
         """Leave the state if its deadline has passed."""
         if now < self.deadline:
             return
-        if self.state is MemberState.fenced:  # without a stop there is no second start
+        if self.state is MemberState.fenced:  # there is no restart before the stop
             self._enter(MemberState.failed, math.inf)
         elif self.state is MemberState.draining:
             self._enter(MemberState.left, math.inf)

@@ -5,7 +5,7 @@
     asyncrl join, asyncrl leave ──ask──▶ FleetDesk (a named Ray actor of the run) ──next_request──▶ the controller
                                 ◀─words─                                          ◀──answer──
 
-Every process that may connect to the run's Ray cluster may ask: the desk relies on Ray's authentication
+Every process that can connect to the run's Ray cluster can send requests: the desk relies on Ray's authentication
 (``RAY_AUTH_MODE=token``). `FleetDesk.ask` waits for the controller's answer and wakes `FleetDesk.next_request`.
 """
 
@@ -47,8 +47,8 @@ class Roster:
     """The ranks of a fleet of ``fewest`` to ``most`` engines; at least ``needed`` must stay.
 
     At first ``fewest`` are present. With ``most`` None the fleet has a fixed size: no engine joins or leaves. The run
-    keeps the places of the ranks below ``fewest``, and gives such a rank out again when its engine has left. Every
-    other rank is given once, so that logs and counters of a rank belong to one engine.
+    keeps the places of the ranks below ``fewest``, and reuses such a rank when its engine has left. Every other rank is
+    used once, so that logs and counters of a rank belong to one engine.
     """
 
     def __init__(self, *, fewest: int, most: int | None, needed: int) -> None:
@@ -65,7 +65,7 @@ class Roster:
 
     @property
     def num_free(self) -> int:
-        """How many engines may join now."""
+        """Number of engines that may join now."""
         return 0 if self._most is None else max(0, self._most - len(self._presence))
 
     def presence_of(self, rank: int) -> Presence | None:
@@ -94,7 +94,7 @@ class Roster:
         return ranks
 
     def arrived(self, rank: int) -> None:
-        """The engine of a rank serves."""
+        """Record that the engine of a rank serves."""
         if self._presence.get(rank) is Presence.coming:
             self._presence[rank] = Presence.present
 
@@ -102,7 +102,7 @@ class Roster:
         """Let the engine of a rank leave.
 
         Raises:
-            MembershipRefused: the fleet has a fixed size, there is no such engine, or too few would be left.
+            MembershipRefused: the fleet has a fixed size, there is no such engine, or too few engines would remain.
         """
         self._check_elastic("leave")
         presence = self._presence.get(rank)
@@ -119,7 +119,7 @@ class Roster:
         self._presence[rank] = Presence.leaving
 
     def gone(self, rank: int) -> None:
-        """The engine of a rank and its processes are gone."""
+        """Record that the engine of a rank and its processes have ended."""
         self._presence.pop(rank, None)
 
     def _check_elastic(self, what: str) -> None:
@@ -143,9 +143,9 @@ class FleetRequest:
     """A request to a run's fleet.
 
     Attributes:
-        action: What to do.
-        num_engines: For ``join``: how many engines.
-        node: For ``join``: address of their node; empty for any.
+        action: Kind of the request.
+        num_engines: For ``join``: number of engines.
+        node: For ``join``: address of the engines' node; empty for any.
         member: For ``leave``: rank of the rollout worker.
     """
 
@@ -157,14 +157,14 @@ class FleetRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetAnswer:
-    """The result of a request: words for people, and whether it was refused."""
+    """The result of a request: a message for the user, and whether the request was refused."""
 
     words: str
     is_refused: bool = False
 
 
 class FleetDesk:
-    """Passes requests to the controller and its answers back; an asynchronous Ray actor."""
+    """An asynchronous Ray actor that passes requests to the controller and returns its answers."""
 
     def __init__(self) -> None:
         self._requests: asyncio.Queue[tuple[int, FleetRequest]] = asyncio.Queue()
@@ -172,7 +172,7 @@ class FleetDesk:
         self._num_asked = 0
 
     async def ask(self, request: FleetRequest) -> FleetAnswer:
-        """Ask the run and wait for its answer."""
+        """Send a request to the run and wait for the answer."""
         number, self._num_asked = self._num_asked, self._num_asked + 1
         self._answers[number] = asyncio.get_running_loop().create_future()
         self._requests.put_nowait((number, request))
@@ -182,17 +182,17 @@ class FleetDesk:
             del self._answers[number]
 
     async def next_request(self) -> tuple[int, FleetRequest]:
-        """Wait for the next request; returns its number, for `answer`, and the request."""
+        """Wait for the next request. Returns the request and its number for `answer`."""
         return await self._requests.get()
 
     async def answer(self, number: int, answer: FleetAnswer) -> None:
-        """Answer a request. Without effect if its caller has gone."""
+        """Answer a request. No effect if the caller has disconnected."""
         if number in self._answers:
             self._answers[number].set_result(answer)
 
 
 def write_address(run_dir: Path, *, address: str, node_address: str) -> None:
-    """Write the file from which this user's commands on this node learn how to reach the run's Ray cluster."""
+    """Write the address of the run's Ray cluster into a file, for this user's commands on this node."""
     found = {
         "address": address,
         "node_address": node_address,

@@ -1,4 +1,4 @@
-"""Counters of a rollout worker: what it has done, and where its time went."""
+"""Counters of a rollout worker: its work, and the use of its time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EpisodeCount(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetCounters:
-    """What one rollout worker has done since it started.
+    """Counters of one rollout worker since its start.
 
     Attributes:
         tokens_generated: Policy tokens in the engine's answers, including those of aborted samples, excluding
@@ -89,7 +89,7 @@ class FleetMeter:
         self._counts: dict[str, Any] = asdict(FleetCounters())
 
     def running(self, num_groups: int) -> None:
-        """Set how many groups are on the engine from now on."""
+        """Set the number of groups on the engine from now on."""
         self._pass_time()
         self._running = num_groups
 
@@ -99,7 +99,7 @@ class FleetMeter:
         self._asking = asking
 
     def loaded(self, seconds: float) -> None:
-        """Count a weight load that paused generation for ``seconds``; they do not count as busy."""
+        """Count a weight load that paused generation for ``seconds``. These seconds do not count as busy."""
         self._pass_time()
         self.add(load_s=(seconds,))
         if self._running:
@@ -125,7 +125,7 @@ class FleetMeter:
 
 
 def note_member(member: Member, lane: str) -> None:
-    """Record the state and epoch of a member, and all later ones, in the run's profile, on ``lane``."""
+    """Record the current and all later states and epochs of a member in the run's profile, on ``lane``."""
     span = record.NO_SPAN
 
     def note(state: MemberState, epoch: int) -> None:

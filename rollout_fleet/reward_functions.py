@@ -1,4 +1,7 @@
-"""The built-in reward functions. `FUNCTIONS_IN_PROCESSES` can hang or wait, so they run in scoring processes."""
+"""The built-in reward functions.
+
+The functions in `FUNCTIONS_IN_PROCESSES` can hang or wait, so they run in scoring processes.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,10 @@ def last_number(prompt: Prompt, response_text: str) -> float:
 
 @REWARDS.register("final_answer")
 def final_answer(prompt: Prompt, response_text: str) -> float:
-    r"""Return 1.0 if the last ``\boxed{…}``, or else what follows the last ``Answer:``, is the ground truth, else 0.0.
+    r"""Return 1.0 if the response's final answer is the ground truth, else 0.0.
 
-    Numbers are compared as numbers, all else as text without spaces: ``1/2`` is not ``0.5``.
+    The final answer is the last ``\boxed{…}``, or else the text after the last ``Answer:``. Numbers are compared as
+    numbers, other answers as text without spaces: ``1/2`` is not ``0.5``.
     """
     written, expected = (re.sub(r"[\s$]|\.$", "", text) for text in (_final(response_text), str(prompt.ground_truth)))
     number = _as_number(expected)
@@ -127,7 +131,7 @@ class MathVerify:
     """1.0 if the response's final expression is mathematically the ground truth, else 0.0, by the library math-verify.
 
     Args:
-        timeout_s: Seconds for reading an expression, and again for comparing two; a slower one counts as different.
+        timeout_s: Seconds for parsing an expression, and for comparing two. A slower comparison counts as different.
     """
 
     def __init__(self, *, timeout_s: int = 5) -> None:
@@ -234,7 +238,10 @@ def code_of(response_text: str) -> str:
 
 
 def _read_tests(tests: Any) -> Sequence[tuple[str, str] | str]:
-    """Tests as pairs of input and output, or one text of asserts. Raises `ValueError` that says what is expected."""
+    """Parse tests as pairs of input and output, or as one text of asserts.
+
+    Raises `ValueError` with the expected form.
+    """
     if isinstance(tests, str):
         try:
             parsed = json.loads(tests)
@@ -295,7 +302,7 @@ def _as_number(text: str) -> float | None:
 
 
 def _quantities(text: str) -> list[float]:
-    """All numbers of a text. A fraction with denominator 0 is not a number."""
+    """All numbers in a text. A fraction with denominator 0 does not count."""
     found = []
     for written in _QUANTITY.findall(text):
         numerator, _, denominator = written.replace(",", "").partition("/")

@@ -1,4 +1,4 @@
-"""A language model as judge, behind any server with OpenAI's chat completions."""
+"""A reward from a language model as judge, on any server with OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _SHOWN_CHARACTERS = 200
 
 @REWARDS.register("judge")
 class Judge:
-    """The score that a model gives a response, scaled to 0.0 to 1.0. The responses to a prompt are judged at once.
+    """The score of a response by a model, scaled to 0.0 to 1.0. The responses to a prompt are judged concurrently.
 
     Args:
         url: Base URL of the server. Example: ``https://api.openai.com/v1``, or ``http://localhost:30000/v1`` for an
             SGLang server of a frozen model.
-        model: Name of the model there.
+        model: Name of the model on the server.
         template: Text of the request, with the fields ``{question}``, ``{response}``, ``{ground_truth}``, ``{low}``,
             ``{high}`` and ``{extra[COLUMN]}``.
         api_key: Variable of the environment with the key; ``rollout_fleet.pass_secrets`` must name it. Empty: no key.
@@ -84,10 +84,10 @@ class Judge:
         self._retries = retries
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._places = asyncio.Semaphore(at_once)
-        self._fill(question="", response="", ground_truth="", extra=defaultdict(str))  # fails for a wrong field
+        self._fill(question="", response="", ground_truth="", extra=defaultdict(str))  # raises for a wrong field
 
     async def __call__(self, prompt: Prompt, response_text: str) -> float:
-        """Score one response. Raises `ConnectionError` or `ValueError` if there is no score at last."""
+        """Score one response. Raises `ConnectionError` or `ValueError` if all attempts give no score."""
         question = "\n\n".join(f"{one.get('role')}: {one.get('content')}" for one in prompt.messages)
         if not question and "{question}" in self._template:
             question = prompt.extra.get("question") or prompt.extra.get("prompt")

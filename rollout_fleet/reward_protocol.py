@@ -1,6 +1,6 @@
-"""What reward functions get and return, their names, and how one is called.
+"""The arguments and results of reward functions, their names, and their calls.
 
-Nothing here waits; `rollout_fleet.rewards` calls the functions, in the rollout worker or in scoring processes.
+This module does not wait: `rollout_fleet.rewards` calls the functions, in the rollout worker or in scoring processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """One finished rollout, as reward functions see it.
+    """One finished rollout: the input of reward functions.
 
     Attributes:
         text: The text to score, without special tokens: the last turn, or the answer that the environment named.
@@ -48,13 +48,13 @@ class Rollout:
 
     @classmethod
     def answer(cls, text: str, *, num_tokens: int | None = None, is_truncated: bool = False) -> Rollout:
-        """A rollout that is a single answer to the prompt."""
+        """Make a rollout of a single answer to the prompt."""
         return cls(text=text, turns={FIRST_TURN: text}, num_tokens=num_tokens, is_truncated=is_truncated)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What a reward function may return instead of a number.
+    """A result of a reward function with rewards of turns; a plain number is possible too.
 
     Attributes:
         reward: Reward of the outcome.
@@ -66,21 +66,21 @@ class Score:
 
     @property
     def sum(self) -> float:
-        """The outcome's reward plus those of the turns."""
+        """The outcome's reward plus the rewards of the turns."""
         return self.reward + sum(self.turn_rewards.values())
 
 
 class Reward(Protocol):
     """Scores one response. Called in a scoring process, or in the rollout worker if it is a built-in that cannot hang.
 
-    The name of the second parameter says what a function gets: ``rollout`` is the `Rollout`, ``rollouts`` is the list
-    of all rollouts of the prompt, and the function returns as many scores; any other name is the response's text. The
+    The name of the second parameter selects the argument: ``rollout`` is the `Rollout`; ``rollouts`` is the list of all
+    rollouts of the prompt, and the function returns one score per rollout; any other name is the response's text. The
     function may be ``async``; then all responses to a prompt are scored at once. A class is made once per process, with
     the reward's options, and its instance is called.
     """
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
-        """Return the reward of a response, decoded without special tokens, to a prompt with its ground truth."""
+        """Return the reward of a response to a prompt with its ground truth. The text has no special tokens."""
         ...
 
 
@@ -94,7 +94,7 @@ class BoundReward:
     """A reward function with its options, ready to score.
 
     Args:
-        name: As in ``rollout_fleet.reward``.
+        name: Name as in ``rollout_fleet.reward``.
         options: Keyword arguments of the function after its two parameters, or of a class.
         is_made: Make an instance of a class now; otherwise only check the options.
 
@@ -124,11 +124,11 @@ class BoundReward:
 
     @property
     def takes_group(self) -> bool:
-        """Whether it scores all rollouts of a prompt together."""
+        """Whether the function scores all rollouts of a prompt together."""
         return self._takes == "rollouts"
 
     async def start(self) -> None:
-        """Call ``start`` of a reward that has one, before the first score."""
+        """Call the reward's ``start``, if it has one, before the first score."""
         start = getattr(self._call, "start", None)
         if start is not None:
             await start()
@@ -159,7 +159,7 @@ class BoundReward:
         try:
             value = self._call(prompt, rollout if self._takes == "rollout" else rollout.text)
             return _as_answer(await value if inspect.isawaitable(value) else value, rollout)
-        except Exception as error:  # noqa: BLE001 - any error of a reward costs this group only
+        except Exception as error:  # noqa: BLE001 - any error of a reward affects only this group
             return f"raised {error!r}; fix it, or filter such prompts"
 
     async def _group_answers(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Answer]:
@@ -195,7 +195,10 @@ def _parameters(function: Any) -> list[str]:
 
 
 def _as_answer(value: Any, rollout: Rollout) -> Answer:
-    """A score of one finite number, and of finite rewards of turns; or what is wrong with ``value``."""
+    """Convert a reward's result to a finite score with finite rewards of turns.
+
+    A text describes what is wrong with ``value``.
+    """
     outcome, turns = (value.reward, value.turn_rewards) if isinstance(value, Score) else (value, {})
     numbers = [number for one in (outcome, *turns.values()) if (number := _as_number(one)) is not None]
     if len(numbers) < 1 + len(turns):
@@ -207,7 +210,7 @@ def _as_answer(value: Any, rollout: Rollout) -> Answer:
 
 
 def _as_number(value: Any) -> float | None:
-    """A Python, numpy or torch scalar as a float; None for anything else, and for what float32 cannot hold."""
+    """A Python, numpy or torch scalar as a float; None for other values, and for numbers outside float32."""
     with suppress(TypeError, ValueError):
         if not isinstance(value, (str, bytes)) and getattr(value, "ndim", 0) == 0:
             value = float(value)

@@ -1,9 +1,9 @@
 """The rewards of a run: scoring processes for the functions that need one, and the weighted sums.
 
 The functions are those of `rollout_fleet.reward_functions` and `rollout_fleet.reward_judge`, or a user's own
-(`rollout_fleet.reward_protocol`). A prompt group waits for a free process; its deadline starts when it has one. A
-process that hangs or dies is replaced. The processes (``python -m rollout_fleet.rewards NAME PARENT_PID OPTIONS``) are
-those of `rollout_fleet.children`.
+(`rollout_fleet.reward_protocol`). A prompt group waits for a free process; the group's deadline starts when it gets
+one. A process that hangs or dies is replaced. The processes (``python -m rollout_fleet.rewards NAME PARENT_PID
+OPTIONS``) are those of `rollout_fleet.children`.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 60.0  # of a scoring process
+START_TIMEOUT_S = 60.0  # the start deadline of a scoring process
 
 
 class RewardProcesses:
     """Scores groups with one reward function: a built-in's name or ``module:function``.
 
-    A user's function, and a built-in that can hang, gets ``reward_processes`` processes. Of the secrets in the
-    environment they get only those that ``pass_secrets`` names. Raises `ValueError` if the function does not exist, or
-    its options do not fit.
+    A user's function, or a built-in that can hang, gets ``reward_processes`` processes. They only get the secrets of
+    the environment that ``pass_secrets`` names. Raises `ValueError` if the function does not exist, or its options do
+    not fit.
     """
 
     def __init__(self, name: str, config: RolloutFleetConfig) -> None:
@@ -68,13 +68,16 @@ class RewardProcesses:
         self._processes: set[ChildProcess] = set()
 
     async def start(self) -> None:
-        """Start the processes of a user's function. Raises `WorkerDiedError` or `DeadlineError` if one does not."""
+        """Start the processes of a user's function.
+
+        Raises `WorkerDiedError` or `DeadlineError` if a process does not start.
+        """
         if self._needs_process:
             for process in await asyncio.gather(*(self._start_process() for _ in range(self._config.reward_processes))):
                 self._free.put_nowait(process)
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout], *, may_fail: bool = False) -> list[Answer]:
-        """Score a prompt group; returns one score per rollout.
+        """Score a prompt group. Returns one score per rollout.
 
         Raises `RewardError` if the function raises, hangs, ends its process, or returns anything but finite numbers.
         If rollouts ``may_fail``, failed ones get the message instead. A failed process is replaced; if the new process
@@ -98,7 +101,10 @@ class RewardProcesses:
             await self._kill(process)
 
     async def _score_in_process(self, prompt: Prompt, rollouts: Sequence[Rollout], *, may_fail: bool) -> list[Answer]:
-        """Score rollouts in a process, as `main` does. After one that ends the process another process has the rest."""
+        """Score rollouts in a process, as `main` does.
+
+        If a rollout ends the process, a new process scores the remaining rollouts.
+        """
         answers: list[Answer] = []
         while len(answers) < len(rollouts) and (may_fail or not answers):
             process = await self._free.get()
@@ -125,7 +131,7 @@ class RewardProcesses:
                     raise
                 if not may_fail:
                     return answers[-1:]
-                if self._reward.takes_group:  # the others cannot be scored without this one
+                if self._reward.takes_group:  # the other rollouts cannot be scored without this one
                     return answers[-1:] * len(rollouts)
             finally:
                 self._free.put_nowait(back)
@@ -157,9 +163,10 @@ class Scores:
 
     Attributes:
         total: [G] float32, the weighted sum of the outcomes' rewards.
-        parts: [G] float32 per reward by its label, the rewards of turns included; empty if the run has one reward only.
-        turn_rewards: [G] weighted sums of the rewards of turns, by the turns' indices in the episode; they add to
-            ``total``. Empty without any.
+        parts: [G] float32 per reward by its label, including the rewards of turns; empty if the run has only one
+            reward.
+        turn_rewards: [G] weighted sums of the rewards of turns, by the turns' indices in the episode; in addition to
+            ``total``. May be empty.
         failures: [G] why a rollout has no score, empty where it has one. Empty if all rollouts have one.
     """
 
@@ -170,7 +177,7 @@ class Scores:
 
     @property
     def sums(self) -> np.ndarray:
-        """[G] float32, ``total`` and the rewards of turns together: the rewards of the trajectories."""
+        """[G] float32, the rewards of the trajectories: ``total`` plus the rewards of turns."""
         if not self.turn_rewards:
             return self.total
         return self.total + np.asarray([sum(turns.values()) for turns in self.turn_rewards], dtype=np.float32)
@@ -198,13 +205,14 @@ class WeightedRewards:
         self._rewards = {name: RewardProcesses(name, config) for name in config.reward_names}
 
     async def start(self) -> None:
-        """Start the scoring processes; raises as `RewardProcesses.start` does."""
+        """Start the scoring processes. Raises as `RewardProcesses.start` does."""
         await asyncio.gather(*(reward.start() for reward in self._rewards.values()))
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout | str], *, may_fail: bool = False) -> Scores:
-        """Score a prompt group by every reward of its data source; raises as `RewardProcesses.score` does.
+        """Score a prompt group by every reward of its data source.
 
-        A string is the text of a single answer. A rollout without a score from one reward has NaN in the sum.
+        Raises as `RewardProcesses.score` does. A string is the text of a single answer. If one reward has no score for
+        a rollout, the sum is NaN.
         """
         weights = self._config.weights_for(prompt.data_source)
         seen = [Rollout.answer(one) if isinstance(one, str) else one for one in rollouts]
@@ -238,7 +246,10 @@ class WeightedRewards:
 
 
 async def _ask(process: ChildProcess, question: tuple[Prompt, list[Rollout], bool], answers: list[Answer]) -> None:
-    """Let a process score rollouts. Each answer is appended as it arrives, so that the fatal rollout is known."""
+    """Let a process score rollouts.
+
+    Each answer is appended when it arrives, so a rollout that ends the process is known.
+    """
     await process.send(question)
     _, rollouts, may_fail = question
     for _ in rollouts:
@@ -273,12 +284,12 @@ def main() -> None:
 
 
 def _complete(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that waits for nothing, without an event loop: a user's function may make its own."""
+    """Run a coroutine that never waits, without an event loop, because a user's function may start its own loop."""
     try:
         work.send(None)
     except StopIteration:
         return
-    raise RuntimeError("a reward that is not async must not wait")  # never: nothing in it awaits a future
+    raise RuntimeError("a reward that is not async must not wait")  # cannot happen: the coroutine awaits no future
 
 
 if __name__ == "__main__":

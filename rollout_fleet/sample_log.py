@@ -1,7 +1,7 @@
-"""The text of samples, and samples for people to read: parquet files in a run's ``samples/``, one row per sample.
+"""The text of samples, and saved samples for the user: parquet files in a run's ``samples/``, one row per sample.
 
-Training keeps the first prompt groups that finish in each interval of policy versions; evaluations keep all answers. A
-file that cannot be written costs a warning.
+Training keeps the first prompt groups that finish in each interval of policy versions; evaluations keep all answers. If
+a file cannot be written, a warning is logged.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
     """Return a function from token ids to text; ``special_tokens`` keeps special tokens in the text.
 
-    A ``tokenizer.json`` is read with the tokenizers library alone, so that the worker loads neither transformers nor
-    torch. Raises `ValueError` that names the file if it is damaged.
+    A ``tokenizer.json`` is read with only the tokenizers library, so the worker does not load transformers or torch.
+    Raises `ValueError` with the file's name if the file is damaged.
     """
     tokenizer_file = Path(model_path) / "tokenizer.json"
     if tokenizer_file.is_file():
@@ -41,7 +41,7 @@ def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
 
         try:
             fast = Tokenizer.from_file(str(tokenizer_file))
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library has no narrower exception
             raise ValueError(f"{tokenizer_file} must be a tokenizer, got {error}; restore it from a copy") from error
         return lambda token_ids: fast.decode(list(token_ids), skip_special_tokens=not special_tokens)
     from transformers import AutoTokenizer
@@ -72,7 +72,7 @@ class SampleLog:
         self._num_parts = 0
 
     async def start(self) -> None:
-        """Import pyarrow now: its import takes a second and would delay a batch of samples."""
+        """Import pyarrow now, because its import takes a second and would delay a batch of samples."""
         await asyncio.to_thread(importlib.import_module, "pyarrow.parquet")
 
     async def add(

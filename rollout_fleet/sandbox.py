@@ -1,6 +1,6 @@
-"""Sandboxes for code that the policy wrote: no network, a read-only system, a scratch folder of its own, and limits.
+"""Sandboxes for code that the policy wrote: no network, a read-only system, a separate scratch folder, and limits.
 
-There are three kinds. ``start`` tries them in this order with a small hostile program, and says which one it uses:
+There are three kinds. ``start`` tries them in this order with a small hostile program, and reports the chosen kind:
 
 - ``bubblewrap``: ``bwrap`` makes the namespaces. It works where only ``bwrap`` may make user namespaces.
 - ``namespaces``: the same namespaces, made by `rollout_fleet.sandbox_init`.
@@ -58,7 +58,7 @@ class SandboxKind(StrEnum):
 
 
 class EndedBy(StrEnum):
-    """What ended a program: itself, a signal, or the limit that it exceeded."""
+    """The end of a program: by itself, by a signal, or by an exceeded limit."""
 
     exit = "exit"
     signal = "signal"
@@ -71,7 +71,7 @@ class EndedBy(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """What one program may use, with all processes that it starts.
+    """The limits of one program with all its processes.
 
     A program that asks for more gets an error from the system (memory, processes, disk), or is ended.
 
@@ -101,14 +101,14 @@ class SandboxLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxResult:
-    """How a program ended.
+    """The result of a program.
 
     Attributes:
         exit_status: Its exit status; the negative number of the signal that ended it. -9 if it exceeded a limit.
-        stdout: What it wrote, as UTF-8 with replacements; the first ``output_bytes`` of both streams together.
+        stdout: Standard output, as UTF-8 with replacements; the first ``output_bytes`` of both streams together.
         stderr: As ``stdout``.
-        seconds: From its start to its end.
-        ended_by: What ended it.
+        seconds: Time from the start to the end of the program.
+        ended_by: The end of the program.
     """
 
     exit_status: int
@@ -124,12 +124,12 @@ class SandboxResult:
 
 
 class Sandbox:
-    """Runs programs, any number at once, each in a sandbox of its own.
+    """Runs any number of programs at once, each in its own sandbox.
 
     Args:
-        kind: How programs are isolated. ``limits`` must be asked for.
+        kind: Kind of isolation. ``limits`` is never chosen automatically.
         python: Python interpreter of the programs, with the packages that they may import; by default this one.
-        limits: Limits of programs that are run without their own.
+        limits: Default limits of programs.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Sandbox:
         self._is_started = False
 
     async def start(self) -> SandboxKind:
-        """Choose the kind, by trying it; returns it. `run` calls this if nobody else has.
+        """Try the kinds and choose one; return it. `run` calls this if it was not called before.
 
         Raises:
             SandboxError: no kind that isolates a program works on this machine; the message has the reasons.
@@ -191,7 +191,7 @@ class Sandbox:
             stdin: Its standard input.
             files: Further files of its working directory by relative path; the directory is removed with the sandbox.
             language: ``python`` or ``bash``.
-            limits: What it may use.
+            limits: Limits of the program.
 
         Raises:
             SandboxError: as `start`, or the sandbox itself failed.
@@ -289,14 +289,14 @@ class Sandbox:
         if _unused_uid() is None:
             command += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
         for entry, target, source in [*self._root, ("ro-bind", _INIT_INSIDE, _INIT)]:
-            for folder in reversed(Path(target).parents[:-1]):  # otherwise only their owner could enter them
+            for folder in reversed(Path(target).parents[:-1]):  # otherwise only the owner could enter the folders
                 command += ["--perms", "755", "--dir", str(folder)]
             command += [f"--{entry}", source, target]
         command += ["--proc", "/proc", "--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]
         return [*command, "--remount-ro", "/", self._python, "-I", "-S", _INIT_INSIDE, *arguments]
 
     async def _why_not(self, kind: SandboxKind) -> str:
-        """Try a kind with a program that attempts what it must not be able to do; returns what is wrong."""
+        """Try a kind with a program that attempts forbidden actions. Returns the problem, or an empty string."""
         if platform.machine() not in _MACHINES:
             return f"the processor must be one of {list(_MACHINES)}, got {platform.machine()}"
         if kind is SandboxKind.bubblewrap and shutil.which("bwrap") is None:
@@ -304,7 +304,7 @@ class Sandbox:
         with tempfile.NamedTemporaryFile(prefix="asyncrl-probe-") as canary:
             canary.write(b"canary")
             canary.flush()
-            os.chmod(canary.name, 0o644)  # a program must not reach it although its mode allows it
+            os.chmod(canary.name, 0o644)  # a program must not reach this file, although the file's mode allows it
             limits = SandboxLimits(processes=8)
             most = limits.processes + (OTHERS_PROCESSES if kind is SandboxKind.limits else 0)
             code = _PROBE.format(path=canary.name, hides=kind is not SandboxKind.limits, forks=most + 1)
@@ -318,7 +318,7 @@ class Sandbox:
 
 
 class _Output:
-    """What a sandbox writes, up to its limit. `wait` is woken by the end of the process or by too much output."""
+    """The output of a sandbox, up to its limit. The end of the process or too much output wakes `wait`."""
 
     def __init__(self, process: Process, limit: int) -> None:
         assert process.stdout is not None
@@ -333,7 +333,7 @@ class _Output:
         ]
 
     async def wait(self, job: bytes, timeout_s: float) -> EndedBy | None:
-        """Send the job, and wait; returns why the process must be killed, or None if it has ended."""
+        """Send the job, and wait. Returns why the process must be killed, or None if the process has ended."""
         waiting = [asyncio.create_task(one) for one in (self._work(job), self._is_over.wait())]
         try:
             await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -363,7 +363,9 @@ class _Output:
             await self._process.stdin.drain()
             self._process.stdin.close()
         await self._process.wait()
-        with suppress(ConnectionError):  # it ended before it read everything; Python < 3.11.4 logs what nobody awaits
+        with suppress(
+            ConnectionError
+        ):  # it ended before it read everything; Python < 3.11.4 logs errors that are not awaited
             await self._process.stdin.wait_closed()
 
     async def _read(self, stream: asyncio.StreamReader, parts: list[bytes]) -> None:
@@ -375,7 +377,7 @@ class _Output:
 
 
 async def _kill(kind: SandboxKind, process: Process) -> None:
-    """Kill a sandbox with all its processes. Without namespaces the first process kills the others."""
+    """Kill a sandbox with all its processes. Without namespaces, the first process of the sandbox kills the others."""
     with suppress(ProcessLookupError):
         if kind is SandboxKind.limits:
             process.terminate()
@@ -391,16 +393,20 @@ def _encoded(content: str | bytes) -> str:
 
 
 def _environment(python: str, scratch: str) -> dict[str, str]:
-    """The whole environment of a program; one thread for numerical libraries, whose pools use much address space."""
+    """The environment variables of a program.
+
+    Numerical libraries get one thread, because thread pools use much address space.
+    """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     path = f"{os.path.dirname(python)}:/usr/local/bin:/usr/bin:/bin"
     return {"PATH": path, "HOME": scratch, "TMPDIR": scratch, "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1", **threads}
 
 
 def _unused_uid() -> int | None:
-    """A user id that nobody else has, if this process is root and may change to it.
+    """Return a unique user id if this process is root and may change its user.
 
-    Each program of root gets another id, because the kernel counts processes per id, and does not count those of root.
+    Each program of root gets a separate id, because the kernel counts processes per user, and does not count the
+    processes of root.
     """
     if os.geteuid() != 0:
         return None
@@ -413,12 +419,12 @@ def _unused_uid() -> int | None:
 
 
 def _num_own_threads(kind: SandboxKind, uid: int | None) -> int:
-    """Threads that the kernel counts with those of a program: the first process, or all processes of this user."""
+    """Number of threads that the kernel counts in addition to the program's own threads."""
     if uid is not None:
         return 0
     kernel = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
     if kind is not SandboxKind.limits and kernel >= _KERNEL_COUNTS_PER_NAMESPACE:
-        return 2 if kind is SandboxKind.namespaces else 1  # the process that makes the namespaces is in them too
+        return 2 if kind is SandboxKind.namespaces else 1  # the process that makes the namespaces counts too
     count = 2  # the first process, and the thread that waits for it
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -427,7 +433,7 @@ def _num_own_threads(kind: SandboxKind, uid: int | None) -> int:
 
 
 def _root_entries(python: str) -> list[tuple[str, str, str]]:
-    """Kind, place and source of what a program sees: system folders, devices, and the interpreter with its packages.
+    """Kind, target and source of each mount of a program: system folders, devices, interpreter, packages.
 
     Raises `ValueError` if the interpreter does not run.
     """

@@ -33,7 +33,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _ALL_NAMESPACES = 0x7E020000
 
-# System calls that reach other kernels' parts than files, memory and processes, or memory that no limit counts.
+# System calls that reach kernel parts beyond files, memory and processes, or memory that no limit counts.
 _REFUSED = {
     "x86_64": {
         "socket": 41, "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "pivot_root": 155, "chroot": 161,
@@ -58,7 +58,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, *arguments: Any) -> int:
-    """Call a function of the C library. Raises `OSError` that names the function."""
+    """Call a function of the C library. Raises `OSError` with the function's name."""
     result = getattr(_libc, name)(*arguments)
     if result < 0:
         number = ctypes.get_errno()
@@ -77,7 +77,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 
 
 def enter_namespaces(*, user: bool) -> None:
-    """Give this process own mount, network, IPC and host name, and its children own process ids."""
+    """Enter new mount, network, IPC and host-name namespaces; children get a new process-id namespace."""
     uid, gid = os.geteuid(), os.getegid()
     kinds = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
     _call("unshare", kinds | (CLONE_NEWUSER if user else 0))
@@ -88,7 +88,7 @@ def enter_namespaces(*, user: bool) -> None:
 
 
 def build_root(entries: list[list[str]], limits: dict[str, Any], owner: int) -> None:
-    """Make a root of read-only system folders, devices, ``/proc`` and an own scratch; nothing else can be reached."""
+    """Make a root with read-only system folders, devices, ``/proc`` and a new scratch folder, and nothing else."""
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", _BASE, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     for kind, target, source in entries:
@@ -133,7 +133,7 @@ def refuse_system_calls() -> None:
         step(load, 0, 0, 0),
         step(at_least, 0, 1, 0x40000000),  # the x32 numbers of x86_64
         step(end, 0, 0, unknown),
-        step(equal, 0, 1, _CLONE3),  # its flags are in memory; the C library then uses clone
+        step(equal, 0, 1, _CLONE3),  # a filter cannot read its flags; the C library then uses clone
         step(end, 0, 0, unknown),
         *(part for number in numbers for part in (step(equal, 0, 1, number), step(end, 0, 0, refuse))),
         step(equal, 0, 3, _CLONE[machine]),
@@ -149,19 +149,19 @@ def refuse_system_calls() -> None:
 
 
 class Program:
-    """The program of a job, with all processes that it starts."""
+    """The program of a job with all its processes."""
 
     def __init__(self, job: dict[str, Any], *, is_alone: bool) -> None:
         self._job = job
         self._limits: dict[str, Any] = job["limits"]
-        self._is_alone = is_alone  # with own process ids: every other process belongs to the program
+        self._is_alone = is_alone  # with a process-id namespace, every other process belongs to the program
         self._pid = -1
         self._status: int | None = None
         self._ended_by = ""
         self.failure = ""
 
     def run(self) -> dict[str, Any]:
-        """Run the program to its end; returns the report."""
+        """Run the program to its end. Returns the report."""
         signals = {signal.SIGCHLD, signal.SIGTERM}
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         started = time.monotonic()
@@ -197,7 +197,7 @@ class Program:
     def _become(self) -> None:
         """Turn this forked process into the program."""
         job, limits, scratch = self._job, self._limits, Path(self._job["scratch"])
-        _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # its own /proc entries are its own again
+        _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # makes its /proc entries accessible to itself again
         given = os.memfd_create("stdin")
         os.write(given, base64.b64decode(job["stdin"]))
         os.lseek(given, 0, os.SEEK_SET)
@@ -291,7 +291,7 @@ class Program:
         """Bytes and files in the scratch."""
         if self._is_alone:
             use = os.statvfs(self._job["scratch"])
-            return 0, use.f_files - use.f_ffree  # the file system bounds the bytes
+            return 0, use.f_files - use.f_ffree  # the file system limits the bytes
         num_bytes = num_files = 0
         for folder, folders, files in os.walk(self._job["scratch"]):
             num_files += len(folders) + len(files)
@@ -303,7 +303,7 @@ class Program:
         return num_bytes, num_files
 
     def _kill_others(self) -> None:
-        """Kill all descendants; this process is their subreaper, so that a daemon is a descendant too."""
+        """Kill all descendants. This process is their subreaper, so a daemon is a descendant too."""
         while pids := self._others():
             for pid in pids:
                 try:

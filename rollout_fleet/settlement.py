@@ -1,4 +1,4 @@
-"""The end of a prompt group's way through a rollout worker: scored and stored, or saved and released."""
+"""The settlement of prompt groups in a rollout worker: a group is scored and stored, or saved and released."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Settlement:
         cut off ──▶ save ──▶ release        ├──▶ released; dropped after ``max_attempts`` failures
            └─ aborted, or its engine fails ─┘
 
-    With ``on_reward_failure=drop_trajectory`` a response on which the reward fails is left out of its group and counted
+    With ``on_reward_failure=drop_trajectory`` a response with a failed reward is dropped from its group and counted
     (``reward_trajectory``); its tokens are dropped (``reward``). Then each advantage compares the other responses.
     ``decode`` turns response tokens into the text that rewards read; ``samples`` keeps some scored samples for reading;
     ``stamp`` records an event of a group in the run's profile.
@@ -69,7 +69,7 @@ class Settlement:
     async def settle(self, group: InflightGroup, *, engine_failure: Exception | None = None) -> None:
         """Score and store a finished group, or release an unfinished one.
 
-        Raises the failure of this attempt if it is the ``max_failures_in_a_row``-th in a row, and the buffer's errors
+        Raises the failure of this attempt after ``max_failures_in_a_row`` consecutive failures, and the buffer's errors
         except for an expired lease.
         """
         if group.end is GroupEnd.revoked:
@@ -89,7 +89,10 @@ class Settlement:
                 await self._store(group, stored)
 
     async def save(self, group: InflightGroup) -> None:
-        """Save the tokens of an unfinished group. If the buffer has no room for them, the group continues unsaved."""
+        """Save the tokens of an unfinished group.
+
+        If the buffer has no room for them, the group continues without saving.
+        """
         if (progress := group.progress()) is None:
             return
         try:
@@ -98,10 +101,10 @@ class Settlement:
             logger.warning("prompt group %d was not saved: %s", group.lease.prompt.group_id, error)
 
     async def give_back(self, groups: Sequence[InflightGroup]) -> None:
-        """Save and release all groups of an ended loop, finished ones too, within ``stop_timeout_s``.
+        """Save and release all groups of an ended loop, including finished groups, within ``stop_timeout_s``.
 
-        A revoked group is released only. A lease that the buffer does not take back in time expires; its tokens stay
-        in flight in the counters, and the run lets the buffer account for them (`ControlBuffer.bury`).
+        A revoked group is only released. A lease that is not released in time expires. Its tokens stay in flight in the
+        counters, and the run lets the buffer account for them (`ControlBuffer.bury`).
         """
         if self._config.save_progress is not SaveProgress.never:
             await self._for_each([group for group in groups if group.end is not GroupEnd.revoked], self.save)
@@ -125,7 +128,7 @@ class Settlement:
                 logger.warning("prompt group %d, attempt %d, could not be given back: %r", *key, failure)
 
     async def release(self, group: InflightGroup, reason: str, *, max_failures: int = 0) -> bool:
-        """Release a group unfinished; returns as `RolloutBuffer.release`."""
+        """Release an unfinished group. Returns the same as `RolloutBuffer.release`."""
         is_dropped = await self._buffer.release(
             group.lease, num_tokens=group.num_tokens, reason=str(reason), max_failures=max_failures
         )
@@ -144,7 +147,7 @@ class Settlement:
             await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))
 
     def _survivors(self, group: InflightGroup) -> list[int]:
-        """The episodes to score. Raises the `EpisodeFailure` that costs the attempt, or leaves too few episodes."""
+        """The episodes to score. Raises an `EpisodeFailure` that ends the attempt or leaves too few episodes."""
         on_failure, survivors, last = self._config.environment.on_failure, [], None
         for index, run in enumerate(group.runs):
             if run.failure is None and group.episodes[index].answer is None:
@@ -167,7 +170,10 @@ class Settlement:
         return survivors if group.runs else [*range(len(group.episodes))]
 
     async def _score(self, group: InflightGroup, chosen: Sequence[int]) -> TrajectoryGroup:
-        """Score a finished group, and leave out what has no reward. Raises `RewardError` if too little has one."""
+        """Score a finished group, and drop responses without a reward.
+
+        Raises `RewardError` if too few responses remain.
+        """
         started = time.perf_counter()
         prompt = group.lease.prompt
         rollouts = [group.rollout(index, self._decode) for index in chosen]
@@ -206,7 +212,7 @@ class Settlement:
             self._meter.add(tokens_in_flight=-group.num_own_tokens, groups_finished=1)
 
     async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:
-        """Release a group after a failure of its own. Raises ``error`` after too many failures in a row."""
+        """Release a group after its own failure. Raises ``error`` after too many consecutive failures."""
         self._meter.add(groups_failed=Counter([reason]))
         self._num_failures_in_a_row += 1
         if self._num_failures_in_a_row >= self._config.max_failures_in_a_row:

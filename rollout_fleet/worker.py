@@ -1,8 +1,8 @@
 """The rollout worker: an actor with an engine, a connection to the buffer, and the loop between them.
 
-The methods are asynchronous and overlap: `counters` answers while `run` rolls out and loads new weights. A worker ends
-with its engine: when the engine fails, the loop saves and releases its groups, `run` and `wait_failed` raise, and the
-run starts another worker (`asyncrl.run.fleet_member`).
+The methods are asynchronous and may overlap: `counters` answers while `run` rolls out and loads new weights. A worker
+ends with its engine: when the engine fails, the loop saves and releases its groups, `run` and `wait_failed` raise, and
+the run starts another worker (`asyncrl.run.fleet_member`).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutWorker(Worker):
-    """Generates training rollouts on its own engine, which has the worker's rank; `start` brings everything up.
+    """Generates training rollouts on its own engine, which has the worker's rank; `start` starts all parts.
 
     Args:
-        model_path: Holds the policy of version 0, tokenizer included.
+        model_path: Folder of the policy of version 0, with its tokenizer.
         samples_per_prompt: G.
-        connect_buffer: Called in `start` with the engine's name in the buffer.
-        copy_weights: Stage copies of full versions too, not only images of deltas.
+        connect_buffer: Function that `start` calls with the engine's name in the buffer.
+        copy_weights: Also stage copies of full versions, not only images of deltas.
         greedy_baseline: Sample one more response per prompt greedily, which is not trained on.
         episode_context: Most tokens on a path of an episode; 0 if no prompt has an environment.
         sample_dir: Folder of decoded samples; empty to keep none.
@@ -118,7 +118,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def start(self) -> str:
-        """Bring up the engine and connect to the buffer; returns the worker's name in the buffer. `load_first` is next.
+        """Start the engine and connect to the buffer. Returns the worker's name in the buffer. Call `load_first` next.
 
         Raises as `Engine.start` does.
         """
@@ -128,7 +128,7 @@ class RolloutWorker(Worker):
         await self._rewards.start()
         self._buffer = self._connect_buffer(str(self.rank))
         self._loop = self._make_loop(buffer=self._buffer)
-        gc.freeze()  # loaded objects stay: each garbage collection of them would pause the engine and the event loop
+        gc.freeze()  # otherwise each garbage collection of the loaded objects would pause the engine and the event loop
         return await self._buffer.enter()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -163,7 +163,7 @@ class RolloutWorker(Worker):
             self._member.fault(self._member.epoch, str(error), time.monotonic())
             if self._buffer is not None:
                 try:
-                    await self._buffer.fenced()  # nothing waits for this engine to load weights from now on
+                    await self._buffer.fenced()  # from now on, no part waits for a weight load of this engine
                 except Exception as report:  # noqa: BLE001 - the run notices the death of the buffer elsewhere
                     logger.warning("the buffer was not told that %s has failed: %s", self._member.name, report)
             if self._loop is not None:
@@ -193,7 +193,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def leave(self) -> FleetCounters | None:
-        """Take no more work, release running groups with their tokens so far, and `stop`."""
+        """Stop taking work, release running groups with their tokens so far, and `stop`."""
         self._member.drain(time.monotonic())
         if self._loop is not None:
             await self._loop.let_end()
@@ -201,7 +201,10 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stop(self) -> FleetCounters | None:
-        """End `run`, release all leases, stop the engine; returns the final counters, None if it was never started."""
+        """End `run`, release all leases, stop the engine.
+
+        Returns the final counters; None if the worker was never started.
+        """
         try:
             if self._loop is not None:
                 await self._loop.stop()

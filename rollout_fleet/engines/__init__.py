@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 def make_engine(config: RolloutFleetConfig, *, model_path: str, rank: int, log_dir: str, seed: int) -> Engine:
-    """Make the engine of rollout worker ``rank``; `Engine.start` brings it up.
+    """Make the engine of rollout worker ``rank``; call `Engine.start` next.
 
-    A server's log goes to ``log_dir``; the seed of each rank follows from the run's ``seed``. Raises `ValueError` if
+    A server's log goes to ``log_dir``. The seed of each rank is derived from the run's ``seed``. Raises `ValueError` if
     SGLang is configured but not installed, or if ``model_path`` has no model in Hugging Face layout.
     """
     if config.engine is EngineKind.scripted:
@@ -56,7 +56,7 @@ def check_images(config: RolloutFleetConfig, model_path: str) -> None:
 
 
 def resolve_device(config: RolloutFleetConfig) -> EngineDevice:
-    """Return ``cpu`` or ``cuda`` for one engine of this process; ``auto`` is ``cuda`` where its GPUs are visible.
+    """Return ``cpu`` or ``cuda`` for one engine of this process; ``auto`` is ``cuda`` if its GPUs are visible.
 
     A run resolves ``auto`` for all its engines before it places them; see `asyncrl.checks`.
     """

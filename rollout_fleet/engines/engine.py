@@ -1,6 +1,6 @@
-"""The port between a rollout worker and its inference engine, with what all engines share.
+"""The port between a rollout worker and its inference engine, with the common parts of all engines.
 
-These parts are the way of a request, the failure of an engine, the checks of answers, and the watch for silence.
+These parts are the handling of requests, the failure of an engine, the checks of answers, and the watch for silence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncrl.weights.carriers import SLOWEST_LOAD, load_limit_s
 from rollout_fleet.config import SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4
-PROBE_SHARE = 0.25  # of the deadline on silence
+PROBE_SHARE = 0.25  # share of the deadline on silence
 MAX_SILENT_PERIODS = 3
 STREAM_END_S = 1.0  # longest wait for the end of a stream after its last sample
 T = TypeVar("T")
@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 class SampleRequest:
     """One response for the engine to sample.
 
-    An ordinary request also continues an unfinished response: then the prompt ends with the response's tokens so far.
+    The same request also continues an unfinished response: then the prompt ends with the response's tokens so far.
 
     Attributes:
         id: Unique among the engine's running requests; without ``/``. Example: ``"4711-0-3-0"``.
         prompt_ids: [P] int32 token ids.
-        sampling: How to sample; behaviour log-probs are taken under its temperature.
+        sampling: Sampling options; their temperature also applies to behavior log-probs.
         on_first_token: Called when the first token arrives, on any thread.
         images: The images at the placeholders of the prompt, in order.
     """
@@ -64,7 +64,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOutput:
-    """One sampled response of R tokens; the end-of-sequence token, where sampled, is its last.
+    """One sampled response of R tokens; a sampled end-of-sequence token is the last one.
 
     Attributes:
         token_ids: [R] int32.
@@ -121,7 +121,7 @@ class RunningSample:
 
     Attributes:
         request: The request.
-        version: Policy version that the engine served when the request came.
+        version: Policy version that the engine served at the arrival of the request.
         num_tokens: Tokens so far.
         is_aborted: The sample ends with its next token. The thread that generates it reads this.
     """
@@ -133,7 +133,7 @@ class RunningSample:
         self.is_aborted = False
 
     def so_far(self) -> SampleOutput:
-        """The tokens that remain if the engine fails now: those with a certain version."""
+        """The tokens that are kept if the engine fails now: the tokens whose version is certain."""
         return NOTHING
 
 
@@ -144,9 +144,10 @@ Answers = asyncio.Queue[list[tuple[SampleRequest, SampleOutput]] | Exception]
 class Engine(ABC):
     """An inference engine that serves one policy version at a time.
 
-    The unit is a sample. Requests of one call may travel together, but each answer is yielded as soon as its sample is
-    finished. An engine fails once and for good: by its death, by silence while requests run, by an answer against this
-    contract, or because it could not load and verify weights. From then on every call raises this failure.
+    The unit is a sample. Requests of one call may be sent together, but each answer is yielded as soon as its sample is
+    finished. The failure of an engine is final. An engine fails by its death, by silence while requests run, by an
+    answer against this contract, or because it could not load and verify weights. From then on every call raises this
+    failure.
 
     ``name`` and ``log_tail`` are for messages. ``image_token_id`` is that of `ModelFacts`. An engine calls `_come_up`
     when it can generate, and `_go_down` when it is stopped.
@@ -182,19 +183,20 @@ class Engine(ABC):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Size of the vocabulary; token ids are below this number."""
         return self._vocab_size
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine has failed; then its answers do not count."""
+        """Whether the engine has failed. Answers of a failed engine do not count."""
         return self._failure is not None and self._failure.done() and not self._failure.cancelled()
 
     @abstractmethod
     async def start(self) -> None:
-        """Bring the engine up on the weights of version 0; returns when it can generate.
+        """Start the engine on the weights of version 0.
 
-        Raises `DeadlineError` if it is not up in time, `WorkerDiedError` with the end of its log if it exits.
+        Returns when the engine can generate. Raises `DeadlineError` if the engine is not up in time, `WorkerDiedError`
+        with the end of its log if it exits.
         """
 
     async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
@@ -229,7 +231,7 @@ class Engine(ABC):
                         del running[request.id]
                         self._running.pop(request.id, None)
                         yield request, _kept(request, output)
-            if tasks:  # a server's connection that is closed before the end of its stream cannot be used again
+            if tasks:  # a connection that is closed before the end of its stream cannot be used again
                 await asyncio.wait(tasks, timeout=STREAM_END_S)
         finally:
             for request_id, sample in running.items():
@@ -239,7 +241,10 @@ class Engine(ABC):
             await cancel(tasks)
 
     def _check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise `RequestRefused` for options that the engine does not have. Here: constrained decoding."""
+        """Raise `RequestRefused` for options that the engine does not support.
+
+        The default refuses constrained decoding.
+        """
         if sampling.json_schema:
             raise RequestRefused(
                 f"{self._name} has no constrained decoding for a JSON schema; use rollout_fleet.engine=sglang, or ask "
@@ -248,7 +253,10 @@ class Engine(ABC):
 
     @abstractmethod
     def _begin(self, samples: Sequence[Any], answers: Answers) -> Sequence[asyncio.Task[None]]:
-        """Begin samples; their outcomes come into ``answers``; returns tasks that end with the call."""
+        """Begin samples.
+
+        Their results are put into ``answers``. Returns tasks that are cancelled at the end of the call.
+        """
 
     def _so_far(self, sample: RunningSample) -> SampleOutput:
         """Return the tokens of an unfinished sample of a failed engine; none if any token fails `check_output`."""
@@ -262,7 +270,9 @@ class Engine(ABC):
 
     @abstractmethod
     async def load_weights(self, offer: WeightOffer) -> float:
-        """Serve the offered weights from the next token on; running requests continue under them if the engine can.
+        """Serve the offered weights from the next token on.
+
+        Running requests continue with the new weights if the engine supports this.
 
         Returns the seconds of paused generation. Raises `EngineError` if the engine refuses the weights or differs from
         the published ones, `DeadlineError` after ``load_timeout_s`` and a second per 100 MB, not counting the wait for
@@ -282,21 +292,24 @@ class Engine(ABC):
             self._running[request_id].is_aborted = True
 
     def num_written(self, request_ids: Collection[str]) -> int:
-        """Tokens so far of these requests, while `generate` has not yielded them; unknown ids count 0."""
+        """Number of tokens so far of these requests, until `generate` yields them. Unknown ids count 0."""
         return sum(self._running[request_id].num_tokens for request_id in self._running.keys() & request_ids)
 
     @abstractmethod
     async def read_load(self) -> EngineLoad:
-        """Return the load of the engine now. Raises `EngineError` if the engine reports none or cannot be reached."""
+        """Return the current load of the engine.
+
+        Raises `EngineError` if the engine does not report a load or cannot be reached.
+        """
 
     async def wait_failed(self) -> None:
-        """Wait for the engine to fail; raises its failure, with the last lines of its log if it has one."""
+        """Wait for the engine to fail. Raises the failure, with the last lines of the engine's log if there is one."""
         if self._failure is None:
             raise EngineError(f"{self._name} was never started")
         await asyncio.shield(self._failure)
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of ``work``; a failure of the engine cancels it and is raised."""
+        """Return the result of ``work``. If the engine fails, cancel ``work`` and raise the failure."""
         doing, failing = asyncio.create_task(work), asyncio.create_task(self.wait_failed())
         try:
             await asyncio.wait({doing, failing}, return_when=asyncio.FIRST_COMPLETED)
@@ -307,11 +320,11 @@ class Engine(ABC):
             await cancel((doing, failing))
 
     def fail(self, error: Exception) -> Exception:
-        """Fail for good, unless the engine has failed or was stopped before; returns ``error``."""
+        """Set the engine's failure, unless the engine has failed or stopped before. Returns ``error``."""
         assert self._failure is not None
         if not self._failure.done():
             self._failure.set_exception(error)
-            self._failure.exception()  # marks it as retrieved; perhaps no task waits for it
+            self._failure.exception()  # marks the exception as retrieved, even if no task waits for it
             for sample in self._running.values():
                 sample.is_aborted = True
             for answers in self._told:
@@ -323,7 +336,7 @@ class Engine(ABC):
         """Stop the engine and free its process, port and memory. May be called at any time and repeatedly."""
 
     def _come_up(self, *failures: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """The engine runs from now on. The first of ``failures`` that raises is its failure."""
+        """Mark the engine as running. The first exception of ``failures`` is the engine's failure."""
         self._failure = asyncio.get_running_loop().create_future()
         if failures:
             self._watching = asyncio.create_task(self._watch(failures))
@@ -355,16 +368,20 @@ class Engine(ABC):
             await cancel(watches)
 
     async def _probe(self) -> None:
-        """Return when the engine shows that it is alive. Here never: a thread in a model step cannot answer."""
+        """Return when the engine shows that it is alive.
+
+        The default never returns: a thread in a model step cannot answer.
+        """
         await asyncio.Event().wait()
 
     @asynccontextmanager
     async def _deadline(
         self, what: str, timeout_s: float, option: str, *, num_bytes: int = 0, spent_s: float = 0.0
     ) -> AsyncIterator[None]:
-        """Bound the block by ``timeout_s``, set by ``rollout_fleet.<option>``, and the time that ``num_bytes`` take.
+        """Limit the block to ``timeout_s`` (option ``rollout_fleet.<option>``) plus the time for ``num_bytes``.
 
-        ``spent_s`` of ``timeout_s`` have passed before the block. Raises `DeadlineError`, with ``what`` and the log.
+        ``spent_s`` seconds of ``timeout_s`` have passed before the block. Raises `DeadlineError`, with ``what`` and the
+        log.
         """
         seconds = load_limit_s(timeout_s, num_bytes)
         try:
@@ -380,7 +397,7 @@ class Engine(ABC):
     async def _loading(self, offer: WeightOffer, timeout_s: float) -> AsyncIterator[None]:
         """Load weights inside the block, within ``timeout_s`` and a second per 100 MB.
 
-        An error or a cancellation of the block is the engine's failure.
+        An error or a cancellation of the block makes the engine fail.
         """
         what = f"load policy version {offer.version}"
         try:
@@ -396,7 +413,7 @@ class Engine(ABC):
 
 
 def _kept(request: SampleRequest, output: SampleOutput) -> SampleOutput:
-    """An answer without the tokens of an aborted sample under a JSON schema, whose grammar no request can continue."""
+    """Drop the tokens of an aborted sample with a JSON schema, because no request can continue its grammar."""
     return NOTHING if output.finish_reason is None and request.sampling.json_schema else output
 
 
@@ -447,7 +464,7 @@ def read_model_facts(model_path: str) -> ModelFacts:
     eos_ids = ids_of("eos_token_id")
     pad_id = (*ids_of("pad_token_id"), *eos_ids, 0)[0]
     head_dim = config.get("head_dim") or config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
-    if config.get("v_head_dim") or config.get("kv_lora_rank"):  # latent attention, or values of another size
+    if config.get("v_head_dim") or config.get("kv_lora_rank"):  # latent attention, or values of a different size
         head_dim = 0
     placeholders = placeholder_ids(model_path) if is_vision_model(model_path) else ()
     return ModelFacts(
@@ -517,7 +534,7 @@ def check_output(
         return
     if not _in_vocabulary(output.token_ids, vocab_size):
         raise EngineError(f"{where}: sampled ids must be in 0..{vocab_size - 1}, got {_range(output.token_ids)}")
-    largest = float(np.maximum.reduce(output.logprobs))  # NaN if one of them is NaN
+    largest = float(np.maximum.reduce(output.logprobs))  # NaN if one log-prob is NaN
     if not largest <= LOGPROB_ROUNDING:
         raise EngineError(f"{where}: log-probs must be numbers <= 0, got a largest of {largest}")
     unknown = set(output.versions.tolist()).difference(loaded_versions)
@@ -543,7 +560,7 @@ class SilenceWatch:
 
     A slow sample is not a failure: it may wait for other requests or for weight updates. Silence is *no* token of *any*
     running request. After three quarters of ``timeout_s`` the watch probes the engine. An engine that does not answer
-    by the deadline has failed. An engine that answers gets a new deadline, at most three times in a row. ``probe``
+    by the deadline has failed. An engine that answers gets a new deadline, at most three consecutive times. ``probe``
     returns when the engine shows that it is alive; it may raise or hang. ``name`` is for messages.
     """
 
@@ -558,13 +575,13 @@ class SilenceWatch:
         self._re_prefill = record.NO_SPAN
 
     def token(self) -> None:
-        """Note that a token arrived. May be called from any thread."""
+        """Record the arrival of a token. May be called from any thread."""
         self._heard_s = time.monotonic()
         self._re_prefill.close()
 
     @contextmanager
     def running(self, num_requests: int) -> Iterator[None]:
-        """Watch while requests run inside the block."""
+        """Watch for silence inside the block, while requests run."""
         self._change(num_requests, is_paused=self._is_paused)
         try:
             yield
@@ -573,10 +590,10 @@ class SilenceWatch:
 
     @contextmanager
     def paused(self, *, recomputes: bool = False) -> Iterator[Callable[[], None]]:
-        """Do not watch inside the block: generation is paused, under another deadline.
+        """Do not watch inside the block, because generation is paused with another deadline.
 
-        Yields a function to call when generation has stopped; the running step, which is finished first, is not part
-        of the pause. ``recomputes``: after the pause the engine computes the KV cache again before the next token.
+        Yields a function to call when generation has stopped. The running step finishes first and is not part of the
+        pause. ``recomputes``: after the pause the engine recomputes the KV cache before the next token.
         """
         pause = record.NO_SPAN
 
@@ -594,7 +611,7 @@ class SilenceWatch:
             self._re_prefill = record.span(SpanKind.re_prefill)
 
     async def wait(self) -> NoReturn:
-        """Wait for silence; raises `DeadlineError`."""
+        """Wait for silence; then raise `DeadlineError`."""
         num_silent_periods = 0
         while True:
             await self._listening.wait()
@@ -615,7 +632,7 @@ class SilenceWatch:
             self.token()
 
     async def _probe_error(self) -> str | None:
-        """Probe the engine; returns the problem, if there is one."""
+        """Probe the engine. Returns the problem, or an empty string."""
         try:
             async with asyncio.timeout(PROBE_SHARE * self._timeout_s):
                 await self._probe()

@@ -2,7 +2,7 @@
 
 Usage of the guard: ``process_guard.py OWNER_PID SCRATCH_DIR COMMAND...``
 
-SGLang's children die with the server only after they have finished importing. Therefore the guard, a process with the
+SGLang's child processes die with the server only after their imports. Therefore the guard, a process with the
 standard library only, gets the kernel's parent-death signal and kills the server's process group, with SIGKILL: the
 state of a server is useless without its owner. Then it removes SCRATCH_DIR and the shared memory of the group. The
 guard waits in ``wait``. It is woken by the exit of the server, by SIGHUP (kill the server) from its owner or from the
@@ -35,10 +35,10 @@ _SETTING = re.compile(r"-?\d{0,9}|true|false|yes|no|on|off", re.IGNORECASE)
 
 
 def is_secret(name: str, value: str = "...") -> bool:
-    """Whether a variable holds a secret, by its name. Examples: ``HF_TOKEN``, ``AWS_PROFILE``, ``JUDGE_API_KEY``.
+    """Whether a variable holds a secret, judged by its name.
 
-    A ``*_TOKEN`` or ``*_TOKENS`` whose value is a number or a switch is a setting. Example:
-    ``SGLANG_TWO_STREAM_MAX_TOKENS=1024``.
+    Examples: ``HF_TOKEN``, ``AWS_PROFILE``, ``JUDGE_API_KEY``. A ``*_TOKEN`` or ``*_TOKENS`` whose value is a number or
+    a switch is a setting. Example: ``SGLANG_TWO_STREAM_MAX_TOKENS=1024``.
     """
     is_setting = name.upper().endswith(("TOKEN", "TOKENS")) and _SETTING.fullmatch(value) is not None
     return _SECRET.fullmatch(name) is not None and not is_setting
@@ -47,8 +47,8 @@ def is_secret(name: str, value: str = "...") -> bool:
 def without_secrets(passed: Collection[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Copy an environment without its secrets, except the variables named in ``passed``.
 
-    Rewards run code on text that a model wrote. This protects against accidents only: a process of the same user can
-    read the environment of another.
+    Rewards run code on a model's text. This protects only against accidents: a process can read the environment of
+    other processes of the same user.
     """
     return {name: value for name, value in environment.items() if name in passed or not is_secret(name, value)}
 
@@ -64,7 +64,7 @@ def adopt_orphans() -> None:
 
 
 class Guard:
-    """One server process group, its shared memory included."""
+    """The process group of a server, and its shared memory."""
 
     def __init__(self, command: list[str]) -> None:
         self._shared_memory: set[int] = set()
@@ -80,7 +80,7 @@ class Guard:
         signal_at_parent_death(signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
         signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_OWNER)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the guard ignores it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the guard ignores this signal
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGUSR1:
@@ -90,7 +90,7 @@ class Guard:
         self._kill_group()
 
     def _look_until_not_asked(self) -> None:
-        """Record the shared memory. Signals may come faster than one search takes, and searches must not nest."""
+        """Record the shared memory. Signals may arrive during a search, and searches must not nest."""
         if self._is_looking:
             self._is_asked = True
             return
@@ -106,13 +106,13 @@ class Guard:
 
     @staticmethod
     def _reap_group() -> None:
-        """Wait for the server's orphans; this process is their subreaper."""
+        """Wait for the server's orphaned processes; this process is their subreaper."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.wait()
 
     def _mapped_shared_memory(self) -> set[int]:
-        """Inodes of the shared memory that the group maps now; a semaphore is mapped under another name."""
+        """Inodes of the group's mapped shared memory. A semaphore is mapped by a different name."""
         inodes = set()
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -125,7 +125,7 @@ class Guard:
         return inodes
 
     def wait(self) -> int:
-        """Wait for the server to end and clean up after it; returns its exit status in a shell's form."""
+        """Wait for the end of the server and clean up. Returns the exit status as a shell reports it."""
         status = self._server.wait()
         self._shared_memory |= self._mapped_shared_memory()
         self._kill_group()
@@ -138,7 +138,7 @@ class Guard:
 
 
 def main() -> int:
-    """Guard the command on the command line."""
+    """Run and guard the command in the arguments."""
     owner_pid, scratch_dir, *command = sys.argv[1:]
     for signum in LEFT_TO_OWNER:
         signal.signal(signum, signal.SIG_IGN)

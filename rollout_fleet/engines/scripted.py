@@ -1,6 +1,6 @@
 """The scripted engine: answers, delays and failures from a script, for tests of the code around an engine.
 
-It writes one token at a time, so that aborts and weight loads meet half-written responses, as on a real engine.
+It writes one token at a time, so aborts and weight loads can occur within responses, as on a real engine.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .engine import Answers, Engine, EngineLoad, RunningSample, SampleOutput, Sa
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptedAnswer:
-    """How the engine answers one request.
+    """The script of one answer.
 
     Attributes:
         response: Token ids.
         token_delay_s: Pause before each token.
         logprob: Log-prob of every token.
-        cut_off: The engine itself aborts the sample after this many tokens; -1 finishes it.
+        cut_off: The engine aborts the sample after this number of tokens; -1 finishes it.
         error: Refuse the request with this message.
-        die: The engine dies of this instead of answering.
+        die: The engine dies with this error instead of an answer.
     """
 
     response: Sequence[int] = ()
@@ -67,14 +67,14 @@ class _ScriptedSample(RunningSample):
 
 
 class ScriptedEngine(Engine):
-    """An engine with a script, called with each request and the version served at its arrival.
+    """An engine that gets each answer from a script, a function of the request and the version at its arrival.
 
     A response ends at a stop token of its request, or at a stop text, which ``decode`` finds.
 
     Attributes:
         requests: All requests so far.
-        running_at_once: The most requests that ran at the same time.
-        num_slots: Samples from which the reported load is full, although all are written; 0 for no limit.
+        running_at_once: Largest number of requests that ran at the same time.
+        num_slots: Number of samples at which the reported load is full; all samples are written anyway. 0: no limit.
         released: Whether the memory is released now.
         load_delay_s: How long a weight load takes.
         load_error: Fail the next weight load with this message.
@@ -126,7 +126,7 @@ class ScriptedEngine(Engine):
         self._go_down()
 
     def die(self, cause: str) -> Exception:
-        """Die now, as a killed server does."""
+        """Die now, like a killed server."""
         return self.fail(WorkerDiedError(f"the scripted engine died: {cause}"))
 
     def _begin(self, samples: Sequence[_ScriptedSample], answers: Answers) -> list[asyncio.Task[None]]:
@@ -151,7 +151,7 @@ class ScriptedEngine(Engine):
             raise RequestRefused(f"{self._name} needs `decode` for stop texts, got stop={list(sampling.stop)}")
 
     def _until_stop(self, response: Sequence[int], request: SampleRequest) -> Sequence[int]:
-        """A response up to its first stop token or stop text."""
+        """Cut a response at its first stop token or stop text."""
         sampling = request.sampling
         for length, token in enumerate(response, start=1):
             text = self._decode(response[:length]) if sampling.stop and self._decode else ""

@@ -1,7 +1,7 @@
-"""Code of ours inside an SGLang server: how its processes start, what a pause and an update cost, how weights load.
+"""Our code inside an SGLang server: faster process starts, cheaper pauses and updates, and verified weight loads.
 
-SGLang finds `register` through the entry point that `write_plugin` puts into a folder of the server's import path. No
-other server of the environment sees that folder. A server leaves SIGINT and SIGTERM to its owner, which kills it.
+SGLang finds `register` through the entry point that `write_plugin` puts into a folder of the server's import path.
+Other servers in the same environment do not see this folder. A server ignores SIGINT and SIGTERM; its owner kills it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ waits for CUDA before it hashes, on every device; without CUDA there is nothing 
 
 
 def write_plugin(folder: Path, *, has_kernels: bool = True) -> None:
-    """Install the plugin for a server with ``folder`` on its import path; without kernels also their stand-in."""
+    """Install the plugin for a server with ``folder`` on its import path, and a stand-in for missing kernels."""
     installed = folder / f"{PLUGIN}_server_hooks-1.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}-server-hooks\nVersion: 1\n")
@@ -89,30 +89,30 @@ def register() -> None:
 
 
 def fork_on_cpu(_result: None, *_arguments: Any) -> None:
-    """Fork the scheduler and the detokenizer on a CPU. Only with one thread: locks of other threads would stay locked.
+    """Fork the scheduler and the detokenizer on a CPU, if the process has only one thread.
 
-    SGLang spawns them, and each imports everything again: half of the time until a server is up. On a GPU they stay
-    spawned, because CUDA does not survive a fork.
+    Locks of other threads would stay locked. SGLang spawns these processes; each one imports all modules again, which
+    takes half of a server's start. On a GPU they are spawned, because CUDA does not survive a fork.
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and len(os.listdir("/proc/self/task")) == 1:
         multiprocessing.set_start_method("fork", force=True)
 
 
 def rest_while_paused(_result: None, scheduler: Any) -> None:
-    """Sleep until a call arrives. Ranks without a socket of their own wait for the first rank anyway.
+    """Sleep until a call arrives.
 
-    SGLang's loop spins while generation is paused, also with ``--sleep-on-idle``, and takes the core from the processes
-    that handle a weight update, and from a colocated learner.
+    Ranks without a socket wait for the first rank anyway. During a pause SGLang's loop spins, even with
+    ``--sleep-on-idle``. It would use the core that a weight update or a colocated learner needs.
     """
     if scheduler.idle_sleeper is not None:
         scheduler.idle_sleeper.maybe_sleep()
 
 
 def skip_known_logprobs(_result: None, request: Any) -> None:
-    """Compute no log-probs of the tokens that a retracted request has written, unless it wants those of its prompt.
+    """Do not compute log-probs of the written tokens of a retracted request, unless the request needs prompt log-probs.
 
-    SGLang computes the logits of all written tokens again, and discards them: 19 GB in float32 for 32,000 tokens and a
-    vocabulary of 152,000. Only the last token's are needed.
+    SGLang would compute the logits of all written tokens again and discard them: 19 GB in float32 for 32,000 tokens and
+    a vocabulary of 152,000. Only the logits of the last token are needed.
     """
     if request.logprob_start_len >= len(request.origin_input_ids):
         request.logprob_start_len = len(request.origin_input_ids) + len(request.output_ids)
@@ -135,11 +135,12 @@ def take_pixels(processor: Any, image_data: Any = None, **_: Any) -> None:
 
 
 def load(model: Any, _named_tensors: Any) -> None:
-    """Load the weights that the worker's order file names, on each tensor-parallel rank, between two model steps.
+    """Load the weights named in the worker's order file, on each tensor-parallel rank, between two model steps.
 
-    SGLang calls this function (``--custom-weight-loader``) and does not return its result: each rank writes a report.
+    SGLang calls this function (``--custom-weight-loader``) and does not return its result, so each rank writes a
+    report.
     """
-    import torch  # here, because the server's other processes need neither torch nor the loader
+    import torch  # imported here, because the server's other processes do not need torch or the loader
 
     from asyncrl.weights.load import load_verified, num_fused
 
@@ -155,7 +156,7 @@ def load(model: Any, _named_tensors: Any) -> None:
             arrangement=arrangement_of_experts(model),
         )
         report["num_fused"] = num_fused(model)
-    except Exception as error:  # noqa: BLE001 - reported; an exception would end the server
+    except Exception as error:  # noqa: BLE001 - the report has it; raising would end the server
         report["error"] = f"{type(error).__name__}: {error}"
     partial = order.with_name(f"{order.name}.{rank}.partial")
     partial.write_text(json.dumps(report))
@@ -163,7 +164,7 @@ def load(model: Any, _named_tensors: Any) -> None:
 
 
 def arrangement_of_experts(model: Any) -> str | None:
-    """Return which experts are where in this rank's parameters; None if this release of SGLang does not say so.
+    """Return the places of the experts in this rank's parameters; None if this release of SGLang does not provide them.
 
     SGLang moves experts between ranks while it serves (``--enable-eplb``).
     """

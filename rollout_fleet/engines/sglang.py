@@ -1,6 +1,6 @@
-"""The SGLang engine: a server of its own, called over HTTP on the loopback interface.
+"""The SGLang engine: a separate server, called over HTTP on the loopback interface.
 
-A sample is one SGLang request. Several samples travel in one HTTP request, which reaches the scheduler as one batch.
+A sample is one SGLang request. One HTTP request can carry several samples, which reach the scheduler as one batch.
 The answer is a stream in which each sample ends separately. Weights are loaded in one transaction: pause, load, verify
 (`asyncrl.weights.load`, inside the server), continue. If it fails, the server's weights are not verified: the engine
 has failed, and the server stays paused until it is stopped.
@@ -46,15 +46,15 @@ logger = logging.getLogger(__name__)
 WARM_UP_PROMPTS = (1, 16)  # lengths, in tokens, of the prompts of the warm-up
 WARM_UP_TOKENS = 4
 STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the chunk of the first token
-LOADERS_SHARE = 0.9  # of the deadline of a load; then the loader itself names the missing part
+LOADERS_SHARE = 0.9  # share of the deadline of a load; then the loader can report the missing part
 
 
 class _StreamedSample(RunningSample):
     """Joins the chunks of one sample.
 
     A chunk holds the tokens since the previous chunk. The last chunk of a request that was aborted in the queue holds
-    all tokens. The chunk's total number of tokens tells the two apart. The versions of all tokens come with the last
-    chunk. Until then the version is certain only for chunks before the first weight update.
+    all tokens. The total number of tokens distinguishes the two cases. The last chunk has the versions of all tokens.
+    Until then the version is certain only for chunks before the first weight update.
     """
 
     def __init__(self, request: SampleRequest, version: int = 0) -> None:
@@ -65,7 +65,7 @@ class _StreamedSample(RunningSample):
         self._num_cached: int | None = None
 
     def add(self, chunk: Any) -> SampleOutput | None:
-        """Add a chunk; returns the sample if the chunk was its last."""
+        """Add a chunk. Returns the sample if this was its last chunk."""
         meta = chunk["meta_info"]
         triples = meta.get("output_token_logprobs") or []
         num_new = meta["completion_tokens"] - self.num_tokens
@@ -182,9 +182,10 @@ class SGLangEngine(Engine):
                     return await self._transact(offer, stands_still)
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See `Engine.abort`. One call if all running samples are aborted, otherwise one per sample, at once.
+        """See `Engine.abort`.
 
-        No deadline here: a server that does not answer falls silent, or misses the deadline of a load.
+        One call aborts all running samples; otherwise there is one concurrent call per sample. There is no deadline
+        here: the watch for silence or the deadline of a load detects a server that does not answer.
         """
         ids = self._running.keys() & request_ids
         bodies: list[dict[str, Any]] = [{"rid": _server_id(request_id)} for request_id in ids]
@@ -222,7 +223,7 @@ class SGLangEngine(Engine):
     # Generation
 
     async def _warm_up(self) -> None:
-        """Generate as training does, before silence is watched: on CUDA the first requests compile kernels."""
+        """Generate as in training, before the watch for silence begins: on CUDA the first requests compile kernels."""
         for length in WARM_UP_PROMPTS:
             prompt = np.arange(length, dtype=np.int32) % self._vocab_size
             sampling = replace(self._config.sampling, max_new_tokens=WARM_UP_TOKENS)
@@ -259,11 +260,11 @@ class SGLangEngine(Engine):
                 raise EngineError(f"{self._name} left {num_unanswered} of {len(samples)} samples unanswered")
         except RequestRefused as error:
             answers.put_nowait(error)
-        except Exception as error:  # noqa: BLE001 - an engine that answers against its contract has failed
+        except Exception as error:  # noqa: BLE001 - an engine that breaks its contract has failed
             answers.put_nowait(self.fail(error))
 
     def _take(self, event: Any, samples: Sequence[_StreamedSample]) -> list[tuple[SampleRequest, SampleOutput]]:
-        """Add an event to its sample; returns the sample with its request if the event was its last."""
+        """Add an event to its sample. Returns the sample with its request if this was the last event."""
         if "error" in event:
             raise RequestRefused(f"{self._name} answered POST /generate with {str(event['error'])[:500]}")
         try:
@@ -341,7 +342,7 @@ class SGLangEngine(Engine):
         return await self._client.call("POST", path, body)
 
     async def _order(self, path: str, body: Any, **confirmed: Any) -> None:
-        """Post an order. Raises `EngineError` unless the answer has the ``confirmed`` fields."""
+        """Post a command. Raises `EngineError` unless the answer has the ``confirmed`` fields."""
         answer = await self._post(path, body)
         if not isinstance(answer, dict) or any(answer.get(key) != value for key, value in confirmed.items()):
             raise EngineError(f"{self._name} answered POST {path} with {str(answer)[:500]}, expected {confirmed}")
@@ -349,8 +350,8 @@ class SGLangEngine(Engine):
     async def _transact(self, offer: WeightOffer, stands_still: Callable[[], None]) -> float:
         """Pause, load, verify, name the version, continue. After an error the server stays paused.
 
-        The server confirms the pause before its scheduler gets it. It confirms the begin of the update when the running
-        step is done; ``stands_still`` is called then.
+        The server confirms the pause before its scheduler gets it. It confirms the start of the update when the running
+        step is done; then ``stands_still`` is called.
 
         Returns:
             Seconds from then until the server confirms that it continues.
@@ -378,7 +379,7 @@ class SGLangEngine(Engine):
             await self._order("/update_weights_from_tensor", body, success=True)
             num_values = self._verified_values(offer, number)
         # Only now may an answer name the version. The key of the call is `new_version`; running requests stay. The
-        # server samples nothing before both calls are confirmed, so they may travel together.
+        # server does not sample before both calls are confirmed, so they may be sent together.
         version = str(offer.version)
         named = {"new_version": version, "abort_all_requests": False}
         with _stage("end", offer):
@@ -386,7 +387,7 @@ class SGLangEngine(Engine):
                 self._order("/end_weight_update", {}, success=True),
                 self._order("/update_weight_version", named, new_version=version),
             )
-            if takes_memory_back:  # after the weights, whose load may need this room
+            if takes_memory_back:  # after the weights, because their load may need this memory
                 await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
         self._is_released = False
         self._version = offer.version
@@ -397,7 +398,7 @@ class SGLangEngine(Engine):
         return time.perf_counter() - paused_s
 
     def _verified_values(self, offer: WeightOffer, number: str) -> int:
-        """Return how many values all ranks wrote and verified, by their reports on order ``number``.
+        """Return the number of values that all ranks wrote and verified, from their reports on order ``number``.
 
         Raises:
             EngineError: a rank did not report, did not load, or differs from the published weights.

@@ -1,7 +1,7 @@
 """Launches, supervises and calls one SGLang server: command line, readiness, log, death, stop, HTTP.
 
 The server runs under `process_guard`, in its own process group. Its output is read line by line, so that readiness and
-a bind failure are noticed at once. Its end is noticed when the guard exits. Nothing here polls.
+a bind failure are noticed at once. The exit of the guard shows the end of the server. Nothing here polls.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BIND_ATTEMPTS = 3
 TAIL_LINES = 40
 SERVER_KEEP_ALIVE_S = 60  # seconds after which the server closes an idle connection; 5 by default
 DEATH_GRACE_S = 2.0
-# The client must drop an idle connection first: a server that closes one while a request is on its way resets it.
+# The client must close idle connections first: if the server closes one during a request, the request is lost.
 CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
 _EVENT_END = b"\n\n"
 _EVENT_START = b"data: "
@@ -135,7 +135,7 @@ class SGLangServer:
         return self._config.tp_size
 
     async def start(self) -> None:
-        """Start the server and wait until it listens; try another port if another process takes this one.
+        """Start the server and wait until it listens; if another process takes the port, try another port.
 
         Raises `DeadlineError` after ``start_timeout_s``, `WorkerDiedError` if the server ends.
         """
@@ -167,9 +167,9 @@ class SGLangServer:
         raise self._death()
 
     async def stop(self) -> None:
-        """Kill the server's process group; returns when the guard has cleaned up."""
+        """Kill the server's process group. Returns when the guard has cleaned up."""
         self._stopping = True
-        async with self._launching:  # a launch under way ends first
+        async with self._launching:  # a running launch ends first
             guard = self._guard
         if guard is None:
             return
@@ -184,14 +184,14 @@ class SGLangServer:
                 )
                 guard.kill()
                 await guard.wait()
-        if self._scratch is not None:  # a guard that was stopped during its start has not removed it
+        if self._scratch is not None:  # a guard that was stopped during its start may not have removed it
             shutil.rmtree(self._scratch, ignore_errors=True)
         if self._log_task is not None:
             await asyncio.wait([self._log_task], timeout=1.0)
             self._log_task.cancel()
 
     async def _launch(self) -> None:
-        """Start the guard with the server under it, on a port that is free now."""
+        """Start the guard with the server, on a free port."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
@@ -311,9 +311,9 @@ class SGLangServer:
             "TQDM_DISABLE": "1",
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
             ORDER_VARIABLE: str(scratch / "weights.json"),
-            # Not a TCPStore, which listens on every address of the host and answers everybody.
+            # A TCPStore would listen on every address of the host and answer every client.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
-            "MASTER_ADDR": "127.0.0.1",  # with the port it names the shared memory of this server's ranks
+            "MASTER_ADDR": "127.0.0.1",  # the port and this value name the shared memory of this server's ranks
             "MASTER_PORT": str(self._port),
         }
         if others := os.environ.get("SGLANG_PLUGINS"):  # the user's choice of plugins
@@ -337,7 +337,7 @@ class SGLangServer:
         return environment
 
     def _compile_caches(self) -> dict[str, str]:
-        """Cache variables with folders that outlive the server and its scratch folder."""
+        """Cache variables with folders that are kept after the end of the server."""
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "asyncrl", "compile")
         try:
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -397,7 +397,7 @@ class SGLangClient:
             await self._session.close()
 
     async def call(self, method: str, path: str, body: Any = None) -> Any:
-        """Call the server; returns its JSON answer, or None for an empty answer.
+        """Call the server. Returns the JSON answer, or None for an empty answer.
 
         A call whose connection breaks is sent once more on another connection. All calls of this method may be
         repeated: the second call has the same result, or the server refuses it.
@@ -416,9 +416,10 @@ class SGLangClient:
         return self._decoded(content, method, path) if content else None
 
     async def stream(self, path: str, body: Any) -> AsyncIterator[list[Any]]:
-        """Post a request; yields lists of decoded server-sent events that arrived together, until the stream ends.
+        """Post a request.
 
-        The request is not repeated when the connection breaks. No deadline: the caller watches for silence.
+        Yields lists of decoded server-sent events that arrived together, until the stream ends. The request is not
+        repeated when the connection breaks. There is no deadline, because the caller watches for silence.
         """
         session = self._opened("POST", path)
         try:
@@ -429,7 +430,7 @@ class SGLangClient:
                 async for data in response.content.iter_any():
                     *events, unread = (unread + data).split(_EVENT_END)
                     if found := [event.removeprefix(_EVENT_START) for event in events if event != _LAST_EVENT]:
-                        yield self._decoded(b"[" + b",".join(found) + b"]", "POST", path)  # one decoding is faster
+                        yield self._decoded(b"[" + b",".join(found) + b"]", "POST", path)  # faster than one by one
         except aiohttp.ClientError as error:
             raise await self._unreachable("POST", path, error) from error
 

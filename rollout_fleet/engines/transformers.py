@@ -1,4 +1,4 @@
-"""The in-process engine: transformers' own ``generate`` on batches of waiting samples.
+"""The in-process engine: transformers' ``generate`` on batches of waiting samples.
 
 One task takes waiting samples, up to a budget of rows, and generates them in a thread, so that the event loop stays
 free. New samples wake the task. A batch is answered when its longest sample ends; rows that end earlier are dropped
@@ -51,11 +51,11 @@ logger = logging.getLogger(__name__)
 
 _TRIED_LENGTHS = (3, 11, 11)
 _TRIED_TOKENS = 4
-TAIL_TOKENS = 8  # decoded beyond a stop text's length: a character may take several tokens
+TAIL_TOKENS = 8  # extra decoded tokens beyond a stop text's length, because a character may take several tokens
 
 
 class StepRecorder:
-    """Records the log-probs before sampling and the tokens after it, at every step of a batch, and ends rows.
+    """Records, at every step of a batch, the log-probs before sampling and the tokens after it, and ends rows.
 
     A row ends with one of ``eos_ids`` or of its own stop tokens, with a stop text, which ``decode`` finds, at its
     ``max_new_tokens``, or at the next token after its sample is aborted. In a row with a seed, seed and position draw
@@ -98,19 +98,19 @@ class StepRecorder:
 
     @property
     def num_steps(self) -> int:
-        """T, steps so far."""
+        """Number of steps so far (T)."""
         return len(self._token_ids)
 
     def begin_round(self) -> Tensor:
-        """Begin a round with the unfinished rows; returns [b] int64, their indices in the previous round."""
+        """Begin a round with the unfinished rows. Returns [b] int64, their indices in the previous round."""
         is_left = self._is_left[self._rows]
         self._rows = self._rows[is_left]
         return is_left.nonzero().squeeze(1)
 
     def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
-        """Keep the log-probs under the temperature for `after_sampling`; returns the [b, V] logits.
+        """Keep the log-probs under the temperature for `after_sampling`.
 
-        In a row with a seed, the logits leave one token, which is drawn here.
+        Returns the [b, V] logits. For a row with a seed, the token is drawn here, and the logits allow only this token.
         """
         scaled = logits.float() if self._temperature == 1.0 else logits.float() / self._temperature
         self._step_logprobs = scaled.log_softmax(-1)
@@ -124,14 +124,14 @@ class StepRecorder:
         return logits
 
     def after_sampling(self, token_ids: Tensor) -> Tensor:
-        """Record the [b, 1] sampled tokens and their log-probs; returns [b] bool, True where a row ends."""
+        """Record the [b, 1] sampled tokens and their log-probs. Returns [b] bool, True if a row ends."""
         assert self._step_logprobs is not None
         rows, new_ids, num_rows = self._rows, token_ids.squeeze(1).cpu(), len(self._samples)
         self._token_ids.append(new_ids.new_zeros(num_rows).index_copy_(0, rows, new_ids))
         logprobs = self._step_logprobs.gather(1, token_ids).squeeze(1).cpu()
         self._logprobs.append(logprobs.new_zeros(num_rows).index_copy_(0, rows, logprobs))
         self._on_step()
-        if self.num_steps == 1:  # every row of a batch has its first token in the same moment
+        if self.num_steps == 1:  # all rows of a batch get their first token at the same time
             for sample in self._samples:
                 if sample.request.on_first_token is not None:
                     sample.request.on_first_token()
@@ -149,7 +149,7 @@ class StepRecorder:
         return ~is_left.to(token_ids.device)
 
     def _is_at_stop(self, rows: Sequence[int], new_ids: Sequence[int]) -> Tensor:
-        """[b] bool, whether a row ends with a stop token or a stop text of its own."""
+        """[b] bool, whether a row ends with one of its own stop tokens or stop texts."""
         ends = [token in self._stop_ids[row] for row, token in zip(rows, new_ids, strict=True)]
         for place, row in enumerate(rows):
             stop = self._samples[row].request.sampling.stop
@@ -180,7 +180,7 @@ class StepRecorder:
 
 
 class GenerationModel:
-    """The model, its weights in place, and batches of samples; `load` reads the model.
+    """The model, its weights, and the generation of batches; `load` reads the model.
 
     ``dtype`` is a torch dtype's name, or ``auto`` for the stored one; ``device`` is ``cpu`` or ``cuda``. ``seed`` seeds
     torch in this process. ``reproducible`` is the option of `TransformersConfig`. The generating thread calls
@@ -209,11 +209,11 @@ class GenerationModel:
         self._pixel_format: PixelFormat | None = None
         self._decode: Decode | None = None
         self._may_pad, self._cuts_cache = True, False
-        self._eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, where no token ends a row
+        self._eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, so that no token ends a row
         self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
-        self._frozen = ""  # digest of the loaded frozen weights below adapters
+        self._frozen = ""  # digest of the loaded frozen weights under the adapters
 
     def load(self) -> None:
         """Read the model from disk. Raises `EngineError` if transformers does not generate correctly with it."""
@@ -242,7 +242,7 @@ class GenerationModel:
     def load_weights(self, offer: WeightOffer, *, timeout_s: float) -> None:
         """Load offered weights and compare each write with its source.
 
-        Frozen weights below adapters are loaded once; adapters are computed beside them, not merged.
+        Frozen weights under adapters are loaded once; the adapters are computed separately, not merged.
         ``timeout_s`` is `RolloutFleetConfig.load_timeout_s`.
 
         Raises:
@@ -260,7 +260,7 @@ class GenerationModel:
             self._adapted.load(adapter, offer.version, self._linear_layers())
 
     def _linear_layers(self) -> dict[str, torch.nn.Module]:
-        """Every linear layer, by the name of its weight in a checkpoint."""
+        """Every linear layer by the name of its weight in a checkpoint."""
         layers = {
             (module.weight.data_ptr(), module.weight.shape): module
             for module in self._model.modules()
@@ -270,7 +270,7 @@ class GenerationModel:
         return {name: module for name, module in held.items() if module is not None}
 
     def _checkpoint(self) -> dict[str, Tensor]:
-        """The parameters by the names of the checkpoint, which fuses or splits some tensors differently."""
+        """The parameters by their checkpoint names. A checkpoint may fuse or split tensors in a different way."""
         if not self._held:
             self._held = revert_weight_conversion(self._model, dict(self._model.named_parameters()))
         return self._held
@@ -302,7 +302,7 @@ class GenerationModel:
 
     @torch.inference_mode()
     def generate(self, samples: Sequence[RunningSample], version: int) -> list[SampleOutput]:
-        """Generate new samples in one batch; their sampling options have one `distribution`.
+        """Generate new samples in one batch; all of them must have the same `distribution`.
 
         The result is in the order of the samples; ``on_first_token`` is called in this thread. Every token carries
         ``version``, the policy version of the weights. If padding changes the model's log-probs, prompts of each length
@@ -409,7 +409,7 @@ class GenerationModel:
         requests = [_greedy(prompt, _TRIED_TOKENS, *self._tried_image(prompt, rng)) for prompt in prompts]
         name = type(self._model).__name__
         if "chunked_attention" in (getattr(self._model.config, "layer_types", None) or ()):
-            self._may_pad = False  # the chunk of a token would depend on the padding
+            self._may_pad = False  # otherwise the chunk of a token would depend on the padding
         bound = 1e-3 if self._model.dtype == torch.float32 else 0.1
         try:
             difference = self._difference(requests)
@@ -502,7 +502,7 @@ class GenerationModel:
     def _shared_prefill(self, requests: Sequence[SampleRequest]) -> Cache | None:
         """The KV cache of [B] requests' prompts without their last token; equal prompts are computed once.
 
-        None if this saves little, or if the model keeps other state than keys and values.
+        None if this saves little, or if the model has a state other than keys and values.
         """
         rows = {request.prompt_key: request for request in requests}
         shortest = min(len(request.prompt_ids) for request in requests)
@@ -539,7 +539,7 @@ class GenerationModel:
 
 
 def distribution(sampling: SamplingConfig) -> tuple[float, ...]:
-    """What the samples of a batch have in common: temperature, top-p, top-k and min-p."""
+    """The common options of the samples of a batch: temperature, top-p, top-k and min-p."""
     return (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
@@ -592,7 +592,7 @@ class TransformersEngine(Engine):
         logger.info("%s: up", self._name)
 
     async def release_memory(self) -> None:
-        """See `Engine.release_memory`. The weights are dropped: the next ones replace them."""
+        """See `Engine.release_memory`. The weights are dropped; the next load replaces them."""
         if self._running:
             raise EngineError(f"{self._name} cannot release its memory while it generates {len(self._running)} samples")
         async with self._idle_model:
@@ -660,7 +660,7 @@ class TransformersEngine(Engine):
                     sample.answers.put_nowait([(sample.request, output)])
 
     def _next_batch(self) -> list[_PendingSample]:
-        """Take the samples that have waited longest and may share a batch, up to the budget of rows."""
+        """Take the longest-waiting samples that may share a batch, up to the budget of rows."""
         kind = distribution(self._waiting[0].request.sampling)
         batch: list[_PendingSample] = []
         for sample in self._waiting:
