@@ -1,4 +1,4 @@
-"""The ledger's account: where every token went, which attempts still owe a report, and which groups are finished.
+"""The ledger's account: the fate of every token, the attempts that still owe a report, and the finished groups.
 
 Each attempt is settled once, even if its messages are repeated. The memory for past attempts and groups is bounded.
 """
@@ -124,7 +124,7 @@ class AttemptHistory:
         return self._ended.get((group_id, attempt))
 
     def settle(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Forget and return an attempt whose owed report came; None if it owed no report."""
+        """Forget and return an attempt whose owed report has arrived; None if it owed no report."""
         ended = self._ended.get((group_id, attempt))
         if ended is None or not ended.owes_report:
             return None
@@ -232,7 +232,7 @@ class Account:
         self._samples_per_group = max(1, len(summary.response_lengths))
 
     def leave_out(self, num_tokens: int) -> None:
-        """Count tokens of trajectories that a finished group leaves out because their reward failed."""
+        """Count tokens of trajectories that a finished group omits because their reward failed."""
         self._drop_tokens(num_tokens, REWARD)
 
     def consume(self, summary: GroupSummary, version: int) -> None:
@@ -253,7 +253,7 @@ class Account:
         self._drop_lengths(summary, reason)
 
     def refuse(self, summary: GroupSummary, reason: str, *, num_counted: int) -> None:
-        """Drop the tokens of a finished group that came too late or is too old, except for tokens counted before."""
+        """Drop the tokens of a finished group that arrived too late or is too old, except for tokens counted before."""
         self.puts_refused[reason] += 1
         self._drop_tokens(summary.num_tokens - num_counted, reason)
         if num_counted == 0:
@@ -303,7 +303,7 @@ class Account:
         self.buried, self._settled = {}, Counter()
 
     def snapshot(self) -> dict[str, Any]:
-        """Every total as plain values, except ``filtered_in_a_row``: each server counts that again from 0."""
+        """Every total as plain values, except ``filtered_in_a_row``, which each server counts again from 0."""
         totals = {name: value for name, value in vars(self).items() if name != "filtered_in_a_row"}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in totals.items()}
 
@@ -321,7 +321,7 @@ class Account:
         self._dropped_samples[reason] += len(summary.response_lengths)
 
     def stats(self, groups: Mapping[str, int], **held: int) -> BufferStats:
-        """The totals, with what the ledger and the server hold now."""
+        """The totals, with the current contents of ledger and server."""
         lengths, samples = self._dropped_lengths, self._dropped_samples
         return BufferStats(
             groups={**groups, "consumed": self.groups_consumed, "dropped": self.groups_dropped.total()},

@@ -56,9 +56,9 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 class Connection:
     """A DEALER socket that reconnects by itself; the server knows it by ``identity``.
 
-    ``on_message`` gets the frames of each message, ``on_change`` whether the connection was made or lost. A connection
-    without a complete frame for ``silent_s`` seconds counts as lost. ``on_refused`` is called if the server refuses the
-    keys; ZMQ does not retry then. Raises `ValueError` if the address is malformed.
+    ``on_message`` gets the frames of each message. ``on_change`` gets True if the connection was made, False if it was
+    lost. A connection without a complete frame for ``silent_s`` seconds counts as lost. ``on_refused`` is called if the
+    server refuses the keys; ZMQ does not retry then. Raises `ValueError` if the address is malformed.
     """
 
     def __init__(
@@ -110,16 +110,17 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection at once."""
-        self._socket.disable_monitor()  # first: otherwise ZMQ's thread waits until its last events are read
+        self._socket.disable_monitor()  # close this first: otherwise ZMQ's thread waits until its last events are read
         self._monitor.close()
         self._channel.close()
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _UnansweredRequest:
-    """A request without a reply yet, with its deadline ``due``, ``seconds`` after it; errors name ``caller``.
+    """A request without a reply yet.
 
-    A request that ``is_large`` travels in chunks. ``needs_bulk``: it, or its reply, may travel on the bulk socket.
+    Its deadline is ``due``, ``seconds`` after the last progress; errors name ``caller``. A request that ``is_large`` is
+    sent in chunks. ``needs_bulk``: the request or its reply may use the bulk socket.
     """
 
     caller: str
@@ -214,7 +215,10 @@ class ClientSocket:
         return answer
 
     async def call(self, operation: Operation[Reply], payload: Sequence[Any] = (), *, caller: str = "") -> Reply:
-        """Send a request, again while the server answers `NothingYet`; returns the answer. Errors as `request`."""
+        """Send a request, and repeat it while the server answers `NothingYet`.
+
+        Returns the answer. Raises as `request`.
+        """
         while isinstance(answer := (await self.request(operation, payload, caller=caller)).body, NothingYet):
             if answer.warning:
                 logger.warning("waiting for the next batch: %s", answer.warning)
@@ -308,7 +312,7 @@ class ClientSocket:
         self._deadline.at(earliest)
 
     def _note_progress(self, request_id: int | None = None) -> None:
-        """Note progress: a chunk of a reply came, or a chunk was acknowledged, which moves all queued requests."""
+        """Record progress: a chunk of a reply arrived, or an acknowledged chunk advances all queued requests."""
         due = self._clock.time() + self._timeout_s
         if request_id is None:
             for unanswered in self._unanswered.values():
@@ -364,7 +368,7 @@ class ClientSocket:
         self.fail_all(refusal)
 
     def _on_connected(self, answer: Answer) -> None:
-        """Note the run and the bulk port that the server named."""
+        """Record the run and the bulk port of the server."""
         if not isinstance(answer, commands.Connected):
             self._refuse(
                 error_of(answer) if isinstance(answer, commands.Failure) else WireError(f"{answer} names no run")
@@ -374,7 +378,7 @@ class ClientSocket:
         self.is_connected = True
         self._resend(needs_bulk=False)
         self._when_connected()
-        if self._bulk is not None and port != self._bulk_port:  # of a server that was restarted without a journal
+        if self._bulk is not None and port != self._bulk_port:  # the server was restarted without a journal
             self._bulk.close()
             self._bulk = None
             self._on_bulk_change(False)
@@ -393,7 +397,7 @@ class ClientSocket:
             self._resend(needs_bulk=True)
 
     def _on_bulk_change(self, is_connected: bool) -> None:
-        """Greet the server on the bulk socket; it answers when it can reach this client there."""
+        """Greet the server on the bulk socket; the server answers when it can reach this client on this socket."""
         self._is_bulk_ready = False
         self._sender.reset()
         self._receiver.reset()
@@ -401,9 +405,9 @@ class ClientSocket:
             self._send_bulk([b""])
 
     def _resend(self, *, needs_bulk: bool) -> None:
-        """Repeat every request without a reply: a lost connection may have lost it.
+        """Repeat every request without a reply, because the lost connection may have lost the request or the reply.
 
-        Its deadline starts again, because a restarted server may hold it as long as a new request.
+        The deadlines start again, because a restarted server may hold a request as long as a new one.
         """
         now = self._clock.time()
         for unanswered in list(self._unanswered.values()):
@@ -455,10 +459,12 @@ class ClientSocket:
 
 
 class BufferClient:
-    """Sends requests to a buffer. It connects at the first call, and only the event loop of that call may use it.
+    """Sends requests to a buffer.
+
+    The client connects at the first call, and only the event loop of that call may use it.
 
     Args:
-        address: Where the server listens. Example: ``"ipc:///dev/shm/asyncrl-1f/sockets/buffer"``.
+        address: Address of the server. Example: ``"ipc:///dev/shm/asyncrl-1f/sockets/buffer"``.
         request_timeout_s: Deadline of each request. The server answers a request that waits within half of it.
         keys: CURVE keys, if the server has them.
         epoch: The run that this client belongs to. Empty takes the run that the server names first.
@@ -501,7 +507,10 @@ class BufferClient:
 
     @property
     def link(self) -> ClientSocket:
-        """The connection to the buffer's server. Raises `ReplayBufferError` if it is closed, or of another loop."""
+        """The connection to the buffer's server.
+
+        Raises `ReplayBufferError` if it is closed or belongs to another loop.
+        """
         if self.is_closed:
             raise self.closed_error()
         if self._link is None:
@@ -541,7 +550,7 @@ class BufferClient:
             on_push(push)
 
     def closed_error(self) -> ReplayBufferError:
-        """What calls of a closed client raise."""
+        """The error of calls on a closed client."""
         return ReplayBufferError(f"the client of the buffer at {self.address} is closed")
 
     async def close(self, goodbye: Callable[[ClientSocket], Awaitable[None]] | None = None) -> None:
@@ -565,9 +574,9 @@ class BufferClient:
         return await self.link.call(operation, payload)
 
     async def call_with_space(self, operation: Operation[Reply], payload: Sequence[Any]) -> Reply:
-        """Repeat a request while the buffer is full: each time that groups have left, or after half a deadline."""
+        """Repeat a request while the buffer is full: when groups have left, or after half a deadline."""
         while True:
-            space = self._space  # a push that comes during the request counts too
+            space = self._space  # a push that arrives during the request counts too
             try:
                 return await self.call(operation, payload)
             except StoreFull:
@@ -580,7 +589,8 @@ class BufferClient:
     ) -> Reply:
         """Reserve the bytes of a large payload, or of a refused small one, before it is sent.
 
-        If the lease is lost, the request goes without its payload, and the server says what became of the lease.
+        If the lease is lost, the request is sent without its payload, and the server's answer has the state of the
+        lease.
         """
         is_reserved = sum(map(len, payload)) < JOIN_BELOW_BYTES
         while True:
@@ -600,7 +610,7 @@ class BufferClient:
         return await (link or self.link).call(reserve, caller="put")
 
     async def hello(self, hello: commands.Hello, caller: str) -> commands.Welcome:
-        """Greet the server; returns what every client must know. ``caller`` is the call that an error names."""
+        """Greet the server. Returns the server's settings for clients. ``caller`` is the call that an error names."""
         sent_ns = time.monotonic_ns()
         welcome = await self.link.call(hello, caller=caller)
         self.note_clock(sent_ns, welcome)

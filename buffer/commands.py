@@ -67,7 +67,7 @@ class GrantedLease(Row, frozen=True, kw_only=True):
 
     Attributes:
         group_id: The group.
-        attempt: The number that fences off messages of earlier attempts.
+        attempt: Number of the attempt; messages of earlier attempts have no effect.
         engine_version: u: the version that the engine serves, or the oldest token's version in the continued prefix.
         deadline: u + max_lag.
         owner: The client that holds the lease; opaque.
@@ -98,7 +98,7 @@ class Granted(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Renewed(LedgerOutcome, frozen=True, kw_only=True):
-    """When the renewed leases expire; ``lost`` names the groups and attempts that their owner no longer holds."""
+    """The expiry of the renewed leases; ``lost`` names the groups and attempts that their owner no longer holds."""
 
     expires_at: float
     lost: tuple[Key, ...] = ()
@@ -132,7 +132,7 @@ class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Released(LedgerOutcome, frozen=True, kw_only=True):
-    """Whether a release ended a running lease, or was the report that a revoked attempt owed.
+    """Whether a release ended a running lease, or was the owed report of a revoked attempt.
 
     ``is_dropped``: the group reached its maximum number of failures.
     """
@@ -145,8 +145,8 @@ class Released(LedgerOutcome, frozen=True, kw_only=True):
 class TakenBack(LedgerOutcome, frozen=True, kw_only=True):
     """The groups whose leases were revoked; their prompts are queued again, except for ``dropped`` groups.
 
-    A dropped group was on too many workers that died. ``num_lost`` is the number of tokens that a dead owner lost; None
-    if the owner may still report.
+    A dropped group has been on too many workers that died. ``num_lost`` is the number of tokens that a dead owner lost;
+    None if the owner may still report.
     """
 
     group_ids: tuple[int, ...]
@@ -168,14 +168,14 @@ class Lost(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class AddedStore(LedgerOutcome, frozen=True, kw_only=True):
-    """The number of a store; ``is_new`` unless it was added before."""
+    """The number of a store; ``is_new`` is false if the store was added before."""
 
     store: int
     is_new: bool
 
 
 class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
-    """The groups that a dropped store held.
+    """The groups of a dropped store.
 
     The stored groups in ``group_ids`` are generated again. The running groups in ``reserved`` lose their reservations.
     ``is_new`` is false if the store was dropped before.
@@ -244,13 +244,13 @@ class Done(Answer, frozen=True):
 
 
 class NothingYet(Answer, frozen=True):
-    """The operation has to wait longer; the client sends it again and logs the warning, if there is one."""
+    """The operation must wait longer; the client repeats it, and logs the warning if there is one."""
 
     warning: str = ""
 
 
 class Failure(Answer, frozen=True):
-    """The client raises the error of `asyncrl.core.errors` with this name."""
+    """A failure: the client raises the error of `asyncrl.core.errors` with this name."""
 
     name: str
     message: str
@@ -264,7 +264,7 @@ class Connected(Answer, frozen=True):
 
 
 class Welcome(Answer, frozen=True):
-    """What every client has to know, with the clock of the server's host.
+    """The server's settings for clients, and the clock of the server's host.
 
     ``is_elsewhere``: store servers hold the payloads.
     """
@@ -278,9 +278,9 @@ class Welcome(Answer, frozen=True):
 
 
 class LeasedGroup(Row, frozen=True):
-    """A lease, and how many frames of its prompt and of its saved prefix follow.
+    """A lease, and the numbers of following frames of its prompt and of its saved prefix.
 
-    ``num_prefix_frames`` is -1 if the prefix was evicted or lost after the grant: the worker has to start again.
+    ``num_prefix_frames`` is -1 if the prefix was evicted or lost after the grant; the worker must then start again.
     """
 
     group_id: int
@@ -303,7 +303,10 @@ class Leased(Answer, frozen=True):
 
 
 class Reservation(Answer, frozen=True):
-    """The bytes are reserved, on the store at ``address`` if one holds them; not if the lease is lost."""
+    """The bytes are reserved, on the store server at ``address`` if there is one.
+
+    If the lease is lost, they are not reserved.
+    """
 
     is_held: bool = True
     address: str = ""
@@ -322,7 +325,7 @@ class Totals(Answer, frozen=True):
 
 
 class Report(Answer, frozen=True):
-    """Everything that a server shows, for `buffer.inspect`."""
+    """The report of a server for `buffer.inspect`."""
 
     values: dict[str, Any]
 
@@ -393,7 +396,7 @@ class HandOn(Push, frozen=True):
 
 
 class Space(Push, frozen=True):
-    """Groups have left: what did not fit may be sent again."""
+    """Groups have left: requests that did not fit may be sent again."""
 
 
 # Commands: operations that the ledger decides
@@ -411,7 +414,7 @@ class Enqueue(Command[Queued, Done], frozen=True):
 class LeaseGroups(Command[Granted, Leased], frozen=True, kw_only=True):
     """Admit up to ``max_groups`` from the head of the queue on an engine that serves ``engine_version``.
 
-    ``incarnation`` is the learner's whose weights the engine serves. The server sets ``request_id``.
+    ``incarnation`` is that of the learner that made the engine's weights. The server sets ``request_id``.
     """
 
     roles = _ROLLOUT
@@ -468,7 +471,7 @@ class Put(Command[PutOutcome, Done], frozen=True, kw_only=True):
         continued: As in `SavePrefix`.
         num_bytes: Size of the trajectories. The server sets it, unless a store server holds the trajectories.
         digest: Digest of the trajectories if a store server holds them.
-        num_left_out: Tokens in trajectories that the group leaves out because their reward failed.
+        num_left_out: Tokens in trajectories that the group omits because their reward failed.
     """
 
     roles = _ROLLOUT
@@ -509,7 +512,7 @@ class Expire(Command[TakenBack, Done], frozen=True):
 
 
 class TakeBack(Command[TakenBack, Done], frozen=True):
-    """Revoke every lease of an owner that is gone.
+    """Revoke every lease of an owner that is silent or dead.
 
     ``num_generated`` is the number of tokens that a dead owner generated. The tokens that it did not report are lost,
     and its later reports do not count. None means that the owner is only silent. Repeating the command has no effect.
@@ -542,7 +545,10 @@ class AddStore(Command[AddedStore, AddedStore], frozen=True):
 
 
 class DropStore(Command[DroppedStore, DroppedStore], frozen=True):
-    """A store is lost with its contents. A planned batch does not change: the learner's ranks may already have it."""
+    """A store is lost with its contents.
+
+    A planned batch does not change, because the learner's ranks may already have it.
+    """
 
     roles = _CONTROLLER
     store: Int64
@@ -564,7 +570,7 @@ class Commit(Command[Committed, Totals], frozen=True):
 
 
 class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
-    """Take the learner back to the checkpoint of ``version``; its weights of later versions are lost.
+    """Return the learner to the checkpoint of ``version``; its weights of later versions are lost.
 
     The ledger revokes every running attempt. Stored groups and saved prefixes stay, except those with a token of a lost
     version. Batches are planned again. Prompts that finished after ``version`` may be queued again.
@@ -622,7 +628,7 @@ class Connect(Operation[Connected], frozen=True):
 
 
 class Hello(Operation[Welcome], frozen=True):
-    """Request what every client has to know. A producer is registered, and sends heartbeats from then on."""
+    """Request the server's settings for clients. A producer is registered, and must send heartbeats from then on."""
 
     roles = _EVERY
     produces: bool = False
@@ -636,7 +642,7 @@ class Stats(Operation[Totals], frozen=True):
 
 
 class Inspect(Operation[Report], frozen=True):
-    """Request everything that the server shows."""
+    """Request the report of a server."""
 
     roles = _INSPECTOR | _CONTROLLER
 
@@ -668,14 +674,14 @@ class Cancel(Operation[Done], frozen=True):
 
 
 class Leave(Operation[Done], frozen=True):
-    """A producer leaves; the leases that it does not name were never received."""
+    """A producer leaves; it never received the leases that it does not name."""
 
     roles = _ROLLOUT
     leases: Keys
 
 
 class NextOffer(Operation[Offered], frozen=True):
-    """Wait for weights of version ``at_least`` or newer; for any if the engine's learner was replaced."""
+    """Wait for weights of version ``at_least`` or newer, or for any weights if the engine's learner was replaced."""
 
     roles = _ROLLOUT
     is_held = True
@@ -684,13 +690,13 @@ class NextOffer(Operation[Offered], frozen=True):
 
 
 class Fenced(Operation[Done], frozen=True):
-    """The engine of a worker serves no version."""
+    """The engine of a worker does not serve any version."""
 
     roles = _ROLLOUT
 
 
 class Offer(Operation[Number], frozen=True, kw_only=True):
-    """Offer weights to the engines, or report why a version could not be published."""
+    """Offer weights to the engines, or report why a version was not published."""
 
     roles = _LEARNER
     offer: WeightOffer | None = None
@@ -736,7 +742,7 @@ class Bury(Operation[Number], frozen=True):
 
 
 class StoreWanted(Operation[Names], frozen=True):
-    """Wait until a worker enters from a host that is not in ``known``."""
+    """Wait until a worker connects from a host that is not in ``known``."""
 
     roles = _CONTROLLER
     is_held = True
@@ -744,7 +750,10 @@ class StoreWanted(Operation[Names], frozen=True):
 
 
 class Fetch(Operation[Payloads | Places], frozen=True):
-    """Fetch stored groups. ``attempts`` are named to store servers; ``read`` is the last fetch whose reply was read."""
+    """Fetch stored groups.
+
+    Requests to store servers have ``attempts``. ``read`` is the last fetch whose reply was read.
+    """
 
     roles = _LEARNER | _CONTROLLER
     has_large_answer = True

@@ -1,4 +1,4 @@
-"""Options of the replay buffer: the only home of their defaults."""
+"""Options of the replay buffer, with their defaults."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -7,7 +7,7 @@ from .rule import find_filters, find_order
 
 
 class OnStale(StrEnum):
-    """What happens to a group that is still being generated when the learner reaches its deadline."""
+    """Handling of a running group when the learner reaches the group's deadline."""
 
     wait = "wait"
     requeue = "requeue"

@@ -81,7 +81,7 @@ Send = Callable[[bytes, Message], None]
 
 
 def frames_of(epoch: str, messages: Sequence[Message]) -> list[Any]:
-    """The frames of messages that travel together; that costs ZMQ and both event loops as much as one message."""
+    """Join messages into the frames of one message; then ZMQ and both event loops have the cost of one message."""
     heads = [(message.request_id, len(message.payload), message.body) for message in messages]
     return [_encode((PROTOCOL_VERSION, epoch, heads)), *(frame for message in messages for frame in message.payload)]
 
@@ -103,7 +103,7 @@ def operation_of(request: Message) -> Operation[Any]:
 
 
 def parse_answers(frames: Sequence[Any]) -> list[Message]:
-    """The messages from a server, under a client's wider limits. Raises `WireError` if they are malformed."""
+    """The messages of a server, with a client's wider limits. Raises `WireError` if they are malformed."""
     _, messages = _parse(frames, MAX_REPLY_FRAMES, MAX_REPLY_HEADER_BYTES)
     try:
         for message in messages:
@@ -156,7 +156,7 @@ def error_of(failure: Failure) -> AsyncRLError:
 
 
 def prompt_frames(prompt: Prompt) -> list[Any]:
-    """A prompt as payload."""
+    """Encode a prompt as a payload."""
     values = {
         "group_id": prompt.group_id,
         "prompt_ids": prompt.prompt_ids,
@@ -181,7 +181,9 @@ def prompt_of(frames: Sequence[Any]) -> Prompt:
 
 
 def group_frames(group: TrajectoryGroup) -> list[Any]:
-    """A trajectory group as payload: a head, the turns, and one buffer per column; large arrays are not copied.
+    """Encode a trajectory group as a payload: a head, the turns, and one buffer per column.
+
+    Large arrays are not copied.
 
     The head holds the ids and the schema (names, dtypes and shapes without the first dimension), which is the same for
     every group of a run. Raises `TypeError` if a column is not an array of numbers.
@@ -303,7 +305,7 @@ def unpack(parts: Sequence[Any]) -> list[Any]:
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges [start, stop) of frames: small neighbours that share a part, or one large frame."""
+    """Ranges [start, stop) of frames: small adjacent frames that share a part, or one large frame."""
     start = 0
     while start < len(lengths):
         stop, size = start + 1, lengths[start] + _ALIGN
@@ -326,7 +328,7 @@ def _joined(header: bytes, frames: Sequence[Any], lengths: Sequence[int]) -> byt
 
 
 def _split(part: memoryview, start: int, lengths: Sequence[int]) -> list[memoryview]:
-    """The frames that `_joined` put into one part, from ``start`` on."""
+    """The frames that `_joined` has put into one part, from ``start`` on."""
     views = []
     for length in lengths:
         start += -start % _ALIGN
@@ -338,7 +340,7 @@ def _split(part: memoryview, start: int, lengths: Sequence[int]) -> list[memoryv
 
 
 def _rejoined(piece: memoryview, others: Iterator[memoryview], length: int) -> Any:
-    """One large frame from its pieces; a single piece is not copied."""
+    """Join the pieces of a large frame; a single piece is not copied."""
     if piece.nbytes == length:
         return piece
     pieces = [piece]
@@ -352,7 +354,7 @@ def _rejoined(piece: memoryview, others: Iterator[memoryview], length: int) -> A
 
 
 def _lengths(header: memoryview) -> tuple[tuple[int, ...], int]:
-    """The frames' lengths, and the end of the header."""
+    """The lengths of the frames, and the end of the header."""
     if header[: len(_PACKED)] != _PACKED:
         raise WireError(f"a payload does not begin with its header but with {bytes(header[:4])!r}")
     try:

@@ -23,7 +23,7 @@ Entry = tuple[float, int, int]
 
 
 class GroupState(StrEnum):
-    """Where an unfinished group is."""
+    """The state of an unfinished group."""
 
     queued = "queued"
     leased = "leased"
@@ -103,7 +103,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
 
     @property
     def past_attempt(self) -> int:
-        """The last attempt that ended; -1 if none has."""
+        """The last attempt that ended; -1 if no attempt has ended."""
         return self.attempt - (self.state is not GroupState.queued)
 
     @property
@@ -124,7 +124,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         return self.summary
 
     def granted(self) -> GrantedLease:
-        """Return a copy of the current lease. The copy does not change when the group goes on to another attempt."""
+        """Return a copy of the current lease. The copy does not change when the group gets another attempt."""
         return GrantedLease(
             group_id=self.group_id,
             attempt=self.attempt,
@@ -162,7 +162,7 @@ _FORGETTING = 16
 
 
 def _discard(index: dict[Any, dict[int, None]], key: Any, group_id: int) -> None:
-    """Take a group out of an index of groups by key."""
+    """Remove a group from an index of groups by key."""
     group_ids = index[key]
     del group_ids[group_id]
     if not group_ids:
@@ -183,7 +183,7 @@ class LeaseIndex:
 
     @property
     def num_expiries(self) -> int:
-        """Entries of the heap of expiries; leases that ended leave entries."""
+        """Number of entries of the heap of expiries, including entries of ended leases."""
         return len(self._expiries)
 
     def add(self, group: Group) -> None:
@@ -194,7 +194,7 @@ class LeaseIndex:
         self._push_expiry(group)
 
     def remove(self, group: Group) -> None:
-        """Take out a group whose lease ended."""
+        """Remove a group whose lease ended."""
         del self._groups[group.group_id]
         _discard(self._by_deadline, group.deadline, group.group_id)
         _discard(self._by_owner, group.owner, group.group_id)
@@ -205,15 +205,15 @@ class LeaseIndex:
         return sorted(self._groups.values(), key=attrgetter("place"))
 
     def of_owner(self, owner: bytes) -> list[Group]:
-        """The groups that an owner holds leases on."""
+        """The groups that an owner has leased."""
         return [self._groups[group_id] for group_id in self._by_owner.get(owner, ())]
 
     def num_of_owner(self, owner: bytes) -> int:
-        """How many groups an owner holds leases on."""
+        """Number of groups that an owner has leased."""
         return len(self._by_owner.get(owner, ()))
 
     def reserved_in(self, store: int) -> list[tuple[int, int]]:
-        """Running groups, with their attempts, that have bytes reserved in a store."""
+        """Running groups with reserved bytes in a store, with their attempts."""
         return [(group.group_id, group.attempt) for group in self.all() if group.num_bytes and group.store == store]
 
     def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
@@ -227,7 +227,7 @@ class LeaseIndex:
         return [self._groups[group_id] for group_id in chosen]
 
     def next_expiry(self) -> float | None:
-        """When the first lease expires; None if no lease runs."""
+        """Time of the next expiry of a lease; None if no lease runs."""
         expiries = self._expiries
         while expiries:
             expires_at, group_id, attempt = expiries[0]
@@ -274,7 +274,7 @@ class ReadyIndex:
         self._entries.setdefault(group.deadline, []).append((group.rank, group.place, group.group_id))
 
     def remove(self, deadline: int, group_ids: Container[int]) -> None:
-        """Take out groups of one deadline."""
+        """Remove groups of one deadline."""
         entries = [entry for entry in self._entries[deadline] if entry[2] not in group_ids]
         if entries:
             self._entries[deadline] = entries
@@ -293,10 +293,10 @@ class ReadyIndex:
 
 
 class StoreSpace:
-    """The stores, and the bytes that groups take in them and as saved prefixes.
+    """The stores, and the bytes of trajectories and saved prefixes.
 
     Attributes:
-        stores: Where each store is.
+        stores: Address and host of each store.
         stored_bytes: Bytes of trajectories per store, including reserved bytes.
         prefix_bytes: Bytes of saved prefixes.
         expected_bytes: Expected size of a group's trajectories: the largest seen, decaying over some dozens of groups.
@@ -334,7 +334,7 @@ class StoreSpace:
         return [number for number, place in enumerate(self.stores) if not (place.is_gone or place.is_awaited)]
 
     def set_bytes(self, group: Group, num_bytes: int, store: int | None = None) -> None:
-        """Record the size of a group's trajectories, and their store unless it stays the same."""
+        """Record the size of a group's trajectories, and their store if it changes."""
         if group.num_bytes:
             self.stored_bytes[group.store] -= group.num_bytes
         group.num_bytes = num_bytes
@@ -344,7 +344,7 @@ class StoreSpace:
             self.stored_bytes[group.store] += num_bytes
 
     def expect(self, num_bytes: int) -> None:
-        """Learn the size of a group that was stored."""
+        """Update the expected size with a stored group."""
         self.expected_bytes = max(num_bytes, self.expected_bytes - self.expected_bytes // _FORGETTING)
 
     def set_progress(self, group: Group, progress: Progress | None, num_bytes: int) -> None:
@@ -440,7 +440,7 @@ class GroupTable:
         return group
 
     def in_store(self, group_id: int) -> Group:
-        """The group, if an open store holds its trajectories. Raises `UnknownGroup` otherwise."""
+        """The group, if a running store holds its trajectories. Raises `UnknownGroup` otherwise."""
         group = self.stored(group_id)
         place = self.space.stores[group.store]
         if place.is_gone or place.is_awaited:
@@ -467,7 +467,7 @@ class GroupTable:
         return sorted(groups, key=lambda group: group.place)
 
     def head(self, number: int, *, owner: bytes, suspect_deaths: int = 0) -> list[Group]:
-        """The first groups of the queue that an owner may have.
+        """The first groups of the queue that an owner may lease.
 
         A group with ``suspect_deaths`` deaths or more is a suspect; 0 means that no group is. An owner holds at most
         one suspect: if it held two and died, the ledger could not tell which group killed the worker.
@@ -505,7 +505,7 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
-        # Also if no bytes are reserved: the payload may reach its store after the ledger asked the store for it.
+        # Also without a reservation: the payload may reach its store after the ledger's request to the store.
         self.ended_attempts.append((group.group_id, group.attempt))
         self.space.set_bytes(group, 0)
         if not keeps_progress:
@@ -521,7 +521,7 @@ class GroupTable:
         self._to_head(group, keeps_progress=False)
 
     def lease(self, group: Group, granted: GrantedLease) -> None:
-        """Begin a lease on a queued group, which is at the head of the queue or near it."""
+        """Begin a lease on a queued group at or near the head of the queue."""
         self._queue.remove(group.group_id)
         group.state, group.place = GroupState.leased, self._place()
         group.num_attempts = granted.attempt + 1
@@ -561,7 +561,7 @@ class GroupTable:
         self.plans[version] = group_ids
 
     def dissolve(self, versions: Iterable[int]) -> None:
-        """Put the groups of batches back among the stored ones."""
+        """Return the groups of batches to the stored groups."""
         for version in versions:
             for group_id in self.plans.pop(version):
                 group = self._groups[group_id]

@@ -1,4 +1,4 @@
-"""Print what a running buffer holds: ``python -m buffer.inspect ADDRESS [--json] [--keys DIRECTORY]``."""
+"""Print the contents of a running buffer: ``python -m buffer.inspect ADDRESS [--json] [--keys DIRECTORY]``."""
 
 import argparse
 import asyncio
@@ -15,7 +15,7 @@ from .role_clients import BufferConnection, ControlClient
 
 
 async def read(connection: BufferConnection) -> dict[str, Any]:
-    """Ask a server for everything it shows."""
+    """Request a server's report."""
     client = ControlClient(connection.client())
     try:
         return await client.inspect()
@@ -24,7 +24,7 @@ async def read(connection: BufferConnection) -> dict[str, Any]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report as text: totals, then what is spread over the unfinished groups, then producers."""
+    """Format the report as text: totals, then distributions over the unfinished groups, then producers."""
     stats, groups = report["stats"], report["groups"]
     lines = [
         f"learner version {stats['learner_version']}, max_lag {report['max_lag']}, B {report['groups_per_step']}",

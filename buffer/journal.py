@@ -1,6 +1,6 @@
-"""Keeps on disk what a restarted server needs.
+"""Keeps the data for a restarted server on disk.
 
-That is the ledger's last snapshot, all later commands with their outcomes, and the payloads (frames).
+The data are the ledger's last snapshot, all later commands with their outcomes, and the payloads (frames).
 
 ``NAME.N.log`` holds the commands in order, with small frames. The journal reserves bytes in the file for a command
 before the command takes effect, and writes it before any client gets a reply; puts of one burst share a write.
@@ -63,7 +63,7 @@ class Head(Row, frozen=True, tag=True):
 
 
 class Begin(Head, frozen=True, kw_only=True):
-    """The start of a log: remembered values, the ledger's snapshot, and which frames are held."""
+    """The start of a log: remembered values, the ledger's snapshot, and the places of held frames."""
 
     values: dict[str, Any]
     snapshot: dict[str, Any] | None
@@ -135,7 +135,7 @@ class AppendOnlyFile:
         self.cut(end)
 
     def _record_at(self, data: mmap.mmap, start: int) -> tuple[Any, int, int] | None:
-        """Head, start of the frames and end of a record; None if there is no complete record at ``start``."""
+        """Return head, start of the frames and end of a record; None if there is no complete record at ``start``."""
         if start + _HEADER.size > len(data):
             return None
         checksum, head_bytes, frames_bytes = _HEADER.unpack_from(data, start)
@@ -180,7 +180,7 @@ class AppendOnlyFile:
         self.num_bytes += size
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve ``num_bytes`` more, and some in advance. Raises `OSError` if the disk is full."""
+        """Reserve ``num_bytes`` more bytes, and some in advance. Raises `OSError` if the disk is full."""
         needed = self.num_bytes + num_bytes - self._num_reserved
         if needed <= 0:
             return
@@ -435,7 +435,7 @@ class Journal:
     # The writes of this server
 
     def read(self, name: str) -> Any:
-        """A remembered value, or None."""
+        """Return a remembered value, or None."""
         return self._values.get(name)
 
     def write(self, name: str, value: Any) -> None:
@@ -568,7 +568,7 @@ class Journal:
     # A new pair of files
 
     def is_grown(self, *, is_urgent: bool = True) -> bool:
-        """Whether to `compact` now. ``is_urgent=False`` means that it is cheap now, and halves the threshold."""
+        """Whether to `compact` now. With ``is_urgent=False`` the threshold is half, because compacting is cheap now."""
         num_bytes = self._log.num_bytes + self._frames.num_bytes
         is_busy = self._is_compacting or (self._retiring is not None and self._retiring.is_alive())
         limit = (1 + is_urgent) * (2 * self._base_bytes + _COMPACT_BYTES)
@@ -594,7 +594,7 @@ class Journal:
             raise self._error("written", error) from error
         self._retry_above = 0
         base = [(self._places[key], parts) for key, parts in held.items()]
-        base += [kept for write in self._writing for kept in write.frames]  # the thread is writing them to the old file
+        base += [kept for write in self._writing for kept in write.frames]  # still being written to the old file
         self._former += [self._log, self._frames]
         self._log, self._frames = pair
         self._number += 1
@@ -614,7 +614,7 @@ class Journal:
         self._retiring.start()
 
     def _replace(self, log: AppendOnlyFile, frames: AppendOnlyFile) -> None:
-        """Delete each old log after its frames: after an interruption the next server finds both through the log."""
+        """Delete each old log after its frames; after an interruption the next server finds both through the log."""
         try:
             log.sync()
             frames.sync()
@@ -653,7 +653,7 @@ def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> I
 
 
 def _write(file: AppendOnlyFile, writes: Sequence[_Write]) -> list[OSError | None]:
-    """Write frames in one call; if that fails, write those that fit. Returns the result of each."""
+    """Write frames in one call; if the call fails, write the frames that fit. Returns the result of each frame."""
     records = (
         (Head(references=(("", 0, place, tuple(map(len, frames))),)), frames)
         for write in writes

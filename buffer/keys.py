@@ -1,4 +1,4 @@
-"""CURVE keys of a run, one per role: made when the run starts, readable by their owner only.
+"""CURVE keys of a run, one per role: made at the start of the run, and only readable by their owner.
 
 A directory holds ``server.json``, ``store.json`` for the store servers, and one file per role: ``rollout.json``,
 ``learner.json``, ``controller.json``, ``inspector.json`` and ``ledger.json``. Copy to each host only the files of
@@ -68,7 +68,7 @@ def make_keys(directory: Path) -> None:
     for name, values in files.items():
         path = directory / name
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # also fails on a link
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # this also fails on a link
         except FileExistsError:
             raise ValueError(f"{path} exists; keys are made once per run, name a new directory") from None
         with os.fdopen(descriptor, "w") as file:
@@ -117,7 +117,7 @@ def _read(path: Path, kind: type) -> dict[str, Any]:
 
 
 def check_exposure(host: str, keys: str) -> None:
-    """Raise `ValueError` for a port without keys: every user of a host can reach its loopback."""
+    """Raise `ValueError` for a port without keys, because every user of a host can reach its loopback."""
     if host and not keys:
         raise ValueError(
             f"buffer.host={host} is reachable by other users or machines and buffer.keys is empty; name a directory "
@@ -126,7 +126,7 @@ def check_exposure(host: str, keys: str) -> None:
 
 
 def secure_server(socket: zmq.Socket[Any], keys: ServerKeys) -> None:
-    """Set up CURVE on a socket before it binds."""
+    """Set up CURVE on a server's socket; call this before the socket binds."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
@@ -134,7 +134,7 @@ def secure_server(socket: zmq.Socket[Any], keys: ServerKeys) -> None:
 
 
 def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
-    """Set up CURVE on a socket before it connects."""
+    """Set up CURVE on a client's socket; call this before the socket connects."""
     socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server_public)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)

@@ -1,4 +1,6 @@
-"""The ledger: the state of every prompt group and the account of every token. No socket, no clock, no payload.
+"""The ledger: the state of every prompt group and the account of every token.
+
+The ledger has no socket, no clock and no payloads.
 
 A group moves ``queued → leased → stored → planned → consumed``. It can also be dropped for a reason, or go back to the
 head of the queue as its next attempt. Each operation is a pair of functions: ``_decide_*`` computes the outcome of a
@@ -45,7 +47,7 @@ class CommandLog(Protocol):
 
 
 class Call(NamedTuple):
-    """When a command came, in seconds on the clock that measures leases, and the client that sent it, if known."""
+    """The arrival time of a command, in seconds on the clock of the leases, and the sender, if known."""
 
     now: float
     sender: bytes | None
@@ -56,9 +58,9 @@ class Ledger:
 
     Args:
         rule: The staleness bound.
-        on_stale: What happens to a running group that a plan would have to wait for.
-        order: Which stored groups a batch prefers; a name from `buffer.rule`, or ``module:function``.
-        lease_s: A lease that is not renewed for this long is taken back.
+        on_stale: Handling of a running group that blocks a plan.
+        order: Order in which a batch prefers stored groups; a name from `buffer.rule`, or ``module:function``.
+        lease_s: A lease that is not renewed for this time expires.
         filters: Names from `buffer.rule`, or ``module:function``; a group that a filter drops is never stored.
         first_version: First learner version.
         max_bytes: Bytes that each store may hold; 0 means no bound. The ledger's own server holds the saved prefixes.
@@ -113,7 +115,7 @@ class Ledger:
         self.on_stale = on_stale
         self.lease_s = lease_s
         self.max_deaths = max_deaths
-        self.suspect_deaths = max(1, max_deaths - 1) if max_deaths else 0  # the next death drops a group with so many
+        self.suspect_deaths = max(1, max_deaths - 1) if max_deaths else 0  # the next death drops such a group
         self.revocations: list[tuple[bytes, commands.Revoked]] = []
         self.newly_finished: list[int] = []
 
@@ -128,8 +130,8 @@ class Ledger:
         """Decide a command, record it in the log, and apply the outcome. Returns the outcome.
 
         Args:
-            command: What to do.
-            now: Seconds on the clock that measures leases.
+            command: The command.
+            now: Seconds on the clock of the leases.
             sender: The client that sent the command; None is not checked.
             frames: Recorded with the command, except with a put that is not stored.
 
@@ -155,17 +157,20 @@ class Ledger:
 
     @property
     def next_plan(self) -> int:
-        """w, the version of the next plan."""
+        """The version of the next plan (w)."""
         return self.learner_version + len(self.groups.plans)
 
     @property
     def num_held(self) -> int:
-        """Records in memory, of unfinished groups and of the past. The number does not grow with a run's length."""
+        """Number of records in memory, for unfinished groups and for the past.
+
+        The number does not grow with a run's length.
+        """
         return len(self.groups) + len(self.history)
 
     @property
     def budget(self) -> int:
-        """How many groups may begin now on engines at the learner's version, without regard to bytes."""
+        """Number of groups that may begin now on engines at the learner's version, without the limit on bytes."""
         open_by_deadline = self.groups.open_by_deadline
         return self.rule.budget(open_by_deadline, version=self.next_plan, engine_version=self.learner_version)
 
@@ -186,7 +191,7 @@ class Ledger:
             )
 
     def check_plan(self, version: int) -> None:
-        """Raise `ReplayBufferError` unless ``version`` is planned already or is planned next."""
+        """Raise `ReplayBufferError` unless ``version`` is already planned or is the next one to plan."""
         if version not in self.groups.plans and (version != self.next_plan or version > self.learner_version + 1):
             raise ReplayBufferError(
                 f"plan({version}) was requested at learner version {self.learner_version}, but the next plan is "
@@ -194,17 +199,17 @@ class Ledger:
             )
 
     def can_plan(self) -> bool:
-        """Whether the next batch can be made now; with ``on_stale`` other than ``wait`` it can give up stragglers."""
+        """Whether the next batch can be made now. Unless ``on_stale`` is ``wait``, running groups can be given up."""
         if self.groups.num_stored < self.rule.groups_per_step:
             return False
         return self.on_stale is not OnStale.wait or not any(self.missing())
 
     def missing(self) -> list[int]:
-        """How many running groups of each deadline the next batch would have to take."""
+        """Number of running groups that the next batch must take, by deadline."""
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
     def cannot_hold_batch(self, group_id: int) -> bool:
-        """Whether the stores are too small for the groups that are due first, including the refused ``group_id``."""
+        """Whether the stores are too small for the earliest due groups, including the refused ``group_id``."""
         group = self.groups.get(group_id)
         others = [other for other in self.groups.leases.all() if other is not group]
         if group is None or any(other.num_bytes or other.deadline < group.deadline for other in others):
@@ -217,7 +222,7 @@ class Ledger:
         return Plan(version=version, groups=tuple(group.result for group in groups))
 
     def renew_all(self, now: float) -> None:
-        """Renew every lease in full, after a time in which no worker could renew."""
+        """Renew every lease for its full time, after a period in which no worker could renew."""
         for group in self.groups.leases.all():
             self.groups.leases.extend(group, now + self.lease_s)
 
@@ -468,7 +473,7 @@ def _decide_put(ledger: Ledger, command: commands.Put, call: Call) -> commands.P
 
 
 def _decide_put_without_lease(ledger: Ledger, command: commands.Put) -> commands.PutOutcome:
-    """Acknowledge a group that was stored before; refuse a group that comes too late."""
+    """Acknowledge a group that was stored before; refuse a group that arrives too late."""
     group_id, attempt = command.summary.group_id, command.summary.attempt
     attempts.check_was_leased(ledger, group_id, attempt, "put only leased groups")
     group = ledger.groups.get(group_id)
@@ -567,7 +572,7 @@ def _enact_add_store(ledger: Ledger, command: commands.AddStore, outcome: comman
 
 
 def _decide_drop_store(ledger: Ledger, command: commands.DropStore, call: Call) -> commands.DroppedStore:
-    """Queue the stored groups of a lost store; running groups with a reservation there need a new one."""
+    """Queue the stored groups of a lost store. Running groups with a reservation there need a new reservation."""
     if ledger.groups.space.stores[command.store].is_gone:
         return commands.DroppedStore(is_new=False)
     there = [group for group in ledger.groups if group.store == command.store and group.num_bytes]

@@ -1,7 +1,7 @@
-"""The log of weight offers: the learner appends offers, the workers request the newest, the controller follows.
+"""The log of weight offers: the learner appends, the workers request the newest offer, the controller follows.
 
 The buffer shows a version to the workers when the step that made it is committed. The controller can pin a few engines
-to a version to evaluate it; the buffer shows these engines nothing newer until the evaluation ends.
+to a version to evaluate it; the buffer does not show newer offers to these engines until the evaluation ends.
 
 A worker's request waits until newer weights are shown, at most as long as every long poll. An offer, a commit, a change
 of the pin, or a failed publish wakes it. A controller's request is woken when the last worker, or a pinned engine, has
@@ -40,7 +40,7 @@ _JOURNALED_AS = "offers"
 
 
 class OfferLog:
-    """The newest offers, and which version each engine serves. No socket, no clock.
+    """The newest offers, and the version that each engine serves. The log has no socket and no clock.
 
     Attributes:
         failure: Why a version could not be published; empty if no publish failed.
@@ -61,7 +61,7 @@ class OfferLog:
         """Add an offer; it replaces an earlier offer of the same version."""
         self._offers[offer.version] = offer
         if len(self._offers) > _MAX_OFFERS:
-            del self._offers[sorted(set(self._offers) - {self._pin})[1]]  # the first may be the shown one
+            del self._offers[sorted(set(self._offers) - {self._pin})[1]]  # the first offer may be the shown one
 
     def pin(self, version: int, num_engines: int) -> bool:
         """Pin the first ``num_engines`` engines that request ``version`` to it. Returns whether the pin changed."""
@@ -81,7 +81,7 @@ class OfferLog:
         return sorted(self._names.get(engine, "") for engine in self._pinned if self._serving.get(engine) == self._pin)
 
     def is_pin_lost(self, learner_version: int) -> bool:
-        """Whether no engine serves the pinned version, and no engine can load it any more."""
+        """Whether no engine serves the pinned version or can still load it."""
         newest = self.newest(learner_version)
         is_past = self._pin is not None and newest is not None and self._pin < newest
         return is_past and self._pin not in self._offers and not self.pinned()
@@ -120,7 +120,7 @@ class OfferLog:
                     self._pinned.add(engine)
                     return self._offers[self._pin]
             else:
-                self._pinned.discard(engine)  # restarted after the offer was deleted: load the newest
+                self._pinned.discard(engine)  # the engine was restarted after the offer was deleted: load the newest
         return self._offers[newest] if newest >= at_least else None
 
     def oldest(self) -> int:
@@ -133,7 +133,7 @@ class OfferLog:
             raise WeightsError(self.failure)
 
     def loaded(self, engine: bytes, version: int, took_s: float = 0.0, name: str = "") -> None:
-        """Record that an engine serves a version after a load of ``took_s`` seconds; a repetition has no effect."""
+        """Record that an engine serves a version after a load of ``took_s`` seconds. A repetition has no effect."""
         if self._serving.get(engine) != version:
             self._stop_counting(engine)
             self._serving[engine] = version
@@ -142,7 +142,7 @@ class OfferLog:
             self._slowest_s[version] = max(took_s, self._slowest_s.get(version, 0.0))
 
     def forget(self, engine: bytes) -> None:
-        """Forget an engine that is gone."""
+        """Forget a lost engine."""
         self._stop_counting(engine)
         self._names.pop(engine, None)
         self._pinned.discard(engine)
@@ -164,7 +164,7 @@ class OfferLog:
 
     @property
     def num_pinned(self) -> int:
-        """Pinned engines, also those that have not loaded the pinned version yet."""
+        """Pinned engines, including those that have not loaded the pinned version yet."""
         return len(self._pinned)
 
     def snapshot(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class OfferLog:
 
 
 class OfferRequests:
-    """The operations on the log of offers, and the journal that keeps it, if there is one."""
+    """The operations on the log of offers; a journal keeps the log, if there is one."""
 
     def __init__(self, shared: Collaborators, journal: Journal | None = None) -> None:
         self._ledger, self._replies = shared.ledger, shared.replies
@@ -218,7 +218,7 @@ class OfferRequests:
             self._evaluators.answer(self._answer_evaluator)
 
     def _tell_receivers(self) -> None:
-        """Answer some workers now and the others in later turns of the loop, so that the first can lease early."""
+        """Answer some workers now and the others in later iterations of the loop, so the first can lease early."""
         self._next_turn = None
         told = [self._untold.popleft() for _ in range(min(_TOLD_AT_ONCE, len(self._untold)))]
         self._receivers.answer(self._answer_receiver, [request for request in told if request in self._receivers])
@@ -231,7 +231,7 @@ class OfferRequests:
         return self._receivers.clients
 
     def note_loaded(self, client: bytes, loaded: commands.Loaded) -> None:
-        """Record the version that an engine serves; an engine whose worker was silent is known again."""
+        """Record the version that an engine serves. An engine whose worker was silent becomes known again."""
         if self.is_current(loaded):
             self._log.loaded(client, loaded.version, loaded.seconds, loaded.engine)
             self._tell_controllers()
@@ -279,7 +279,7 @@ class OfferRequests:
         return self._answer_receiver(request) or self._receivers.hold(request)
 
     def _answer_receiver(self, request: Message) -> Answer | None:
-        at_least = request.body.at_least if self.is_current(request.body) else 0  # weights of a replaced learner
+        at_least = request.body.at_least if self.is_current(request.body) else 0  # else of a replaced learner
         num_pinned = self._log.num_pinned
         offer = self._log.next_for(request.client, at_least, self._ledger.learner_version)
         if self._log.num_pinned != num_pinned:
@@ -287,7 +287,7 @@ class OfferRequests:
         return None if offer is None else commands.Offered(offer)
 
     def on_served(self, request: Message, served: commands.Served) -> Answer | None:
-        """Say which versions the engines serve, now or later."""
+        """Answer with the versions that the engines serve, now or later."""
         self._log.check()
         return self._answer_follower(request) or self._followers.hold(request)
 
@@ -301,7 +301,7 @@ class OfferRequests:
             self._evaluators.answer(self._answer_evaluator)
 
     def on_pin(self, request: Message, pin: commands.Pin) -> Answer | None:
-        """Pin engines to a version; say which serve it, now or later."""
+        """Pin engines to a version; answer with the engines that serve it, now or later."""
         self._log.check()
         if self._log.pin(pin.version, pin.num_engines):
             self._write()

@@ -1,4 +1,4 @@
-"""How fast each worker generates, when it was last heard, and which running group a faster worker takes over.
+"""The pace and the last message of each worker, and the running groups that faster workers take over.
 
 A worker with a free place takes over a running group from a worker that is at least twice as slow. Among the groups
 with the earliest deadline, it takes the group of the slowest worker. It does so in two cases: no new prompt may begin
@@ -38,11 +38,11 @@ class _Worker:
     """One worker.
 
     Attributes:
-        since: When it last ended a group, or began to hold groups again.
+        since: Time when the worker last ended a group, or began to hold groups again.
         paces: Seconds per token of its last groups.
-        took: Seconds that each of these groups took, or would have taken as a whole.
-        groups: Groups that it was granted and has not ended.
-        is_slow: Its groups are on offer to faster workers.
+        took: Seconds of each of these groups; for a continued group, the estimated seconds of the whole group.
+        groups: Granted groups that have not ended.
+        is_slow: The worker's groups are on offer to faster workers.
         is_watched: `WorkerPaces.look` will check the worker again.
         slowdown: Time since it last ended a group, as a multiple of its longest group, if 2 or more; else 1.
     """
@@ -68,7 +68,7 @@ class RunningGroup:
     Attributes:
         worker: The worker that holds the lease.
         group_id: The group; ``attempt``: the current attempt.
-        began: When the worker got the group.
+        began: Time when the worker got the group.
         engine_version: Version of its oldest token, at which it was admitted.
         deadline: The last version that may consume it.
         num_before: Tokens of its longest sample when the worker got the group; None if unknown.
@@ -88,7 +88,7 @@ class RunningGroup:
 
 
 class WorkerPaces:
-    """The paces of all workers, and the running groups that are on offer to faster ones."""
+    """The paces of all workers, and the running groups that are on offer to faster workers."""
 
     def __init__(self) -> None:
         self._workers: dict[bytes, _Worker] = {}
@@ -172,7 +172,7 @@ class WorkerPaces:
         if not worker.is_slow:
             self._longest_s = max(self._longest_s, worker.took[-1])
         self._num_ended += 1
-        if self._num_ended >= len(self._running):  # the shortest groups end first: wait for as many as are running
+        if self._num_ended >= len(self._running):  # the shortest groups end first: wait for as many as run
             self._longest_before_s, self._longest_s, self._num_ended = self._longest_s, 0.0, 0
             unknown, self._unknown = self._unknown, {}
             for other in unknown:
@@ -186,7 +186,7 @@ class WorkerPaces:
             self._leave(group_id)
 
     def forget(self, name: bytes) -> None:
-        """Forget a worker that is gone."""
+        """Forget a lost worker."""
         if (worker := self._workers.pop(name, None)) is not None:
             self._remove_pace(name, worker)
             for group_id in worker.groups:
@@ -217,7 +217,7 @@ class WorkerPaces:
     # Decisions
 
     def next_look(self, now: float) -> float | None:
-        """When `look` may find a slow worker, or a kept place becomes free; None if neither will happen."""
+        """Time when `look` may find a slow worker, or a kept place becomes free; None if neither will happen."""
         moments = [until for kept in self._kept.values() for _, until in kept if until > now]
         if self._looks:
             moments.append(self._looks[0][0])
@@ -262,7 +262,7 @@ class WorkerPaces:
         self._kept.setdefault(taker, []).append((running, now + _PLACE_KEPT_S))
 
     def num_kept(self, name: bytes, now: float) -> int:
-        """Free places of a worker that are kept for groups that it takes over."""
+        """Number of free places of a worker that are kept for groups to take over."""
         kept = self._kept.get(name)
         if kept is None:
             return 0
@@ -329,7 +329,7 @@ class WorkerPaces:
 
 @dataclass(kw_only=True, slots=True)
 class _Producer:
-    """A client that leases: when it was last heard, and the groups and policy tokens that it stored."""
+    """A client that leases: the time of its last message, and its stored groups and policy tokens."""
 
     last_heard: float
     num_puts: int = 0
@@ -354,7 +354,7 @@ class Heartbeats:
         self.hear(client, now)
 
     def hear(self, client: bytes, now: float) -> None:
-        """Note a message of a client; no effect if the client did not `enter`."""
+        """Record a message of a client; no effect if the client did not `enter`."""
         producer = self._producers.pop(client, None)
         if producer is not None:
             producer.last_heard = now
@@ -381,7 +381,7 @@ class Heartbeats:
         self._num_generated.pop(client, None)
 
     def next_silence(self) -> float | None:
-        """When the next producer will count as gone if it stays silent; None without producers."""
+        """Time when the next silent producer will count as gone; None without producers."""
         longest_ago = next(iter(self._producers.values()), None)
         return None if longest_ago is None else longest_ago.last_heard + self._silent_s
 

@@ -1,4 +1,4 @@
-"""The buffer server as a child process: start it, read its address, restart it when it dies, stop it."""
+"""The buffer server as a child process: its start, its address, its restarts and its end."""
 
 import asyncio
 import json
@@ -81,9 +81,10 @@ class BufferProcess:
             self.read_address()
 
     def read_address(self) -> None:
-        """Wait until the server announces its address; stop a server that does not.
+        """Wait until the server announces its address.
 
-        Raises `DeadlineError` if it does not do so in time, `WorkerDiedError` if it ends before.
+        Raises `DeadlineError` if the server does not do so in time (the server is then stopped), `WorkerDiedError` if
+        it ends before.
         """
         try:
             self.address = self._read_line(self._start_timeout_s)
@@ -107,7 +108,7 @@ class BufferProcess:
 
     @property
     def connection(self) -> BufferConnection:
-        """How to reach it."""
+        """The address of the server."""
         return BufferConnection(
             address=self.address,
             request_timeout_s=self._config.request_timeout_s,
@@ -116,7 +117,9 @@ class BufferProcess:
         )
 
     async def end(self, *, notices_silence: bool, role: BufferRole) -> str:
-        """Wait until the server has ended, or kill it if it does not answer; returns which of the two happened.
+        """Wait until the server has ended, or kill the server if it does not answer.
+
+        Returns a text that says which of the two happened.
 
         The wait probes the server with requests under the key of ``role``. A hanging server is killed within two thirds
         of the deadline of the clients' requests, so that these requests survive.
@@ -155,7 +158,7 @@ class BufferProcess:
             link.close()
 
     def log_tail(self) -> str:
-        """The last lines of its log."""
+        """The last lines of the server's log."""
         if self._log_path is None:
             return "(on stderr)"
         return last_lines(str(self._log_path))
@@ -188,8 +191,8 @@ class BufferSupervisor:
 
     Its clients reconnect and repeat requests that were not acknowledged. The server restores its leases and its log of
     offers. A server without a journal is not restarted, except a store server, which is then empty. Make it on a thread
-    that outlives it: the kernel kills a server when the thread that started it ends. Other arguments and errors are as
-    in `BufferProcess`.
+    that ends after the server: the kernel kills a server when the thread that started it ends. Other arguments and
+    errors are as in `BufferProcess`.
 
     Args:
         role: Role whose key the probes of the server use.
@@ -230,10 +233,10 @@ class BufferSupervisor:
             self.read_address()
 
     def read_address(self) -> str:
-        """Wait until the server announces itself; see `BufferProcess.read_address`."""
+        """Wait until the server announces its address; see `BufferProcess.read_address`."""
         self._server.read_address()
         self.connection = self._server.connection
-        if self._store is not None and self._config.host:  # without a journal, which remembers the address
+        if self._store is not None and self._config.host:  # without a journal, this process must remember the address
             self._config = replace(self._config, port=int(self._server.address.rpartition(":")[2]))
         return self._server.address
 
@@ -241,7 +244,7 @@ class BufferSupervisor:
         return BufferProcess(self._config, groups_per_step=self._groups_per_step, waits=False, **self._options)
 
     async def begin(self) -> None:
-        """Start another server at the old address; see `keep_up`."""
+        """Start a new server at the old address; see `keep_up`."""
         self.num_restarts += 1
         self._server = self._launch()
         await asyncio.to_thread(self._server.read_address)
@@ -262,7 +265,7 @@ class BufferSupervisor:
         raise self._death
 
     async def end(self, fault: Exception) -> float:
-        """Raise `WorkerDiedError` if no restart is allowed. A restart that failed is followed by another."""
+        """Raise `WorkerDiedError` if no restart is allowed. A failed restart is followed by another restart."""
         if not self._may_restart:
             raise fault
         if self.num_restarts >= self._config.restarts:
@@ -285,7 +288,9 @@ class BufferSupervisor:
 
 
 class StoreServers:
-    """``num_store_servers`` processes beside the ledger's server that hold the payloads; made on a running loop.
+    """``num_store_servers`` processes that hold the payloads, next to the ledger's server.
+
+    Make this object on a running loop.
 
     A store server that dies or hangs is restarted at its address, up to ``buffer.restarts`` times; without a journal it
     is empty after the restart. ``on_lost`` is called when a server cannot be restarted any more. Raises `AsyncRLError`
@@ -328,7 +333,7 @@ class StoreServers:
     async def _watch(self, server: BufferSupervisor) -> None:
         try:
             await keep_up(server)
-        except Exception as error:  # noqa: BLE001 - whatever it is, this store is lost
+        except Exception as error:  # noqa: BLE001 - after any error, this store is lost
             self._on_lost(WorkerDiedError(str(error)))
 
 

@@ -1,6 +1,6 @@
 """The calls of the buffer's clients by role: a rollout worker, the learner, the controller.
 
-The server may hold a request that it cannot grant yet, and answers "nothing yet" after a while. Except for `lease`,
+The server may hold a request that it cannot grant yet. It answers "nothing yet" after some time. Except for `lease`,
 the calls here repeat such a request.
 """
 
@@ -57,7 +57,7 @@ class WorkerClient:
     Args:
         client: The connection.
         name: Name of the worker's engine for the controller.
-        window: Puts that may be under way at once; further puts wait for an acknowledgement.
+        window: Largest number of unacknowledged puts; further puts wait for an acknowledgement.
     """
 
     def __init__(self, client: BufferClient, *, name: str = "", window: int = 32) -> None:
@@ -66,13 +66,13 @@ class WorkerClient:
         self._name = name
         self._window = asyncio.Semaphore(window)
         self._offered_incarnation = client.incarnation
-        self._puts_elsewhere: bool | None = None  # whether store servers hold the payloads; None until it is known
+        self._puts_elsewhere: bool | None = None  # whether store servers hold the payloads; None until this is known
         self._beat_s = 0.0
         self._beat: asyncio.TimerHandle | None = None
         self._serves: commands.Loaded | None = None
         self._held: set[tuple[int, int]] = set()
         self._prefixes: dict[tuple[int, int], TrajectoryGroup] = {}
-        self._begun_afresh: set[tuple[int, int]] = set()  # leases whose prefix was gone before it was sent
+        self._begun_afresh: set[tuple[int, int]] = set()  # leases whose prefix was lost before it was sent
         self._revocations: deque[tuple[int, int]] = deque()
         self._pushed = asyncio.Event()
         self._hand_on: asyncio.Queue[list[Key]] = asyncio.Queue()
@@ -83,7 +83,7 @@ class WorkerClient:
         }
 
     async def enter(self) -> str:
-        """Connect and start the heartbeats; return this worker's name for `ControlClient.bury`."""
+        """Connect and start the heartbeats. Returns this worker's name for `ControlClient.bury`."""
         return (await self._entered("enter")).identity.hex()
 
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
@@ -101,7 +101,7 @@ class WorkerClient:
         except asyncio.CancelledError:
             link.post(commands.Cancel(request_id))
             raise
-        if self._client.is_closed:  # during the call: `close` returns what came
+        if self._client.is_closed:  # during the call; `close` returns leases that have arrived
             raise self._client.closed_error()
         frames = iter(answer.payload)
         leases = []
@@ -138,7 +138,7 @@ class WorkerClient:
         self._begun_afresh.discard(key)
 
     def _has_continued(self, key: Key) -> bool:
-        """Whether the worker took the prefix that its lease was granted with, if there was one."""
+        """Whether the worker continues the prefix of its lease, if there was one."""
         return key not in self._prefixes and key not in self._begun_afresh
 
     async def renew(self, leases: Sequence[Lease]) -> None:
@@ -168,9 +168,9 @@ class WorkerClient:
                     logger.warning("%s", error)
 
     async def _put_in_store(self, key: Key, payload: Sequence[Any]) -> None:
-        """Send a payload to the store server that the ledger names, and to another one if that does not answer.
+        """Send a payload to the store server that the ledger chooses, or to another one if it does not answer.
 
-        If the lease is lost, no store gets the payload: the ledger says what becomes of the put.
+        If the lease is lost, no store gets the payload; the ledger's answer to the put has the result.
         """
         client, address, failure = self._client, "", None
         while (room := await client.reserve(key, payload)).is_held:
@@ -197,7 +197,7 @@ class WorkerClient:
         return (await self._report(release, key)).is_dropped
 
     async def _report(self, command: commands.Command[Any, Reply], key: Key, payload: Sequence[Any] = ()) -> Reply:
-        """Send the request that ends an attempt, and forget the attempt once the answer is final."""
+        """Send the request that ends an attempt, and forget the attempt when the answer is final."""
         try:
             answer = await self._client.call_with_payload(command, payload, key)
         except (LeaseExpired, VersionTooOld, UnknownGroup):
@@ -277,7 +277,10 @@ class WorkerClient:
         return link
 
     def _say_beat(self) -> None:
-        """Send a heartbeat. A restarted server gets one at once: it knows neither this worker nor its version."""
+        """Send a heartbeat.
+
+        A restarted server gets a heartbeat at once, because it does not know this worker and its version.
+        """
         if self._beat_s and not self._client.is_closed:
             beat = commands.Beat(serves=self._serves, host=self._client.host, generated=self.count_generated())
             self._client.link.post(beat, partial(self._client.note_clock, time.monotonic_ns()))
@@ -295,7 +298,7 @@ class LearnerClient:
         self._fetching = asyncio.Lock()
 
     async def offer(self, offer: WeightOffer) -> int:
-        """Offer weights to the engines; return the oldest version that the buffer may still offer."""
+        """Offer weights to the engines. Returns the oldest version that the buffer may still offer."""
         incarnation = self._client.incarnation
         named = replace(offer, incarnation=incarnation)
         return (await self._client.call(commands.Offer(offer=named, incarnation=incarnation))).value
@@ -310,9 +313,9 @@ class LearnerClient:
         """Stored groups in the order of ``group_ids``; arrays are read-only views of the received bytes.
 
         One fetch runs at a time, because the server bounds the bytes that one client has not read yet. A fetch is cut
-        into requests, so that groups that have come are decoded while others are under way. The first and the last
-        request are small: the learner waits for the first, and the server waits after the last. Example: 40 groups are
-        fetched as 4, 12, 16, 4 and 4.
+        into requests, so received groups are decoded while others are transferred. The first and the last request are
+        small: the learner waits for the first, and the server waits after the last. Example: 40 groups are fetched as
+        4, 12, 16, 4 and 4.
         """
         if len(set(group_ids)) != len(group_ids):
             raise WireError("a fetch must name each group once")
@@ -395,7 +398,7 @@ def _groups_of(payloads: Iterable[Sequence[Any]], group_ids: Sequence[int]) -> l
 
 
 class SyncBufferClient:
-    """Implements the port `LearnerBuffer`: a `LearnerClient` on a thread of its own, which any thread may call.
+    """Implements the port `LearnerBuffer`: a `LearnerClient` on a separate thread; any thread may call it.
 
     Raises `ValueError` if the address of ``client`` is malformed.
     """
@@ -495,7 +498,7 @@ class ControlClient:
         return (await self._client.call(commands.Bury(worker, num_generated))).value
 
     async def store_wanted(self, known: Collection[str]) -> str:
-        """Wait until a rollout worker enters from a host that is not in ``known``; return the host.
+        """Wait until a rollout worker connects from a host that is not in ``known``; return the host.
 
         Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """
@@ -509,11 +512,11 @@ class ControlClient:
         return (await self._client.call(commands.AddStore(address, host))).store
 
     async def drop_store(self, store: int) -> int:
-        """Report that a store server is gone for good; return the number of its groups, which are generated again."""
+        """Report that a store server is lost. Returns the number of its groups, which are generated again."""
         return len((await self._client.call(commands.DropStore(store))).group_ids)
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
-        """Keep up to ``num_engines`` engines on ``version``. Repeats the request to a restarted server."""
+        """Keep up to ``num_engines`` engines on ``version``. The request is repeated to a restarted server."""
         return set((await self._client.call(commands.Pin(version, num_engines, tuple(sorted(known))))).names)
 
     async def unpin(self) -> None:
@@ -541,7 +544,7 @@ class ControlClient:
         return (await self._client.call(commands.Stats())).stats
 
     async def inspect(self) -> dict[str, Any]:
-        """Return every unfinished group and every producer, for people; see `buffer.inspect`."""
+        """Return every unfinished group and every producer, for the user; see `buffer.inspect`."""
         return (await self._client.call(commands.Inspect())).values
 
     async def finished(self) -> list[tuple[int, int]]:
@@ -555,7 +558,7 @@ class ControlClient:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferConnection:
-    """How to reach a buffer: opens clients, each in the process that uses it. It contains no secret.
+    """The address of a buffer, without secrets. Each process opens its own client with it.
 
     Attributes:
         keys: Directory with the key of ``role``; empty if the server has no keys. `client` reads the key.

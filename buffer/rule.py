@@ -1,4 +1,4 @@
-"""When a group is admitted and which groups a batch takes: the staleness rule, the free room, filters and orders.
+"""Admission of groups and selection of batches: the staleness rule, the free room, filters and orders.
 
 A filter or an order is a function of a group's `GroupSummary`, built in or at ``module:function``. Nothing here waits.
 ``docs/staleness.md`` proves that admission and planning keep every lag within ``max_lag``, and that the bound on bytes
@@ -33,7 +33,8 @@ class StalenessRule:
     """The staleness bound in learner steps.
 
     Attributes:
-        max_lag: η, the most learner steps between a group's oldest token and its consumption. 0 is synchronous.
+        max_lag: η, the largest number of learner steps between a group's oldest token and its consumption. 0 is
+            synchronous.
         groups_per_step: B.
     """
 
@@ -74,7 +75,7 @@ class StalenessRule:
         return True
 
     def budget(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> int:
-        """How many more groups `admits` would admit on that engine one after another."""
+        """Number of further groups that `admits` would admit on this engine, one after another."""
         first = self.deadline(engine_version) - version
         if first < 0:
             return 0
@@ -82,7 +83,7 @@ class StalenessRule:
         return max(0, min((k + 1) * self.groups_per_step - due[k] for k in range(first, self.max_lag + 1)))
 
     def required(self, open_by_deadline: Mapping[int, int], *, version: int) -> list[int]:
-        """How many open groups of each deadline the plan of ``version`` must take, as ``max_lag + 1`` numbers.
+        """Numbers of open groups that the plan of ``version`` must take by each deadline, as ``max_lag + 1`` numbers.
 
         Entry k counts open groups due at w + k or earlier. The plan must take this many of them, because the steps
         w + 1 … w + k can consume only k·B. Entries are at most B if every group was admitted by `admits`.
@@ -97,7 +98,7 @@ class StalenessRule:
     def missing(
         self, open_by_deadline: Mapping[int, int], ready_by_deadline: Mapping[int, int], *, version: int
     ) -> list[int]:
-        """How many running groups the plan of ``version`` would have to take, as ``max_lag + 1`` numbers.
+        """Numbers of running groups that the plan of ``version`` would have to take, as ``max_lag + 1`` numbers.
 
         ``ready_by_deadline`` counts the stored groups in ``open_by_deadline``. Entry k counts running groups due at
         w + k or earlier, without the groups that earlier entries count.
@@ -129,14 +130,15 @@ class Room:
 
     @property
     def max_bytes(self) -> int:
-        """Bytes that all stores together may hold."""
+        """Largest number of bytes in all stores together."""
         return self._max_bytes * len(self._groups.space.open_stores())
 
     def has_room(self, num_granted: int = 0, num_freed_bytes: int = 0) -> bool:
-        """Whether one more group fits beside the held bytes and the expected bytes of the running groups.
+        """Whether one more group fits in addition to the held bytes and the expected bytes of the running groups.
 
-        One group may always begin if no group runs and no batch is stored or planned: nothing else would free bytes.
-        The caller is about to grant ``num_granted`` other leases, which drop ``num_freed_bytes`` of saved prefixes.
+        One group may always begin if no group runs and no batch is stored or planned, because nothing else would free
+        bytes. The caller will also grant ``num_granted`` other leases, which drop ``num_freed_bytes`` of saved
+        prefixes.
         """
         groups = self._groups
         if not self._max_bytes:
@@ -154,7 +156,7 @@ class Room:
         return self.is_shared and space.stored_bytes[0] + space.prefix_bytes + num_bytes <= self._max_bytes
 
     def _num_free(self, store: int, group: Group) -> float:
-        """Bytes that a store can give to a group; bytes that the group already has there count as free."""
+        """Free bytes of a store for a group; bytes that the group already has there count as free."""
         if not self._max_bytes:
             return math.inf
         num_held = self._groups.space.stored_bytes[store] - (group.num_bytes if store == group.store else 0)
@@ -240,7 +242,7 @@ def find_filters(names: Sequence[str]) -> dict[str, Filter]:
 
 
 def dropped_by(filters: Mapping[str, Filter], summary: GroupSummary) -> str | None:
-    """The first filter that drops the group, or None."""
+    """Name of the first filter that drops the group, or None."""
     return next((name for name, keeps in filters.items() if not keeps(summary)), None)
 
 
@@ -267,7 +269,7 @@ def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
 
 
 class Window:
-    """Which deadlines a batch may still take while it is filled in any order of preference.
+    """The deadlines that a batch may still take while it is filled in any order of preference.
 
     The batch may take a group due at w + k if, for every j < k, enough seats remain for the required groups due at
     w + j or earlier. A closed deadline stays closed, so filling a batch costs O(B·max_lag).
@@ -338,7 +340,7 @@ def find(name: str, built_ins: Mapping[str, Found], *, option: str) -> Found:
 
 
 def _with_origin(function: Callable[..., Any], what: str) -> Any:
-    """Wrap a user's function: its errors name their origin and fail one request, not the server."""
+    """Wrap a user's function. Its errors name their origin, and fail one request instead of the server."""
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:

@@ -74,7 +74,7 @@ _MAX_UNREAD_MESSAGES = 64
 
 
 class RateLimit:
-    """Limits each client to ``per_second`` requests; a request that names leases counts once per lease."""
+    """Limits each client to ``per_second`` requests; a request with leases counts once per lease."""
 
     def __init__(self, per_second: int) -> None:
         self._per_second = per_second
@@ -111,14 +111,14 @@ class Service(Protocol):
         """Answer one request, now or later."""
 
     def settle(self) -> None:
-        """Do the work that is done once per burst of messages."""
+        """Do the work after a burst of messages."""
 
     def close(self) -> None:
         """Cancel every pending request."""
 
 
 class ServerSocket:
-    """Binds the control and the bulk socket and serves on them until `close`; made on a running loop.
+    """Binds the control and the bulk socket and serves on them until `close`. Make it on a running loop.
 
     Every request gets a reply. An `AsyncRLError` becomes the reply; other errors are also logged with a traceback.
 
@@ -281,7 +281,7 @@ class ServerSocket:
             peer = self._peer(client)
             peer.last_heard = time.monotonic()
             if chunk.count:
-                request_id = chunk.request_id  # also for a refused message: it frees bytes in its sender's window
+                request_id = chunk.request_id  # also for a refused message: it frees the sender's window
                 self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
                 whole = peer.receiver.add(chunk)
                 if whole is not None:
@@ -303,7 +303,7 @@ class ServerSocket:
         return peer
 
     def _forget_idle_peers(self) -> None:
-        """Forget peers without incomplete messages, and peers that stopped in the middle of one for long."""
+        """Forget peers without incomplete messages, and peers whose message has been incomplete for long."""
         now = time.monotonic()
         if now - self._swept_at < 1.0:
             return
@@ -333,7 +333,7 @@ class ServerSocket:
             request.client = client
             self._handle(role, request, epoch)
         if len(requests) > 1:
-            self._flush()  # so that a producer makes its next batch while the server reads the following one
+            self._flush()  # then a producer prepares its next batch while the server reads the following one
 
     def _handle(self, role: str | None, request: Message, epoch: str) -> None:
         """Check the epoch, the role and the rate of a request; then the service answers it."""
@@ -380,9 +380,9 @@ class ServerSocket:
     # Replies
 
     def send(self, client: bytes, message: Message) -> None:
-        """Send to a client at the end of the burst, so that acknowledgements travel together.
+        """Send to a client at the end of the burst, so that acknowledgements are sent together.
 
-        A reply with a payload is sent at once: its reader does not have to wait for the other replies.
+        A reply with a payload is sent at once, so its reader does not wait for other replies.
         """
         self._outbox.setdefault(client, []).append(message)
         if message.payload:
@@ -409,7 +409,7 @@ class ServerSocket:
                 peer.sender.push(answer.request_id, self._frames([answer]))
 
     def _frames(self, answers: list[Message]) -> list[Any]:
-        """The frames of answers; if one cannot be encoded, all become errors."""
+        """Encode answers to frames. If one answer cannot be encoded, all of them become errors."""
         try:
             return frames_of(self.epoch, answers)
         except (ValueError, TypeError, OverflowError) as error:
@@ -417,7 +417,10 @@ class ServerSocket:
             return frames_of(self.epoch, [_failed(a, failure) for a in answers if a.request_id != PUSH_ID])
 
     def _write_journal(self) -> ReplayBufferError | None:
-        """Write the journal before the replies are sent; returns the error that replaces them if the write fails."""
+        """Write the journal before the replies are sent.
+
+        Returns the error that replaces the replies if the write fails.
+        """
         try:
             if self._journal is not None:
                 self._journal.flush()
@@ -431,7 +434,10 @@ class ServerSocket:
         self._send_by(self._bulk, [client, *frames])
 
     def _send_by(self, channel: Channel, frames: list[Any]) -> None:
-        """Send frames. A client that is gone, or does not read, loses the reply and repeats its request later."""
+        """Send frames.
+
+        A client that has disconnected or does not read loses the reply, and repeats its request later.
+        """
         try:
             channel.send(frames)
         except zmq.ZMQError as error:
@@ -445,7 +451,9 @@ def _failed(answer: Message, failure: Failure) -> Message:
 
 
 class BufferServer:
-    """The ledger's server; the payloads are here, in ``num_store_servers`` other processes, or on stores that join.
+    """The ledger's server.
+
+    The payloads are in this process, in ``num_store_servers`` other processes, or on joining stores.
 
     Made on a running loop.
 
@@ -501,7 +509,7 @@ class BufferServer:
         self._stores.close()
 
     def _check_stores(self, *numbers: int) -> None:
-        """Reconcile stores with the ledger: one that is reached, or all after finished groups were reopened."""
+        """Reconcile stores with the ledger: a new store, or all stores after finished groups were reopened."""
         for number in numbers or [n for n, address in enumerate(self._links.addresses) if address]:
             check = asyncio.get_running_loop().create_task(self._requeue_missing(number))
             self._checks.add(check)
@@ -529,7 +537,7 @@ class BufferServer:
 
 
 class StoreServer:
-    """Store server ``number``; made on a running loop. It has the attributes of `BufferServer`."""
+    """Store server ``number``, with the attributes of `BufferServer`. Make it on a running loop."""
 
     def __init__(self, config: BufferConfig, *, number: int) -> None:
         journal = _open_journal(config, f"store{number}")

@@ -1,4 +1,4 @@
-"""Handles each request to the buffer: the ledger decides, the store keeps frames, and some requests have to wait.
+"""Handles each request to the buffer: the ledger decides, the store keeps frames, and some requests must wait.
 
 After each burst of messages `settle` answers the held requests that can be answered now. A timer answers the others
 with `NothingYet`. Two more timers fire at the next expiry of a lease and when the next producer counts as silent.
@@ -49,7 +49,7 @@ class BufferService:
         config: Options.
         groups_per_step: B.
         send: Sends one message to one client.
-        on_rewound: Called after a rewind of the learner: finished groups may come again.
+        on_rewound: Called after a rewind of the learner; finished groups may be queued again.
         counters: Returns the server's own counters, for `buffer.inspect`.
         links: Connections to the store servers that hold the payloads; None keeps the payloads here.
         journal: Journal of an earlier server, which this one continues; None if nothing is kept on disk.
@@ -166,7 +166,7 @@ class BufferService:
                     self._intake.num_waiting,
                 )
             ):
-                self._admission.grant_saved()  # first: otherwise a batch is made without a group that it waited for
+                self._admission.grant_saved()  # first: otherwise a batch may miss a group that it waited for
                 self._batches.make()
                 self._forget_finished()
                 self._intake.fill()
@@ -242,7 +242,7 @@ class BufferService:
     def _lose(
         self, group_ids: Iterable[int], *, unsent: Iterable[tuple[int, int]] = (), missing: Iterable[int] = ()
     ) -> None:
-        """Generate groups again whose frames are lost; the workers send ``unsent`` groups again."""
+        """Requeue groups whose frames are lost; the workers send ``unsent`` groups again."""
         command = commands.LoseGroups(group_ids=tuple(group_ids), unsent=tuple(unsent), missing=tuple(missing))
         if lost := self.ledger.apply(command).group_ids:
             logger.warning("the trajectories or saved prefixes of %d groups are lost", len(lost))
@@ -279,7 +279,7 @@ class BufferService:
         return not was_reserved.isdisjoint(now_stored)
 
     def _forget_finished(self) -> None:
-        """Drop the frames of finished groups, and notify the clients whose put or prompts did not fit."""
+        """Drop the frames of finished groups, and notify clients whose put or prompts did not fit."""
         finished = self.ledger.drain_finished()
         self._admission.finished(finished)
         groups = self.ledger.groups
@@ -340,7 +340,7 @@ class BufferService:
         return commands.Reservation(address="" if self._links is None else self._links.addresses[store])
 
     def _make_room(self, client: bytes, command: commands.Reserve) -> int:
-        """Reserve bytes for a group; returns its store. Raises `StoreFull`, and fails plans that can never be made."""
+        """Reserve bytes for a group; return its store. Raises `StoreFull`, and fails plans that can never be made."""
         group_id = command.group_id
         try:
             reserved = self.ledger.apply(command, sender=client)
@@ -354,7 +354,7 @@ class BufferService:
         return reserved.store
 
     def on_put(self, request: Message, put: commands.Put) -> None:
-        """Store a group, or note that a store server holds it. Small groups that fit need no reservation."""
+        """Store a group, or record that a store server holds it. Small groups that fit do not need a reservation."""
         check_counts(put.summary)
         group = self.ledger.groups.running(*put.key)
         if not self._store.is_elsewhere:
@@ -419,14 +419,14 @@ class BufferService:
         return None
 
     def on_commit(self, request: Message, commit: commands.Commit) -> None:
-        """Count a batch as consumed; engines then hear of newer weights."""
+        """Count a batch as consumed; engines are then shown newer weights."""
         committed = self.ledger.apply(commit)
         self._forget_finished()
         if committed.group_ids:
-            self._admission.answer_outdated(except_for=self._offers.receivers)  # these wait for newer weights
-            self._compact(is_urgent=False)  # the buffer holds few groups now
+            self._admission.answer_outdated(except_for=self._offers.receivers)  # these workers wait for newer weights
+            self._compact(is_urgent=False)  # at this time the buffer holds few groups
         self._replies.answer(request, commands.Totals(self._totals()))
-        self._offers.show()  # after the reply to the controller: many engines may wait
+        self._offers.show()  # after the reply to the controller, because many engines may wait
 
     def on_lose_groups(self, request: Message, lose: commands.LoseGroups) -> Answer:
         """Plan a batch again: the learner's ranks did not find some of its groups, and no rank made the step."""
@@ -434,8 +434,8 @@ class BufferService:
         return Done()
 
     def on_rewind(self, request: Message, rewind: commands.Rewind) -> Answer:
-        """Go back to a checkpoint with the learner."""
-        self._forget_finished()  # before finished groups are queued again
+        """Return to the learner's checkpoint."""
+        self._forget_finished()  # this precedes the requeuing of finished groups
         rewound = self.ledger.apply(rewind)
         if rewound.is_new:
             self._take_back(rewound)
@@ -538,7 +538,7 @@ class StoreJoins:
         return self._links
 
     def on_store_wanted(self, request: Message, wanted: commands.StoreWanted) -> None:
-        """Hold the request until a worker enters from a host without a store."""
+        """Hold the request until a worker connects from a host without a store."""
         self._joining()
         self._wanted.hold(request)
 
@@ -564,7 +564,7 @@ class StoreJoins:
 
 
 class WorkerRequests:
-    """The operations of clients on themselves: greetings, heartbeats, what an engine serves, the end of a worker."""
+    """The operations on clients: greetings, heartbeats, the version of an engine, the end of a worker."""
 
     def __init__(
         self,
@@ -584,7 +584,7 @@ class WorkerRequests:
         return self._welcome()
 
     def on_beat(self, request: Message, beat: commands.Beat) -> Answer:
-        """Note a heartbeat; it also registers a producer that only an earlier server knew."""
+        """Record a heartbeat. It also registers a producer that only an earlier server knew."""
         self._enter(request.client, beat.host)
         self._admission.heartbeats.count_generated(request.client, beat.generated)
         if beat.serves is not None:
@@ -601,7 +601,7 @@ class WorkerRequests:
         return commands.Welcome(rule.max_lag, rule.groups_per_step, self._heartbeat_s, self._store.is_elsewhere, *clock)
 
     def on_loaded(self, request: Message, loaded: commands.Loaded) -> Answer:
-        """Note that an engine serves a version; its waiting request for leases is now for this version."""
+        """Record that an engine serves a version. The engine's waiting request for leases is now for this version."""
         if self._offers.is_current(loaded):
             self._ledger.check_engine_version(loaded.version)
             self._offers.note_loaded(request.client, loaded)
@@ -609,7 +609,7 @@ class WorkerRequests:
         return Done()
 
     def on_fenced(self, request: Message, fenced: commands.Fenced) -> Answer:
-        """Note that an engine serves no version."""
+        """Record that an engine does not serve any version."""
         self._offers.forget(request.client)
         return Done()
 
@@ -619,7 +619,7 @@ class WorkerRequests:
         return self._admission.leave(request.client, leave)
 
     def on_bury(self, request: Message, bury: commands.Bury) -> Answer:
-        """Declare a worker dead, on the word of the controller that started it."""
+        """Declare a worker dead at the request of the controller that started it."""
         dead = bytes.fromhex(bury.worker)
         answer = commands.Number(self._admission.bury(dead, bury.generated))
         self._offers.forget(dead)
@@ -694,7 +694,7 @@ class LedgerNotes:
                 event, details = GroupEvent.dropped, {"reason": outcome.reason}
             case PutResult.too_old:
                 event, details = GroupEvent.requeued, {"reason": VERSION_TOO_OLD}
-            case _:  # an earlier event settled this attempt
+            case _:  # an earlier event has settled this attempt
                 return
         details |= {
             "newest": summary.newest_version,
@@ -715,7 +715,7 @@ class LedgerNotes:
 
 
 def check_counts(summary: GroupSummary) -> None:
-    """Raise `WireError` if a count of a group is out of range: totals have to fit into 63 bits."""
+    """Raise `WireError` if a count of a group is out of range, because totals must fit into 63 bits."""
     lists = summary.response_lengths, summary.branch_tokens, summary.num_branches
     versions = summary.oldest_version, summary.newest_version
     counts = (*versions, summary.num_prompt_tokens, summary.num_tokens, summary.num_truncated, *map(sum, lists))

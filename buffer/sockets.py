@@ -395,7 +395,7 @@ def make_socket_folder() -> str:
 
 
 def with_socket_folder(config: BufferConfig) -> tuple[BufferConfig, str]:
-    """The options with a folder for their Unix sockets, and the folder's path if this call made it, for its removal."""
+    """The options with a folder for the Unix sockets, and the folder's path if the caller must remove it."""
     if config.host or config.socket_folder:
         return config, ""
     folder = make_socket_folder()
@@ -424,7 +424,7 @@ def bulk_address(address: str, port: int) -> str:
 
 
 class PortListener:
-    """Binds a ZMQ socket to a port; made on a running loop, and closed before the ZMQ socket.
+    """Binds a ZMQ socket to a port. Make it on a running loop, and close it before the ZMQ socket.
 
     ``on_refused`` is called for each connection that this closes, with the reason: ``no_files`` if this process may
     open no more files, ``endless`` if an incomplete message exceeds ``max_incomplete_bytes``. Raises `OSError` if the
@@ -447,7 +447,7 @@ class PortListener:
         own_host = _address_of(host)
         family = socket.AF_INET6 if ":" in own_host else socket.AF_INET
         self._listener = socket.create_server((own_host, port), family=family, backlog=_BACKLOG)
-        self._listener.setblocking(False)  # also for ZMQ: the refusing thread may accept a connection first
+        self._listener.setblocking(False)  # ZMQ needs this too: the refusing thread may accept a connection first
         self._bound = bound
         name = f"[{own_host}]" if family == socket.AF_INET6 else own_host
         self.address = f"tcp://{name}:{self._listener.getsockname()[1]}"
@@ -478,9 +478,9 @@ class PortListener:
 class _Connections:
     """Closes a connection when its incomplete message exceeds ``max_bytes``.
 
-    ZMQ bounds each frame of a message, but not their number before the message is complete. So this compares, once per
-    second, what the kernel has received on a connection since its last complete message. A connection exceeds the bound
-    by at most what it sends within two seconds.
+    ZMQ bounds each frame of a message, but not their number before the message is complete. So this class reads, once
+    per second, the number of bytes that the kernel has received on a connection since the last complete message. A
+    connection exceeds the bound at most by the bytes that it sends within two seconds.
     """
 
     def __init__(self, address: str, max_bytes: int, on_closed: Callable[[], None]) -> None:
@@ -491,18 +491,18 @@ class _Connections:
         self._check = asyncio.get_running_loop().create_task(self._close_endless())
 
     def close(self) -> None:
-        """Stop comparing."""
+        """Stop reading the numbers of bytes."""
         self._check.cancel()
 
     def changed(self, descriptor: int, *, is_open: bool) -> None:
-        """Note that a connection was opened or closed."""
+        """Record that a connection was opened or closed."""
         if is_open:
             self._since[descriptor] = 0
         else:
             self._since.pop(descriptor, None)
 
     def received(self, frame: zmq.Frame) -> None:
-        """Note a complete message: a connection sends its messages one after the other."""
+        """Record a complete message; a connection sends its messages one after the other."""
         self._heard.add(int(frame.get(zmq.SRCFD)))
 
     async def _close_endless(self) -> None:
@@ -536,10 +536,10 @@ def _bytes_received(connection: socket.socket) -> int:
 
 
 class _Refusals(threading.Thread):
-    """Accepts and closes the connections that wait, each time that they are ``wanted`` to be refused.
+    """Accepts and closes the waiting connections each time that ``wanted`` is set.
 
-    The thread has a table of files of its own, with the listening socket alone. So it can accept a connection while
-    the process can open no more files, and ZMQ cannot take the file that it uses.
+    The thread has a separate table of files with only the listening socket. So it can accept a connection when the
+    process cannot open more files, and ZMQ cannot take its file.
     """
 
     def __init__(self, listening: int, address: str, on_refused: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Store servers hold the payloads, beside the ledger's server or on the hosts of the workers.
+"""Store servers hold the payloads, next to the ledger's server or on the hosts of the workers.
 
 A worker stores a payload before it reports the put to the ledger. The ledger tells the store to remove the payload when
 its attempt has ended or its group is finished, also if the worker died before its report. A restarted store server may
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class StoreService:
-    """Payloads without a ledger, at most ``max_stored_bytes``; with a journal they survive the process."""
+    """Payloads without a ledger, at most ``max_stored_bytes``. With a journal they survive the end of the process."""
 
     def __init__(self, config: BufferConfig, *, send: Send, journal: Journal | None = None) -> None:
         self._limit = config.max_stored_bytes
@@ -42,7 +42,7 @@ class StoreService:
         self._by_group: dict[int, set[Key]] = {}
         self._unread = FetchWindow(self._limit)
         self._finished = IdSet()
-        self._ended: dict[int, int] = {}  # unfinished group to its last ended attempt
+        self._ended: dict[int, int] = {}  # maps an unfinished group to its last ended attempt
         self._unwritten_removals: set[int] = set()
         self._stored_bytes = 0
         self._reserved: dict[Key, int] = {}
@@ -113,7 +113,7 @@ class StoreService:
             )
 
     def on_put_payload(self, request: Message, put: commands.PutPayload) -> Answer | None:
-        """Store a payload, unless it is stored or its attempt has ended: the ledger then answers the put."""
+        """Store a payload, unless it is stored or its attempt has ended; then the ledger answers the put."""
         key, size = (put.group_id, put.attempt), size_of(request.payload)
         self._check_size(size)
         if not self._is_wanted(key):
@@ -227,7 +227,7 @@ class StoreService:
             del self._reserved[key]
 
     def _write_removals(self) -> None:
-        """Record the dropped payloads; if the disk is full, they are recorded with later ones."""
+        """Record the dropped payloads. If the disk is full, they are recorded with later ones."""
         if self._journal is None or not self._unwritten_removals:
             return
         try:
@@ -239,12 +239,12 @@ class StoreService:
 
 
 def _number(key: Key) -> int:
-    """The number by which the journal knows an attempt."""
+    """The journal's number of an attempt."""
     return key[0] << 16 | key[1]
 
 
 class StoreLinks:
-    """Connections by the numbers that the ledger knows stores by; made on a running loop.
+    """Connections to stores by the ledger's store numbers. Make it on a running loop.
 
     Args:
         config: Options of the buffer.
@@ -288,7 +288,7 @@ class StoreLinks:
     def remove(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> None:
         """Tell every store to drop finished groups, and the payloads of attempts up to the ``ended`` ones.
 
-        All stores are told: an attempt that was sent twice may have left its payload on two of them.
+        All stores get the message, because an attempt that was sent twice may have its payload on two stores.
         """
         for link in self._links:
             if link is not None:
@@ -299,7 +299,10 @@ class StoreLinks:
         return [(number, link) for number, link in enumerate(self._links) if link is not None]
 
     async def reconcile(self, number: int, reconcile: commands.Reconcile) -> tuple[int, ...]:
-        """Tell one store to drop payloads; returns the groups that it lacks. Raises `AsyncRLError` if it is silent."""
+        """Tell one store to drop payloads; return the groups that the store lacks.
+
+        Raises `AsyncRLError` if the store is silent.
+        """
         link = self._links[number]
         if link is None:
             raise ReplayBufferError(f"store {number} is gone")

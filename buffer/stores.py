@@ -1,7 +1,7 @@
 """Keeps frames within the buffer's byte bounds: prompts, saved prefixes and trajectories.
 
-Trajectories are kept in the ledger's server, as they came from the socket, or on store servers by group id. In the
-second case the ledger's server keeps only their sizes.
+Trajectories are kept in the ledger's server, in the form received from the socket, or on store servers by group id. In
+the second case the ledger's server keeps only their sizes.
 """
 
 from collections import OrderedDict, deque
@@ -103,7 +103,7 @@ class PayloadStore:
         return self.payloads.get(group_id)
 
     def frames(self) -> Iterator[tuple[str, int, Frames]]:
-        """Kind, group id and frames of everything held, for a journal."""
+        """Kind, group id and frames of all held data, for a journal."""
         prompts = (("prompt", self.prompts), ("prompt", self._stored_prompts))
         for kind, table in (*prompts, ("progress", self.prefixes), ("payload", self.payloads)):
             for group_id, frames in table:
@@ -137,7 +137,7 @@ class PayloadStore:
             self._stored_prompts.move_to(self.prompts, group_id)
 
     def forget(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> bool:
-        """Drop all frames of finished groups, and tell the store servers to drop those of ended attempts.
+        """Drop all frames of finished groups, and tell the store servers to drop the frames of ended attempts.
 
         ``ended`` holds pairs of group id and attempt. Returns whether bytes may have become free.
         """
@@ -183,7 +183,9 @@ class FetchWindow:
         self._replies: OrderedDict[bytes, deque[tuple[int, int]]] = OrderedDict()
 
     def add(self, client: bytes, request_id: int, num_bytes: int, *, read: int) -> None:
-        """Note a reply of ``num_bytes`` before it is sent; ``read`` is the largest request id that the client has read.
+        """Record a reply of ``num_bytes`` before it is sent.
+
+        ``read`` is the largest request id that the client has read.
 
         Raises `StoreFull` if the client would have more than ``limit`` unread bytes.
         """

@@ -1,7 +1,7 @@
 """Every request that the buffer holds until it can be answered: leases, prompts for the queue, and batches.
 
-The service looks at all of them after each burst of messages. A worker whose engine advances cancels its request and
-asks again; a commit answers the requests whose version is then too old. A timer ends each wait with `NothingYet`.
+The service checks all held requests after each burst of messages. A worker whose engine advances cancels its request
+and asks again; a commit answers the requests whose version is then too old. A timer ends each wait with `NothingYet`.
 """
 
 import asyncio
@@ -61,17 +61,20 @@ Handler = Callable[[Message, Any], Answer | None]
 
 
 def handlers_of(parts: Sequence[object]) -> dict[type, Handler]:
-    """Operation to the method ``on_<name>`` of a part that answers it, now or later (None)."""
+    """Map each operation to the method ``on_<name>`` of a part.
+
+    The method returns the answer, or None if it answers later.
+    """
     methods = {kind: f"on_{kind.__struct_config__.tag}" for kind in commands.OPERATIONS}
     return {kind: getattr(part, name) for kind, name in methods.items() for part in parts if hasattr(part, name)}
 
 
 class HeldRequests:
-    """Requests without an answer yet, of one operation, in the order they came.
+    """Unanswered requests of one operation, in order of arrival.
 
     Args:
         replies: Sends the answers.
-        hold_s: Longest time in seconds that a request waits. Then ``late`` says its answer.
+        hold_s: Longest time in seconds that a request waits. After this time ``late`` gives the answer.
         late: Returns the answer to a request that could not be granted in time, or raises an error for it.
     """
 
@@ -91,7 +94,7 @@ class HeldRequests:
         return self._requests.get((request.client, request.request_id)) is request
 
     def all(self) -> list[Any]:
-        """All held requests, in the order they came."""
+        """All held requests, in order of arrival."""
         return list(self._requests.values())
 
     @property
@@ -104,7 +107,7 @@ class HeldRequests:
         return list(self._by_client.get(client, {}).values())
 
     def hold(self, request: Message) -> None:
-        """Hold a request; a copy of it takes its place. Raises `ReplayBufferError` if too many are held."""
+        """Hold a request; it replaces an earlier copy. Raises `ReplayBufferError` if too many are held."""
         key = request.client, request.request_id
         self.remove(*key)
         num_of_client = len(self._by_client.get(request.client, ()))
@@ -131,7 +134,10 @@ class HeldRequests:
         return request
 
     def answer(self, answer_to: Callable[[Any], Answer | None], requests: Iterable[Message] | None = None) -> None:
-        """Answer the given requests, or all, unless ``answer_to`` returns None; its errors are answers too."""
+        """Answer the given requests, or all requests, for which ``answer_to`` does not return None.
+
+        Its errors are answers too.
+        """
         for request in self.all() if requests is None else requests:
             try:
                 answer = answer_to(request)
@@ -146,7 +152,7 @@ class HeldRequests:
         self.answer(lambda request: failure_of(error))
 
     def withdraw(self, client: bytes) -> None:
-        """Remove all requests of a client that is gone."""
+        """Remove all requests of a lost client."""
         for request in self.of_client(client):
             self.remove(client, request.request_id)
 
@@ -158,7 +164,7 @@ class HeldRequests:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class WaitingWorker(Message):
-    """A held request for leases, with the leases granted so far, and the learner whose weights the engine serves."""
+    """A held request for leases, with the leases granted so far, and the incarnation of the engine's weights."""
 
     body: commands.LeaseGroups
     incarnation: int
@@ -184,7 +190,7 @@ class WaitingWorkers(HeldRequests):
         return list(self._by_version)
 
     def at_version(self, version: int) -> list[tuple[int, Any]]:
-        """The requests at one version, each with its place in the order they came."""
+        """The requests at one version, each with its place in the order of arrival."""
         return [(place, self._requests[key]) for key, place in self._by_version.get(version, {}).items()]
 
     def hold(self, request: Any) -> None:
@@ -194,7 +200,7 @@ class WaitingWorkers(HeldRequests):
         self._by_version.setdefault(request.version, {})[request.client, request.request_id] = self._next_place
 
     def remove(self, client: bytes, request_id: int) -> Any:
-        """Remove a request from the line and from the index."""
+        """Remove a request from the list and from the index."""
         request: Any = super().remove(client, request_id)
         if request is not None:
             del self._by_version[request.version][client, request_id]
@@ -207,7 +213,7 @@ class FairQueue:
     """The order of waiting workers when more workers wait than groups can begin.
 
     Start-time fair queueing (Goyal et al., SIGCOMM 1996): each grant moves a worker's turn by one, and the lowest turn
-    is served first. A worker that was away resumes at the turn that is being served, so a newcomer holds up nobody.
+    is served first. A worker that returns continues at the current turn, so it does not delay other workers.
     """
 
     def __init__(self) -> None:
@@ -215,11 +221,11 @@ class FairQueue:
         self._serving = 0
 
     def turn_of(self, client: bytes) -> int:
-        """The turn of a client; the lowest is served first."""
+        """The turn of a client; the lowest turn is served first."""
         return max(self._next.get(client, 0), self._serving)
 
     def take(self, client: bytes) -> None:
-        """Note that a client was served in its turn."""
+        """Record that a client was served in its turn."""
         turn = self.turn_of(client)
         self._serving = turn
         self._next[client] = turn + 1
@@ -255,12 +261,12 @@ class PromptIntake:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
         return len(self._held)
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Bytes of the prompts that wait."""
+        """Bytes of the waiting prompts."""
         return self._held.num_bytes
 
     def on_enqueue(self, request: Message, enqueue: commands.Enqueue) -> None:
@@ -285,7 +291,7 @@ class PromptIntake:
             num_free = max(0, self._queue_size - self._ledger.groups.num_queued)
             chosen = list(islice(request.body, num_free))
             self._queue(chosen)
-            for _ in chosen:  # also after a failed write of the journal, all others stay
+            for _ in chosen:  # after a failed write of the journal, the other requests stay held
                 request.body.popleft()
             if request.body:
                 return
@@ -306,7 +312,7 @@ class Admission:
 
     Args:
         clock: Measures paces and silence.
-        settle: Called when `grant` may find something to do although no message came.
+        settle: Called when `grant` may have work although no message has arrived.
     """
 
     def __init__(self, shared: Collaborators, *, clock: LoopClock, settle: Callable[[], None]) -> None:
@@ -323,7 +329,7 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for admission."""
+        """Number of requests that wait for admission."""
         return len(self._held)
 
     def close(self) -> None:
@@ -355,15 +361,15 @@ class Admission:
         self._held.hold(WaitingWorker(**key, body=lease, incarnation=lease.incarnation))
 
     def adopt(self, client: bytes, version: int) -> None:
-        """Note that the engine of a client loaded ``version`` from the current learner."""
+        """Record that the engine of a client loaded ``version`` from the current learner."""
         for request in self._held.of_client(client):
             if request.version == version:
                 request.incarnation = self._ledger.incarnation
 
     def answer_outdated(self, *, except_for: Container[bytes]) -> None:
-        """After a commit, answer the workers whose engine is now too old for any group to begin; they ask again.
+        """After a commit, answer the workers whose engine is now too old for any group; these workers ask again.
 
-        Workers in ``except_for`` are left out: newer weights wake them.
+        Workers in ``except_for`` are not answered, because newer weights wake them.
         """
         rule, learner_version = self._ledger.rule, self._ledger.learner_version
         outdated = [request for request in self._held.all() if rule.deadline(request.version) < learner_version]
@@ -424,7 +430,7 @@ class Admission:
                 if request.version in versions and self._grant_one(request, served, now):
                     heappush(line, (is_slow, num_held + 1, turn + 1, place, request))
                 versions = self._admitted(versions)
-        finally:  # also after a failed write of the journal
+        finally:  # this also runs after a failed write of the journal
             for request in served:
                 self._held.remove(request.client, request.request_id)
                 self._granted[request.client, request.request_id] = request.granted  # the answer may be lost
@@ -433,7 +439,7 @@ class Admission:
                 self._answer(request, request.granted)
 
     def _num_free(self, request: WaitingWorker, now: float) -> int:
-        """Places that a request may fill now; 0 if its engine serves weights of a learner that was replaced."""
+        """Number of places that a request may fill now; 0 if the engine serves weights of a replaced learner."""
         if request.incarnation != self._ledger.incarnation:
             return 0
         return request.body.max_groups - len(request.granted) - self._paces.num_kept(request.client, now)
@@ -471,7 +477,7 @@ class Admission:
         return taker if self._paces.is_slow(group.worker, usual) else None
 
     def ended(self, client: bytes, command: commands.Put | commands.Release) -> None:
-        """Note that an attempt ended: its group was stored, filtered or released."""
+        """Record that an attempt ended: its group was stored, filtered or released."""
         if isinstance(command, commands.Put):
             ended, num_tokens = command.summary, max(command.summary.response_lengths, default=0)
         else:
@@ -479,11 +485,11 @@ class Admission:
         self._paces.ended(ended.group_id, ended.attempt, self.clock.time(), num_tokens=num_tokens)
 
     def saved(self, group_id: int, attempt: int, longest_response: int) -> None:
-        """A worker saved a running group, whose longest sample has so many tokens."""
+        """Record that a worker saved a running group whose longest sample has ``num_tokens`` tokens."""
         self._paces.saved(group_id, attempt, longest_response)
 
     def revoked(self, group_id: int, attempt: int) -> None:
-        """Note that a worker lost its lease on a group."""
+        """Record that a worker lost its lease on a group."""
         self._paces.revoked(group_id, attempt)
 
     def finished(self, group_ids: Iterable[int]) -> None:
@@ -535,7 +541,7 @@ class Admission:
             )
 
     def on_renew(self, request: Message, renew: commands.Renew) -> Answer:
-        """Extend leases; tell their owner which of them it no longer holds."""
+        """Extend leases; tell the owner which leases it no longer holds."""
         for key in self._ledger.apply(renew, self.clock.time(), sender=request.client).lost:
             self._replies.push(request.client, commands.Revoked(*key))
         return Done()
@@ -560,7 +566,9 @@ class Admission:
             logger.warning("producer %s is silent; %d leases were revoked", client.hex()[:8], len(taken))
 
     def bury(self, client: bytes, num_generated: int) -> int:
-        """Revoke the leases of a dead producer, and count its unreported tokens as lost; returns all that it generated.
+        """Revoke the leases of a dead producer, and count its unreported tokens as lost.
+
+        Returns the number of generated tokens.
 
         ``num_generated`` is the caller's count; the producer's last heartbeat may have reported more. Tokens that were
         only in the producer's memory count as lost. A repeated call returns the same number.
@@ -580,7 +588,7 @@ class Admission:
 
 
 class BatchRequests:
-    """The operation `PlanBatch`; plans fail after ``buffer.max_filtered_steps`` of filtered groups in a row."""
+    """The operation `PlanBatch`; plans fail after ``buffer.max_filtered_steps`` steps of only filtered groups."""
 
     def __init__(self, shared: Collaborators) -> None:
         self._ledger = shared.ledger
@@ -614,7 +622,7 @@ class BatchRequests:
         return NothingYet(self._filtered() if self._ledger.account.filtered_in_a_row >= num_wanted else "")
 
     def note_filtered(self) -> None:
-        """A filter dropped a group: warn if filters keep nothing for long, fail all plans at the limit."""
+        """Handle a filtered group: warn if filters drop all groups for long, and fail all plans at the limit."""
         if self._is_filtered_away():
             self._held.fail_all(ReplayBufferError(self._filtered()))
             return
