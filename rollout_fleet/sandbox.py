@@ -363,9 +363,8 @@ class _Output:
             await self._process.stdin.drain()
             self._process.stdin.close()
         await self._process.wait()
-        with suppress(
-            ConnectionError
-        ):  # it ended before it read everything; Python < 3.11.4 logs errors that are not awaited
+        # The process ended before it read everything; Python < 3.11.4 logs errors that are not awaited.
+        with suppress(ConnectionError):
             await self._process.stdin.wait_closed()
 
     async def _read(self, stream: asyncio.StreamReader, parts: list[bytes]) -> None:

@@ -81,7 +81,10 @@ class RewardError(AsyncRLError):
 
 
 class SandboxError(AsyncRLError):
-    """This machine cannot isolate a program, or a sandbox failed. What the program itself does is never this error."""
+    """This machine cannot isolate a program, or a sandbox failed.
+
+    An error of the program itself never raises this exception.
+    """
 
 
 class ReplayBufferError(AsyncRLError):

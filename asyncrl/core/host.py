@@ -1,4 +1,4 @@
-"""What a process of a run needs of its host: private folders, memory, its share of the GPUs, and stop signals.
+"""The host of a process: private folders, memory, visible GPUs, and stop signals.
 
 Only the supervisor handles SIGINT and SIGTERM. A scheduler (``scancel``) or systemd sends SIGTERM to every process of a
 run at once. The controller blocks both signals, and its threads and child processes inherit the mask, including Ray's
@@ -90,8 +90,8 @@ def keep_freed_memory(num_bytes: int) -> None:
     to receive a frame.
 
     Args:
-        num_bytes: Most bytes to keep at the end of each heap, in 0..2**31 - 1. A block of 32 MiB or more is always
-            returned at once.
+        num_bytes: Largest number of bytes to keep at the end of each heap, in 0..2**31 - 1. A block of 32 MiB or more
+            is always returned at once.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     options = {
@@ -129,7 +129,7 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
 def gpu_memory_bytes(environment: Mapping[str, str] = os.environ) -> int:
     """Return the memory of the smallest GPU that CUDA shows to a process with this environment.
 
-    Returns 0 without a GPU, with a MIG instance, or if the driver does not tell. The errors are those of
+    Returns 0 without a GPU, with a MIG instance, or if the driver does not report it. The errors are those of
     `visible_gpus`.
     """
     tool = shutil.which("nvidia-smi")
@@ -143,7 +143,7 @@ def gpu_memory_bytes(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def _visible(listed: list[str], environment: Mapping[str, str]) -> list[str]:
-    """The UUIDs of the visible GPUs; a MIG instance has its own, which ``listed`` lacks."""
+    """The UUIDs of the visible GPUs. A MIG instance has its own UUID, which is not in ``listed``."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return listed
@@ -151,7 +151,7 @@ def _visible(listed: list[str], environment: Mapping[str, str]) -> list[str]:
     for entry in map(str.strip, chosen.split(",")):
         if entry.isdecimal() and int(entry) < len(listed):
             found.append(listed[int(entry)])
-        elif entry.startswith("MIG-") and listed:  # nvidia-smi -L lists instances below their GPU
+        elif entry.startswith("MIG-") and listed:  # nvidia-smi -L lists MIG instances below their GPU
             found.append(entry)
         elif entry.startswith("GPU-") and any(uuid.startswith(entry) for uuid in listed):
             found.append(next(uuid for uuid in listed if uuid.startswith(entry)))
@@ -169,12 +169,12 @@ def _listed_uuids(tool: str) -> list[str]:
 
 @cache
 def _answer(tool: str, *arguments: str) -> list[str]:
-    """The lines that the tool prints. Raises `DeadlineError` if the NVIDIA driver does not answer."""
+    """The output lines of nvidia-smi. Raises `DeadlineError` if the NVIDIA driver does not answer."""
     process = subprocess.Popen([tool, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         listed, _ = process.communicate(timeout=_DRIVER_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.kill()  # and do not wait: a process that hangs in the driver does not die
+        process.kill()  # do not wait for its end: a process that hangs in the driver does not die
         raise DeadlineError(
             f"{tool} {' '.join(arguments)} must list the GPUs of this machine within {_DRIVER_TIMEOUT_S:g} s, got no "
             "answer: the NVIDIA driver hangs; reset the GPUs or restart the machine, or run on another machine"
@@ -198,7 +198,7 @@ def keep_stop_blocked() -> None:
 
 
 def release_resource_tracker() -> None:
-    """Let Python's resource tracker clean up and exit. It stays while a child of this process uses it."""
+    """Let Python's resource tracker clean up and exit. The tracker stays while a child of this process uses it."""
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
         os.close(tracker._fd)
@@ -219,7 +219,7 @@ def outlive_stop() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         let_through()
 
-    signal.signal(signal.SIGTERM, _ignore)  # a handler: children would inherit SIG_IGN
+    signal.signal(signal.SIGTERM, _ignore)  # a handler, because children would inherit SIG_IGN
     hold_back = partial(signal.pthread_sigmask, signal.SIG_BLOCK, term)
     os.register_at_fork(before=hold_back, after_in_child=obey, after_in_parent=let_through)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

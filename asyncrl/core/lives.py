@@ -1,4 +1,4 @@
-"""Keeps a part of a run up, in one life after another: watch, end, pause, begin.
+"""Keeps a part of a run up by restarts: watch, end, pause, begin. The time between two restarts is a *life*.
 
     begin ──▶ watch ──raises──▶ end ──▶ pause ──▶ begin ──▶ watch …
       └─────── raises ───────────▲
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class Restartable(Protocol):
-    """What `keep_up` keeps up; it calls one method at a time."""
+    """A part that `keep_up` restarts. `keep_up` calls one method at a time."""
 
     async def begin(self) -> None:
-        """Start another life; returns when the part serves."""
+        """Start a new life. Returns when the part serves."""
         ...
 
     async def watch(self) -> None:
@@ -29,9 +29,9 @@ class Restartable(Protocol):
         ...
 
     async def end(self, fault: Exception) -> float:
-        """Count a life that ``fault`` has ended, and clean up after it; returns seconds to pause before the next.
+        """Count a life that ``fault`` has ended, and clean up.
 
-        Raises an error if no other life may follow.
+        Returns the seconds to pause before the next life. Raises an error if no other life may follow.
         """
         ...
 
@@ -46,7 +46,7 @@ async def keep_up(part: Restartable, *, has_begun: bool = True) -> None:
             if not has_begun:
                 await answered(part.begin())
             return await answered(part.watch())
-        except Exception as error:  # noqa: BLE001 - whatever it is, the next life may succeed
+        except Exception as error:  # noqa: BLE001 - after any error, the next life may succeed
             fault = error
         await asyncio.sleep(await part.end(fault))
         has_begun = False

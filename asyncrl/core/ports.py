@@ -15,8 +15,8 @@ class RolloutBuffer(Protocol):
     """The replay buffer for a rollout worker. The client applies its deadline to every call.
 
     Attributes:
-        count_generated: Returns the policy tokens that this worker has generated so far, including running samples.
-            The worker sets the function; each heartbeat reports its result.
+        count_generated: Returns the number of policy tokens that this worker has generated so far, including running
+            samples. The worker sets the function; each heartbeat reports its result.
     """
 
     count_generated: Callable[[], int]
@@ -39,7 +39,7 @@ class RolloutBuffer(Protocol):
     async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0) -> None:
         """Store a finished group and wait until it is stored. The client retries; the buffer stores the group once.
 
-        ``num_left_out`` are tokens of trajectories that the worker left out of the group. They count as dropped for
+        ``num_left_out`` are tokens of trajectories that the worker omitted from the group. They count as dropped for
         the reason ``reward``. Raises `LeaseExpired` if the attempt is no longer current; its tokens count as dropped.
         Raises `VersionTooOld` if the group has a token that is older than its lease.
         """
@@ -54,7 +54,9 @@ class RolloutBuffer(Protocol):
         ...
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
-        """Return the saved prefix of this lease's group, if an earlier attempt saved one. Call once, before generating.
+        """Return the saved prefix of this lease's group, if an earlier attempt saved one.
+
+        Call this once, before generating.
 
         A worker that takes the prefix includes its tokens in the put or release. Otherwise the prefix counts as dropped
         at the put.
@@ -92,7 +94,10 @@ class RolloutBuffer(Protocol):
         ...
 
     async def fenced(self) -> None:
-        """Report that this worker's engine serves no version until the next `loaded`. Nothing waits for it."""
+        """Report that this worker's engine does not serve any version until the next `loaded`.
+
+        No call waits for the engine.
+        """
         ...
 
     async def close(self) -> None:
@@ -128,7 +133,7 @@ class ControlBuffer(Protocol):
     """The replay buffer for the controller."""
 
     async def enqueue(self, prompts: Sequence[Prompt]) -> None:
-        """Queue prompts; waits while the queue is full. Idempotent per group id."""
+        """Queue prompts. Waits while the queue is full. Idempotent per group id."""
         ...
 
     async def plan(self, version: int) -> Plan:
@@ -250,7 +255,7 @@ class LearnerPort(Protocol):
         ...
 
     async def finish_publish(self) -> None:
-        """Wait until the version that is being published is offered. Raises `WeightsError` if publishing failed."""
+        """Wait until the current version is offered. Raises `WeightsError` if publishing failed."""
         ...
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
@@ -280,7 +285,7 @@ class ColocatedLearnerPort(LearnerPort, Protocol):
         ...
 
     def trainer_mode(self) -> Awaitable[None]:
-        """Load everything back that `rollout_mode` offloaded."""
+        """Load the tensors that `rollout_mode` offloaded."""
         ...
 
 
@@ -325,13 +330,13 @@ class ColocatedFleetPort(FleetPort, Protocol):
     async def release_device(self, incarnation: int | None = None) -> None:
         """Wait until running groups end, then release the devices until the next weights are offered.
 
-        No engine starts before `take_device`. ``incarnation`` is that of a learner which starts in place of a dead one:
-        the engines load no weights of an earlier incarnation from now on.
+        No engine starts before `take_device`. ``incarnation`` is that of a learner which replaces a dead one. From now
+        on the engines do not load weights of earlier incarnations.
         """
         ...
 
     def take_device(self) -> None:
-        """Let engines start again. The learner has offloaded, and offers the next weights."""
+        """Let engines start again. The learner has offloaded and will offer the next weights."""
         ...
 
 

@@ -67,7 +67,7 @@ class ProfileConfig:
 
 
 class Pool(StrEnum):
-    """The part of the run that a process belongs to."""
+    """The part of the run to which a process belongs."""
 
     controller = "controller"
     buffer = "buffer"
@@ -76,13 +76,16 @@ class Pool(StrEnum):
 
 
 class SpanKind(StrEnum):
-    """What a lane does during an interval. Spans of a lane nest; `asyncrl.profile.attribution` chooses among them."""
+    """The activity of a lane during an interval.
+
+    Spans of a lane nest; `asyncrl.profile.attribution` chooses among them.
+    """
 
     # Controller: lanes ``controller``, ``controller/plan``, ``controller/complete``, ``controller/publish``
     step = "step"  # from the previous commit, or the start of training, to the step's commit
     plan_wait = "plan_wait"  # the plan loop waits for a batch
     dispatched = "dispatched"  # the ranks have a planned step
-    evaluation = "evaluation"  # also on the lane of an engine that answers held-out prompts
+    evaluation = "evaluation"  # also on the lanes of engines that answer held-out prompts
     checkpoint = "checkpoint"  # also on the lane of a blocked rank
     # Engines: lane ``engine-0``
     start = "start"  # until the first weights are verified
@@ -112,7 +115,7 @@ class SpanKind(StrEnum):
 
 
 class LevelName(StrEnum):
-    """A count that holds until its next change."""
+    """A count that is valid until its next change."""
 
     # Per engine, in places for samples: the sum of the counts from running to parked is at most the capacity
     capacity = "capacity"
@@ -130,7 +133,7 @@ class LevelName(StrEnum):
     stored = "stored"
     planned = "planned"
     budget = "budget"  # groups that can be admitted now
-    full = "full"  # 1 while the limit of bytes prevents admission
+    full = "full"  # 1 while the limit on bytes prevents admission
     bytes = "bytes"  # stored trajectories and prefixes
     # Per member, on its lane
     epoch = "epoch"  # faults so far
@@ -191,7 +194,7 @@ NO_SPAN = OpenSpan(None, 0)
 
 
 class Recorder:
-    """Records the spans, levels and stamps of one process in the order of the calls, in a file of its own.
+    """Records the spans, levels and stamps of one process in the order of the calls, in its own file.
 
     The first record wakes a thread, which appends to the file. The queue holds at most 8 MiB, and the file at most
     ``max_file_bytes``; other records are dropped and counted. After a write error the thread logs one warning and
@@ -264,7 +267,7 @@ class Recorder:
         cause: str = "",
         start: int | None = None,
     ) -> OpenSpan:
-        """Begin a span now or at ``start``. The begin is recorded at once: a span that never ends is visible.
+        """Begin a span now or at ``start``. The begin is recorded at once, so a span that never ends is visible.
 
         Args:
             kind: A `SpanKind`.

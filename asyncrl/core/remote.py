@@ -1,4 +1,4 @@
-"""Wait for remote results under a deadline, and for the end of processes on this machine.
+"""Wait for remote results with a deadline, and for the end of processes on this machine.
 
 Errors name the worker and show the end of its log. Functions that wait for Ray's results import Ray.
 """
@@ -51,7 +51,7 @@ def fetch(refs: Sequence[Any], timeout_s: float | None = None, what: str = "resu
     """Wait for the results of all references; the first failure ends the wait.
 
     Raises `DeadlineError` with the late workers if a result is missing after ``timeout_s`` seconds. Raises
-    `WorkerDiedError` if a worker died that should compute a result or one of its inputs.
+    `WorkerDiedError` if a worker died before it computed a result or an input of a result.
     """
     import ray
     from ray.exceptions import GetTimeoutError, RayError
@@ -103,7 +103,7 @@ def refs_of(pending: Any) -> list[Any]:
 
 
 def death_among(refs: Sequence[Any], timeout_s: float) -> WorkerDiedError | None:
-    """Wait up to ``timeout_s`` for the results; return the death of a worker that should compute one, else None."""
+    """Wait up to ``timeout_s`` for the results. Returns the error if a worker of a missing result died, else None."""
     import ray
     from ray.exceptions import RayError
 
@@ -250,7 +250,7 @@ def on_own_thread(work: Callable[[], T]) -> Future[T]:
             return
         try:
             future.set_result(work())
-        except Exception as error:  # noqa: BLE001 - raised in the task that awaits the future
+        except Exception as error:  # noqa: BLE001 - the task that awaits the future gets it
             future.set_exception(error)
 
     threading.Thread(target=run, name="abandonable", daemon=True).start()

@@ -1,8 +1,8 @@
 """Trajectories as trees of turns, and a prompt group of trajectories as columns.
 
-A *turn* is a sequence of tokens that the policy sampled, or that a prompt, a tool or an environment gave. Turns form a
-tree; a *branch* is the path from a root to a leaf. The smallest tree is a single-turn answer: the prompt, and one
-sampled turn below it.
+A *turn* is a sequence of tokens that the policy sampled, or that came from a prompt, a tool or an environment. Turns
+form a tree; a *branch* is the path from a root to a leaf. The smallest tree is a single-turn answer: the prompt, and
+one sampled turn below it.
 
 A group is sent, stored and trained on as named columns: per token, per turn, per trajectory, and of its images. A new
 column needs no other code between its producer and its consumer.
@@ -21,8 +21,8 @@ import numpy as np
 from asyncrl.core.images import IMAGE_ROWS, POSITIONS, GroupImages, PlacedImage, group_columns
 from asyncrl.core.types import FinishReason, GroupSummary
 
-SHARED = -1  # trajectory of the prompt's turn, which all trajectories of the group share
-ROOT = -1  # parent of the first turn of a branch
+SHARED = -1  # trajectory index of the prompt's turn, because all trajectories of the group share it
+ROOT = -1  # parent index of a root turn
 UNVERSIONED = -1  # version of a token that the policy did not sample
 
 TURN_DTYPE = np.dtype([(name, "<i4") for name in ("trajectory", "parent", "num_tokens", "sampled", "finish_reason")])
@@ -183,7 +183,7 @@ class TrajectoryGroup:
             image_columns=image_columns,
         )
         group.check()
-        _ = group.summary  # computed while the columns are in the processor's cache; a put sends the summary
+        _ = group.summary  # computed here while the columns are in the processor's cache; a put sends the summary
         return group
 
     def check(self) -> None:
@@ -303,7 +303,10 @@ class TrajectoryGroup:
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
-        """All paths from root to leaf. Each sampled turn is trained in exactly one branch; a baseline in none."""
+        """All paths from root to leaf.
+
+        Each sampled turn is trained in exactly one branch. A baseline is not trained.
+        """
         if self._is_flat(len(self.token_ids), self.num_trajectories) and not self.is_baseline.any():
             return _flat_branches(self.num_trajectories)
         parents, sampled = self.turns["parent"].tolist(), self.turns["sampled"].tolist()
@@ -368,7 +371,7 @@ class TrajectoryGroup:
 
     @cached_property
     def previous_turns(self) -> list[int]:
-        """[M] for each turn the nearest sampled turn above it, or `ROOT`."""
+        """[M] the nearest sampled ancestor of each turn, or `ROOT`."""
         previous: list[int] = []
         for _, parent, _, _, _ in self._rows:
             is_given = parent != ROOT and not self._rows[parent][3]
@@ -377,9 +380,9 @@ class TrajectoryGroup:
 
     @cached_property
     def earned(self) -> list[float]:
-        """[M] reward of each sampled turn, with those of the given turns between it and the next ones; 0 elsewhere.
+        """[M] reward of each sampled turn plus the rewards of the given turns that follow it directly; 0 elsewhere.
 
-        The reward of a given turn without a sampled turn above it is part of the outcome.
+        The reward of a given turn without a sampled ancestor is part of the outcome.
         """
         earned = [0.0] * len(self.turns)
         if "turn_rewards" in self.turn_columns:
@@ -437,7 +440,7 @@ class TrajectoryGroup:
 
     @cached_property
     def _rows(self) -> list[tuple[int, int, int, int, int]]:
-        """The turns as plain numbers, which are read one by one in a tenth of the time."""
+        """The turns as plain numbers; reading them one by one takes a tenth of the time."""
         return [*_TURN.iter_unpack(self.turns.tobytes())]
 
     @cached_property
@@ -450,7 +453,7 @@ class TrajectoryGroup:
 
     @cached_property
     def summary(self) -> GroupSummary:
-        """The metadata that travels in the header of a put."""
+        """The metadata in the header of a put."""
         lengths, branch_tokens, num_branches = self._single_turns, (), ()
         if lengths is None:
             lengths, branch_tokens, num_branches = self._counts()

@@ -77,11 +77,11 @@ class AnsweredPrompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """The right of one worker to roll out one prompt group.
+    """The permission of one worker to roll out one prompt group.
 
     Attributes:
         prompt: The prompt to roll out.
-        attempt: Fencing token: the buffer refuses a put under an older attempt. 0 is the first attempt.
+        attempt: Fencing token: the buffer refuses a put of an older attempt. 0 is the first attempt.
         engine_version: u, the policy version that the worker's engine served at admission.
         deadline_version: u + max_lag, the last learner version that may consume the group.
     """
@@ -151,7 +151,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenAccount:
-    """Where the tokens of the policy are: generated = trained + dropped + buffered + in_flight."""
+    """The token account: generated = trained + dropped + buffered + in_flight."""
 
     generated: int
     trained: int
@@ -161,7 +161,7 @@ class TokenAccount:
 
     @property
     def balance(self) -> int:
-        """Tokens that are not accounted for; 0 if the account is right."""
+        """Tokens that the account misses; 0 if the account balances."""
         return self.generated - self.trained - self.dropped - self.buffered - self.in_flight
 
 
@@ -236,10 +236,10 @@ class WeightOffer:
 
     Attributes:
         version: Learner steps contained in the weights.
-        manifest: Path of the manifest, readable where the engine runs; where the version is received first, host and
-            port of learner rank 0. Example: ``"10.0.0.5:41234"``.
-        digest: Of the manifest's bytes, as `digest_of`.
-        num_bytes: Bytes of all tensors, of an adapter also of the frozen weights; deadlines scale with it.
+        manifest: Path of the manifest, readable by the engine. For a version that must be received first: host and port
+            of learner rank 0. Example: ``"10.0.0.5:41234"``.
+        digest: Digest of the manifest's bytes, by `digest_of`.
+        num_bytes: Bytes of all tensors; for an adapter, including the frozen weights; deadlines scale with it.
         carrier: How the bytes reach the engines.
         kind: A delta becomes a full version on the engine's side before the engine loads it; an engine applies an
             adapter to the frozen weights.
@@ -261,5 +261,5 @@ class WeightOffer:
 
     @property
     def name(self) -> str:
-        """For messages. Example: ``"policy version 7"``."""
+        """The version's name in messages. Example: ``"policy version 7"``."""
         return "the frozen weights" if self.version == FROZEN else f"policy version {self.version}"

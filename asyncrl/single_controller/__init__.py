@@ -1,9 +1,9 @@
 """One controller speaks to many workers: batches, registered methods, dispatch modes, and groups of Ray actors.
 
-The names below are resolved when they are first used: importing this package loads neither torch nor ray.
+The names below are resolved at their first use, so importing this package does not load torch or ray.
 """
 
-# ruff: noqa: F403, F405 - the names are imported for type checkers only
+# ruff: noqa: F403, F405 - the names are imported only for type checkers
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,8 +1,8 @@
 """One call through a group: its deadline, its route to each worker, its futures and its pending results.
 
-Futures among the arguments travel as references. Ray starts the call when their results are there, and raises the error
-of one that failed. A method that fetched them itself would block its process. In an asyncio actor, where calls run
-interleaved, it could wait for itself.
+Futures among the arguments are sent as references. Ray starts the call when their results exist, and raises the error
+of a failed result. A method that fetched the results itself would block its process. In an asyncio actor, whose calls
+run interleaved, it could wait for itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ deadline_s: ContextVar[float | None] = ContextVar("call_deadline_s", default=Non
 
 @contextmanager
 def call_deadline(timeout_s: float) -> Iterator[None]:
-    """Give each blocking call in the block this timeout. A late call raises `DeadlineError`; the workers continue."""
+    """Set the timeout of each blocking call in the block. A late call raises `DeadlineError`; the workers continue."""
     if timeout_s <= 0:
         raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
     token = deadline_s.set(timeout_s)
@@ -87,7 +87,7 @@ def _same(ref: ray.ObjectRef) -> ray.ObjectRef:
 
 
 def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
-    """The arguments without the references of their futures, and these references in order."""
+    """The arguments with placeholders for their futures, and the futures' references in order."""
     references: list[Any] = []
 
     def blank(value: Any) -> Any:
@@ -115,10 +115,10 @@ FUSED_METHOD_SEPARATOR = "_fwmn_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """How calls of one method reach a worker: directly, or through the host that shares its process.
+    """The route of a method's calls to a worker: directly, or through the host worker of a shared process.
 
     Attributes:
-        remote_name: The actor's method that is called.
+        remote_name: Name of the called method of the actor.
         role_method: Role and method in a fused worker; None if the worker is called directly.
         is_worker: Whether the actor's class is a `Worker`, which accepts references and silent calls.
         is_coroutine: Whether the method is a coroutine, which fetches futures itself without blocking others.
@@ -135,7 +135,7 @@ class Route:
 
     @classmethod
     def of(cls, actor_class: Any, method_name: str, role: str) -> Route:
-        """The route to a method of a class, or of one role of a fused class; ``role`` is empty for others."""
+        """The route to a method of a class. ``role`` is the role in a fused class; empty for other classes."""
         owner = actor_class.raw_cls_dict[role] if role else actor_class
         method = getattr(owner, method_name, None)
         remote_name = "_fuw_execute" if role else method_name
@@ -151,7 +151,7 @@ class Route:
     def call(
         self, worker: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_silent: bool = False
     ) -> ray.ObjectRef:
-        """Call one worker; a silent call returns only errors."""
+        """Call one worker. A silent call returns only errors."""
         name = self.remote_name
         if self.role_method is not None:
             args = (self.role_method, *args)
@@ -166,7 +166,7 @@ class Route:
 
 
 _SHARE_FROM_BYTES = 100_000
-# These return one entry per rank rather than per row: there is no padding to take off.
+# These modes return one entry per rank, not per row, so there is no padding to remove.
 _COLLECT_BY_RANK = (collect_all_to_all, collect_dp_compute)
 
 
@@ -198,7 +198,7 @@ def func_generator(
 
 
 def _unpadded(output: Any, padding_size: int) -> Any:
-    """A batch, list of rows or future without its last rows; anything else unchanged."""
+    """Remove the last rows of a batch, list of rows or future; other values are unchanged."""
     if isinstance(output, DataProtoFuture):
         return output.then(partial(_unpadded, padding_size=padding_size))
     if isinstance(output, list) or hasattr(output, "chunk"):
@@ -207,7 +207,7 @@ def _unpadded(output: Any, padding_size: int) -> Any:
 
 
 def shared(values: list[Any]) -> list[Any]:
-    """Replace one large value repeated for every rank by references to one copy in the object store."""
+    """Replace a large value that is the same for every rank by references to one copy in the object store."""
     if len(values) < 2 or getattr(values[0], "nbytes", 0) < _SHARE_FROM_BYTES:
         return values
     if any(value is not values[0] for value in values):

@@ -1,7 +1,7 @@
 """One codec for Ray, ZMQ and disk: a versioned msgpack header, then the raw buffers of the arrays.
 
-`encode` copies no contiguous array; `decode` returns views of the frames. For any input bytes `decode` either raises
-`WireError` or returns plain values: it runs no code, and its allocations are proportional to the message.
+`encode` does not copy contiguous arrays; `decode` returns views of the frames. For any input bytes `decode` either
+raises `WireError` or returns plain values: it runs no code, and its allocations are proportional to the message.
 
 In the header, what msgpack has no type for is an extension (a leaf), or a list that begins with a mark (a container).
 """
@@ -38,13 +38,14 @@ _MALFORMED = (
 _EXT_MARK, _EXT_ARRAY, _EXT_SCALAR, _EXT_INT, _EXT_COMPLEX, _EXT_TENSOR, _EXT_FOREIGN = range(7)
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 MAX_DIMS = 64  # numpy's own limit.
-_MAX_PADDING = 4  # of a structured dtype, to the size of its fields; alignment alone stays below it.
+# Largest ratio of a structured dtype's size to the size of its fields; alignment gives smaller ratios.
+_MAX_PADDING = 4
 _PLAIN_KINDS = frozenset("biufcmMSU")
 _PLAIN_NAME = re.compile(rb"[<>|][biufcmMSU]\d{1,10}(\[\d{0,19}[a-zA-Z]{1,2}\])?")
 
 
 class Unsupported(Exception):
-    """The wire does not carry ``value``."""
+    """The codec does not support ``value``."""
 
     def __init__(self, value: Any, reason: str) -> None:
         super().__init__(reason)
@@ -79,7 +80,7 @@ def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
         return [_PREFIX + encoder.pack(value), *encoder.buffers]
     except Unsupported as error:
         raise WireError(f"{_path_to(error.value, value) or 'value'}: {error}") from error
-    except (ValueError, OverflowError) as error:  # such as a recursion
+    except (ValueError, OverflowError) as error:  # for example a recursion error
         raise WireError(f"the value does not travel; it may nest too deep, or hold itself: {error}") from error
 
 
@@ -87,7 +88,7 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
     """Turn frames back into the value.
 
     Args:
-        frames: What `encode` returned, as any objects with a buffer. The transport limits their number and size.
+        frames: The result of `encode`, as any objects with a buffer. The transport limits their number and size.
         foreign: The list that `encode` filled.
         writable: Make arrays over writable frames writable.
 
@@ -138,13 +139,13 @@ class Encoder:
         self.foreign = foreign
 
     def pack(self, value: Any) -> Any:
-        """The header's bytes for a value; its buffers are appended to ``buffers``."""
+        """Encode a value to the header's bytes; its buffers are appended to ``buffers``."""
         return msgpack.packb(
             value, default=self.hook, strict_types=True, datetime=True, unicode_errors="surrogatepass", buf_size=4096
         )
 
     def hook(self, value: Any) -> Any:
-        """Called by msgpack for values that it has no type for."""
+        """Called by msgpack for values of types that msgpack does not have."""
         kind = type(value)
         if kind is Columns:
             return self.columns(value.tensors)
@@ -163,7 +164,7 @@ class Encoder:
         return self.left_out(value) if packed is None else packed
 
     def left_out(self, value: Any) -> msgpack.ExtType:
-        """Send a value beside the message, if that is allowed."""
+        """Append a value to ``foreign`` if this is allowed."""
         if self.foreign is None:
             kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
             detail = f" of dtype {value.dtype}" if isinstance(value, np.ndarray | np.generic) else ""
@@ -172,7 +173,10 @@ class Encoder:
         return msgpack.ExtType(_EXT_FOREIGN, b"")
 
     def array(self, array: np.ndarray) -> Any:
-        """A descriptor, with the array's memory as a buffer; arrays of pointers go into the header instead."""
+        """Encode an array as a descriptor and a buffer with its memory.
+
+        The items of object arrays go into the header.
+        """
         if array.dtype.kind in _PLAIN_KINDS:
             self.buffers.append(buffer_of(array))
             return msgpack.ExtType(_EXT_ARRAY, describe(array.dtype, array.shape))
@@ -184,19 +188,19 @@ class Encoder:
         return None if parts is None else [_RECORD.sent, *parts]
 
     def columns(self, tensors: dict[str, Any]) -> Any:
-        """Tensors as one flat list of names and descriptions, which is faster to read than a tree."""
+        """Encode tensors as one flat list of names and descriptions, because a list is faster to read than a tree."""
         describe = _torch_side().describe
         try:
             described = [describe(tensor) for tensor in tensors.values()]
         except Unsupported:
-            return tensors  # one of them does not travel: `tensor` says which, or leaves it out
+            return tensors  # one tensor is not supported: `tensor` names it, or omits it
         for _, buffers in described:
             self.buffers.extend(buffers)
         names_and_descriptions = zip(tensors, (description for description, _ in described), strict=True)
         return [_COLUMNS.sent, *chain.from_iterable(names_and_descriptions)]
 
     def tensor(self, value: Any) -> Any:
-        """The description of a tensor, its memory as buffers; None if the value is not a tensor that travels."""
+        """Encode a tensor as a description, with its memory as buffers; None if the value is not a supported tensor."""
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(value, torch.Tensor):
             return None
@@ -211,7 +215,7 @@ class Encoder:
 
 
 class Decoder:
-    """Unpacks one message; buffers are taken in the order in which the header mentions them."""
+    """Unpacks one message; buffers are used in the order of the header."""
 
     def __init__(self, buffers: list[memoryview], foreign: Sequence[Any], *, writable: bool) -> None:
         self.buffers = buffers
@@ -223,7 +227,8 @@ class Decoder:
 
     def unpack(self, data: Any) -> Any:
         """The value of the header."""
-        # Walk the header first without building it, so that no length is trusted before its items have been seen.
+        # Read the whole header before building values, so that no length is trusted before its items are known to
+        # exist.
         walker = msgpack.Unpacker(max_buffer_size=max(len(data), 1), read_size=max(len(data), 1))
         walker.feed(data)
         try:
@@ -281,19 +286,20 @@ class Decoder:
         return self.buffers[self.num_taken - 1]
 
     def objects(self, parts: list[Any]) -> np.ndarray:
-        """An array of Python values."""
+        """Decode an array of Python values."""
         items, *dims = parts
         shape = checked_items(dims, items)
         array = np.empty(len(items), dtype=object)
         if _ATOMS.issuperset(map(type, items)):
             array[:] = items
         else:
-            for index, item in enumerate(items):  # assigned at once, numpy would look into sequences
+            # One by one, because numpy would otherwise convert sequences to dimensions.
+            for index, item in enumerate(items):
                 array[index] = item
         return array.reshape(shape)
 
     def strings(self, parts: list[Any]) -> np.ndarray:
-        """An array of strings of any length."""
+        """Decode an array of strings of any length."""
         items, *dims = parts
         shape = checked_items(dims, items)
         if not {str}.issuperset(map(type, items)):
@@ -301,14 +307,14 @@ class Decoder:
         return np.array(items, dtype=np.dtypes.StringDType()).reshape(shape)
 
     def nested_tensor(self, parts: list[Any]) -> Any:
-        """A nested tensor."""
+        """Decode a nested tensor."""
         (description,) = parts
         if type(description) is not list:
             raise WireError("nested tensor without a list of its parts")
         return _torch_side().tensor_of(description, self.take, copy=True)
 
     def columns(self, parts: list[Any]) -> dict[str, Any]:
-        """Tensors by name, over the next buffers."""
+        """Decode tensors by name, from the next buffers."""
         tensor_of = _torch_side().tensor_of
         described = zip(parts[::2], parts[1::2], strict=True)
         return {name: tensor_of(description, self.take, copy=False) for name, description in described}
@@ -324,10 +330,11 @@ _MARKS = {mark.sent.data: mark for mark in (_TUPLE, _OBJECTS, _STRINGS, _RECORD,
 
 
 def _torch_side() -> Any:
-    """The torch part of the codec. Decoding never imports torch into a process that has not loaded it."""
+    """The codec's module for torch. Decoding never imports torch into a process that has not loaded it."""
     if "torch" not in sys.modules:
         raise WireError("the message holds torch tensors, and this process has not imported torch; do that first")
-    return import_module("asyncrl.single_controller.columns")  # by name: this module does not depend on torch
+    # Imported by name, because this module does not depend on torch.
+    return import_module("asyncrl.single_controller.columns")
 
 
 def _path_to(target: Any, value: Any, path: str = "value") -> str | None:
@@ -338,7 +345,7 @@ def _path_to(target: Any, value: Any, path: str = "value") -> str | None:
 
 
 def _steps(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a container holds, each with the expression that leads to it."""
+    """The contents of a container, each with its expression."""
     value = value.tensors if type(value) is Columns else value
     if type(value) is dict:
         for key, item in value.items():
@@ -353,7 +360,7 @@ def buffer_of(array: np.ndarray) -> memoryview:
     """The array's memory as bytes, in C order; copied only if the array is not contiguous."""
     try:
         return array.data.cast("B")
-    except (TypeError, ValueError):  # it is not contiguous or empty, or its dtype has no buffer format
+    except (TypeError, ValueError):  # the array is not contiguous, or it is empty, or its dtype has no buffer format
         if array.nbytes == 0:
             return memoryview(b"")
         return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -361,17 +368,17 @@ def buffer_of(array: np.ndarray) -> memoryview:
 
 @lru_cache(maxsize=4096)
 def describe(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
-    """Descriptor: length of the dtype's name, number of dimensions, the name, the dimensions as int64."""
+    """Make a descriptor: length of the dtype's name, number of dimensions, the name, the dimensions as int64."""
     return descriptor(dtype.str.encode(), shape)
 
 
 def descriptor(name: bytes, shape: tuple[int, ...]) -> bytes:
-    """The descriptor of an array whose dtype has this name."""
+    """Make the descriptor of an array whose dtype has this name."""
     return struct.pack(f"<BB{len(name)}s{len(shape)}q", len(name), len(shape), name, *shape)
 
 
 def parse(data: bytes) -> tuple[bytes, tuple[int, ...], int]:
-    """Read a descriptor: the dtype's name, the shape, and where the descriptor ends."""
+    """Read a descriptor. Returns the dtype's name, the shape, and the end of the descriptor."""
     name_length, ndim = data[0], data[1]
     name = data[2 : 2 + name_length]
     end = 2 + name_length + 8 * ndim
@@ -383,7 +390,7 @@ def parse(data: bytes) -> tuple[bytes, tuple[int, ...], int]:
 
 @lru_cache(maxsize=4096)
 def _layout(data: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
-    """dtype, shape and size in bytes of what a descriptor describes."""
+    """Return dtype, shape and size in bytes of the array of a descriptor."""
     name, shape, end = parse(data)
     if end != len(data):
         raise WireError(f"array descriptor has {len(data)} bytes, expected {end}")
@@ -394,7 +401,10 @@ def _layout(data: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
 
 
 def array_of(data: bytes, buffer: memoryview, *, writable: bool) -> np.ndarray:
-    """A view of a buffer, read-only unless ``writable``. Raises `WireError` if it does not fit its descriptor."""
+    """Return a view of a buffer, read-only unless ``writable``.
+
+    Raises `WireError` if the buffer does not fit its descriptor.
+    """
     dtype, shape, nbytes = _layout(data)
     if nbytes != buffer.nbytes:
         raise WireError(f"array {dtype}{list(shape)} needs {nbytes} bytes, got {buffer.nbytes}")
@@ -408,7 +418,7 @@ def array_of(data: bytes, buffer: memoryview, *, writable: bool) -> np.ndarray:
 
 
 def _check_values(dtype: np.dtype, buffer: memoryview) -> None:
-    """Raise `WireError` for contents that numpy does not check itself."""
+    """Raise `WireError` for invalid contents that numpy does not check."""
     if dtype.kind == "U" and np.frombuffer(buffer, dtype=f"{dtype.byteorder}u4").max() > sys.maxunicode:
         raise WireError("array of strings holds a character that Unicode has not")
 
@@ -427,7 +437,7 @@ def scalar_of(data: bytes) -> Any:
 
 @lru_cache(maxsize=256)
 def dtype_of(name: bytes) -> np.dtype:
-    """The dtype that `describe` wrote. Raises `WireError` for any other name, such as those of pointer types."""
+    """Return the dtype that `describe` wrote. Raises `WireError` for other names, such as those of pointer types."""
     if _PLAIN_NAME.fullmatch(name) is None:
         raise WireError(f"dtype {name!r} does not travel")
     try:
@@ -440,7 +450,7 @@ def dtype_of(name: bytes) -> np.dtype:
 
 
 def record_parts(array: np.ndarray) -> list[Any] | None:
-    """Shape, alignment, field names and columns of a structured array; None if these would not rebuild it."""
+    """Shape, alignment, field names and columns of a structured array; None if these do not determine the array."""
     dtype = array.dtype
     if not dtype.names:
         return None
@@ -470,21 +480,21 @@ def record_of(parts: list[Any]) -> np.ndarray:
 
 
 def _record_dtype(fields: list[tuple[str, np.dtype, tuple[int, ...]]], is_aligned: bool) -> np.dtype | None:
-    """The dtype of these fields; None if it would consist mostly of padding."""
+    """The dtype with these fields; None if it would consist mostly of padding."""
     dtype = np.dtype(fields, align=is_aligned)
     size = sum(base.itemsize * prod(shape) for _, base, shape in fields)
     return dtype if 0 < dtype.itemsize <= _MAX_PADDING * size else None
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    """Check a shape from a header. Raises `WireError` if it is not one."""
+    """Check a shape from a header. Raises `WireError` if it is not a valid shape."""
     if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
         raise WireError("array has an impossible shape: its dimensions are not at most 64 integers >= 0")
     return tuple(shape)
 
 
 def checked_items(shape: Any, items: Any) -> tuple[int, ...]:
-    """Check a shape against its items in the header. Raises `WireError` if they do not fit."""
+    """Check that a shape matches its items in the header. Raises `WireError` otherwise."""
     shape = checked_shape(shape)
     if not isinstance(items, list) or prod(shape) != len(items):
         raise WireError(f"array of shape {shape} does not have its {prod(shape)} items")

@@ -1,4 +1,4 @@
-"""Columns by name and their rows: taken, joined, checked, merged and compared. Nested tensors too."""
+"""Columns by name: taking, joining, checking, merging and comparing rows, also for nested tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def as_index(idxs: Any, num_rows: int) -> np.ndarray:
 
 
 def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
-    """Rows of a column: a slice (step > 0) shares the memory of dense columns, positions are copied."""
+    """Take rows of a column. A slice (step > 0) of a dense column shares its memory; positions copy the rows."""
     if isinstance(column, np.ndarray):
         return column[rows]
     if not is_nested(column):
@@ -51,7 +51,7 @@ def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
 
 
 def cat_rows(tensors: Sequence[Any]) -> Any:
-    """Lay tensors end to end along the rows; nested ones by their rows."""
+    """Concatenate tensors along the rows; nested tensors too."""
     if not any(map(is_nested, tensors)):
         return torch.cat(list(tensors), dim=0)
     if not all(map(is_nested, tensors)):
@@ -60,7 +60,7 @@ def cat_rows(tensors: Sequence[Any]) -> Any:
 
 
 def is_nested(tensor: Any) -> bool:
-    """Whether this is a nested tensor; a TensorDict within a batch is not."""
+    """Whether the value is a nested tensor; a TensorDict inside a batch does not count."""
     return isinstance(tensor, torch.Tensor) and tensor.is_nested
 
 
@@ -75,7 +75,7 @@ def rows_of(nested: Any) -> list[torch.Tensor]:
 
 
 def nested_of(rows: Sequence[torch.Tensor], like: Any) -> Any:
-    """A nested tensor of these rows, with the layout and the ragged dimension of another."""
+    """Make a nested tensor of these rows, with the layout and the ragged dimension of ``like``."""
     if like.layout is not torch.jagged:
         return torch.nested.as_nested_tensor(list(rows), layout=like.layout)
     values, dim = like.values(), like._ragged_idx - 1
@@ -86,10 +86,10 @@ def nested_of(rows: Sequence[torch.Tensor], like: Any) -> Any:
 
 
 def object_array(values: Any) -> np.ndarray:
-    """An object array of Python values, as numpy makes it: values of equal length become further dimensions."""
+    """Make an object array of Python values as numpy does: values of equal length become further dimensions."""
     try:
         return np.array(values, dtype=object)
-    except ValueError:  # arrays that agree in their first dimensions only
+    except ValueError:  # arrays that are equal only in their first dimensions
         column = np.empty(len(values), dtype=object)
         for index, value in enumerate(values):
             column[index] = value
@@ -97,7 +97,7 @@ def object_array(values: Any) -> np.ndarray:
 
 
 def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:
-    """The named entries; None returns the same dict."""
+    """Select the named entries; None returns the same dict."""
     if keys is None:
         return entries
     wanted = set(keys)
@@ -105,7 +105,7 @@ def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any
 
 
 def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[str, Any]]:
-    """Take entries out of several parts, all or none. Raises `BatchError` if one is missing."""
+    """Remove entries from several parts, all or none. Raises `BatchError` if an entry is missing."""
     for keys, (name, part) in zip(wanted, parts.items(), strict=True):
         known = [] if part is None else list(part.keys())
         missing = sorted(set(keys) - set(known))
@@ -116,14 +116,14 @@ def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[
 
 @dataclass(slots=True)
 class UnbuiltBatch:
-    """The tensors of a `DataProto` that was cut, joined or received, until their TensorDict is needed.
+    """The tensors of a cut, joined or received `DataProto`, before a TensorDict of them is needed.
 
-    Building a TensorDict takes longer than cutting one. Never written to, but not frozen: freezing doubles
+    Building a TensorDict takes longer than cutting the tensors. Never written to, but not frozen: freezing doubles
     construction time.
 
     Attributes:
         tensors: Tensors by name, all of ``num_rows`` rows.
-        device: Of the TensorDict to be built; None if it has none.
+        device: Device of the TensorDict; None if it has none.
         is_borrowed: Other processes may read the memory too, so the TensorDict gets copies.
     """
 
@@ -134,7 +134,7 @@ class UnbuiltBatch:
 
     @property
     def batch_size(self) -> torch.Size:
-        """``[B]``."""
+        """The batch size, ``[B]``."""
         return torch.Size((self.num_rows,))
 
     def items(self) -> ItemsView[str, Any]:
@@ -142,24 +142,27 @@ class UnbuiltBatch:
         return self.tensors.items()
 
     def select(self, *keys: str) -> UnbuiltBatch:
-        """The tensors named. Raises `KeyError` if one is missing."""
+        """Select tensors by name. Raises `KeyError` if one is missing."""
         missing = [key for key in keys if key not in self.tensors]
         if missing:
             raise KeyError(f"batch has no {missing}, only {list(self.tensors)}")
         return UnbuiltBatch({key: self.tensors[key] for key in keys}, self.num_rows, self.device, self.is_borrowed)
 
     def build(self) -> TensorDict:
-        """The TensorDict, copied if the memory is borrowed."""
+        """Build the TensorDict; its tensors are copies if the memory is borrowed."""
         return self.clone() if self.is_borrowed else TensorDict(self.tensors, self.batch_size, device=self.device)
 
     def clone(self) -> TensorDict:
-        """The TensorDict, copied."""
+        """Build the TensorDict from copies."""
         copies = {key: tensor.clone() for key, tensor in self.tensors.items()}
         return TensorDict(copies, self.batch_size, device=self.device)
 
 
 def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
-    """Cut a TensorDict into equal parts, with its nested tensors and non-tensor entries, or raise `BatchError`."""
+    """Cut a TensorDict, with nested tensors and non-tensor entries, into equal parts.
+
+    Raises `BatchError` if impossible.
+    """
     if not data.batch_size or chunks < 1 or data.batch_size[0] % chunks != 0:
         raise BatchError(f"a TensorDict of batch size {tuple(data.batch_size)} cannot be cut into {chunks} equal parts")
     nested, rest = _apart(data)
@@ -179,7 +182,7 @@ def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDictBase:
 
 
 def _apart(data: TensorDictBase) -> tuple[dict[str, Any], Any]:
-    """The nested tensors, which torch neither cuts nor joins, and a TensorDict of everything else."""
+    """Split into the nested tensors, which torch cannot cut or join, and a TensorDict of the rest."""
     nested = {key: tensor for key, tensor in data.items() if is_nested(tensor)}
     return nested, data.exclude(*nested)
 
@@ -194,7 +197,10 @@ _DROP_ONE = "Drop or rename one of them"
 
 
 def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
-    """Add the second's tensors to the first, in place. Raises `BatchError` if one in both differs (NaN equals NaN)."""
+    """Add the second's tensors to the first, in place.
+
+    Raises `BatchError` if a common tensor differs (NaN equals NaN).
+    """
     if tensor_dict1 is None or tensor_dict2 is None:
         return tensor_dict2 if tensor_dict1 is None else tensor_dict1
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
@@ -226,7 +232,7 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
 
 
 def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, Any]:
-    """Add the second's entries to the first, in place. Raises `BatchError` if an entry in both differs."""
+    """Add the second's entries to the first, in place. Raises `BatchError` if a common entry differs."""
     for key in dict1.keys() & dict2.keys():
         if not facts_equal(dict1[key], dict2[key]):
             raise BatchError(
@@ -238,7 +244,10 @@ def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, An
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
-    """Turn records into columns named by the first record's keys. Missing keys are skipped, others refused."""
+    """Turn records into columns named by the first record's keys.
+
+    Later records may lack keys, but not have new ones.
+    """
     if not list_of_dict:
         return {}
     columns: dict[Any, list[Any]] = {key: [] for key in list_of_dict[0]}
@@ -261,7 +270,7 @@ def same_columns(records: Sequence[Mapping[Any, Any]], part: str) -> dict[Any, l
 
 
 def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge facts, which must be equal; each entry of ``metrics`` becomes the list of what the parts have."""
+    """Merge meta information, which must be equal. Each entry of ``metrics`` becomes the list of the parts' values."""
     merged: dict[str, Any] = {}
     metrics: list[Mapping[str, Any]] = []
     for meta_info in meta_infos:
@@ -280,7 +289,7 @@ def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def deep_equal(a: Any, b: Any) -> bool:
-    """Equality of type and value that looks into arrays, tensors and containers, cyclic ones too; NaN equals NaN."""
+    """Deep equality of type and value, for arrays, tensors and containers (also cyclic ones); NaN equals NaN."""
     return _equal(a, b, frozenset())
 
 
@@ -290,7 +299,7 @@ def facts_equal(a: Any, b: Any) -> bool:
         return True
     try:
         return bool(a == b)
-    except (TypeError, ValueError, RuntimeError):  # a comparison that has no single answer, as of arrays
+    except (TypeError, ValueError, RuntimeError):  # a comparison without a single result, as for arrays
         return False
 
 
@@ -342,7 +351,8 @@ def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 # How the codec writes tensors: bytes describe a dense tensor, as an array; a list describes the parts of a nested one.
 
-_NOT_SENT = re.compile(r"torch\.(q.*|bits.*|u?int[1-7])")  # quantized, opaque, and below one byte: torch copies none
+# Quantized, opaque, and smaller than one byte: torch cannot copy these.
+_NOT_SENT = re.compile(r"torch\.(q.*|bits.*|u?int[1-7])")
 _DTYPES = {
     str(dtype).removeprefix("torch.").encode(): dtype
     for dtype in vars(torch).values()
@@ -355,7 +365,7 @@ _descriptor = lru_cache(maxsize=4096)(descriptor)
 
 Description = bytes | list[Any]
 
-with warnings.catch_warnings():  # torch warns about read-only memory once per process: here, silently
+with warnings.catch_warnings():  # torch warns about read-only memory once per process; this suppresses the warning
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))
@@ -373,11 +383,11 @@ def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
         raise Unsupported(tensor, f"the wire carries no {kind}; make it a dense tensor")
     try:
         return _descriptor(name, tensor.shape), [buffer_of(tensor.numpy())]
-    except (RuntimeError, TypeError):  # needs a gradient, is elsewhere, is a lazy conjugate, or has no numpy dtype
+    except (RuntimeError, TypeError):  # needs a gradient, is on a GPU, is a lazy conjugate, or has no numpy dtype
         pass
     try:
         return _descriptor(name, tensor.shape), [memory_of(tensor).data]
-    except (RuntimeError, TypeError) as error:  # the meta device, or a dtype that has no view as bytes
+    except (RuntimeError, TypeError) as error:  # it is on the meta device, or its dtype has no view as bytes
         reason = f"a tensor of dtype {tensor.dtype} on {tensor.device} has no memory to send: {error}"
         raise Unsupported(tensor, reason) from error
 
@@ -413,7 +423,10 @@ def _layout(data: bytes) -> tuple[torch.dtype, np.dtype | None, tuple[int, ...],
 
 
 def tensor_of(description: Any, take: Callable[[], memoryview], *, copy: bool) -> torch.Tensor:
-    """The tensor of a description and the next buffers, copied from read-only ones if ``copy``. Raises `WireError`."""
+    """Decode a tensor from its description and the next buffers; with ``copy``, read-only buffers are copied.
+
+    Raises `WireError`.
+    """
     if type(description) is list:
         return _nested_of(description, take, copy=copy)
     dtype, numpy_dtype, shape, nbytes = _layout(description)
@@ -438,7 +451,7 @@ def _nested_of(description: list[Any], take: Callable[[], memoryview], *, copy: 
         rows = [tensor_of(row, take, copy=copy) for row in description[0]]
         if not rows or any(row.is_nested or row.dtype != rows[0].dtype or row.ndim != rows[0].ndim for row in rows):
             raise WireError("nested tensor whose rows are not dense tensors of one dtype and number of dimensions")
-        with warnings.catch_warnings():  # torch discourages strided nested tensors
+        with warnings.catch_warnings():  # torch warns about strided nested tensors
             warnings.simplefilter("ignore")
             return torch.nested.as_nested_tensor(rows, layout=torch.strided)
     values, offsets, lengths, ragged_dim = description
@@ -447,7 +460,7 @@ def _nested_of(description: list[Any], take: Callable[[], memoryview], *, copy: 
 
 
 def jagged_of(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None, ragged_dim: Any) -> Any:
-    """A nested tensor. Raises `WireError` unless its rows lie within its values."""
+    """Make a nested tensor. Raises `WireError` unless its rows are inside its values."""
     if values.is_nested or type(ragged_dim) is not int or not 1 <= ragged_dim <= values.ndim:
         raise WireError("nested tensor without values or with an impossible ragged dimension")
     _check_rows(values.shape[ragged_dim - 1], offsets, lengths)
@@ -455,7 +468,7 @@ def jagged_of(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor
 
 
 def _check_rows(num_values: int, offsets: torch.Tensor, lengths: torch.Tensor | None) -> None:
-    """Rows must start at 0, follow one another and end within the values."""
+    """Check that rows start at 0, are consecutive, and end inside the values."""
     for index in (offsets,) if lengths is None else (offsets, lengths):
         if index.is_nested or index.ndim != 1 or index.dtype not in (torch.int32, torch.int64):
             raise WireError("nested tensor whose offsets or lengths are not a vector of integers")

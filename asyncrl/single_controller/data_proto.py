@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class _CheckedSwitches(type):
-    """Checks a switch when it is set rather than when a batch is split."""
+    """Checks the type of an option when it is set, not only when a batch is split."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if name == "auto_padding" and not isinstance(value, bool):
@@ -35,11 +35,12 @@ class _CheckedSwitches(type):
 
 
 class DataProtoConfig(metaclass=_CheckedSwitches):
-    """Switches of all batches of this process.
+    """Options of all batches of this process.
 
     Attributes:
         auto_padding: Whether dispatch pads any batch that cannot be split evenly.
-        auto_padding_key: Entry of ``meta_info`` that asks for it for one batch; verl's, as scripts set it by name.
+        auto_padding_key: Entry of ``meta_info`` that enables padding for one batch; verl's name, because scripts set
+            it.
     """
 
     auto_padding: bool = False
@@ -74,9 +75,9 @@ class DataProtoItem:
 class DataProto:
     """B rows of named columns. Raises `BatchError` unless all columns have the same number of rows.
 
-    The tensors of a received batch stay in the memory they arrived in, which other processes may read too. They are
-    copied when ``batch`` is first read, so that the reader may write to them. A batch that came through Ray is not
-    even decoded until one of its attributes is read; a process that only passes it on never decodes it.
+    The tensors of a received batch stay in the received memory, which other processes may read too. The first read of
+    ``batch`` copies them, so the reader may write to them. A batch that came through Ray is not decoded until one of
+    its attributes is read; a process that only passes it on never decodes it.
 
     Args:
         batch: Tensors whose first dimension is B; None without tensors.
@@ -90,7 +91,7 @@ class DataProto:
 
     def __post_init__(self) -> None:
         """Check the batch; the ``__init__`` of a subclass that is a dataclass calls this too."""
-        if self.non_tensor_batch is None:  # as verl's callers write it
+        if self.non_tensor_batch is None:  # verl's callers write it like this
             self.non_tensor_batch = {}
         if self.meta_info is None:
             self.meta_info = {}
@@ -104,7 +105,7 @@ class DataProto:
         def __getattr__(self, name: str) -> Any:
             """Decode a received batch when its first attribute is read. Attributes set since then are kept."""
             message = vars(self).get("_arrived")
-            if message is not None:  # otherwise it was made here, or another thread has read it
+            if message is not None:  # otherwise this process made it, or another thread has read it
                 header, buffers, foreign = message
                 parts = decode([header, *buffers], foreign=foreign, writable=True)
                 for field_name, value in vars(serialization.from_parts(type(self), parts)).items():
@@ -123,7 +124,7 @@ class DataProto:
         return f"{type(self).__name__} of {len(self)} rows\n{self.get_data_info()}"
 
     def check_consistency(self) -> None:
-        """Raise `BatchError` unless all columns have the same number of rows, and the tensors one batch dimension."""
+        """Raise `BatchError` unless all columns have the same number of rows, and tensors one batch dimension."""
         if self._batch is not None and len(self._batch.batch_size) != 1:
             raise BatchError(f"batch must have one batch dimension, got {tuple(self._batch.batch_size)}")
         for key, array in self.non_tensor_batch.items():
@@ -204,7 +205,7 @@ class DataProto:
         return cls.from_dict(tensors, arrays, facts, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
-        """One TensorDict of all three parts. Raises `BatchError` if two of them share a name."""
+        """Make one TensorDict of all three parts. Raises `BatchError` if two parts have the same name."""
         batch_size = (len(self),) if self.batch is not None or self.non_tensor_batch else ()
         names = [*self._columns(), *self.non_tensor_batch, *self.meta_info]
         if len(set(names)) < len(names):
@@ -233,7 +234,7 @@ class DataProto:
         raise TypeError(f"a DataProto is indexed by int, slice, list, array or tensor, got {type(item).__name__}")
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
-        """Rows ``start:end:step``, sharing memory with this batch; copied where ``step`` is negative."""
+        """Rows ``start:end:step``. They share memory with this batch; with a negative ``step`` they are copied."""
         rows = slice(start, end, step)
         positions = range(*rows.indices(len(self)))
         if positions.step < 0:
@@ -278,7 +279,7 @@ class DataProto:
         return type(self).from_dict(tensors=tensors, non_tensors=arrays, meta_info=meta_info)
 
     def rename(self, old_keys: str | list[str] | None = None, new_keys: str | list[str] | None = None) -> DataProto:
-        """Give tensors new names, in place; arrays and meta information keep theirs."""
+        """Rename tensors in place; arrays and meta information keep their names."""
         if self.batch is None:
             raise BatchError("this DataProto holds no tensors to be renamed")
         for keys in (old_keys, new_keys):
@@ -287,7 +288,7 @@ class DataProto:
         old, new = ([keys] if isinstance(keys, str) else list(keys or ()) for keys in (old_keys, new_keys))
         if len(old) != len(new) or len(set(old)) != len(old) or len(set(new)) != len(new):
             raise ValueError(f"rename needs as many new names as old ones, each once, got {old} and {new}")
-        (tensors,) = columns.pop_all({"batch": self.batch}, [old])  # all at first: names may be exchanged
+        (tensors,) = columns.pop_all({"batch": self.batch}, [old])  # remove all first, because names may be exchanged
         for key, tensor in zip(new, tensors.values(), strict=True):
             self.batch.set(key, tensor)
         return self
@@ -308,7 +309,7 @@ class DataProto:
         return self
 
     def reorder(self, indices: Any) -> None:
-        """Put the rows into this order, in place."""
+        """Reorder the rows, in place."""
         reordered = self.select_idxs(indices)
         self.batch, self.non_tensor_batch = reordered._batch, reordered.non_tensor_batch
 
@@ -380,7 +381,10 @@ class DataProto:
         return [self.slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Cut the rows into parts of ``split_size``, sharing memory with this batch; the last may be shorter."""
+        """Cut the rows into parts of ``split_size``, which share memory with this batch.
+
+        The last part may be shorter.
+        """
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     @staticmethod
@@ -434,7 +438,7 @@ class DataProto:
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     def get_data_info(self) -> str:
-        """One line for each entry: its name, shape, dtype and device, or its type."""
+        """One line per entry: its name, shape, dtype and device, or its type."""
         shapes = {
             key: f"({t.size(0)}, {str(t.layout).removeprefix('torch.')})" if is_nested(t) else str(tuple(t.shape))
             for key, t in self._columns().items()
@@ -446,7 +450,7 @@ class DataProto:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors and arrays; of object arrays, their pointers."""
+        """Bytes of the tensors and arrays; for object arrays, the bytes of their pointers."""
         return sum(value.nbytes for value in [*self._columns().values(), *self.non_tensor_batch.values()])
 
     def save_to_disk(self, filepath: str | Path) -> None:
@@ -465,7 +469,7 @@ class DataProto:
         return serialization.from_parts(cls, parts, is_borrowed=False)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """The codec's header and buffers, out of band from pickle protocol 5 on."""
+        """Pickle as the codec's header and buffers, out of band from pickle protocol 5 on."""
         header, buffers, foreign = self.__getstate__()
         wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
         return serialization.rebuild, (type(self), header, [wrap(buffer) for buffer in buffers], foreign)
@@ -474,7 +478,7 @@ class DataProto:
         """The batch as a message; a received batch that was not decoded is passed on unchanged."""
         if vars(self).keys() == {"_arrived"}:
             return self._arrived
-        foreign: list[Any] = []  # values that the codec does not carry, which Ray pickles
+        foreign: list[Any] = []  # values that the codec does not support; Ray pickles them
         header, *buffers = encode(serialization.parts_of(self), foreign=foreign)
         return header, buffers, foreign
 
@@ -493,7 +497,7 @@ class DataProto:
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
 
     def _mapped(self, change: Callable[[str, Any], Any], num_rows: int, *, shares_memory: bool = False) -> DataProto:
-        """The batch of the columns ``change(key, column)``, with the same facts."""
+        """The batch of the columns ``change(key, column)``, with the same meta information."""
         batch = None
         if self._batch is not None:
             is_borrowed = shares_memory and isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed
@@ -529,7 +533,7 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Append rows from the beginning, over and over, until ``size_divisor`` divides their number; none to no rows.
+    """Append rows from the beginning, repeatedly, until ``size_divisor`` divides their number.
 
     Returns the padded batch (``data`` itself if nothing is missing) and the number of rows appended.
     """

@@ -1,6 +1,6 @@
-"""`register` and the dispatch modes: how arguments are split over the ranks, and results awaited and joined.
+"""`register` and the dispatch modes: splitting arguments over the ranks, and joining results.
 
-Loads neither torch nor ray.
+This module does not load torch or ray.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 from asyncrl.core.errors import UsageError
 from asyncrl.core.remote import fetch, fetch_async
 
-# Dispatch functions put the number of rows they added under this keyword argument; the call takes them off again.
+# Dispatch functions put the number of added rows under this keyword argument; the call removes these rows again.
 _padding_size_key = "_padding_size_key_x123d"
 
 
@@ -50,7 +50,7 @@ class DataProtoFuture:
         return DataProtoFuture(collect_fn=merge, futures=list(data))
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """One future per part, of ``chunks`` equal parts; nothing is fetched."""
+        """Return one future per part, for ``chunks`` equal parts; nothing is fetched."""
         return [self.then(partial(_part, index=index, chunks=chunks)) for index in range(chunks)]
 
     def then(self, select: Callable[[Any], Any]) -> DataProtoFuture:
@@ -69,7 +69,7 @@ class DataProtoFuture:
         return await asyncio.to_thread(self.resolve, await fetch_async(self.futures))
 
     def resolve(self, results: list[Any]) -> Any:
-        """What `get` returns, from results that are fetched already."""
+        """The result of `get` for results that are already fetched."""
         joined = self.collect_fn(results)
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 
@@ -92,21 +92,21 @@ class BatchData:
         self._data = data
 
     def is_chunkable(self) -> bool:
-        """Whether `chunk` can cut it."""
+        """Whether `chunk` can cut the value."""
         return _is_batch(self._data) or isinstance(self._data, DataProtoFuture)
 
     def is_concatable(self) -> bool:
-        """Whether it is a list of at least one batch, or of references."""
+        """Whether the value is a list of at least one batch, or of references."""
         data = self._data
         return isinstance(data, list | tuple) and len(data) > 0 and (_is_batch(data[0]) or _is_reference(data[0]))
 
     def chunk(self, chunks: int) -> Sequence[Any]:
-        """Cut it into parts of its own kind, as `DataProto.chunk` does; a TensorDict only evenly.
+        """Cut the value into parts of its own kind, as `DataProto.chunk` does; a TensorDict only evenly.
 
-        Raises `BatchError` if the rows cannot be cut evenly, `UsageError` if it is of none of these kinds.
+        Raises `BatchError` if the rows cannot be cut evenly, `UsageError` for a value of another kind.
         """
         if _is_tensordict(self._data):
-            from asyncrl.single_controller import columns  # this process has loaded torch already
+            from asyncrl.single_controller import columns  # this process has already loaded torch
 
             return columns.chunk_tensordict(self._data, chunks)
         if not self.is_chunkable():
@@ -175,7 +175,7 @@ class _Members(type):
 class DynamicEnum(metaclass=_Members):
     """Base of a growing enumeration. Names are unique without regard to case; members compare by identity."""
 
-    keeps_case: ClassVar[bool] = False  # whether members keep their names as written, not in capitals
+    keeps_case: ClassVar[bool] = False  # whether members keep the spelling of their names instead of capitals
     _registry: ClassVar[dict[str, Any]] = {}
     _next_value: ClassVar[int] = 0
 
@@ -220,7 +220,7 @@ class DynamicEnum(metaclass=_Members):
 
 
 def _member(kind: type[DynamicEnum], name: str) -> Any:
-    """Find a member when it is unpickled. A process that does not know it registers it."""
+    """Find a member when it is unpickled. A process that does not have the member registers it."""
     return kind.from_name(name) or kind.register(name)
 
 
@@ -243,7 +243,7 @@ class Dispatch(DynamicEnum):
 
 
 class Execute(DynamicEnum):
-    """Which workers run a call."""
+    """The workers that run a call."""
 
     ALL: Execute
     RANK_ZERO: Execute
@@ -265,7 +265,7 @@ def register(
 
     Args:
         dispatch_mode: A member of `Dispatch`, or a dict with ``dispatch_fn`` and ``collect_fn``.
-        execute_mode: Whether all workers run the method, or rank 0 alone.
+        execute_mode: Whether all workers run the method, or only rank 0.
         blocking: Whether the group's caller waits for the results, or receives references or a `DataProtoFuture`.
         materialize_futures: Whether the worker fetches each `DataProtoFuture` among the arguments first.
     """
@@ -349,7 +349,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def mapped(change: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
-    """The arguments of a call after ``change``, each on its own."""
+    """Apply ``change`` to each argument of a call."""
     return tuple(map(change, args)), {key: change(value) for key, value in kwargs.items()}
 
 
@@ -416,7 +416,7 @@ def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kw
 
 
 def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> Any:
-    """One `DataProto` of the ranks' results, or the future of it."""
+    """Join the ranks' results to one `DataProto`, or to a future of one."""
     return _concat_data_proto_or_future(collect_dp_compute(worker_group, output))
 
 
@@ -445,7 +445,7 @@ def dispatch_nd_compute(
 
 
 def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any) -> Any:
-    """The results of the ranks that the mask selects."""
+    """Select the results of the ranks in the mask."""
     collect_dp_compute(worker_group, output)
     return [result for result, is_collect in zip(output, collect_mask, strict=True) if is_collect]
 
@@ -453,7 +453,7 @@ def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any)
 def dispatch_nd_compute_dataproto(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> Dispatched:
-    """Split every `DataProto` into ``dp_size`` parts, padded if the data asks for it, and hand them out."""
+    """Split every `DataProto` into ``dp_size`` parts, padded if the data asks for it, and distribute the parts."""
     split_args, split_kwargs = _split_args_kwargs_data_proto_with_auto_padding(dp_size, *args, **kwargs)
     padding = {key: split_kwargs.pop(key) for key in (_padding_size_key,) if key in split_kwargs}
     handed_args, handed_kwargs = dispatch_nd_compute(
@@ -463,7 +463,7 @@ def dispatch_nd_compute_dataproto(
 
 
 def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, output: Any) -> Any:
-    """One `DataProto` of the results of the ranks that the mask selects, or the future of it."""
+    """Join the results of the ranks that the mask selects to one `DataProto`, or to a future of one."""
     return _concat_data_proto_or_future(collect_nd_compute(collect_mask, worker_group, output))
 
 
@@ -527,7 +527,7 @@ def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable[..
 
 
 def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
-    """The name of the group's method that runs a call in this mode."""
+    """Name of the group's method that runs a call in this mode."""
     return {"execute_fn_name": _EXECUTE_FN_NAMES[execute_mode]}
 
 
@@ -577,7 +577,7 @@ def _asks_for_padding(value: Any) -> bool:
 
 
 def _padded(value: Any, padding_size: int) -> Any:
-    """A copy with its last row repeated, if it asks for padding; the caller's batch is unchanged."""
+    """Return a copy with its last row repeated if the batch asks for padding; the caller's batch is unchanged."""
     if padding_size == 0 or not _asks_for_padding(value):
         return value
     padded = value.slice()
@@ -586,7 +586,7 @@ def _padded(value: Any, padding_size: int) -> Any:
 
 
 def _chunked(name: Any, value: Any, chunks: int) -> list[Any]:
-    """The value in equal parts. Raises `UsageError` if it cannot be cut."""
+    """Cut the value into equal parts. Raises `UsageError` if it cannot be cut."""
     from tensordict import TensorDictBase
 
     if not hasattr(value, "chunk"):
@@ -607,7 +607,7 @@ _MAX_THREADS = 16
 
 
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[Any]:
-    """Put values, at least one, into the object store; references in order. By default at most 16 threads."""
+    """Put at least one value into the object store; return the references in order. By default at most 16 threads."""
     import ray
 
     if not data_list:

@@ -1,6 +1,6 @@
-"""Whether workers are alive, noticing a death while nobody calls them, and what a worker wrote before it died.
+"""The state of workers, detection of their death between calls, and the last output of a dead worker.
 
-`first_death` waits. A worker's own methods are not used, because a worker runs one method at a time.
+`first_death` waits. It does not call a worker's own methods, because a worker runs one method at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .resource_pool import current_cluster, current_node
 
 
 def state_of(worker: Any) -> str:
-    """An actor's state, as Ray names it. Example: ``"ALIVE"``."""
+    """An actor's state by Ray's name. Example: ``"ALIVE"``."""
     actor = ray_state.actors(worker._actor_id.hex())
     return actor["State"] if actor else "UNKNOWN"
 
@@ -48,12 +48,12 @@ async def ray_death() -> NoReturn:
         "gcs_server": f"--session-name={node.session_name}",
     }
     processes = await asyncio.to_thread(lambda: list(psutil.process_iter(["name", "cmdline"])))
-    daemons = {  # those that this driver uses, if they run here
+    daemons = {  # the daemons of this driver, if they run on this machine
         process.pid: process.info["name"]
         for process in processes
         if marks.get(process.info["name"], "\0") in (process.info["cmdline"] or [])
     }
-    never = asyncio.get_running_loop().create_future()  # for a cluster without daemons on this machine
+    never = asyncio.get_running_loop().create_future()  # if the cluster has no daemons on this machine
     waiting: dict[Any, int] = {asyncio.ensure_future(process_end(pid)): pid for pid in daemons}
     try:
         ended, _ = await asyncio.wait({never, *waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -73,7 +73,9 @@ _DAEMONS = {"raylet": "node manager", "gcs_server": "control service"}
 
 
 async def first_death(workers: Sequence[Any], is_alive: Callable[[Any], bool], every_s: float = 5.0) -> int | None:
-    """Wait until one of the workers, all alive by now, has died; its index, or None if Ray was shut down first.
+    """Wait until one of the workers has died.
+
+    All of them must be alive at the call. Returns the index of the dead worker, or None if Ray was shut down first.
 
     The kernel wakes this wait for a process of this node, a Ray task for a process of another node. Every ``every_s``
     seconds Ray is asked for the workers' states, even if no process ended.
@@ -109,7 +111,10 @@ async def first_death(workers: Sequence[Any], is_alive: Callable[[Any], bool], e
 
 
 async def _end_on(node_id: str, pids: list[int]) -> int | None:
-    """Wait until one of these processes of another node has ended; None if the task that waits there was lost."""
+    """Wait until one of these processes of another node has ended.
+
+    Returns None if the waiting task on that node was lost.
+    """
     there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     task: Any = _first_to_end.options(scheduling_strategy=there).remote(pids)
     try:
@@ -128,11 +133,14 @@ _first_to_end = ray.remote(num_cpus=0, max_retries=0)(wait_for_first_end)
 
 
 _REMOTE_READ_TIMEOUT_S = 10.0
-_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # begin the lines in which Ray names job and actor
+_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # prefixes of Ray's lines with job and actor
 
 
 def last_words(actor_id: str, log_file: str | None) -> str:
-    """Paths and end of an actor's output on its node; ``log_file`` is its log there, None if Ray keeps it."""
+    """Paths and last lines of an actor's output on its node.
+
+    ``log_file`` is its log there, None if Ray keeps the log.
+    """
     if not ray.is_initialized():
         return f"{log_file}:\n{last_lines(log_file)}" if log_file else "its output: (Ray is shut down)"
     actor = ray_state.actors(actor_id)
@@ -153,7 +161,7 @@ def last_words(actor_id: str, log_file: str | None) -> str:
 
 
 def tail_of(log_file: str | None, pid: int) -> str:
-    """Paths and last lines of what a process of this node wrote: its log, or the files that Ray keeps."""
+    """Paths and last lines of the output of a process on this node: its log, or Ray's files."""
     if log_file is not None:
         return f"{log_file}:\n{last_lines(log_file)}"
     node: Any = ray_worker._global_node

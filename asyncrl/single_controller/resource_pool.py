@@ -28,7 +28,7 @@ from .dispatch import BESIDE, DynamicEnum, runs_beside
 
 
 class ResourcePool:
-    """How many processes a group has on each node. Example: ``[8, 8]`` for two nodes of eight.
+    """The number of processes of a group on each node. Example: ``[8, 8]`` for two nodes of eight.
 
     ``max_colocate_count`` groups may share the pool at the same time.
     """
@@ -50,7 +50,7 @@ class ResourcePool:
         return self._store
 
     def __call__(self) -> list[int]:
-        """As ``store``."""
+        """Same as ``store``."""
         return self._store
 
     @property
@@ -68,7 +68,7 @@ class ResourcePool:
 
 
 class ClassWithInitArgs:
-    """A class and its arguments; calling it makes the instance."""
+    """A class and its arguments; a call makes the instance."""
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         self.cls = cls
@@ -140,7 +140,7 @@ class RayResourcePool(ResourcePool):
         self.apart = apart
         self.labels = dict(labels or {})
         self.timeout_s = timeout_s
-        self._num_users = 0  # groups that run here or on a part
+        self._num_users = 0  # groups in this pool or in a part of it
         self._had_groups = False
 
     def options(self) -> dict[str, Any]:
@@ -163,10 +163,10 @@ class RayResourcePool(ResourcePool):
     ) -> list[PlacementGroup]:
         """The reservation, one placement group per node. The first call in a cluster makes it.
 
-        ``strategy`` replaces the pool's. Raises `DeadlineError`, with nothing reserved, if the cluster does not grant
+        ``strategy`` replaces the pool's strategy. Raises `DeadlineError`, with nothing reserved, if the cluster does not grant
         it in time, and `UsageError` for a part of a pool whose cluster has ended.
         """
-        if self._cluster is not None and self._has_ended():  # with an earlier Ray cluster
+        if self._cluster is not None and self._has_ended():  # its earlier Ray cluster has ended
             if self._wholes:
                 what = f"pool {self.name_prefix!r} is made of pools of a Ray cluster that has ended"
                 raise UsageError(f"{what}; split or merge them again")
@@ -192,7 +192,7 @@ class RayResourcePool(ResourcePool):
         """Make the reservation as `get_placement_groups` does, and wait without a deadline until it is granted.
 
         Returns the node id of each placement group. A cancelled wait leaves nothing reserved. Pools with ``apart`` are
-        reserved one placement group at a time, so this does not serve them.
+        reserved one placement group at a time, so this method does not support them.
         """
         pgs = [
             self._asked(f"{self.name_prefix}_{count}:{index}", count, self.labels, device_name)
@@ -223,7 +223,10 @@ class RayResourcePool(ResourcePool):
     def _wait_until_granted(
         self, pgs: Sequence[PlacementGroup], first: int, deadline_s: float, device_name: str
     ) -> None:
-        """Wait until placement groups from ``first`` on are granted. Else release all and raise `DeadlineError`."""
+        """Wait until the placement groups from ``first`` on are granted.
+
+        Otherwise release all of them and raise `DeadlineError`.
+        """
         left_s, awaited = max(deadline_s - time.monotonic(), 0.0), [pg.ready() for pg in pgs[first:]]
         _, waiting = ray.wait(awaited, num_returns=len(awaited), timeout=left_s)
         if not waiting:
@@ -269,7 +272,7 @@ class RayResourcePool(ResourcePool):
         self.pgs, self._reserved, self._had_groups = None, [], False
 
     def _has_ended(self) -> bool:
-        """Whether the reservation is gone; a detached one outlives the job that made it."""
+        """Whether the reservation has ended. A detached reservation stays after the end of its job."""
         now = current_cluster()
         if self.detached and now is not None:
             return self._cluster[0] != now[0]
@@ -279,12 +282,12 @@ class RayResourcePool(ResourcePool):
 def current_cluster() -> Any:
     """Ids of the cluster this process is connected to and of its job there; None if it is not connected."""
     worker = ray_worker.global_worker
-    node = worker.node  # Ray's shutdown takes it away before it says that it is disconnected
+    node = worker.node  # Ray's shutdown removes it before Ray reports the disconnection
     return (node.cluster_id, worker.current_job_id) if node is not None and worker.connected else None
 
 
 def current_node() -> str:
-    """Id of the node that this process is on."""
+    """Id of this process's node."""
     return ray.get_runtime_context().get_node_id()
 
 
@@ -315,10 +318,10 @@ def address_order(address: str) -> tuple[int, bytes, str]:
 
 
 class SubRayResourcePool(RayResourcePool):
-    """A range of a pool's processes. The whole pool owns the placement groups and gives them back.
+    """A range of a pool's processes.
 
-    The range has ``subgroup_world_size`` processes, and begins at ``start_bundle_index``, counted over the nodes in the
-    order of their addresses.
+    The whole pool owns the placement groups and releases them. The range has ``subgroup_world_size`` processes and
+    begins at ``start_bundle_index``, counted over the nodes in the order of their addresses.
     """
 
     def __init__(
@@ -338,8 +341,8 @@ class SubRayResourcePool(RayResourcePool):
 class JoinedResourcePool(RayResourcePool):
     """A second set of processes in a whole pool: each uses the devices of ``size`` neighboring processes of the pool.
 
-    Both sets share the devices, so the pool must allow two groups. Example: engines with ``size`` tensor-parallel
-    ranks beside as many learner ranks. Raises `UsageError` if the devices of a process would be on two nodes.
+    Both sets share the devices, so the pool must allow two groups. Example: engines with ``size`` tensor-parallel ranks
+    on the devices of ``size`` learner ranks. Raises `UsageError` if the devices of one process would be on two nodes.
     """
 
     def __init__(self, whole: RayResourcePool, size: int) -> None:
@@ -376,9 +379,10 @@ class JoinedResourcePool(RayResourcePool):
 
 
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[int]) -> list[SubRayResourcePool]:
-    """Cut a pool, or a part of one, into parts; it is reserved now, if it was not yet.
+    """Cut a pool, or a part of a pool, into parts.
 
-    ``split_size`` is the number of processes of every part, or of each; they must add up to the pool's.
+    Reserves the pool if it is not reserved yet. ``split_size`` is the common number of processes per part, or a list of
+    numbers; the sum must be the number of processes of the pool.
     """
     total = resource_pool.world_size
     sizes = [split_size] * (total // max(split_size, 1)) if isinstance(split_size, int) else list(split_size)
@@ -399,7 +403,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[i
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
-    """One pool of the processes of two whole pools that differ in their nodes only. They keep their reservations."""
+    """Merge two whole pools that differ only in their nodes. The pools keep their reservations."""
     for pool in (rp1, rp2):
         if isinstance(pool, SubRayResourcePool):
             raise UsageError(f"pool {pool.name_prefix!r} is a part of a pool; merge whole pools, and split the result")
@@ -428,7 +432,7 @@ _TEXTS = {
 
 
 class WorkerRole(DynamicEnum):
-    """What a worker group is for. ``Role.register("MyRole")`` adds one."""
+    """The role of a worker group. ``Role.register("MyRole")`` adds a role."""
 
     keeps_case = True
 
@@ -437,7 +441,7 @@ class WorkerRole(DynamicEnum):
 
     @classmethod
     def from_string(cls, name: str) -> WorkerRole:
-        """The role with this ``str(role)`` or name. Raises `ValueError` if there is none."""
+        """Find the role with this ``str(role)`` or name. Raises `ValueError` if there is none."""
         for role in cls:
             if name.lower() in (str(role), role.name.lower()):
                 return role
@@ -456,7 +460,7 @@ class ResourcePoolManager:
     Attributes:
         resource_pool_spec: Pool to number of processes on each node. Example: ``{"actor": [8, 8]}``.
         mapping: Role to pool.
-        resource_pool_dict: The pools, once `create_resource_pool` has made them.
+        resource_pool_dict: The pools, after `create_resource_pool` has made them.
         use_gpu: Whether every process has a device.
         max_colocate_count: Groups that may share a pool; 1 if the roles of a pool share their processes.
         device_name: ``cuda`` or ``npu``.
@@ -480,7 +484,10 @@ class ResourcePoolManager:
     own_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def create_resource_pool(self) -> None:
-        """Make the pools. Raises `ValueError` naming what is missing on which node if the cluster cannot grant them."""
+        """Make the pools.
+
+        Raises `ValueError` with the missing resources and nodes if the cluster cannot grant the pools.
+        """
         for name, process_on_nodes in self.resource_pool_spec.items():
             own = ("use_gpu", "max_colocate_count", "num_cpus_per_process", "apart", "labels", "timeout_s")
             options: dict[str, Any] = {option: getattr(self, option) for option in own}
@@ -493,11 +500,14 @@ class ResourcePoolManager:
         return self.resource_pool_dict[self.mapping[role]]
 
     def get_n_gpus(self) -> int:
-        """Number of processes, and so of devices, over all pools."""
+        """Number of processes over all pools; this is also the number of devices."""
         return sum(count for process_on_nodes in self.resource_pool_spec.values() for count in process_on_nodes)
 
     def _check_resource_available(self) -> None:
-        """Check that the pools fit on the nodes; for the message, the largest first, on the fullest node with room."""
+        """Check that the pools fit on the nodes.
+
+        For the message, place the largest demand first, on the fullest node with room.
+        """
         free = {node: dict(resources) for node, resources in ray_state.available_resources_per_node().items()}
         demands = [(count, name) for name, counts in self.resource_pool_spec.items() for count in counts]
         demands.sort(reverse=True)
@@ -541,15 +551,15 @@ def fits(needed: Resources, free: Resources) -> bool:
 
 
 def take(needed: Resources, free: dict[str, float]) -> None:
-    """Subtract what is needed, in place."""
+    """Subtract the needed resources, in place."""
     for resource, amount in needed.items():
         free[resource] -= amount
 
 
 def can_place(needs: Sequence[Resources], nodes: Iterable[Resources]) -> bool:
-    """Whether every demand, the largest first, fits on one node, by the nodes' free resources.
+    """Whether each demand fits on one node, by the nodes' free resources, with the largest demand first.
 
-    True also if the search gave up after 10,000 steps, which leaves it to the cluster.
+    Also True if the search stopped after 10,000 steps; then the cluster decides.
     """
     steps = 0
 
@@ -587,7 +597,7 @@ def remote_class(cls: type, roles: Iterable[type] = ()) -> Any:
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
-    """A worker class, plain or under ``ray.remote``, and the arguments to make it with."""
+    """A worker class, plain or with ``ray.remote``, and its arguments."""
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(cls if hasattr(cls, "__ray_actor_class__") else remote_class(cls), *args, **kwargs)
@@ -603,10 +613,11 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self._options.update(options)
 
     def for_rank(self, options: dict[str, Any], **changed: Any) -> RayClassWithInitArgs:
-        """A copy for one rank, whose ``options`` win over those set here; environment variables are merged.
+        """A copy for one rank.
 
-        ``changed`` replaces keyword arguments of the class for this rank. A class that names no CPUs uses those that
-        the pool reserved.
+        The given ``options`` have priority over the options of this object; environment variables are merged.
+        ``changed`` replaces keyword arguments of the class for this rank. A class without its own number of CPUs uses
+        the CPUs that the pool reserved.
         """
         ours = copy(self)
         ours.kwargs = {**self.kwargs, **changed}
@@ -629,7 +640,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     ) -> Any:
         """Start the actor in a bundle of a placement group, with a share of a device if it needs one.
 
-        With ``sharing_with``, it runs on that actor's node and devices instead.
+        With ``sharing_with``, the new actor runs on the node and devices of that actor instead.
         """
         if sharing_with is not None:
             node_id, devices = ray.get(
@@ -672,7 +683,7 @@ class Slot:
 
 
 def slots_of(pool: RayResourcePool, strategy: str | None, device_name: str) -> list[Slot]:
-    """The slots of a pool, or of a part of a pool, by rank. ``strategy`` replaces the pool's."""
+    """The slots of a pool, or of a part of a pool, by rank. ``strategy`` replaces the pool's strategy."""
     addresses = node_addresses()
     unsorted_pgs = pool.get_placement_groups(strategy=strategy, device_name=device_name)
     processes = {pg.id: count for pg, count in zip(unsorted_pgs, pool.store, strict=True)}
@@ -734,7 +745,7 @@ _free_port_there: Any = ray.remote(num_cpus=0)(free_port)
 
 
 def _visible_devices() -> str:
-    return ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])  # as CUDA_VISIBLE_DEVICES names them
+    return ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])  # in the notation of CUDA_VISIBLE_DEVICES
 
 
 _devices_there: Any = ray.remote(num_cpus=0)(_visible_devices)

@@ -1,4 +1,4 @@
-"""How a `DataProto` travels: through Ray, to disk, between the ranks of a process group, and as plain tuples."""
+"""Serialization of a `DataProto`: through Ray, to disk, between the ranks of a process group, and as plain tuples."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ def write_frames(file: BinaryIO, frames: Sequence[Frame]) -> None:
 
 
 def read_frames(data: bytes | memoryview) -> list[memoryview]:
-    """The frames in a file's bytes, as views. Raises `WireError` if these are not such a file, or a part of one."""
+    """The frames in a file's bytes, as views.
+
+    Raises `WireError` if the bytes are not such a file, or the file is truncated.
+    """
     view = memoryview(data)
     if bytes(view[: len(_FILE_MAGIC)]) != _FILE_MAGIC:
         raise WireError(f"not a file of this protocol: it begins with {bytes(view[: len(_FILE_MAGIC)])!r}")
@@ -104,9 +107,9 @@ def all_gather_data_proto(data: Any, process_group: Any) -> None:
     """Concatenate the parts of all ranks on every rank, in the order of the ranks, in place.
 
     The ranks' numbers of rows may differ, and may be zero; all ranks raise `BatchError` if their columns differ. The
-    tensors end up on the device that this rank's were on; ``meta_info`` is unchanged. The timeout of ``process_group``
-    bounds the wait; None is the default group. Raises `WireError` if an object column holds a value that the codec does
-    not know.
+    resulting tensors are on the device of this rank's tensors; ``meta_info`` is unchanged. The timeout of
+    ``process_group`` bounds the wait; None is the default group. Raises `WireError` if an object column holds a value
+    that the codec does not know.
     """
     tensors = data._columns()
     part = _message_of(parts_of(data.select(meta_info_keys=()).to("cpu")))
@@ -121,9 +124,10 @@ def all_gather_data_proto(data: Any, process_group: Any) -> None:
 
 
 def broadcast_value(value: Any, process_group: Any) -> Any:
-    """The value of the group's first rank, on every rank. Raises `WireError` if the codec does not carry the value.
+    """The value of the group's first rank, on every rank.
 
-    The first rank gets its own object back. The other ranks pass any value, which is ignored.
+    Raises `WireError` if the codec does not support the value. The first rank gets its own object back. The values of
+    the other ranks are ignored.
     """
     device = _device_of(process_group)
     is_first = dist.get_rank(process_group) == 0
@@ -136,7 +140,7 @@ def broadcast_value(value: Any, process_group: Any) -> Any:
 
 
 def _message_of(value: Any) -> bytes:
-    """A value as one message: the frames of the codec, as `write_frames` writes them."""
+    """Encode a value as one message: the codec's frames in the format of `write_frames`."""
     file = io.BytesIO()
     write_frames(file, encode(value))
     return file.getvalue()
@@ -148,13 +152,13 @@ def _value_of(message: memoryview) -> Any:
 
 
 def _device_of(group: Any) -> torch.device | None:
-    """Where the tensors of a group's collectives are."""
+    """The device for the tensors of a group's collectives."""
     on_cpu = any(name in dist.get_backend(group) for name in ("gloo", "mpi"))
     return torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
 
 
 def all_gather_bytes(message: bytes, group: Any) -> list[memoryview]:
-    """The messages of all ranks; they are sent padded to the longest."""
+    """Gather the messages of all ranks, padded to the longest message for the transfer."""
     device = _device_of(group)
     num_ranks = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_ranks)]
@@ -167,11 +171,11 @@ def all_gather_bytes(message: bytes, group: Any) -> list[memoryview]:
 
 
 def gather_values(value: T, kind: Any, group: dist.ProcessGroup | None) -> list[T]:
-    """The values of all ranks of a group, in their order; a collective.
+    """The values of all ranks of a group, in rank order; a collective.
 
     Args:
         value: Numbers, strings, lists, tuples, and dataclasses of them.
-        kind: Its type, for what is read. Example: ``list[tuple[int, int]]``.
+        kind: Type of the value, for decoding. Example: ``list[tuple[int, int]]``.
         group: None stands for this rank alone.
 
     Raises:
@@ -196,7 +200,7 @@ def serialize_single_tensor(obj: torch.Tensor) -> TensorParts:
 
 
 def deserialize_single_tensor(arr: TensorParts) -> torch.Tensor:
-    """The inverse of `serialize_single_tensor`, in memory of its own. Raises `BatchError` if the parts do not fit."""
+    """The inverse of `serialize_single_tensor`, in new memory. Raises `BatchError` if the parts do not fit."""
     name, shape, data = arr
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -212,7 +216,7 @@ def deserialize_single_tensor(arr: TensorParts) -> torch.Tensor:
 def serialize_tensordict(
     batch: TensorDict,
 ) -> tuple[tuple[int, ...], str | None, dict[str, TensorParts | tuple[str, list[TensorParts]]]]:
-    """Batch size, device (None if none is shared), and by name each tensor's parts; of nested ones layout and rows."""
+    """Batch size, common device or None, and the parts of each tensor by name (nested: layout and rows)."""
     tensors: dict[str, Any] = dict(batch.items())
     items: dict[str, Any] = {
         key: (str(tensor.layout).removeprefix("torch."), list(map(serialize_single_tensor, rows_of(tensor))))

@@ -1,4 +1,4 @@
-"""Workers: who a process is in its group, its devices, its place in each mesh; several workers in one process."""
+"""Workers: a process's rank in its group, its devices, its place in each mesh; several workers in one process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .resource_pool import RayClassWithInitArgs, free_port, remote_class, unwrap
 
 
 class WorkerHelper:
-    """Where a process is, and which ports are free there."""
+    """The node of a process, and free ports there."""
 
     @staticmethod
     def _get_node_ip() -> str:
         return ray.util.get_node_ip_address()
 
     def get_available_master_addr_port(self) -> tuple[str, str]:
-        """This node's address, and a port that is free now."""
+        """This node's address, and a free port."""
         return self._get_node_ip().strip("[]"), str(free_port())
 
 
@@ -53,7 +53,7 @@ class Worker(WorkerHelper):
     _master_port: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
-        """Open the worker's log first, and leave SIGTERM to the run where Ray does."""
+        """Open the worker's log first, and leave SIGTERM to the run if Ray does."""
         keep_stop_blocked()
         log_file = os.environ.pop("WG_LOG_FILE", None)
         if log_file is not None:
@@ -88,12 +88,15 @@ class Worker(WorkerHelper):
 
     @classmethod
     def env_keys(cls) -> list[str]:
-        """Variables that describe a worker; each is an attribute too, RANK as ``_rank``. A subclass may add its own."""
+        """Environment variables that describe a worker.
+
+        Each is an attribute too, RANK as ``_rank``. A subclass may add others.
+        """
         place = ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"]
         return [*place, "MASTER_ADDR", "MASTER_PORT", visible_devices_name()]
 
     def _setup_env_cuda_visible_devices(self) -> None:
-        """Set which devices the process sees; a subclass for another accelerator overrides it."""
+        """Set the visible devices of the process. A subclass for another accelerator overrides this method."""
         set_up_visible_devices()
 
     @property
@@ -107,7 +110,7 @@ class Worker(WorkerHelper):
         return self._world_size
 
     def get_master_addr_port(self) -> tuple[str | None, str | None]:
-        """Address and port at which rank 0 gathers the group."""
+        """Address and port of rank 0 for the group's rendezvous."""
         return self._master_addr, self._master_port
 
     def get_cuda_visible_devices(self) -> str:
@@ -115,17 +118,18 @@ class Worker(WorkerHelper):
         return os.environ.get(visible_devices_name(), ALL_DEVICES)
 
     def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:
-        """A worker that lives in the same process under this name, or None."""
+        """The worker with this name in the same process, or None."""
         return self.fused_worker_dict.get(worker_name)
 
     def get_node_id(self) -> str:
-        """Ray's id of the node that this process runs on."""
+        """Ray's id of this process's node."""
         return ray.get_runtime_context().get_node_id()
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
         """Register this worker's place in a mesh, for `make_nd_compute_dataproto_dispatch_fn`. Example: ``"train"``.
 
-        It receives part ``dp_rank`` of the data; ``is_collect`` is True on the one worker per dp rank that answers.
+        The worker receives part ``dp_rank`` of the data. ``is_collect`` is True on one worker per dp rank, whose result
+        is collected.
         """
         if mesh_name in self._dispatch_dp_rank:
             raise UsageError(f"mesh {mesh_name!r} is registered already on rank {self._rank}; register a mesh once")
@@ -145,13 +149,13 @@ class Worker(WorkerHelper):
         return self._collect_dp_rank[self._known_mesh(mesh_name)]
 
     def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
-        """``dispatch_dp_rank`` and ``collect_dp_rank`` by mesh, the arguments of another worker's setter."""
+        """``dispatch_dp_rank`` and ``collect_dp_rank`` by mesh: the arguments for the setter of another worker."""
         return {"dispatch_dp_rank": self._dispatch_dp_rank, "collect_dp_rank": self._collect_dp_rank}
 
     def set_dispatch_collect(
         self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
     ) -> None:
-        """Register a mesh with the place that another worker has in its last mesh, by its `get_dispatch_collect`."""
+        """Register a mesh with the place of another worker in its last mesh, from its `get_dispatch_collect`."""
         if not dispatch_dp_rank or not collect_dp_rank:
             raise UsageError(f"mesh {mesh_name!r} cannot follow a worker that registered no mesh; register its first")
         dp_rank, is_collect = list(dispatch_dp_rank.values())[-1], list(collect_dp_rank.values())[-1]
@@ -169,7 +173,7 @@ class Worker(WorkerHelper):
         return getattr(self, method_name)(*args, **kwargs)
 
     def _call_silently(self, method_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method whose result is not collected; only errors are returned."""
+        """Call a method whose result is not collected. Returns only errors."""
         getattr(self, method_name)(*args, **kwargs)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
@@ -217,14 +221,14 @@ def visible_devices_name(env_vars: Mapping[str, str] = os.environ) -> str:
 
 
 def set_up_visible_devices(env_vars: MutableMapping[str, str] = os.environ) -> None:
-    """Settle the visible devices before an accelerator is touched. Raises `UsageError` if ROCm's variables clash."""
+    """Set the visible devices before an accelerator is used. Raises `UsageError` if ROCm's variables conflict."""
     _unify_rocm(env_vars)
     if ray_noset_visible_devices(env_vars):
         _choose_device_within_node(env_vars)
 
 
 def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
-    """Move what ROCm's own variables say into CUDA_VISIBLE_DEVICES, which torch reads on ROCm too."""
+    """Copy ROCm's variables to CUDA_VISIBLE_DEVICES, because torch reads this variable on ROCm too."""
     hip = env_vars.pop("HIP_VISIBLE_DEVICES", None)
     cuda = env_vars.get("CUDA_VISIBLE_DEVICES")
     if cuda == "":  # all are hidden
@@ -242,7 +246,7 @@ def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
 
 
 def _choose_device_within_node(env_vars: MutableMapping[str, str]) -> None:
-    """If a worker sees all devices of its node, its local rank is the place of its own one among them.
+    """If a worker sees all devices of its node, set its local rank to the index of its own device.
 
     Ray names a device by its entry in the variable that restricts the node's devices, or else by its index.
     """
@@ -271,7 +275,7 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
     """A class that holds one instance per role, each in an attribute of the role's name.
 
     A subclass may have methods that use several roles: set ``fused_worker_used = True`` on its `RayClassWithInitArgs`,
-    and call ``fuse`` on its group to reach the roles.
+    and call ``fuse`` on its group to get the roles.
     """
     if not class_dict:
         raise UsageError("class_dict must name at least one role and its class, got none")
@@ -279,7 +283,8 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         Worker.__init__(self, *args, **kwargs)
-        self.cls_names = list(members)  # this and the next two under verl's names, which subclasses read
+        # Subclasses read this attribute and the next two under verl's names.
+        self.cls_names = list(members)
         self.init_args_dict = {role: init_args for role, (_, init_args, _) in members.items()}
         self.init_kwargs_dict = {role: init_kwargs for role, (_, _, init_kwargs) in members.items()}
         for role, (cls, init_args, init_kwargs) in members.items():
@@ -318,7 +323,7 @@ def _route(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 async def _route_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-    """As `_route`, for hosts with coroutines; futures are fetched here so that no method blocks the event loop."""
+    """As `_route`, for hosts with coroutines. Futures are fetched here, so that methods do not block the event loop."""
     role, _, name = method_name.partition(FUSED_METHOD_SEPARATOR)
     attrs = getattr(getattr(self.raw_cls_dict.get(role), name, None), MAGIC_ATTR, {})
     if attrs.get("materialize_futures"):

@@ -1,4 +1,7 @@
-"""Worker groups: many workers as one object, with their methods and their liveness; `RayWorkerGroup` starts them."""
+"""Worker groups: many workers as one object, with their methods and a watch for deaths.
+
+`RayWorkerGroup` starts them.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ class WorkerGroup:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """A method that the workers' class registered."""
+            """A registered method of the workers' class."""
 
     @property
     def world_size(self) -> int:
@@ -110,7 +113,7 @@ class WorkerGroup:
         self._watch = self._checker_thread = None
 
     async def death(self) -> WorkerDiedError:
-        """Wait until a worker dies, also between calls; returns the error that names the worker."""
+        """Wait until a worker dies, also between calls. Returns the error with the worker's name."""
         rank = await first_death(self._workers, self._is_worker_alive)
         if rank is None:
             raise ClusterDiedError("Ray was shut down while its workers were watched")
@@ -120,7 +123,7 @@ class WorkerGroup:
         return death_of(identities[self._workers[rank]._actor_id.hex()], "Its process ended.")
 
     def _bind_worker_method(self, user_defined_cls: Any, func_generator: Callable[..., Any]) -> list[str]:
-        """Give the group each method that the class registered, as `func_generator` makes it. Returns their names."""
+        """Bind each registered method of the class to the group, as `func_generator` makes it. Returns the names."""
         method_names = []
         for method_name in dir(user_defined_cls):
             attrs = getattr(getattr(user_defined_cls, method_name, None), MAGIC_ATTR, None)
@@ -130,7 +133,7 @@ class WorkerGroup:
             if mode is Dispatch.RANK_ZERO:
                 execute_mode = Execute.RANK_ZERO
             elif mode is Dispatch.ONE_TO_ALL and execute_mode is Execute.RANK_ZERO:
-                mode = Dispatch.RANK_ZERO  # one rank needs one copy of the arguments
+                mode = Dispatch.RANK_ZERO  # a single rank needs only one copy of the arguments
             functions = get_predefined_dispatch_fn(mode) if isinstance(mode, Dispatch) else mode
             method = func_generator(
                 self,
@@ -157,10 +160,10 @@ class RayWorkerGroup(WorkerGroup):
     """The workers of one class on one pool.
 
     Args:
-        resource_pool: Where to start them; None attaches to workers that are running already.
-        ray_cls_with_init: Their class and its arguments.
-        bin_pack: False lets the processes of one node of the pool spread, whatever the pool's strategy.
-        name_prefix: Name of the group; begins its workers' names. Random by default.
+        resource_pool: Pool in which the workers start; None attaches to running workers.
+        ray_cls_with_init: Class of the workers with its arguments.
+        bin_pack: False allows the processes of one node of the pool to spread, for any strategy of the pool.
+        name_prefix: Name of the group and prefix of its workers' names. Random by default.
         detached: Whether the workers outlive the driver; their pool must be detached too.
         worker_names: Names of running workers to attach to.
         worker_handles: Handles of running workers to attach to.
@@ -241,7 +244,7 @@ class RayWorkerGroup(WorkerGroup):
         ray_cls_with_init: RayClassWithInitArgs | None = None,
         **kwargs: Any,
     ) -> RayWorkerGroup:
-        """A group of workers that are running already, found by their names or handles."""
+        """Make a group of running workers from their names or handles."""
         kwargs |= {"worker_names": worker_names, "worker_handles": worker_handles}
         return cls(None, ray_cls_with_init, name_prefix=name_prefix, **kwargs)
 
@@ -261,7 +264,7 @@ class RayWorkerGroup(WorkerGroup):
         return self._workers
 
     def _introduce(self, worker: Any, rank: int, node: str, log_file: str | None = None) -> None:
-        """Let errors name a worker; one that is known keeps its description."""
+        """Register a worker's description for error messages; an existing description is kept."""
         actor_id = worker._actor_id.hex()
         tail = partial(last_words, actor_id, log_file)
         identities.setdefault(actor_id, WorkerIdentity(group=self.name_prefix, rank=rank, node=node, last_words=tail))
@@ -295,7 +298,8 @@ class RayWorkerGroup(WorkerGroup):
                 self.master_address, self.master_port = master_address_port(slots[0], master_ports, port_timeout_s)
             num_devices = pool.num_devices_per_process / pool.max_colocate_count
             if self.use_gpu and isinstance(pool, JoinedResourcePool):
-                num_devices, self._devices = 0.0, pool.visible_devices(slots)  # Ray gives no shares of two devices
+                # Ray does not support shares of two devices.
+                num_devices, self._devices = 0.0, pool.visible_devices(slots)
             for index in range(len(slots)):
                 start = partial(self._start_worker, index, len(slots), num_devices, detached)
                 worker, name = start()
@@ -307,7 +311,10 @@ class RayWorkerGroup(WorkerGroup):
             raise
 
     async def node_of(self, rank: int) -> str:
-        """Wait until the cluster holds the place of a rank; the id of its node. Ray moves a place whose node dies."""
+        """Wait until the cluster has reserved the place of a rank.
+
+        Returns the id of its node. Ray moves a place whose node dies.
+        """
         slot = self._slots[rank]
         there = PlacementGroupSchedulingStrategy(
             placement_group=slot.placement_group, placement_group_bundle_index=slot.bundle_index
@@ -317,14 +324,14 @@ class RayWorkerGroup(WorkerGroup):
         return node_id
 
     def kill_worker(self, rank: int) -> None:
-        """Kill the worker of a rank, if it is not dead; its place stays reserved."""
+        """Kill the worker of a rank unless it is dead. Its place stays reserved."""
         ray.kill(self._workers[rank])
 
     def replace_worker(self, rank: int, **changed: Any) -> None:
-        """Kill the worker of a rank, if it is not dead, and start another of the same class in the same place.
+        """Kill the worker of a rank unless it is dead, and start a new worker of the same class in the same place.
 
-        ``changed`` are keyword arguments of its class that differ from the group's. The new one is made when the place
-        is free; calls to it wait until then.
+        ``changed`` are keyword arguments of the class that differ from the group's. The new worker is made when the
+        place is free; calls to it wait until then.
         """
         if not self._replacements:
             raise UsageError(f"group {self.name_prefix!r} has not started its workers; whoever did can replace them")
@@ -335,7 +342,7 @@ class RayWorkerGroup(WorkerGroup):
     def _start_worker(
         self, index: int, world_size: int, num_devices: float, detached: bool, suffix: str = "", **changed: Any
     ) -> tuple[Any, str]:
-        """Start the worker of a slot; its handle and its name, which ends in ``suffix``."""
+        """Start the worker of a slot. Returns its handle and its name, which ends with ``suffix``."""
         ray_class: Any = self.ray_cls_with_init
         slot = self._slots[index]
         place = f"{slot.node_index}:{slot.local_rank}" + (f"+{self.first_rank}" if self.first_rank else "")
@@ -363,7 +370,7 @@ class RayWorkerGroup(WorkerGroup):
         return worker, name
 
     def _environment(self, slot: Slot, world_size: int, log_file: str | None) -> dict[str, str]:
-        """The variables that tell a worker its place, the user's own, and those that hide GPUs it did not reserve."""
+        """Environment variables of a worker: its place, the user's variables, and the visible GPUs."""
         env = {
             "WORLD_SIZE": str(world_size),
             "RANK": str(slot.rank),
@@ -371,7 +378,7 @@ class RayWorkerGroup(WorkerGroup):
             "WG_BACKEND": "ray",
             "LOCAL_WORLD_SIZE": str(slot.local_world_size),
             "LOCAL_RANK": str(slot.local_rank),
-            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),  # verl's names for the same
+            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),  # verl's names for the same method
             "RAY_LOCAL_RANK": str(slot.local_rank),
             "MASTER_ADDR": str(self.master_address),
             "MASTER_PORT": str(self.master_port),
@@ -380,7 +387,7 @@ class RayWorkerGroup(WorkerGroup):
         if taken:
             raise UsageError(f"worker_env sets {taken}, which describe the worker and are the group's to set")
         env |= {} if log_file is None else {"WG_LOG_FILE": log_file}
-        # Ray 2.60 leaves the visible devices of an actor without any as they are, so that it would see all of them.
+        # Ray 2.60 does not change the visible devices of an actor without devices, so the actor would see all of them.
         hidden = {} if self.use_gpu else NO_GPUS
         return hidden | self.customized_worker_env | env
 
@@ -403,7 +410,7 @@ class RayWorkerGroup(WorkerGroup):
             group._bound = group._bind_worker_method(classes[role], func_generator)
         return groups
 
-    spawn_fused = spawn  # verl's name for the same
+    spawn_fused = spawn  # verl's name for the same method
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
         """Give this group one attribute per role, each a group as `spawn` makes it."""
@@ -413,7 +420,7 @@ class RayWorkerGroup(WorkerGroup):
             setattr(self, role, group)
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
-        """Call a method of rank 0; returns a reference to the result."""
+        """Call a method of rank 0. Returns a reference to the result."""
         return PendingResult(self._execute_remote_single_worker(self._workers[0], method_name, *args, **kwargs))
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -423,14 +430,14 @@ class RayWorkerGroup(WorkerGroup):
     execute_rank_zero = execute_rank_zero_async
 
     def execute_rank_async(self, rank: int, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
-        """Call a method of one rank; returns a reference to the result."""
+        """Call a method of one rank. Returns a reference to the result."""
         return PendingResult(self._execute_remote_single_worker(self._workers[rank], method_name, *args, **kwargs))
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResults:
-        """Call a method of every worker; returns references to the results.
+        """Call a method of every worker.
 
-        Where every argument is a list of one entry per rank, each rank receives its entry; otherwise every rank
-        receives all arguments as they are.
+        Returns references to the results. If every argument is a list with one entry per rank, each rank receives its
+        entry; otherwise every rank receives all arguments unchanged.
         """
         return self._execute_all(method_name, args, kwargs)
 
@@ -454,7 +461,7 @@ class RayWorkerGroup(WorkerGroup):
         return pending
 
     def _execute_remote_single_worker(self, worker: Any, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of one worker; returns a reference. Every call whose result is wanted goes through here."""
+        """Call a method of one worker. Returns a reference. Every call with a collected result uses this method."""
         return self._route_to(method_name).call(worker, args, kwargs)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -464,11 +471,11 @@ class RayWorkerGroup(WorkerGroup):
     execute_all = execute_all_async
 
     def shutdown(self) -> None:
-        """Kill the workers; the last group of a pool to do so gives the pool's reservation back.
+        """Kill the workers.
 
-        Groups that were spawned from this one, or that attached to its workers, end with it. After a shutdown of Ray
-        the workers have ended already, except detached ones: attach to those again by ``worker_names``. A call that is
-        under way raises `WorkerDiedError`.
+        The last group of a pool also releases the pool's reservation. Groups that were spawned from this group, or that
+        attached to its workers, end too. After a shutdown of Ray only detached workers still run: attach to them by
+        ``worker_names``. A running call raises `WorkerDiedError`.
         """
         self.stop_worker_aliveness_check()
         has_ended = any(worker._ray_cluster_and_job != current_cluster() for worker in self._workers)
@@ -480,7 +487,7 @@ class RayWorkerGroup(WorkerGroup):
         self.resource_pool = None
 
     def _route_to(self, method_name: str) -> Route:
-        """How calls of a method reach the workers."""
+        """The route of a method's calls to the workers."""
         if self.ray_cls_with_init is None:
             return Route(remote_name=method_name)
         return Route.of(unwrap(self.ray_cls_with_init.cls), method_name, self.sub_cls_name)

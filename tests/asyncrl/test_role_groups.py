@@ -293,11 +293,7 @@ def test_every_role_of_the_actors_pool_leaves_the_device_at_the_hand_over(start,
         return found
 
     training, generating, again, *later = asyncio.run(asyncio.wait_for(turns(), DEADLINE_S))
-    assert [bool(size) for size in sorted(training)] == [
-        False,
-        True,
-        True,
-    ]  # the critic offloads after each use
+    assert [bool(size) for size in sorted(training)] == [False, True, True]  # the critic offloads after use
     assert again == training
     assert generating == later[0] == later[1] == [0, 0, 0]
     assert pids(learner)["ref"] != pids(learner)["actor"]
