@@ -163,8 +163,8 @@ class RayResourcePool(ResourcePool):
     ) -> list[PlacementGroup]:
         """The reservation, one placement group per node. The first call in a cluster makes it.
 
-        ``strategy`` replaces the pool's strategy. Raises `DeadlineError`, with nothing reserved, if the cluster does not grant
-        it in time, and `UsageError` for a part of a pool whose cluster has ended.
+        ``strategy`` replaces the pool's strategy. Raises `DeadlineError`, with nothing reserved, if the cluster does
+        not grant it in time, and `UsageError` for a part of a pool whose cluster has ended.
         """
         if self._cluster is not None and self._has_ended():  # its earlier Ray cluster has ended
             if self._wholes:
