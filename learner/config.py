@@ -684,7 +684,7 @@ class LearnerConfig:
         return f"learner.{ROLE_SECTIONS[role]}.{option}" if option in self.own_options(role) else f"learner.{option}"
 
     def of_role(self, role: str, *, num_ranks: int | None = None) -> LearnerConfig:
-        """The options of one role: its own where it sets them, these elsewhere. A second call changes nothing.
+        """The options of one role: the role's own options override these. A second call has no further effect.
 
         ``num_ranks`` is the number of processes of the role's pool, by default that of these options. Raises
         `ValueError` if it is not a multiple of the role's ``sp_size`` and ``fsdp_size``.

@@ -214,7 +214,7 @@ def chunked_log_probs(
     entropy: bool = True,
     shape: LogitShape = LINEAR,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target, and the entropy of the distribution it was drawn from.
+    """Log-prob of each target, and the entropy of the distribution at its position.
 
     The distribution is softmax(logits / temperature), as at sampling, before any top-p or top-k. Logits are computed
     chunk by chunk, and recomputed in the backward pass. Gradients flow to hidden, weight and bias. Logits are float32

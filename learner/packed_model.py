@@ -68,7 +68,7 @@ class PackedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSetup:
-    """What a model is given instead of finding it out, to run it where it cannot run: at full size without a GPU.
+    """Settings that replace a model's own checks, to run it at full size without a GPU.
 
     Attributes:
         mesh: This rank's position in a group that exists.

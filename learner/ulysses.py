@@ -273,7 +273,10 @@ class _SeqAllToAll(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers all ranks' parts. The gradient is this rank's ``part``, that times sp (``scaled``), or the ``sum``."""
+    """Gathers all ranks' parts.
+
+    The gradient is this rank's part (``part``), the part times sp (``scaled``), or the sum over ranks (``sum``).
+    """
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, x: Tensor, dim: int, gradient: str) -> Tensor:

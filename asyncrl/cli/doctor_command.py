@@ -96,7 +96,7 @@ def network() -> Iterator[Result]:
 
 
 def disk(output: Path) -> Iterator[Result]:
-    """Room in the folder of runs, and its clock: a file server may have another one."""
+    """Check the free space and the clock of the folder of runs; a file server may have another clock."""
     place = next(path for path in (output.resolve(), *output.resolve().parents) if path.exists())
     free = shutil.disk_usage(place).free
     yield Result.of("disk", free >= MIN_DISK_BYTES, f"{free / 2**30:.1f} GiB free in {place}", "another output_dir")

@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         with tempfile.TemporaryDirectory(prefix="asyncrl-") as own:
             overrides = list(arguments[1:])
-            if policy.run_dir is not None:  # the options of the run are an experiment below those of the command line
+            if policy.run_dir is not None:  # the options of the command line override those of the run
                 experiment = Path(own, "evaluated_run.yaml")
                 experiment.write_text("# @package _global_\n" + (policy.run_dir / "config.yaml").read_text())
                 overrides = [f"experiment={experiment}", *overrides]

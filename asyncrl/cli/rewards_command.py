@@ -150,7 +150,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
-    """The options of the command line, or of the run whose samples are scored, with the rewards to try."""
+    """The options of the command line with the rewards to try.
+
+    If the samples of a run are scored, its options are the base.
+    """
     if not options.samples:
         config = compose_run(overrides)
     elif overrides:

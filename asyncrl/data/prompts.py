@@ -264,7 +264,7 @@ def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) ->
 
 
 def _options(rows: Rows, key: str) -> Sequence[Mapping[str, Any]]:
-    """A column of mappings from strings, or of their JSON; empty without a column, and for null."""
+    """Read a column of mappings from strings, or of JSON text of such mappings. A missing column and null give {}."""
     if not key:
         return [{}] * len(rows)
     values = [{} if value is None else value for value in rows.structures(key, is_json=True)]

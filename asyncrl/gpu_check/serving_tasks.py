@@ -37,7 +37,7 @@ _SHARED_GPU = ["--mem-fraction-static", "0.35"]
 
 
 class _Pair:
-    """A learner and an engine of the same model; the engine has a GPU of its own where there is one.
+    """A learner and an engine of the same model; the engine has a separate GPU if there is one.
 
     ``dtype`` replaces that of the setup; ``fp32_head`` is `SGLangServer`'s.
     """

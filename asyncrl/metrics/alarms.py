@@ -263,7 +263,7 @@ _CONDITIONS: dict[str, Callable[[Sequence[StepRecord], RunLimits], str]] = {
 def read_alarms(run_dir: Path, limits: RunLimits) -> Alarms:
     """Compute the alarms of a run from ``metrics.jsonl`` and ``evaluations.jsonl``.
 
-    Raises `ValueError` that names the line which is not a record.
+    Raises `ValueError` with the line that is not a record.
     """
     alarms, names = Alarms(limits), StepRecord.__dataclass_fields__
     evaluations = [

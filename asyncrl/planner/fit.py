@@ -141,7 +141,7 @@ def check_memory_of_devices(config: RunConfig, model: ModelSize, card: int) -> N
 def with_recomputation(config: RunConfig, card: int) -> RunConfig:
     """Set ``learner.activation_checkpointing`` to ``selective`` if nothing is set and all ranks then fit easily.
 
-    ``card`` is the memory of a GPU in bytes; 0 is unknown. Ranks on CUDA recompute whole layers otherwise, also if the
+    ``card`` is the memory of a GPU in bytes; 0 is unknown. Otherwise ranks on CUDA recompute whole layers, also if the
     sizes of the model have unusual names.
     """
     if config.learner.activation_checkpointing is not None or config.learner.device is not Device.cuda or not card:
@@ -184,7 +184,10 @@ def _excess(config: RunConfig, model: ModelSize, card: int) -> int:
 
 
 def _remedies(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Options that need less memory, in the order of their price in time; also where a role sets an option itself."""
+    """Options that need less memory, in the order of their cost in time.
+
+    They also apply to roles with their own value.
+    """
     for name, value in _remedies_of_all_roles(config):
         yield name, value
         section, _, option = name.rpartition(".")

@@ -192,7 +192,7 @@ _STAGES = {
 
 
 def _version_of(trace: Trace, span: Span) -> int:
-    """The version that a stage belongs to; for a pause without a version, the version that the engine serves next."""
+    """The version of a stage; for a pause without a version, the version that the engine serves next."""
     if span.version != NONE:
         return span.version
     if span.kind == SpanKind.re_prefill:  # follows a pause; the version may be recorded before or after it
