@@ -60,7 +60,7 @@ class SearchAgent:
         turn = self._turn(PROMPT, [])
         for number in range(self._between(self._lengths.rounds)):
             results = self._results()
-            if number == 2:  # a sub-agent with a history of its own
+            if number == 2:  # a sub-agent with its own history
                 self._turn(self._turn(ROOT, [*self._system, *self._tokens(self._lengths.summary)]), self._results())
             if len(self.episode.path(turn)) > MAX_CONTEXT // 2:
                 turn = self._turn(ROOT, [*self._system, *self._tokens(self._lengths.summary)])

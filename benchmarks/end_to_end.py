@@ -144,7 +144,7 @@ class Contest:
 
 
 def main() -> int:
-    """Run the contest; returns 0 when every target is met."""
+    """Run all competitors. Returns 0 if every target is met."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.end_to_end", description="Time to sampled 0.90 against TRL."
     )

@@ -124,7 +124,7 @@ _COLUMNS = ("behavior_logprobs", "proximal_logprobs", "reference_logprobs", "adv
 
 @dataclass(kw_only=True)
 class FakeUpdate:
-    """What one rank does in an update of two micro-batches.
+    """The measurements of one rank in an update of two micro-batches.
 
     Attributes:
         peak_bytes: Largest number of bytes of all tensors at a time, by torch's memory tracker; 0 with adapters.

@@ -289,7 +289,7 @@ class WorkerPaces:
         return self._by_usual[0][0] if self._by_usual else None
 
     def _best(self, worker: _Worker) -> float:
-        """Seconds per token of a worker's fastest group; more if it has ended no group for long."""
+        """Seconds per token of a worker's fastest group; more if the worker has not ended a group for a long time."""
         return worker.slowdown * (min(worker.paces) if worker.paces else self._fastest() or 0.0)
 
     def _longest_of(self, worker: _Worker) -> float:

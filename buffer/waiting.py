@@ -134,9 +134,9 @@ class HeldRequests:
         return request
 
     def answer(self, answer_to: Callable[[Any], Answer | None], requests: Iterable[Message] | None = None) -> None:
-        """Answer the given requests, or all requests, for which ``answer_to`` does not return None.
+        """Answer the given requests, or all of them.
 
-        Its errors are answers too.
+        If ``answer_to`` returns None, a request stays. Its errors are answers too.
         """
         for request in self.all() if requests is None else requests:
             try:

@@ -408,7 +408,7 @@ class InflightGroups:
                 continue
             num_running, num_outstanding = group.num_running, len(group.outstanding)
             running += num_outstanding
-            if group.phase is not GroupPhase.generating:  # in this case, a turn without a request will be sent soon
+            if group.phase is not GroupPhase.generating:  # while generating, a turn without a request will be sent soon
                 parked += num_running - num_outstanding
             if group.is_playing:
                 free.update(run.place for run in group.runs)

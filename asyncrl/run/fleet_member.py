@@ -194,7 +194,7 @@ class FleetMember:
     async def _count(self, epoch: int) -> None:
         worker = self._worker
         found = await self._tried(epoch, self._answer("counters", "the fleet's counters"))
-        if found and self._worker == worker:  # the final counters of another worker are known
+        if found and self._worker == worker:  # another worker: its final counters are known
             self._last = found[0]
 
     @property
@@ -296,7 +296,7 @@ class FleetMember:
                 await asyncio.wait({call}, timeout=self._answer_s)
                 if not call.done():
                     counters = await self._answer("counters", what)
-                    if self._worker == worker:  # the final counters of another worker are known
+                    if self._worker == worker:  # another worker: its final counters are known
                         self._last = counters
             return call.result()
         finally:

@@ -53,7 +53,7 @@ class Worker(WorkerHelper):
     _master_port: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
-        """Open the worker's log first, and leave SIGTERM to the run if Ray does."""
+        """Leave blocked stop signals to the run, and open the worker's log, before the constructor runs."""
         keep_stop_blocked()
         log_file = os.environ.pop("WG_LOG_FILE", None)
         if log_file is not None:
@@ -114,7 +114,7 @@ class Worker(WorkerHelper):
         return self._master_addr, self._master_port
 
     def get_cuda_visible_devices(self) -> str:
-        """The devices this process may use, in the runtime's notation; ``not set`` if it sees all."""
+        """The devices this process may use, in the runtime's notation; ``not set`` if the process sees all devices."""
         return os.environ.get(visible_devices_name(), ALL_DEVICES)
 
     def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:

@@ -252,7 +252,7 @@ class FileWeights:
 
     @property
     def copier(self) -> FileWeights | None:
-        """This object if the tensors are views of the files (`WeightSource.copier`)."""
+        """See `WeightSource.copier`: this object itself if the tensors are views of the files."""
         return self if self._device is None else None
 
     def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:

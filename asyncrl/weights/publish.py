@@ -195,7 +195,7 @@ class WeightPublisher:
             shutil.rmtree(old)
 
     def _describe(self, part: RankPart) -> None:
-        """Write the JSON files beside the weights, which are the same for every version."""
+        """Write the JSON files beside the weights. They are the same for every version."""
         if not part.is_full:
             return
         kind = part.layout.part

@@ -178,7 +178,7 @@ class WeightSender:
         while not self._is_closed.is_set():
             try:
                 with WeightChannel(self.address) as channel:
-                    self._channel = channel  # `close` uses it, also while it connects
+                    self._channel = channel  # so that `close` can also end a channel that connects
                     if self._is_closed.is_set():
                         return
                     channel.connect(rounds.SILENCE_S)

@@ -66,7 +66,7 @@ class ChatRenderer(ABC):
 
     @abstractmethod
     def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
-        """Tokens of a conversation, up to the begin of the assistant's next turn.
+        """Tokens of a conversation, up to the start of the assistant's next turn.
 
         Raises:
             ValueError: the template refuses the messages.
@@ -81,7 +81,7 @@ class ChatRenderer(ABC):
         new_messages: Sequence[Message],
         tools: Sequence[Message],
     ) -> list[int] | None:
-        """Tokens of new messages that follow a sampled turn, up to the begin of the next turn.
+        """Tokens of new messages that follow a sampled turn, up to the start of the next turn.
 
         Args:
             prompt_ids: Tokens on the path before the turn.
@@ -370,7 +370,7 @@ class TemplateRenderer(ChatRenderer):
         return self.tokenizer.decode(path).count(REASONING_END)
 
     def _encode_after_stop(self, text: str) -> list[int]:
-        """Encode a text as if it followed a stop token; some tokenizers add a space to the begin of a text."""
+        """Encode a text as if it followed a stop token; some tokenizers add a space at the start of a text."""
         if self.stop_ids:
             ids = self.tokenizer.encode(self.tokenizer.decode([self.stop_ids[0]]) + text)
             if ids[0] == self.stop_ids[0]:
