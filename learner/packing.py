@@ -323,9 +323,12 @@ def _images(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> tuple[np.
     rows, pixels, grids, num_rows = [], [], [], 0
     for sequence, length in zip(chosen, packed, strict=True):
         own = np.full(len(sequence.input_ids), -1, dtype=np.int64)
-        images = sequence.images
-        for index in () if images is None else np.unique(images.indices[:length][images.indices[:length] >= 0]):
-            group, key = images.group, (id(images.group), int(index))
+        rows.append(own)
+        if (images := sequence.images) is None:
+            continue
+        group = images.group
+        for index in np.unique(images.indices[:length][images.indices[:length] >= 0]):
+            key = (id(group), int(index))
             if key not in first_rows:
                 first_rows[key] = num_rows
                 pixels.append(group.pixels_of(index))
@@ -333,7 +336,6 @@ def _images(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> tuple[np.
                 num_rows += int(group.first_rows[index + 1] - group.first_rows[index])
             is_own = images.indices == index
             own[is_own] = images.rows[is_own] - group.first_rows[index] + first_rows[key]
-        rows.append(own)
     if not pixels:
         return None
     return np.concatenate(rows), np.concatenate(pixels), np.stack(grids).astype(np.int64)

@@ -36,7 +36,7 @@ def episode_view(sample: Mapping[str, Any], episode: Mapping[str, Any]) -> Value
     turns = [turn for turn in episode["turns"] if turn["is_sampled"]]
     rows = [*_rows(episode)]
     waits = [*_waits(episode)]
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     for what, start, end in waits:
         seconds[what] += end - start
     facts = (
@@ -79,9 +79,9 @@ def _rows(episode: Mapping[str, Any]) -> Iterator[Values]:
         yield _turn_row(turns[index], indent, note)
         for tool in tools.get(index, ()):
             yield _tool_row(tool, indent, episode["duration_s"])
-        *others, longest = sorted(children[index], key=lambda child: (size[child], child)) or [None]
-        if longest is not None:
-            stack.append((longest, indent, f"continues turn {index}" if others else ""))
+        by_size = sorted(children[index], key=lambda child: (size[child], child))
+        others, longest = by_size[:-1], by_size[-1:]
+        stack += [(child, indent, f"continues turn {index}" if others else "") for child in longest]
         stack += [(child, indent + 1, f"branch of turn {index}") for child in reversed(others)]
 
 

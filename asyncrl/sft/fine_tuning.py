@@ -200,8 +200,8 @@ def _held_out_prompts(config: RunConfig, tokenizer: Any) -> list[Prompt]:
             f"sft.eval_prompts={config.sft.eval_prompts} needs data.eval_files, got none; set it, or set "
             "sft.eval_prompts=0"
         )
-    needs = {"has_environment": has_environment(config)}
-    return load_eval_prompts(config.data, tokenizer, **needs)[: config.sft.eval_prompts]
+    prompts = load_eval_prompts(config.data, tokenizer, has_environment=has_environment(config))
+    return prompts[: config.sft.eval_prompts]
 
 
 def _share(sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> list[TokenSequence]:

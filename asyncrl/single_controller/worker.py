@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ray
 
@@ -52,7 +52,7 @@ class Worker(WorkerHelper):
     _master_addr: str | None
     _master_port: str | None
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Leave blocked stop signals to the run, and open the worker's log, before the constructor runs."""
         keep_stop_blocked()
         log_file = os.environ.pop("WG_LOG_FILE", None)
