@@ -47,11 +47,11 @@ def check_engine_installed(config: RolloutFleetConfig) -> None:
 
 
 def check_images(config: RolloutFleetConfig, model_path: str) -> None:
-    """Raise `ValueError` for a model with images on SGLang without a GPU, which hangs at the first image."""
+    """Raise `ValueError` for a model with images on SGLang without a GPU, which did not answer requests with images."""
     if config.engine is EngineKind.sglang and is_vision_model(model_path) and resolve_device(config) != "cuda":
         raise ValueError(
-            f"rollout_fleet.engine is sglang on a CPU, where SGLang does not answer a request with an image, and the "
-            f"model {model_path!r} takes images; set rollout_fleet.engine=transformers, or use a GPU"
+            f"rollout_fleet.engine is sglang on a CPU, where SGLang 0.5.21 did not answer requests with images, and "
+            f"the model {model_path!r} takes images; set rollout_fleet.engine=transformers, or use a GPU"
         )
 
 
