@@ -182,7 +182,7 @@ class NodeFolders:
         self._image_bytes = 2 * weight_bytes(config) if config.weights.keeps_images else 0
         if not self._nodes:
             return config
-        if config.shares_checkpoints or resumes:
+        if config.checkpoint.every_steps or config.checkpoint.directory or resumes:
             await self.check_shared("checkpoint.directory", RunPaths.checkpoints_of(config, self._run_dir))
         await self._equip(self._nodes)
         learner = config.learner

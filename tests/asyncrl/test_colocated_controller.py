@@ -45,7 +45,7 @@ async def test_pools_take_turns_step_by_step():
     await train(turns, fleet)
     want = [("take", None)]
     for step in range(3):
-        saved = [("save queued", step + 1)] if step > 0 else []
+        saved = [("buffer saved", step + 1), ("save queued", step + 1)] if step > 0 else []
         want += [("plan", step), ("release", None), ("trainer mode", None), ("update queued", step), ("updated", step)]
         want += [*saved, ("rollout mode", step + 1), ("take", None), ("commit", step)]
     assert buffer.events == want

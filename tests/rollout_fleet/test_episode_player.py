@@ -170,7 +170,7 @@ def assert_by_context(group: TrajectoryGroup, next_token: Next) -> int:
     return num_checked
 
 
-@pytest.mark.parametrize("num_episodes", [120, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_episodes", [20, *(pytest.param(n, marks=pytest.mark.slow) for n in (120, 1000))])
 async def test_of_faulty_episodes_each_becomes_one_trajectory_and_the_account_balances(tmp_path, num_episodes):
     """A twentieth each: hanging tool, crashing reward, leaking agent, wrong key, vanishing client."""
     model = save_chat_model(tmp_path / "model", "chatml")
@@ -310,12 +310,13 @@ async def test_the_search_agent_is_trained_on_what_was_sampled_while_weights_cha
         ),
     )
     buffer = InMemoryBuffer(questions(renderer, 4, ground_truth="1889"), groups_per_step=1, max_lag=8)
-    num_asked, moments = itertools.count(1), {number: asyncio.Event() for number in (10, 20, 30)}
+    first_turn = max(len(prompt.prompt_ids) for prompt in questions(renderer, 4))
+    num_later, moments = itertools.count(1), {number: asyncio.Event() for number in (4, 8, 12)}
     write = writes(next_token, stop_id)
 
     def script(request: SampleRequest, version: int) -> ScriptedAnswer:
-        if (moment := moments.get(next(num_asked))) is not None:
-            moment.set()
+        if len(request.prompt_ids) > first_turn and (moment := moments.get(next(num_later))) is not None:
+            moment.set()  # after a request that holds sampled tokens
         return write(request, version)
 
     async with playing(config, buffer, script, model) as loop:

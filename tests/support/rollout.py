@@ -136,8 +136,8 @@ class InMemoryBuffer(OffersInMemory):
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         self.leases_asked.append((engine_version, max_groups))
         command = LeaseGroups(engine_version=engine_version, max_groups=max_groups)
-        while not (granted := self.ledger.apply(command, self._now).leases):
-            async with self._changed:
+        async with self._changed:  # asked under the lock, or a change could come between the answer and the wait
+            while not (granted := self.ledger.apply(command, self._now).leases):
                 await self._changed.wait()
         self._continued |= {(lease.group_id, lease.attempt) for lease in granted if lease.progress is not None}
         return [
