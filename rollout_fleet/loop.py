@@ -379,9 +379,9 @@ class RolloutLoop:
             await self._until(lambda: self._may_lease and self._groups.num_free > 0)
             if self._groups.in_phase():
                 await asyncio.sleep(GATHER_S)
-            if not self._may_lease:
-                continue
             version, num_asked = self._engine.version, self._groups.num_free
+            if not self._may_lease or num_asked == 0:  # turns after tools may have taken the places meanwhile
+                continue
 
             def is_outdated(version: int = version, num_asked: int = num_asked) -> bool:
                 return not self._may_lease or self._engine.version != version or self._groups.num_free < num_asked

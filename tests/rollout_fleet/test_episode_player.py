@@ -190,6 +190,7 @@ async def test_of_faulty_episodes_each_becomes_one_trajectory_and_the_account_ba
     buffer = InMemoryBuffer(prompts)
     async with playing(config, buffer, writes(next_token, renderer.stop_ids[0]), model) as loop:
         await buffer.stored(len(prompts), within_s=800)
+    assert all(num_asked > 0 for _, num_asked in buffer.leases_asked), "a request for no group would wait forever"
     counters = loop.counters()
     assert sorted(group.group_id for group in buffer.groups) == list(range(len(prompts)))
     assert [group.num_trajectories for group in buffer.groups] == [GROUP_SIZE] * len(prompts)

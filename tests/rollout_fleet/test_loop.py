@@ -19,6 +19,7 @@ from asyncrl.core.errors import (
 )
 from rollout_fleet.config import OnRewardFailure, RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
+from rollout_fleet.inflight import InflightGroups
 from rollout_fleet.member import Member, member_limits
 from rollout_fleet.metrics import FleetMeter
 from rollout_fleet.rewards import REWARDS, WeightedRewards
@@ -47,6 +48,15 @@ async def test_no_more_groups_are_held_than_the_config_allows(make_buffer):
         await buffer.stored(30)
     assert engine.running_at_once == 4 * 2, "two samples per group"
     assert all(1 <= num_groups <= 4 for _, num_groups in buffer.leases_asked)
+
+
+async def test_a_lease_of_no_group_is_not_requested_when_the_places_are_taken_meanwhile(make_buffer, monkeypatch):
+    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # as if a turn after a tool took the place
+    monkeypatch.setattr(InflightGroups, "num_free", property(lambda groups: next(answers, free(groups))))
+    buffer = make_buffer(2)
+    async with running_loop(buffer):
+        await buffer.stored(2)
+    assert all(num_groups > 0 for _, num_groups in buffer.leases_asked)
 
 
 async def test_groups_are_leased_at_the_version_of_the_engine_as_soon_as_it_changes(make_buffer):
