@@ -8,13 +8,13 @@ alarm begins: a single batch may show it by chance.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from .estimates import Estimate, Evaluation
-from .records import StepRecord, json_object
+from .history import read_records
+from .records import StepRecord
 
 WINDOW = 5
 """Number of consecutive steps with a condition before its alarm begins."""
@@ -265,25 +265,12 @@ def read_alarms(run_dir: Path, limits: RunLimits) -> Alarms:
 
     Raises `ValueError` with the line that is not a record.
     """
-    alarms, names = Alarms(limits), StepRecord.__dataclass_fields__
-    evaluations = [
-        Evaluation(
-            **{**line, "estimates": {name: Estimate(**one) for name, one in line["estimates"].items()}, "by_source": {}}
-        )
-        for line in _lines(run_dir / "evaluations.jsonl", "policy_version", "greedy", "estimates")
-    ]
-    for line in _lines(run_dir / "metrics.jsonl", "step", "reward", "lag_mean", "equal_reward_groups"):
-        while evaluations and evaluations[0].policy_version <= line["step"]:
-            alarms.evaluation(evaluations.pop(0))
-        learner = {name[len("learner.") :]: value for name, value in line.items() if name.startswith("learner.")}
-        alarms.step(StepRecord(**{name: line[name] for name in names.keys() & line.keys()}, learner=learner))
+    alarms, records = Alarms(limits), read_records(run_dir)
+    evaluations = deque(records.evaluations)
+    for record in records.steps:
+        while evaluations and evaluations[0].policy_version <= record.step:
+            alarms.evaluation(evaluations.popleft())
+        alarms.step(record)
     for evaluation in evaluations:
         alarms.evaluation(evaluation)
     return alarms
-
-
-def _lines(path: Path, *keys: str) -> Iterator[dict[str, Any]]:
-    """The complete lines of a JSON-lines file; none without a file."""
-    lines = path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []
-    for number, line in enumerate(lines, start=1):
-        yield json_object(line, f"line {number} of {path}", *keys)

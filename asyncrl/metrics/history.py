@@ -32,15 +32,28 @@ def read_history(run_dir: Path, version: int) -> History:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} must hold the steps before the checkpoint, and does not exist; restore it")
-    steps = [_step_record(numbers) for numbers in _lines(path, "step") if numbers["step"] < version]
-    evaluations = run_dir / "evaluations.jsonl"
-    found = _lines(evaluations, "policy_version") if evaluations.is_file() else []
-    return History(steps=steps, evaluations=[_evaluation(one) for one in found if one["policy_version"] < version])
+    whole = read_records(run_dir)
+    return History(
+        steps=[record for record in whole.steps if record.step < version],
+        evaluations=[evaluation for evaluation in whole.evaluations if evaluation.policy_version < version],
+    )
+
+
+def read_records(run_dir: Path) -> History:
+    """All steps and evaluations in a run's folder; none for a missing file.
+
+    Raises `ValueError` with the line that is not one of this version of asyncrl.
+    """
+    steps = _lines(run_dir / "metrics.jsonl", "step", "reward", "lag_mean", "equal_reward_groups")
+    evaluations = _lines(run_dir / "evaluations.jsonl", "policy_version", "greedy", "estimates")
+    return History(
+        steps=[_step_record(numbers) for numbers in steps], evaluations=[_evaluation(values) for values in evaluations]
+    )
 
 
 def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
     """The objects in a file of JSON lines. A last line without its end is left out: its writer was killed."""
-    whole, _, _ = path.read_text().rpartition("\n")
+    whole, _, _ = (path.read_text(errors="replace") if path.is_file() else "").rpartition("\n")
     return [
         json_object(line, f"line {number} of {path}", *keys) for number, line in enumerate(whole.splitlines(), start=1)
     ]
