@@ -285,7 +285,7 @@ class LedgerLoad:
         began = time.perf_counter()
         self._ledger.apply(PlanBatch(version=version))
         self._ledger.apply(Commit(version=version))
-        self._ledger.drain_finished()
+        self._ledger.attempts.drain_finished()
         elapsed = time.perf_counter() - began
         transitions, fill_s = self.fill(self._size)
         return transitions + 2 * self._size, elapsed + fill_s

@@ -6,8 +6,6 @@ server with a journal on the same disk makes hard links to the files of its fram
 on a thread. The folder is written as ``.v00000012.partial``, and gets its name when every part is on the disk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -16,20 +14,18 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncrl.core.errors import AsyncRLError, ReplayBufferError
 
 from . import commands
 from .commands import Answer, Checkpointed
 from .encoding import Message
-from .journal import AppendOnlyFile, Begin, Head, Journal, Reference
+from .journal import AppendOnlyFile, Begin, Head, Journal, Recovered, Reference, read_contents
 from .records import Frames
+from .store_links import StoreLinks
 from .stores import size_of
 from .waiting import Collaborators, HeldRequests
-
-if TYPE_CHECKING:
-    from .store_servers import StoreLinks
 
 logger = logging.getLogger(__name__)
 
@@ -162,26 +158,54 @@ class PendingWrites:
 
 
 class CheckpointRequests:
-    """The operation `Checkpoint` of the ledger's server.
+    """The operation `Checkpoint` of the ledger's server, and the begin from a checkpoint or a journal.
 
     Args:
         journal: The server's own journal, if it has one.
         links: Connections to the store servers, if these hold the trajectories.
-        lineage: Names the run over all its lives.
-
-    Attributes:
-        owner: The options that a server needs to continue a journal or a checkpoint of this one.
     """
 
-    def __init__(
-        self, shared: Collaborators, *, journal: Journal | None, links: StoreLinks | None, lineage: str
-    ) -> None:
-        self._ledger, self._store, self._links = shared.ledger, shared.store, links
-        self._journal, self._lineage = journal, lineage
-        self.owner = {**self._ledger.options, "is_elsewhere": self._store.is_elsewhere}
+    def __init__(self, shared: Collaborators, *, journal: Journal | None, links: StoreLinks | None) -> None:
+        self._config, self._ledger, self._store = shared.config, shared.ledger, shared.store
+        self._journal, self._links = journal, links
+        self._lineage = shared.config.lineage or shared.config.epoch  # names the run over all its lives
+        # The options that a server needs to continue a journal or a checkpoint of this one.
+        self._owner = {**self._ledger.options, "is_elsewhere": self._store.is_elsewhere}
         self._writer = PartWriter(journal)
         self._pending = PendingWrites(shared.held())
         self._turn = asyncio.Lock()
+
+    def continue_earlier(self) -> Recovered | None:
+        """Claim the journal, and return what an earlier server or the checkpoint left. None for the begin of a run.
+
+        A new journal begins with a copy of the checkpoint. A new life of the run takes over the journal of
+        ``earlier_epoch``. Raises `ReplayBufferError` if the checkpoint cannot be read, `ValueError` if it needs other
+        store servers.
+        """
+        config, journal = self._config, self._journal
+        recovered = None if journal is None else journal.recover()
+        found = None if journal is None else journal.read("owner")
+        if config.checkpoint and found is None:
+            contents = read_contents(Path(config.checkpoint) / LEDGER_PART)
+            self._check_stores(contents.values["owner"], config.checkpoint)
+            recovered = contents.recovered
+            if journal is not None:
+                journal.begin_from(recovered)
+        if journal is not None:
+            owner = {"epoch": config.epoch, "lineage": self._lineage, **self._owner}
+            if found is not None and config.earlier_epoch and found["epoch"] == config.earlier_epoch:
+                self._check_stores(found, config.directory)
+                journal.write("owner", owner)
+            journal.claim(owner)
+        return recovered
+
+    def _check_stores(self, owner: Mapping[str, Any], where: str) -> None:
+        for name in ("num_stores", "is_elsewhere"):
+            if owner[name] != (needed := self._owner[name]):
+                raise ValueError(
+                    f"{where} holds a buffer with {name}={owner[name]}, this one has {needed}; resume with the "
+                    "buffer.num_store_servers and buffer.stores_on of the checkpoint"
+                )
 
     def on_checkpoint(self, request: Message, checkpoint: commands.Checkpoint) -> None:
         """Begin to write a checkpoint, unless this was done, and answer when it is complete."""
@@ -215,7 +239,7 @@ class CheckpointRequests:
             save = commands.SavePart(key=checkpoint.key, path=str(folder / store_part(number)))
             stores.append(asyncio.ensure_future(link.call(save)))
         await asyncio.sleep(0)  # the requests are sent
-        values = {"lineage": self._lineage, "key": checkpoint.key, "owner": self.owner}
+        values = {"lineage": self._lineage, "key": checkpoint.key, "owner": self._owner}
         frames = [held for held in self._store.frames() if held[2]]  # the stores have the others
         own = await self._writer.write(
             folder / LEDGER_PART, values=values, snapshot=self._ledger.snapshot(), frames=frames

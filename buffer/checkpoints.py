@@ -5,23 +5,18 @@ the learner's ranks have died (`Rewind`), and when a new life of the run begins 
 cases every group and saved prefix without a token of a lost version stays. ``docs/staleness.md`` proves the bound.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from msgspec import convert, to_builtins
 
 from asyncrl.core.errors import ReplayBufferError
 
-from . import attempts, commands
-from .account import REWOUND, STALE, STORE_LOST, IdSet
-from .groups import Group, GroupState
+from . import commands
+from .account import Account, AttemptHistory
+from .groups import GroupTable
 from .records import Key, Row
-from .rule import rank_of
-
-if TYPE_CHECKING:
-    from .ledger import Call, Ledger
+from .rule import Preference, StalenessRule, rank_of
 
 MAX_MARKS = 8
 """Marks that the ledger remembers. At most two checkpoints are being written at a time."""
@@ -67,17 +62,17 @@ class Marks:
         for old in sorted(self._by_version)[:-MAX_MARKS]:
             del self._by_version[old]
 
-    def reach(self, ledger: Ledger) -> None:
-        """Set the totals of a mark at the ledger's version, if there is one without totals."""
-        mark = self._by_version.get(ledger.learner_version)
+    def reach(self, version: int, history: AttemptHistory, account: Account) -> None:
+        """Set the totals of the mark of the learner's ``version``, if there is one without totals."""
+        mark = self._by_version.get(version)
         if mark is not None and not mark.is_reached:
             self._by_version[mark.version] = Mark(
                 version=mark.version,
                 key=mark.key,
                 is_reached=True,
-                finished=tuple(ledger.history.finished.ranges()),
-                tokens_trained=ledger.account.tokens_trained,
-                lags=tuple(sorted(ledger.account.lags.items())),
+                finished=tuple(history.finished.ranges()),
+                tokens_trained=account.tokens_trained,
+                lags=tuple(sorted(account.lags.items())),
             )
 
     def at(self, version: int) -> Mark:
@@ -104,119 +99,33 @@ class Marks:
         self._by_version = {mark.version: mark for mark in convert(values, list[Mark])}
 
 
-def decide_checkpoint(ledger: Ledger, command: commands.Checkpoint, call: Call) -> commands.Marked:
-    """A repeated checkpoint has no effect."""
-    if ledger.marks.has(command.version, command.key):
-        return commands.Marked(is_new=False)
-    if not ledger.learner_version <= command.version <= ledger.next_plan:
-        raise ReplayBufferError(
-            f"checkpoint({command.version}) was requested at learner version {ledger.learner_version}; every step "
-            "before a checkpoint must be planned or committed, so its version is in "
-            f"{ledger.learner_version}..{ledger.next_plan}"
-        )
-    return commands.Marked(is_new=True)
-
-
-def enact_checkpoint(ledger: Ledger, command: commands.Checkpoint, outcome: commands.Marked) -> None:
-    """Add the mark."""
-    if outcome.is_new:
-        ledger.marks.add(command.version, command.key)
-        ledger.marks.reach(ledger)
-
-
-def decide_rewind(ledger: Ledger, command: commands.Rewind, call: Call) -> commands.Rewound:
-    """A repeated or earlier rewind has no effect."""
-    if command.incarnation <= ledger.incarnation:
-        return commands.Rewound(is_new=False)
-    if not 0 <= command.version <= ledger.learner_version:
-        raise ReplayBufferError(
-            f"rewind({command.version}) was requested at learner version {ledger.learner_version}; rewind to the "
-            "version of a checkpoint whose steps are committed"
-        )
-    ledger.marks.at(command.version)
-    return _decide_return(ledger, command.version)
-
-
-def enact_rewind(ledger: Ledger, command: commands.Rewind, outcome: commands.Rewound) -> None:
-    """Go back within a life of the run."""
-    if outcome.is_new:
-        _go_back(ledger, command.version, outcome)
-        ledger.incarnation = command.incarnation
-
-
-def decide_resume(ledger: Ledger, command: commands.Resume, call: Call) -> commands.Rewound:
-    """Decide what a new life of the run keeps."""
-    if ledger.marks.at(command.version).key != command.key:
-        raise ReplayBufferError(
-            f"the ledger's checkpoint of version {command.version} is not the one to resume; resume both parts of one "
-            "checkpoint"
-        )
-    return _decide_return(ledger, command.version)
-
-
-def enact_resume(ledger: Ledger, command: commands.Resume, outcome: commands.Rewound) -> None:
-    """Begin a new life. Tokens that the earlier lives generated and never reported are lost with their workers."""
-    _go_back(ledger, command.version, outcome)
-    ledger.groups.space.await_stores()
-    ledger.incarnation = 0
-    ledger.account.begin_life(command.tokens_generated)
-
-
-def _decide_return(ledger: Ledger, version: int) -> commands.Rewound:
-    """Decide which groups stay.
+def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, prefer: Preference) -> commands.Rewound:
+    """Decide which groups stay when the learner goes back to ``version``.
 
     With the options that the groups were admitted under, every group without a token of a lost version can be consumed
     in time. A run may resume with a smaller ``max_lag`` or ``groups_per_step``. Then the groups that cannot be consumed
     in time are dropped; the choice by the earliest deadline keeps as many groups as possible.
     """
-    lost = [group for group in ledger.groups if group.newest_version > version]
-    missing = [group for group in ledger.groups if group.is_missing]
+    lost = [group for group in groups if group.newest_version > version]
+    missing = [group for group in groups if group.is_missing]
     gone = {group.group_id for group in (*lost, *missing)}
-    stay = [group for group in ledger.groups if group.summary is not None and group.group_id not in gone]
+    stay = [group for group in groups if group.summary is not None and group.group_id not in gone]
     stay.sort(key=lambda group: (group.engine_version, group.place))
     num_kept, unfit, moved = 0, [], []
     for group in stay:
-        deadline = ledger.rule.deadline(group.engine_version)
-        if deadline < version + num_kept // ledger.rule.groups_per_step:
+        deadline = rule.deadline(group.engine_version)
+        if deadline < version + num_kept // rule.groups_per_step:
             unfit.append(group.group_id)
             continue
         num_kept += 1
-        rank = rank_of(ledger.prefer, group.result, deadline)
+        rank = rank_of(prefer, group.result, deadline)
         if (deadline, rank) != (group.deadline, group.rank):
             moved.append((group.group_id, deadline, rank))
     return commands.Rewound(
         is_new=True,
         group_ids=tuple(group.group_id for group in lost),
-        revoked=tuple(group.group_id for group in ledger.groups.leases.all()),
+        revoked=tuple(group.group_id for group in groups.leases.all()),
         missing=tuple(group.group_id for group in missing),
         unfit=tuple(unfit),
         moved=tuple(moved),
     )
-
-
-def _go_back(ledger: Ledger, version: int, outcome: commands.Rewound) -> None:
-    """Groups without a token of a lost version stay, every batch is planned again, and every lease ends."""
-    ledger.groups.dissolve(tuple(ledger.groups.plans))
-    lost = dict.fromkeys(outcome.unfit, STALE) | dict.fromkeys(outcome.missing, STORE_LOST)
-    lost |= dict.fromkeys(outcome.group_ids, REWOUND)
-    for group_id in sorted({*lost, *outcome.revoked}, reverse=True):  # reversed: each goes to the head of the queue
-        _take_back(ledger, ledger.groups[group_id], lost)
-    for group_id, deadline, rank in outcome.moved:
-        ledger.groups.move(ledger.groups[group_id], deadline, rank)
-    mark = ledger.marks.at(version)
-    ledger.history.reopen(IdSet(mark.finished))
-    ledger.account.rewind(tokens_trained=mark.tokens_trained, lags=dict(mark.lags))
-    ledger.marks.forget_after(version)
-    ledger.learner_version = version
-
-
-def _take_back(ledger: Ledger, group: Group, lost: Mapping[int, str]) -> None:
-    """Drop what is lost of a group, and end its lease. Its prompt is queued."""
-    if group.state is not GroupState.leased:
-        attempts.evict(ledger, group, lost[group.group_id])
-    elif group.group_id in lost:
-        attempts.give_up(ledger, group, is_dropped=False, reason=REWOUND)
-    else:
-        attempts.revoke(ledger, group, REWOUND)
-        with ledger.account.settling(group.owner):
-            attempts.hand_on(ledger, group)

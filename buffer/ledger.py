@@ -21,9 +21,10 @@ from asyncrl.core.errors import (
 )
 from asyncrl.core.types import BufferStats, Plan
 
-from . import attempts, checkpoints, commands
+from . import commands
 from .account import (
     NO_ROOM,
+    REWOUND,
     STALE,
     STALE_PREFIX,
     STORE_LOST,
@@ -32,7 +33,10 @@ from .account import (
     Account,
     AttemptHistory,
     EndedAttempt,
+    IdSet,
 )
+from .attempts import Attempts
+from .checkpoints import Marks, decide_return
 from .config import OnStale
 from .groups import Group, GroupState, GroupTable
 from .records import Command, LoggedFrames, Result, leaves
@@ -73,6 +77,7 @@ class Ledger:
         groups: Every unfinished group.
         history: Attempts and groups that ended.
         account: Where every token went.
+        attempts: Ends attempts and groups.
         marks: The checkpoints that the learner may go back to.
         room: The bound on bytes.
         options: A server can continue a journal only with the same values.
@@ -98,7 +103,8 @@ class Ledger:
         self.groups = GroupTable(num_stores=num_stores)
         self.history = AttemptHistory()
         self.account = Account()
-        self.marks = checkpoints.Marks(first_version)
+        self.attempts = Attempts(self.groups, self.history, self.account)
+        self.marks = Marks(first_version)
         self.rule = rule
         self.room = Room(self.groups, max_bytes=max_bytes, groups_per_step=rule.groups_per_step)
         self.options = {
@@ -116,8 +122,6 @@ class Ledger:
         self.lease_s = lease_s
         self.max_deaths = max_deaths
         self.suspect_deaths = max(1, max_deaths - 1) if max_deaths else 0  # the next death drops such a group
-        self.revocations: list[tuple[bytes, commands.Revoked]] = []
-        self.newly_finished: list[int] = []
 
     def apply(
         self,
@@ -190,6 +194,14 @@ class Ledger:
                 f"{self.learner_version} steps; an engine must serve a version in 0..{self.learner_version}"
             )
 
+    def check_newest(self, group_id: int, attempt: int, newest_version: int) -> None:
+        """Raise `VersionTooNew` if no learner step has made this version."""
+        if newest_version > self.learner_version:
+            raise VersionTooNew(
+                f"group {group_id} attempt {attempt} holds a token of policy version {newest_version}, but the learner "
+                f"is at {self.learner_version}; does its worker belong to another run?"
+            )
+
     def check_plan(self, version: int) -> None:
         """Raise `ReplayBufferError` unless ``version`` is already planned or is the next one to plan."""
         if version not in self.groups.plans and (version != self.next_plan or version > self.learner_version + 1):
@@ -225,16 +237,6 @@ class Ledger:
         """Renew every lease for its full time, after a period in which no worker could renew."""
         for group in self.groups.leases.all():
             self.groups.leases.extend(group, now + self.lease_s)
-
-    def drain_revocations(self) -> list[tuple[bytes, commands.Revoked]]:
-        """Leases revoked since the last call, each with its owner."""
-        revocations, self.revocations = self.revocations, []
-        return revocations
-
-    def drain_finished(self) -> list[int]:
-        """Groups consumed or dropped since the last call; their prompts and trajectories are no longer needed."""
-        finished, self.newly_finished = self.newly_finished, []
-        return finished
 
     def stats(self, *, stored_bytes: int = 0, held_bytes: int = 0, leases_waiting: int = 0) -> BufferStats:
         """The totals, with the numbers that the server adds."""
@@ -336,7 +338,7 @@ def _enact_lease_groups(ledger: Ledger, command: commands.LeaseGroups, outcome: 
 
 
 def _decide_renew(ledger: Ledger, command: commands.Renew, call: Call) -> commands.Renewed:
-    lost = tuple(key for key in command.leases if attempts.held(ledger, *key, call.sender) is None)
+    lost = tuple(key for key in command.leases if ledger.attempts.held(*key, call.sender) is None)
     return commands.Renewed(expires_at=call.now + ledger.lease_s, lost=lost)
 
 
@@ -348,10 +350,10 @@ def _enact_renew(ledger: Ledger, command: commands.Renew, outcome: commands.Rene
 
 def _decide_save_prefix(ledger: Ledger, command: commands.SavePrefix, call: Call) -> commands.Saved:
     group_id, attempt, progress = command.group_id, command.attempt, command.progress
-    group = attempts.held(ledger, group_id, attempt, call.sender)
+    group = ledger.attempts.held(group_id, attempt, call.sender)
     if group is None:
         raise LeaseExpired(f"the lease on group {group_id} attempt {attempt} is no longer held; nothing was saved")
-    attempts.check_newest(ledger, group_id, attempt, progress.newest_version)
+    ledger.check_newest(group_id, attempt, progress.newest_version)
     if progress.oldest_version < group.engine_version:
         raise VersionTooOld(
             f"progress of group {group_id} attempt {attempt} holds a token of policy version "
@@ -363,14 +365,14 @@ def _decide_save_prefix(ledger: Ledger, command: commands.SavePrefix, call: Call
 
 def _enact_save_prefix(ledger: Ledger, command: commands.SavePrefix, outcome: commands.Saved) -> None:
     group = ledger.groups[command.group_id]
-    attempts.settle_prefix(ledger, group, command.progress.num_tokens, command.continued)
+    ledger.attempts.settle_prefix(group, command.progress.num_tokens, command.continued)
     ledger.groups.space.set_progress(group, command.progress, command.num_bytes)
 
 
 def _decide_release(ledger: Ledger, command: commands.Release, call: Call) -> commands.Released:
     group_id, attempt = command.group_id, command.attempt
-    attempts.check_was_leased(ledger, group_id, attempt, "it cannot be released")
-    group = attempts.held(ledger, group_id, attempt, call.sender)
+    ledger.attempts.check_was_leased(group_id, attempt, "it cannot be released")
+    group = ledger.attempts.held(group_id, attempt, call.sender)
     ended = ledger.history.of(group_id, attempt)
     return commands.Released(
         was_running=group is not None,
@@ -389,10 +391,10 @@ def _enact_release(ledger: Ledger, command: commands.Release, outcome: commands.
             if outcome.is_dropped:
                 account.give_up(reason, num_saved=group.num_saved, num_inherited=group.num_inherited)
                 account.groups_dropped[reason] += 1
-                attempts.drop(ledger, group, stored=False)
+                ledger.attempts.drop(group, stored=False)
             else:
-                attempts.hand_on(ledger, group)
-    elif outcome.was_owed and (owed := attempts.settle_owed(ledger, command.group_id, command.attempt)) is not None:
+                ledger.attempts.hand_on(group)
+    elif outcome.was_owed and (owed := ledger.attempts.settle_owed(command.group_id, command.attempt)) is not None:
         owner, num_counted, reason = owed.owner, owed.num_counted, owed.reason
     else:
         return
@@ -410,11 +412,11 @@ def _enact_expire(ledger: Ledger, command: commands.Expire | commands.TakeBack, 
         if isinstance(command, commands.TakeBack):
             ledger.groups.count_death(group)
         if group_id in outcome.dropped:
-            attempts.give_up(ledger, group, is_dropped=True, reason=WORKER_DIED)
+            ledger.attempts.give_up(group, is_dropped=True, reason=WORKER_DIED)
             continue
-        attempts.revoke(ledger, group, "expired")
+        ledger.attempts.revoke(group, "expired")
         with ledger.account.settling(group.owner):
-            attempts.hand_on(ledger, group)
+            ledger.attempts.hand_on(group)
 
 
 def _decide_take_back(ledger: Ledger, command: commands.TakeBack, call: Call) -> commands.TakenBack:
@@ -439,7 +441,7 @@ def _enact_take_back(ledger: Ledger, command: commands.TakeBack, outcome: comman
 
 
 def _decide_reserve(ledger: Ledger, command: commands.Reserve, call: Call) -> commands.Reserved:
-    group = attempts.held(ledger, command.group_id, command.attempt, call.sender)
+    group = ledger.attempts.held(command.group_id, command.attempt, call.sender)
     if group is None:  # the following put is refused
         return commands.Reserved(store=0)
     may_evict = not ledger.groups.num_planned and not ledger.can_plan()
@@ -448,7 +450,7 @@ def _decide_reserve(ledger: Ledger, command: commands.Reserve, call: Call) -> co
 
 def _enact_reserve(ledger: Ledger, command: commands.Reserve, outcome: commands.Reserved) -> None:
     for group_id in outcome.evicted:
-        attempts.evict(ledger, ledger.groups[group_id], NO_ROOM)
+        ledger.attempts.evict(ledger.groups[group_id], NO_ROOM)
     group = ledger.groups.running(command.group_id, command.attempt)
     if group is not None:
         ledger.groups.space.set_bytes(group, command.num_bytes, outcome.store)
@@ -457,10 +459,10 @@ def _enact_reserve(ledger: Ledger, command: commands.Reserve, outcome: commands.
 def _decide_put(ledger: Ledger, command: commands.Put, call: Call) -> commands.PutOutcome:
     summary = command.summary
     group_id, attempt = summary.group_id, summary.attempt
-    group = attempts.held(ledger, group_id, attempt, call.sender)
+    group = ledger.attempts.held(group_id, attempt, call.sender)
     if group is None:
         return _decide_put_without_lease(ledger, command)
-    attempts.check_newest(ledger, group_id, attempt, summary.newest_version)
+    ledger.check_newest(group_id, attempt, summary.newest_version)
     if summary.oldest_version < group.engine_version:
         message = (
             f"group {group_id} attempt {attempt} holds a token of policy version {summary.oldest_version}, but its "
@@ -475,7 +477,7 @@ def _decide_put(ledger: Ledger, command: commands.Put, call: Call) -> commands.P
 def _decide_put_without_lease(ledger: Ledger, command: commands.Put) -> commands.PutOutcome:
     """Acknowledge a group that was stored before; refuse a group that arrives too late."""
     group_id, attempt = command.summary.group_id, command.summary.attempt
-    attempts.check_was_leased(ledger, group_id, attempt, "put only leased groups")
+    ledger.attempts.check_was_leased(group_id, attempt, "put only leased groups")
     group = ledger.groups.get(group_id)
     if group is None:
         was_stored = ledger.history.was_stored(group_id, attempt)
@@ -500,7 +502,7 @@ def _enact_put(ledger: Ledger, command: commands.Put, outcome: commands.PutOutco
     elif (group := ledger.groups.running(summary.group_id, summary.attempt)) is not None:
         with account.settling(group.owner):
             _settle(ledger, group, command, outcome)
-    elif (owed := attempts.settle_owed(ledger, summary.group_id, summary.attempt)) is not None:
+    elif (owed := ledger.attempts.settle_owed(summary.group_id, summary.attempt)) is not None:
         with account.settling(owed.owner):
             num_counted = owed.num_counted if command.continued else 0
             account.refuse(summary, owed.reason, num_counted=num_counted - command.num_left_out)
@@ -509,7 +511,7 @@ def _enact_put(ledger: Ledger, command: commands.Put, outcome: commands.PutOutco
 def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: commands.PutOutcome) -> None:
     """Store a running group, drop it for a filter, or refuse it."""
     summary, account = command.summary, ledger.account
-    attempts.settle_prefix(ledger, group, summary.num_tokens + command.num_left_out, command.continued)
+    ledger.attempts.settle_prefix(group, summary.num_tokens + command.num_left_out, command.continued)
     account.leave_out(command.num_left_out)
     num_inherited = group.num_inherited
     if outcome.result is commands.PutResult.stored:
@@ -518,7 +520,7 @@ def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: comman
         ledger.groups.store(group, summary, outcome.rank)
         account.store(summary, num_inherited=num_inherited)
     elif outcome.result is commands.PutResult.filtered:
-        attempts.drop(ledger, group, stored=True)
+        ledger.attempts.drop(group, stored=True)
         account.filter(summary, outcome.reason, num_inherited=num_inherited)
     else:
         ended = EndedAttempt(owner=group.owner, refusal=outcome.refusal)
@@ -548,7 +550,7 @@ def _decide_lose_groups(ledger: Ledger, command: commands.LoseGroups, call: Call
 def _enact_lose_groups(ledger: Ledger, command: commands.LoseGroups, outcome: commands.Lost) -> None:
     ledger.groups.dissolve(outcome.dissolved)
     for group_id in outcome.group_ids:
-        attempts.evict(ledger, ledger.groups[group_id], STORE_LOST)
+        ledger.attempts.evict(ledger.groups[group_id], STORE_LOST)
     for group_id in outcome.unsent:
         ledger.groups.space.set_bytes(ledger.groups[group_id], 0)
     for group_id in outcome.missing:
@@ -590,7 +592,7 @@ def _enact_drop_store(ledger: Ledger, command: commands.DropStore, outcome: comm
     for group_id in outcome.reserved:
         ledger.groups.space.set_bytes(ledger.groups[group_id], 0)
     for group_id in outcome.group_ids:
-        attempts.evict(ledger, ledger.groups[group_id], STORE_LOST)
+        ledger.attempts.evict(ledger.groups[group_id], STORE_LOST)
 
 
 # Batches
@@ -622,7 +624,7 @@ def _enact_plan_batch(ledger: Ledger, command: commands.PlanBatch, outcome: comm
     if not outcome.group_ids or outcome.version in ledger.groups.plans:
         return
     for group_id in outcome.given_up:
-        attempts.give_up(ledger, ledger.groups[group_id], is_dropped=outcome.is_dropped, reason=STALE)
+        ledger.attempts.give_up(ledger.groups[group_id], is_dropped=outcome.is_dropped, reason=STALE)
     ledger.groups.plan(outcome.version, outcome.group_ids)
 
 
@@ -651,18 +653,92 @@ def _enact_commit(ledger: Ledger, command: commands.Commit, outcome: commands.Co
     if not outcome.group_ids:
         return
     for group in map(ledger.groups.stored, outcome.group_ids):
-        attempts.finish(ledger, group, stored=True)
+        ledger.attempts.finish(group, stored=True)
         ledger.account.consume(group.result, outcome.version)
     ledger.groups.finish_batch(outcome.version)
     ledger.learner_version += 1
-    ledger.marks.reach(ledger)
+    ledger.marks.reach(ledger.learner_version, ledger.history, ledger.account)
 
 
-def _function(verb: str, command: Any) -> Callable[..., Any]:
-    """The function of this module, or of `buffer.checkpoints`, that decides or enacts a command."""
-    name = f"{verb}_{command.__struct_config__.tag}"
-    return globals().get(f"_{name}") or getattr(checkpoints, name)
+# Checkpoints, and the way back to one of them
 
 
-_DECIDE, _ENACT = ({kind: _function(verb, kind) for kind in leaves(Command)} for verb in ("decide", "enact"))
+def _decide_checkpoint(ledger: Ledger, command: commands.Checkpoint, call: Call) -> commands.Marked:
+    """A repeated checkpoint has no effect."""
+    if ledger.marks.has(command.version, command.key):
+        return commands.Marked(is_new=False)
+    if not ledger.learner_version <= command.version <= ledger.next_plan:
+        raise ReplayBufferError(
+            f"checkpoint({command.version}) was requested at learner version {ledger.learner_version}; every step "
+            "before a checkpoint must be planned or committed, so its version is in "
+            f"{ledger.learner_version}..{ledger.next_plan}"
+        )
+    return commands.Marked(is_new=True)
+
+
+def _enact_checkpoint(ledger: Ledger, command: commands.Checkpoint, outcome: commands.Marked) -> None:
+    """Add the mark."""
+    if outcome.is_new:
+        ledger.marks.add(command.version, command.key)
+        ledger.marks.reach(ledger.learner_version, ledger.history, ledger.account)
+
+
+def _decide_rewind(ledger: Ledger, command: commands.Rewind, call: Call) -> commands.Rewound:
+    """A repeated or earlier rewind has no effect."""
+    if command.incarnation <= ledger.incarnation:
+        return commands.Rewound(is_new=False)
+    if not 0 <= command.version <= ledger.learner_version:
+        raise ReplayBufferError(
+            f"rewind({command.version}) was requested at learner version {ledger.learner_version}; rewind to the "
+            "version of a checkpoint whose steps are committed"
+        )
+    ledger.marks.at(command.version)
+    return decide_return(ledger.groups, command.version, rule=ledger.rule, prefer=ledger.prefer)
+
+
+def _enact_rewind(ledger: Ledger, command: commands.Rewind, outcome: commands.Rewound) -> None:
+    """Go back within a life of the run."""
+    if outcome.is_new:
+        _go_back(ledger, command.version, outcome)
+        ledger.incarnation = command.incarnation
+
+
+def _decide_resume(ledger: Ledger, command: commands.Resume, call: Call) -> commands.Rewound:
+    """Decide what a new life of the run keeps."""
+    if ledger.marks.at(command.version).key != command.key:
+        raise ReplayBufferError(
+            f"the ledger's checkpoint of version {command.version} is not the one to resume; resume both parts of one "
+            "checkpoint"
+        )
+    return decide_return(ledger.groups, command.version, rule=ledger.rule, prefer=ledger.prefer)
+
+
+def _enact_resume(ledger: Ledger, command: commands.Resume, outcome: commands.Rewound) -> None:
+    """Begin a new life. Tokens that the earlier lives generated and never reported are lost with their workers."""
+    _go_back(ledger, command.version, outcome)
+    ledger.groups.space.await_stores()
+    ledger.incarnation = 0
+    ledger.account.begin_life(command.tokens_generated)
+
+
+def _go_back(ledger: Ledger, version: int, outcome: commands.Rewound) -> None:
+    """Groups without a token of a lost version stay, every batch is planned again, and every lease ends."""
+    ledger.groups.dissolve(tuple(ledger.groups.plans))
+    lost = dict.fromkeys(outcome.unfit, STALE) | dict.fromkeys(outcome.missing, STORE_LOST)
+    lost |= dict.fromkeys(outcome.group_ids, REWOUND)
+    for group_id in sorted({*lost, *outcome.revoked}, reverse=True):  # reversed: each goes to the head of the queue
+        ledger.attempts.take_back(ledger.groups[group_id], lost)
+    for group_id, deadline, rank in outcome.moved:
+        ledger.groups.move(ledger.groups[group_id], deadline, rank)
+    mark = ledger.marks.at(version)
+    ledger.history.reopen(IdSet(mark.finished))
+    ledger.account.rewind(tokens_trained=mark.tokens_trained, lags=dict(mark.lags))
+    ledger.marks.forget_after(version)
+    ledger.learner_version = version
+
+
+_DECIDE, _ENACT = (
+    {kind: globals()[f"_{verb}_{kind.__struct_config__.tag}"] for kind in leaves(Command)}
+    for verb in ("decide", "enact")
+)
 """Command type to the function that decides it, and to the function that enacts its outcome."""

@@ -194,9 +194,10 @@ class OfferRequests:
         self._next_turn: asyncio.TimerHandle | None = None
         self._receivers, self._followers, self._evaluators = shared.held(), shared.held(), shared.held()
 
-    def recover(self, journal: Journal) -> None:
+    def recover(self) -> None:
         """Load the log of an earlier server, if its offers are of the current incarnation in the recovered ledger."""
-        incarnation, values = journal.read(_JOURNALED_AS) or (0, None)
+        journaled = None if self._journal is None else self._journal.read(_JOURNALED_AS)
+        incarnation, values = journaled or (0, None)
         if values is not None and incarnation == self._ledger.incarnation:
             self._log.restore(values)
 

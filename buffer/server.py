@@ -65,7 +65,8 @@ from .sockets import (
     remove_socket_folder,
     unix_address,
 )
-from .store_servers import StoreLinks, StoreService
+from .store_links import StoreLinks
+from .store_servers import StoreService
 
 logger = logging.getLogger(__name__)
 _KEPT_BYTES = 2**31 - 1

@@ -7,9 +7,8 @@ Nothing polls.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from msgspec import to_builtins
@@ -22,24 +21,23 @@ from asyncrl.core.types import BufferStats, GroupSummary
 
 from . import commands
 from .account import NO_ROOM, REWOUND, STALE, STORE_LOST, VERSION_TOO_OLD, WORKER_DIED
-from .checkpoint_parts import LEDGER_PART, CheckpointRequests
+from .checkpoint_parts import CheckpointRequests
 from .commands import Answer, Done, PutResult
 from .config import BufferConfig
 from .encoding import JOIN_BELOW_BYTES, Message, Send
-from .journal import Journal, Recovered, read_contents
+from .journal import Journal, Recovered
 from .ledger import Ledger
 from .offers import OfferRequests
 from .records import Frames
 from .rule import StalenessRule
 from .sockets import Deadline, LoopClock
-from .store_servers import StoreLinks
+from .store_links import StoreJoins, StoreLinks
 from .stores import FetchWindow, PayloadStore, size_of
 from .waiting import Admission, BatchRequests, Collaborators, PromptIntake, Replies, handlers_of
 
 logger = logging.getLogger(__name__)
 
 _LANE = "buffer"
-_MAX_HOSTS = 65_536
 
 
 class BufferService:
@@ -83,8 +81,7 @@ class BufferService:
         self._batches = BatchRequests(shared)
         self._offers = OfferRequests(shared, journal)
         self._joins = StoreJoins(shared, links)
-        lineage = config.lineage or config.epoch
-        self._checkpoints = CheckpointRequests(shared, journal=journal, links=links, lineage=lineage)
+        self._checkpoints = CheckpointRequests(shared, journal=journal, links=links)
         workers = WorkerRequests(shared, admission=self._admission, offers=self._offers, joins=self._joins)
         self._reserving = shared.held()
         self._unread = FetchWindow(config.max_stored_bytes)
@@ -100,17 +97,12 @@ class BufferService:
         parts = self._intake, self._admission, self._batches, self._offers, self._joins, self._checkpoints, workers
         self._handlers = handlers_of((self, *parts))
         self._closing = (self._reserving, *parts[:-1], self._expiry, self._silence, self._clock)
-        recovered = None if journal is None else journal.recover()
-        if config.checkpoint and (journal is None or journal.read("owner") is None):
-            recovered = self._read_checkpoint(Path(config.checkpoint))
+        earlier = self._checkpoints.continue_earlier()
         if journal is not None:
-            self._claim(journal, {"epoch": config.epoch, "lineage": lineage, **self._checkpoints.owner})
-            self.ledger.log = journal
-            journal.on_written = self.settle
-        if recovered is not None:
-            self._recover(recovered)
-        if journal is not None:
-            self._offers.recover(journal)
+            self.ledger.log, journal.on_written = journal, self.settle
+        if earlier is not None:
+            self._recover(earlier)
+        self._offers.recover()
 
     def handle(self, request: Message) -> None:
         """Run an operation; an `AsyncRLError` becomes its answer. `settle` answers held requests."""
@@ -174,7 +166,7 @@ class BufferService:
                 self._reserving.answer(self._grant_reservation)
         except ReplayBufferError as error:
             logger.error("the buffer grants nothing while the journal cannot be written: %s", error)
-        for owner, revoked in self.ledger.drain_revocations():
+        for owner, revoked in self.ledger.attempts.drain_revocations():
             self._admission.revoked(revoked.group_id, revoked.attempt)
             self._replies.push(owner, revoked)
         self._joins.settle()
@@ -189,33 +181,6 @@ class BufferService:
         for part in self._closing:
             part.close()
 
-    def _read_checkpoint(self, checkpoint: Path) -> Recovered:
-        """The contents of a checkpoint; a new journal begins with a copy of them.
-
-        Raises `ReplayBufferError` if the checkpoint cannot be read, `ValueError` if it needs other store servers.
-        """
-        contents = read_contents(checkpoint / LEDGER_PART)
-        self._check_stores(contents.values["owner"], str(checkpoint))
-        if self._journal is not None:
-            self._journal.begin_from(contents.recovered)
-        return contents.recovered
-
-    def _claim(self, journal: Journal, owner: dict[str, Any]) -> None:
-        """Record the owner of the journal: a new life of the run takes over that of ``config.earlier_epoch``."""
-        found, earlier = journal.read("owner"), self._config.earlier_epoch
-        if found is not None and earlier and found["epoch"] == earlier:
-            self._check_stores(found, self._config.directory)
-            journal.write("owner", owner)
-        journal.claim(owner)
-
-    def _check_stores(self, owner: Mapping[str, Any], where: str) -> None:
-        for name in ("num_stores", "is_elsewhere"):
-            if owner[name] != (needed := self._checkpoints.owner[name]):
-                raise ValueError(
-                    f"{where} holds a buffer with {name}={owner[name]}, this one has {needed}; resume with the "
-                    "buffer.num_store_servers and buffer.stores_on of the checkpoint"
-                )
-
     def _recover(self, recovered: Recovered) -> None:
         """Load the prompts, trajectories and leases of an earlier server; running leases are renewed in full."""
         ledger = self.ledger
@@ -224,8 +189,8 @@ class BufferService:
         for command, outcome in recovered.commands:
             ledger.enact(command, outcome)
         ledger.renew_all(self._clock.time())
-        ledger.drain_revocations()
-        ledger.drain_finished()
+        ledger.attempts.drain_revocations()
+        ledger.attempts.drain_finished()
         ledger.groups.ended_attempts.clear()
         self._joins.recover()
         self._store.recover(recovered.frames, ledger)
@@ -280,7 +245,7 @@ class BufferService:
 
     def _forget_finished(self) -> None:
         """Drop the frames of finished groups, and notify clients whose put or prompts did not fit."""
-        finished = self.ledger.drain_finished()
+        finished = self.ledger.attempts.drain_finished()
         self._admission.finished(finished)
         groups = self.ledger.groups
         ended, groups.ended_attempts = groups.ended_attempts, []
@@ -487,80 +452,6 @@ class BufferService:
                 "producers": self._admission.describe(),
             }
         )
-
-
-class StoreJoins:
-    """Store servers that join the buffer from the hosts of the workers, and leave it; ``links`` connect to them."""
-
-    def __init__(self, shared: Collaborators, links: StoreLinks | None) -> None:
-        self._ledger, self._store, self._links = shared.ledger, shared.store, links
-        self._hosts: dict[str, None] = {}
-        self._wanted = shared.held()
-        self.close = self._wanted.close
-
-    def note_host(self, host: str) -> None:
-        """Remember the host of a worker; empty if it has none."""
-        if host and len(self._hosts) < _MAX_HOSTS:
-            self._hosts[host] = None
-
-    def recover(self) -> None:
-        """Connect to the stores that an earlier server knew."""
-        if self._links is not None and self._links.may_join:
-            for place in self._ledger.groups.space.stores:
-                self._links.connect("" if place.is_gone else place.address)
-
-    def leave_earlier(self) -> None:
-        """Close the connections to the stores of an earlier life; the next stores that join take their groups."""
-        for number in self._ledger.groups.space.awaited_stores():
-            if self._links is not None:
-                self._links.disconnect(number)
-
-    def settle(self) -> None:
-        """Answer each request for a host without a store, if there is such a host."""
-
-        def answer_to(request: Message) -> Answer | None:
-            host = next((host for host in self._hosts if host not in request.body.known), None)
-            return None if host is None else commands.Names((host,))
-
-        self._wanted.answer(answer_to)
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Describe the store servers for `asyncrl inspect`; empty without store servers."""
-        space, addresses = self._ledger.groups.space, [] if self._links is None else self._links.addresses
-        return [
-            {"address": address, "host": place.host, "bytes": num_bytes, "is_gone": place.is_gone}
-            for place, address, num_bytes in zip(space.stores, addresses, space.stored_bytes, strict=False)
-        ]
-
-    def _joining(self) -> StoreLinks:
-        if self._links is None or not self._links.may_join:
-            raise ReplayBufferError("stores cannot join this buffer; set buffer.stores_on=hosts")
-        return self._links
-
-    def on_store_wanted(self, request: Message, wanted: commands.StoreWanted) -> None:
-        """Hold the request until a worker connects from a host without a store."""
-        self._joining()
-        self._wanted.hold(request)
-
-    def on_add_store(self, request: Message, add: commands.AddStore) -> Answer:
-        """Add a store. Adding it again has no effect."""
-        links, added = self._joining(), self._ledger.apply(add)
-        if added.is_new:
-            links.connect(add.address, added.store)
-            logger.info("store %d of host %s joins at %s", added.store, add.host, add.address)
-        return added
-
-    def on_drop_store(self, request: Message, drop: commands.DropStore) -> Answer:
-        """Drop a store that the controller declares lost."""
-        links, stores = self._joining(), self._ledger.groups.space.stores
-        if drop.store >= len(stores):
-            raise WireError(f"store {drop.store} never joined; {len(stores)} stores have")
-        dropped = self._ledger.apply(drop)
-        if dropped.is_new:
-            links.disconnect(drop.store)
-            self._store.evict(dropped.group_ids)
-            logger.warning("store %d is lost with %d stored groups", drop.store, len(dropped.group_ids))
-        return dropped
 
 
 class WorkerRequests:

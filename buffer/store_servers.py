@@ -8,7 +8,7 @@ which groups are finished, and asks which of the other groups it lacks.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,10 @@ from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, Unkn
 from . import commands
 from .account import IdSet
 from .checkpoint_parts import PartWriter, PendingWrites
-from .client import ClientSocket
 from .commands import Answer, Done, Key
 from .config import BufferConfig
 from .encoding import JOIN_BELOW_BYTES, Message, Send
 from .journal import Journal, numbers_of, read_contents
-from .keys import client_keys
 from .records import Frames
 from .stores import FetchWindow, size_of
 from .waiting import HeldRequests, Replies, handlers_of
@@ -241,75 +239,3 @@ class StoreService:
 def _number(key: Key) -> int:
     """The journal's number of an attempt."""
     return key[0] << 16 | key[1]
-
-
-class StoreLinks:
-    """Connections to stores by the ledger's store numbers. Make it on a running loop.
-
-    Args:
-        config: Options of the buffer.
-        on_connected: Called with a store's number each time that the store is reached.
-        may_join: Whether stores may be added while the buffer serves.
-
-    Attributes:
-        addresses: Addresses of the stores, by number; empty for a lost store.
-    """
-
-    def __init__(self, config: BufferConfig, *, on_connected: Callable[[int], None], may_join: bool) -> None:
-        self.may_join = may_join
-        self.addresses: list[str] = []
-        self._timeout_s = config.request_timeout_s
-        self._keys = client_keys(Path(config.keys), commands.BufferRole.ledger).for_stores() if config.keys else None
-        self._epoch = config.epoch
-        self._on_connected = on_connected
-        self._links: list[ClientSocket | None] = []
-
-    def connect(self, address: str, number: int | None = None) -> None:
-        """Add a store and connect to it, at an awaited ``number`` if given; an empty address is no store."""
-        link, number = None, len(self._links) if number is None else number
-        if address:
-            link = ClientSocket(
-                address,
-                timeout_s=self._timeout_s,
-                keys=self._keys,
-                on_connected=partial(self._on_connected, number),
-                epoch=self._epoch,
-            )
-        self._links[number : number + 1] = [link]
-        self.addresses[number : number + 1] = [address]
-
-    def disconnect(self, number: int) -> None:
-        """Close the connection to a lost store."""
-        link, self._links[number] = self._links[number], None
-        self.addresses[number] = ""
-        if link is not None:
-            link.close()
-
-    def remove(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> None:
-        """Tell every store to drop finished groups, and the payloads of attempts up to the ``ended`` ones.
-
-        All stores get the message, because an attempt that was sent twice may have its payload on two stores.
-        """
-        for link in self._links:
-            if link is not None:
-                link.post(commands.Remove(tuple(finished), tuple(ended)))
-
-    def connected(self) -> list[tuple[int, ClientSocket]]:
-        """The stores that are not lost, with their numbers."""
-        return [(number, link) for number, link in enumerate(self._links) if link is not None]
-
-    async def reconcile(self, number: int, reconcile: commands.Reconcile) -> tuple[int, ...]:
-        """Tell one store to drop payloads; return the groups that the store lacks.
-
-        Raises `AsyncRLError` if the store is silent.
-        """
-        link = self._links[number]
-        if link is None:
-            raise ReplayBufferError(f"store {number} is gone")
-        return (await link.call(reconcile)).group_ids
-
-    def close(self) -> None:
-        """Close the connections."""
-        for link in self._links:
-            if link is not None:
-                link.close()

@@ -34,7 +34,7 @@ def test_a_dropped_straggler_is_gone_and_its_late_tokens_count_once():
     of.step()
     of.put(summary_of(of.lease(1, 1, now=0.0)[0]))
     of.step()
-    assert [(r.group_id, r.attempt) for _, r in of.drain_revocations()] == [(0, 0)]
+    assert [(r.group_id, r.attempt) for _, r in of.attempts.drain_revocations()] == [(0, 0)]
     for _ in range(2):
         of.release(slow.group_id, slow.attempt, num_tokens=30, reason="stale")
     stats = of.stats()
@@ -51,7 +51,7 @@ def test_more_groups_share_a_deadline_than_its_steps_take_and_the_last_leased_gi
     of.put(summary_of(fresh))
     # groups 1 and 2 are due at 2: one of them must be in batch 1, or is dropped; group 3 is ready
     assert of.step() == [3]
-    assert [r.group_id for _, r in of.drain_revocations()] == [2]
+    assert [r.group_id for _, r in of.attempts.drain_revocations()] == [2]
 
 
 def test_a_filtered_group_is_replaced_and_its_put_acknowledged_again():
@@ -298,8 +298,8 @@ def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatc
         apply(commands.Expire())
         if apply(commands.PlanBatch(version=of.learner_version)).group_ids:
             apply(commands.Commit(version=of.learner_version))
-        of.drain_finished()
-        of.drain_revocations()
+        of.attempts.drain_finished()
+        of.attempts.drain_revocations()
         held.append((num_commands, of.num_held))
     assert of.learner_version > 5_000
     first = max(number for commands, number in held if 25_000 < commands <= 50_000)

@@ -330,7 +330,7 @@ class LedgerMachine(RuleBasedStateMachine):
             ledger.enact(command, outcome)
         for lease, expires_at in self.running.values():
             ledger.renew(lease.group_id, lease.attempt, now=expires_at - LEASE_S)
-        ledger.drain_revocations()
+        ledger.attempts.drain_revocations()
         return ledger
 
     @precondition(lambda self: any(lease.engine_version > 0 for lease, _ in self.running.values()))
@@ -462,7 +462,7 @@ class LedgerMachine(RuleBasedStateMachine):
         num_too_few = self._num_missing_from(version)
         plan = self.ledger.plan(version)
         assert (plan is not None) == may_be_made
-        revoked = {(r.group_id, r.attempt) for _, r in self.ledger.drain_revocations()}
+        revoked = {(r.group_id, r.attempt) for _, r in self.ledger.attempts.drain_revocations()}
         given_up = [lease for lease, _ in self.running.values() if (lease.group_id, lease.attempt) in revoked]
         self._end(given_up)
         if self.on_stale is OnStale.drop:
@@ -538,7 +538,7 @@ class LedgerMachine(RuleBasedStateMachine):
         again = self._finished() - self.marked[version]
         dropped = again - set(self.consumed)
         kept = [(summary, at) for summary, at in self.consumed.values() if at < version]
-        self.ledger.drain_revocations()
+        self.ledger.attempts.drain_revocations()
         self.ledger.rewind(version)
         assert self.ledger.account.tokens_trained == sum(summary.num_tokens for summary, _ in kept)
         assert self.ledger.account.lags == Counter(at - summary.oldest_version for summary, at in kept)
@@ -546,7 +546,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.num_dropped -= len(dropped)
         self.num_reopened += len(dropped)
         leases = [lease for lease, _ in self.running.values()]
-        revoked = {(r.group_id, r.attempt) for _, r in self.ledger.drain_revocations()}
+        revoked = {(r.group_id, r.attempt) for _, r in self.ledger.attempts.drain_revocations()}
         assert revoked == {(lease.group_id, lease.attempt) for lease in leases}
         for lease in leases:
             self._hand_on(lease)

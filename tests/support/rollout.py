@@ -117,7 +117,7 @@ class InMemoryBuffer(OffersInMemory):
     async def revoke(self, group_id: int) -> None:
         """Let one lease expire, with notice to its worker."""
         await self.expire(group_id)
-        for _, revocation in self.ledger.drain_revocations():
+        for _, revocation in self.ledger.attempts.drain_revocations():
             self._revocations.put_nowait((revocation.group_id, revocation.attempt))
 
     async def stored(self, num_groups: int, *, within_s: float = 20.0) -> None:

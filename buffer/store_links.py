@@ -1,0 +1,170 @@
+"""Connections of the ledger's server to the store servers, and the stores that join and leave while the buffer serves.
+
+The ledger numbers the stores. A store keeps its number when a later life of the run reaches it at another address.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from asyncrl.core.errors import ReplayBufferError, WireError
+
+from . import commands
+from .client import ClientSocket
+from .commands import Answer
+from .config import BufferConfig
+from .encoding import Message
+from .keys import client_keys
+from .waiting import Collaborators
+
+logger = logging.getLogger(__name__)
+
+_MAX_HOSTS = 65_536
+
+
+class StoreLinks:
+    """Connections to stores by the ledger's store numbers. Make it on a running loop.
+
+    Args:
+        config: Options of the buffer.
+        on_connected: Called with a store's number each time that the store is reached.
+        may_join: Whether stores may be added while the buffer serves.
+
+    Attributes:
+        addresses: Addresses of the stores, by number; empty for a lost store.
+    """
+
+    def __init__(self, config: BufferConfig, *, on_connected: Callable[[int], None], may_join: bool) -> None:
+        self.may_join = may_join
+        self.addresses: list[str] = []
+        self._timeout_s = config.request_timeout_s
+        self._keys = client_keys(Path(config.keys), commands.BufferRole.ledger).for_stores() if config.keys else None
+        self._epoch = config.epoch
+        self._on_connected = on_connected
+        self._links: list[ClientSocket | None] = []
+
+    def connect(self, address: str, number: int | None = None) -> None:
+        """Add a store and connect to it, at an awaited ``number`` if given; an empty address is no store."""
+        link, number = None, len(self._links) if number is None else number
+        if address:
+            link = ClientSocket(
+                address,
+                timeout_s=self._timeout_s,
+                keys=self._keys,
+                on_connected=partial(self._on_connected, number),
+                epoch=self._epoch,
+            )
+        self._links[number : number + 1] = [link]
+        self.addresses[number : number + 1] = [address]
+
+    def disconnect(self, number: int) -> None:
+        """Close the connection to a lost store."""
+        link, self._links[number] = self._links[number], None
+        self.addresses[number] = ""
+        if link is not None:
+            link.close()
+
+    def remove(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> None:
+        """Tell every store to drop finished groups, and the payloads of attempts up to the ``ended`` ones.
+
+        All stores get the message, because an attempt that was sent twice may have its payload on two stores.
+        """
+        for link in self._links:
+            if link is not None:
+                link.post(commands.Remove(tuple(finished), tuple(ended)))
+
+    def connected(self) -> list[tuple[int, ClientSocket]]:
+        """The stores that are not lost, with their numbers."""
+        return [(number, link) for number, link in enumerate(self._links) if link is not None]
+
+    async def reconcile(self, number: int, reconcile: commands.Reconcile) -> tuple[int, ...]:
+        """Tell one store to drop payloads; return the groups that the store lacks.
+
+        Raises `AsyncRLError` if the store is silent.
+        """
+        link = self._links[number]
+        if link is None:
+            raise ReplayBufferError(f"store {number} is gone")
+        return (await link.call(reconcile)).group_ids
+
+    def close(self) -> None:
+        """Close the connections."""
+        for link in self._links:
+            if link is not None:
+                link.close()
+
+
+class StoreJoins:
+    """Store servers that join the buffer from the hosts of the workers, and leave it; ``links`` connect to them."""
+
+    def __init__(self, shared: Collaborators, links: StoreLinks | None) -> None:
+        self._ledger, self._store, self._links = shared.ledger, shared.store, links
+        self._hosts: dict[str, None] = {}
+        self._wanted = shared.held()
+        self.close = self._wanted.close
+
+    def note_host(self, host: str) -> None:
+        """Remember the host of a worker; empty if it has none."""
+        if host and len(self._hosts) < _MAX_HOSTS:
+            self._hosts[host] = None
+
+    def recover(self) -> None:
+        """Connect to the stores that an earlier server knew."""
+        if self._links is not None and self._links.may_join:
+            for place in self._ledger.groups.space.stores:
+                self._links.connect("" if place.is_gone else place.address)
+
+    def leave_earlier(self) -> None:
+        """Close the connections to the stores of an earlier life; the next stores that join take their groups."""
+        for number in self._ledger.groups.space.awaited_stores():
+            if self._links is not None:
+                self._links.disconnect(number)
+
+    def settle(self) -> None:
+        """Answer each request for a host without a store, if there is such a host."""
+
+        def answer_to(request: Message) -> Answer | None:
+            host = next((host for host in self._hosts if host not in request.body.known), None)
+            return None if host is None else commands.Names((host,))
+
+        self._wanted.answer(answer_to)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Describe the store servers for `asyncrl inspect`; empty without store servers."""
+        space, addresses = self._ledger.groups.space, [] if self._links is None else self._links.addresses
+        return [
+            {"address": address, "host": place.host, "bytes": num_bytes, "is_gone": place.is_gone}
+            for place, address, num_bytes in zip(space.stores, addresses, space.stored_bytes, strict=False)
+        ]
+
+    def _joining(self) -> StoreLinks:
+        if self._links is None or not self._links.may_join:
+            raise ReplayBufferError("stores cannot join this buffer; set buffer.stores_on=hosts")
+        return self._links
+
+    def on_store_wanted(self, request: Message, wanted: commands.StoreWanted) -> None:
+        """Hold the request until a worker connects from a host without a store."""
+        self._joining()
+        self._wanted.hold(request)
+
+    def on_add_store(self, request: Message, add: commands.AddStore) -> Answer:
+        """Add a store. Adding it again has no effect."""
+        links, added = self._joining(), self._ledger.apply(add)
+        if added.is_new:
+            links.connect(add.address, added.store)
+            logger.info("store %d of host %s joins at %s", added.store, add.host, add.address)
+        return added
+
+    def on_drop_store(self, request: Message, drop: commands.DropStore) -> Answer:
+        """Drop a store that the controller declares lost."""
+        links, stores = self._joining(), self._ledger.groups.space.stores
+        if drop.store >= len(stores):
+            raise WireError(f"store {drop.store} never joined; {len(stores)} stores have")
+        dropped = self._ledger.apply(drop)
+        if dropped.is_new:
+            links.disconnect(drop.store)
+            self._store.evict(dropped.group_ids)
+            logger.warning("store %d is lost with %d stored groups", drop.store, len(dropped.group_ids))
+        return dropped
