@@ -13,7 +13,7 @@ from msgspec import convert, to_builtins
 
 from asyncrl.core.types import BufferStats, GroupSummary
 
-from .commands import Row
+from .records import Row
 
 DISCARDED_PREFIX = "discarded_prefix"
 STALE = "stale"

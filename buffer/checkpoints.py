@@ -12,7 +12,7 @@ from msgspec import convert, to_builtins
 
 from asyncrl.core.errors import ReplayBufferError
 
-from . import commands
+from . import outcomes
 from .account import Account, AttemptHistory
 from .groups import GroupTable
 from .records import Key, Row
@@ -99,7 +99,7 @@ class Marks:
         self._by_version = {mark.version: mark for mark in convert(values, list[Mark])}
 
 
-def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, prefer: Preference) -> commands.Rewound:
+def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, prefer: Preference) -> outcomes.Rewound:
     """Decide which groups stay when the learner goes back to ``version``.
 
     With the options that the groups were admitted under, every group without a token of a lost version can be consumed
@@ -121,7 +121,7 @@ def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, pref
         rank = rank_of(prefer, group.result, deadline)
         if (deadline, rank) != (group.deadline, group.rank):
             moved.append((group.group_id, deadline, rank))
-    return commands.Rewound(
+    return outcomes.Rewound(
         is_new=True,
         group_ids=tuple(group.group_id for group in lost),
         revoked=tuple(group.group_id for group in groups.leases.all()),

@@ -16,7 +16,7 @@ from msgspec import Struct, convert, to_builtins
 from asyncrl.core.errors import UnknownGroup
 from asyncrl.core.types import GroupSummary
 
-from .commands import GrantedLease, Progress
+from .outcomes import GrantedLease, Progress
 
 Entry = tuple[float, int, int]
 """A stored group: its rank, its place in the order of storing, and its id."""

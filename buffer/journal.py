@@ -35,8 +35,8 @@ import xxhash
 
 from asyncrl.core.errors import ReplayBufferError
 
-from .commands import Command, LedgerOutcome, Put, Row, leaves
-from .records import Frames, LoggedFrames
+from .commands import Command, Put, leaves
+from .records import Frames, LedgerOutcome, LoggedFrames, Row
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from .commands import GrantedLease
 from .groups import Group
+from .outcomes import GrantedLease
 
 MOST_CHANGES = 2
 """Most changes of worker per group: once from a slow worker, and once more if the next worker turns out slow."""

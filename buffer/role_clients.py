@@ -34,7 +34,7 @@ from asyncrl.core.errors import (
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import BufferStats, Lease, Plan, Prompt, WeightOffer
 
-from . import commands
+from . import commands, outcomes
 from .client import BufferClient, ClientSocket
 from .commands import Key
 from .encoding import CHUNK_BYTES, Message, group_frames, group_of, prompt_frames, prompt_of
@@ -123,7 +123,7 @@ class WorkerClient:
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
         """Save a running group with its lease."""
         key, summary = (lease.prompt.group_id, lease.attempt), group.summary
-        progress = commands.Progress(
+        progress = outcomes.Progress(
             num_tokens=summary.num_tokens, oldest_version=summary.oldest_version, newest_version=summary.newest_version
         )
         save = commands.SavePrefix(

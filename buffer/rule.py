@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from asyncrl.core.errors import ReplayBufferError, StoreFull
 from asyncrl.core.types import GroupSummary
 
-from .commands import Reserved
 from .groups import Entry, Group, GroupState, GroupTable
+from .outcomes import Reserved
 
 Found = TypeVar("Found", bound=Callable[..., Any])
 Filter = Callable[[GroupSummary], bool]

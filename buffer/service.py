@@ -19,15 +19,16 @@ from asyncrl.core.errors import AsyncRLError, DeclaredDead, ReplayBufferError, S
 from asyncrl.core.record import NONE, GroupEvent, LevelName
 from asyncrl.core.types import BufferStats, GroupSummary
 
-from . import commands
+from . import commands, outcomes
 from .account import NO_ROOM, REWOUND, STALE, STORE_LOST, VERSION_TOO_OLD, WORKER_DIED
 from .checkpoint_parts import CheckpointRequests
-from .commands import Answer, Done, PutResult
+from .commands import Answer, Done
 from .config import BufferConfig
 from .encoding import JOIN_BELOW_BYTES, Message, Send
 from .journal import Journal, Recovered
 from .ledger import Ledger
 from .offers import OfferRequests
+from .outcomes import PutResult
 from .records import Frames
 from .rule import StalenessRule
 from .sockets import Deadline, LoopClock
@@ -415,7 +416,7 @@ class BufferService:
         logger.info("the run goes on from version %d", resume.version)
         return Done()
 
-    def _take_back(self, rewound: commands.Rewound) -> None:
+    def _take_back(self, rewound: outcomes.Rewound) -> None:
         """Drop the frames and offers of lost versions."""
         self._store.evict(rewound.dropped)
         self._on_rewound()
@@ -528,40 +529,40 @@ class LedgerNotes:
     def note(self, command: Any, outcome: Any) -> None:
         """Stamp the groups that a command moved."""
         match outcome:
-            case commands.Granted():
+            case outcomes.Granted():
                 for lease in outcome.leases:
                     details = {"deadline": lease.deadline, "inherited": lease.num_inherited}
                     self._stamp(GroupEvent.lease, lease, version=lease.engine_version, **details)
-            case commands.PutOutcome():
+            case outcomes.PutOutcome():
                 self._stamp_put(command, outcome)
-            case commands.Released(was_running=True):
+            case outcomes.Released(was_running=True):
                 event = GroupEvent.dropped if outcome.is_dropped else GroupEvent.requeued
                 self._stamp(event, command, reason=command.reason, tokens=command.num_tokens)
-            case commands.TakenBack():
+            case outcomes.TakenBack():
                 self._stamp_all(GroupEvent.dropped, outcome.dropped, reason=WORKER_DIED)
                 reason = "silent" if isinstance(command, commands.TakeBack) else "expired"
                 queued = [group_id for group_id in outcome.group_ids if group_id not in outcome.dropped]
                 self._stamp_all(GroupEvent.requeued, queued, reason=reason)
-            case commands.Lost() | commands.DroppedStore():
+            case outcomes.Lost() | outcomes.DroppedStore():
                 self._stamp_all(GroupEvent.requeued, outcome.group_ids, reason=STORE_LOST)
-            case commands.Reserved():
+            case outcomes.Reserved():
                 self._stamp_all(GroupEvent.requeued, outcome.evicted, reason=NO_ROOM)
             case _:
                 self._note_batch(outcome)
 
     def _note_batch(self, outcome: Any) -> None:
         match outcome:
-            case commands.Planned():  # a repeated plan returns the same batch, unless a loss dissolved it
+            case outcomes.Planned():  # a repeated plan returns the same batch, unless a loss dissolved it
                 if outcome.group_ids and self._planned.get(outcome.version) != outcome.group_ids:
                     self._planned[outcome.version] = outcome.group_ids
                     self._stamp_all(GroupEvent.planned, outcome.group_ids, version=outcome.version)
                     event = GroupEvent.dropped if outcome.is_dropped else GroupEvent.requeued
                     self._stamp_all(event, outcome.given_up, reason=STALE)
-            case commands.Committed():
+            case outcomes.Committed():
                 self._planned.pop(outcome.version, None)
                 self._stamp_all(GroupEvent.trained, outcome.group_ids, version=outcome.version)
                 self._recorder.level(LevelName.cpu, time.process_time_ns() // 1000)
-            case commands.Rewound():
+            case outcomes.Rewound():
                 self._planned.clear()
                 ended = dict.fromkeys((*outcome.dropped, *outcome.revoked))
                 self._stamp_all(GroupEvent.requeued, ended, reason=REWOUND)
@@ -576,7 +577,7 @@ class LedgerNotes:
         self._recorder.level(LevelName.version, ledger.learner_version, lane=_LANE)
         self._recorder.level(LevelName.bytes, held_bytes, lane=_LANE)
 
-    def _stamp_put(self, put: commands.Put, outcome: commands.PutOutcome) -> None:
+    def _stamp_put(self, put: commands.Put, outcome: outcomes.PutOutcome) -> None:
         summary = put.summary
         match outcome.result:
             case PutResult.stored:

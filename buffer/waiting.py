@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
 
-from . import commands
+from . import commands, outcomes
 from .commands import Answer, Done, NothingYet
 from .config import BufferConfig
 from .encoding import PUSH_ID, Message, Send, failure_of
@@ -168,7 +168,7 @@ class WaitingWorker(Message):
 
     body: commands.LeaseGroups
     incarnation: int
-    granted: list[commands.GrantedLease] = field(default_factory=list)
+    granted: list[outcomes.GrantedLease] = field(default_factory=list)
 
     @property
     def version(self) -> int:
@@ -319,7 +319,7 @@ class Admission:
         self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
         self.clock = clock
         self._held = WaitingWorkers(shared.replies, shared.config.request_timeout_s / 2)
-        self._granted: OrderedDict[tuple[bytes, int], list[commands.GrantedLease]] = OrderedDict()
+        self._granted: OrderedDict[tuple[bytes, int], list[outcomes.GrantedLease]] = OrderedDict()
         self._turns = FairQueue()
         self._hands_over = shared.config.hand_over
         self._paces = WorkerPaces()
@@ -512,7 +512,7 @@ class Admission:
             served.append(request)
         return bool(new) and self._num_free(request, now) > 0
 
-    def _answer(self, request: Message, granted: Sequence[commands.GrantedLease]) -> None:
+    def _answer(self, request: Message, granted: Sequence[outcomes.GrantedLease]) -> None:
         payload: list[Any] = []
         leases: list[commands.LeasedGroup] = []
         for lease in granted:
@@ -533,7 +533,7 @@ class Admission:
                 self._give_back(lease, "cancelled")
         return Done()
 
-    def _give_back(self, lease: commands.GrantedLease, reason: str) -> None:
+    def _give_back(self, lease: outcomes.GrantedLease, reason: str) -> None:
         """Release a lease that its worker never received."""
         if self._ledger.groups.running(lease.group_id, lease.attempt) is not None:
             self._ledger.apply(

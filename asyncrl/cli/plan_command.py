@@ -22,7 +22,7 @@ from typing import Any
 from asyncrl.cli.compose import CONFIG_DIR, compose_run, read_config
 from asyncrl.config import RunConfig
 from asyncrl.core.errors import AsyncRLError
-from asyncrl.metrics.records import write_json
+from asyncrl.metrics.run_records import write_json
 from asyncrl.planner.calibration import Calibration, calibrate
 from asyncrl.planner.choices import (
     MAX_REPLAY_ERROR,

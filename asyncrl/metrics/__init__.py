@@ -3,7 +3,7 @@
 from .alarms import Alarm, Alarms, RunLimits, read_alarms
 from .estimates import Estimate, Evaluation, evaluation_of
 from .history import History, history_folder, read_history
-from .records import (
+from .run_records import (
     BUSY,
     MetricsWriter,
     PoolUse,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .estimates import Estimate, Evaluation
 from .history import read_records
-from .records import StepRecord
+from .run_records import StepRecord
 
 WINDOW = 5
 """Number of consecutive steps with a condition before its alarm begins."""

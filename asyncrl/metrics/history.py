@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .estimates import Estimate, Evaluation
-from .records import PREFIXES, StepRecord, json_object
+from .run_records import PREFIXES, StepRecord, json_object
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .estimates import Evaluation
-from .records import BUSY, PoolUse, RunUse, StepRecord, in_words
+from .run_records import BUSY, PoolUse, RunUse, StepRecord, in_words
 
 LINE_EVERY_S = 5.0
 RATE_STEPS = 10

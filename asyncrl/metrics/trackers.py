@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .estimates import Evaluation
-from .records import RunUse, StepRecord
+from .run_records import RunUse, StepRecord
 
 logger = logging.getLogger(__name__)
 

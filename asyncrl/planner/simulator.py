@@ -27,7 +27,7 @@ from asyncrl.core.types import GroupSummary, WeightOffer
 from asyncrl.planner.scenario import Scenario
 from asyncrl.planner.simulated_buffer import SimulatedBuffer, SimulatedLoop, buffer_options, call_after
 from asyncrl.planner.simulated_engine import SimulatedEngine, SimulatedGroup, SimulatedHost
-from buffer import commands
+from buffer import commands, outcomes
 
 _CONTROLLER = b"controller"
 _LEARNER = b"learner"
@@ -229,7 +229,7 @@ class SimulatedWorker:
             return release()
         self._simulation.saved[group.group_id] = (group.lengths, left)
         oldest = group.oldest_version if group.oldest_version >= 0 else self.engine.version
-        progress = commands.Progress(num_tokens=num_tokens, oldest_version=oldest, newest_version=self.engine.version)
+        progress = outcomes.Progress(num_tokens=num_tokens, oldest_version=oldest, newest_version=self.engine.version)
         longest = max(group.lengths) - max(left)
         save = commands.SavePrefix(group_id=group_id, attempt=attempt, progress=progress, longest_response=longest)
         num_bytes = max(1, round(num_tokens * self._scenario.bytes_per_token))

@@ -22,7 +22,7 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
-from asyncrl.metrics.records import DiskError
+from asyncrl.metrics.run_records import DiskError
 from asyncrl.metrics.terminal import sparkline
 
 

@@ -21,8 +21,8 @@ from hypothesis.stateful import (
 from asyncrl.core.errors import LeaseExpired, ReplayBufferError, StoreFull, UnknownGroup, VersionTooOld
 from asyncrl.core.types import GroupSummary
 from buffer.checkpoints import MAX_MARKS
-from buffer.commands import GrantedLease, Progress, PutResult, Reserved
 from buffer.config import OnStale
+from buffer.outcomes import GrantedLease, Progress, PutResult, Reserved
 from buffer.rule import ORDERS, StalenessRule
 from tests.support.ledgers import DrivenLedger, RecordedCommands
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.core.types import GroupSummary
 from asyncrl.planner.scenario import EngineModel, LearnerModel, LengthModel, Scenario
 from asyncrl.planner.simulator import Simulation
-from buffer import BufferConfig, commands
+from buffer import BufferConfig, commands, outcomes
 from buffer.encoding import Message
 from buffer.groups import Group
 from buffer.pace import MOST_CHANGES, WorkerPaces
@@ -174,11 +174,11 @@ def test_a_group_of_an_engine_that_hangs_is_asked_for_though_no_message_comes():
 
 def lease(
     group_id: int, owner: bytes, *, attempt: int = 0, num_inherited: int = 0, deadline: int = 1
-) -> commands.GrantedLease:
+) -> outcomes.GrantedLease:
     progress = (
-        commands.Progress(num_tokens=num_inherited, oldest_version=0, newest_version=0) if num_inherited else None
+        outcomes.Progress(num_tokens=num_inherited, oldest_version=0, newest_version=0) if num_inherited else None
     )
-    return commands.GrantedLease(
+    return outcomes.GrantedLease(
         group_id=group_id, attempt=attempt, engine_version=0, deadline=deadline, owner=owner, progress=progress
     )
 

@@ -17,7 +17,7 @@ import pytest
 
 from asyncrl.core.types import BufferStats, GroupSummary
 from asyncrl.run.reporting import balanced_account
-from buffer import BufferConfig, commands, journal
+from buffer import BufferConfig, commands, journal, outcomes
 from buffer.checkpoint_parts import CheckpointRequests
 from buffer.config import OnStale
 from buffer.encoding import Message, prompt_frames
@@ -278,7 +278,7 @@ class Life:
         if (found := self.any_group()) is None or not found[1].num_tokens:
             return
         worker, group = found
-        progress = commands.Progress(
+        progress = outcomes.Progress(
             num_tokens=group.num_tokens, oldest_version=group.oldest, newest_version=group.newest
         )
         save = commands.SavePrefix(

@@ -11,7 +11,7 @@ import simpy
 
 from asyncrl.core.types import GroupSummary, WeightOffer
 from asyncrl.planner.simulated_buffer import SimulatedBuffer, SimulatedLoop, buffer_options, call_after
-from buffer import commands
+from buffer import commands, outcomes
 
 _CONTROLLER = b"controller"
 _GATHER_S = 0.02
@@ -144,7 +144,7 @@ class SimulatedEngineWorker:
         self._count(group, num_tokens)
         written, named = int(num_tokens), {"group_id": group_id, "attempt": attempt}
         if written:
-            progress = commands.Progress(num_tokens=written, oldest_version=group.version, newest_version=self._version)
+            progress = outcomes.Progress(num_tokens=written, oldest_version=group.version, newest_version=self._version)
             save = commands.SavePrefix(**named, progress=progress, longest_response=written)
             self._buffer.request(self._client, save, num_bytes=1)
             self._fleet.saved[group_id] = num_tokens
