@@ -19,7 +19,8 @@ from typing import Any
 import zmq
 
 from asyncrl.core import record
-from asyncrl.core.errors import DeadlineError, NotAllowed, ReplayBufferError, StoreFull, WireError
+from asyncrl.core.errors import NotAllowed, ReplayBufferError, StoreFull, WireError
+from asyncrl.core.stacks import missed
 
 from . import commands
 from .commands import Answer, Key, NothingYet, Operation
@@ -301,7 +302,7 @@ class ClientSocket:
                 continue
             if unanswered.due <= now:
                 unanswered.reply.set_exception(
-                    DeadlineError(
+                    missed(
                         f"buffer.{unanswered.caller}: no answer from {self.address} within {unanswered.seconds:.1f} s; "
                         "the server is gone or overloaded, or this client has the keys of another run; its log says "
                         "more"

@@ -20,6 +20,7 @@ from asyncrl.core.errors import DeadlineError, ReplayBufferError, WorkerDiedErro
 from asyncrl.core.lives import keep_up
 from asyncrl.core.record import ProfileConfig
 from asyncrl.core.remote import last_lines, process_end
+from asyncrl.core.stacks import missed
 
 from .client import ClientSocket
 from .commands import Hello
@@ -99,7 +100,7 @@ class BufferProcess:
         line = b""
         while not line.endswith(b"\n"):
             if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise DeadlineError(f"the buffer server did not announce its address within {timeout_s:.1f} s")
+                raise missed(f"the buffer server did not announce its address within {timeout_s:.1f} s")
             chunk = os.read(stdout.fileno(), 4096)
             if not chunk:
                 raise WorkerDiedError(f"the buffer server ended before it was up; its log ends:\n{self.log_tail()}")

@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from asyncrl.core.errors import DeadlineError, WorkerDiedError
+from asyncrl.core.errors import WorkerDiedError
 from asyncrl.core.host import NO_GPUS
+from asyncrl.core.stacks import missed
 
 from .child_pipes import LENGTH, MARK, kill_marked
 from .config import RolloutFleetConfig
@@ -56,8 +57,9 @@ class ChildProcess:
             async with asyncio.timeout(timeout_s):
                 await child.receive()
         except TimeoutError:
+            error = missed(f"{what} was not up within {timeout_s:g} s")
             await child.kill()
-            raise DeadlineError(f"{what} was not up within {timeout_s:g} s") from None
+            raise error from None
         except asyncio.IncompleteReadError:
             raise WorkerDiedError(
                 f"{what} ended with exit status {await child.exit_status()} before it was ready; its traceback is in "

@@ -37,11 +37,12 @@ from functools import partial
 from typing import Any
 
 from asyncrl.core import record
-from asyncrl.core.errors import AsyncRLError, DeadlineError, EngineError, RequestRefused, WeightsGone
+from asyncrl.core.errors import AsyncRLError, EngineError, RequestRefused, WeightsGone
 from asyncrl.core.image_files import ImageReader, prompt_images
 from asyncrl.core.images import PlacedImage
 from asyncrl.core.ports import RolloutBuffer
 from asyncrl.core.record import GroupEvent, LevelName, SpanKind
+from asyncrl.core.stacks import missed
 from asyncrl.core.types import Lease, WeightOffer
 
 from .config import RolloutFleetConfig, SaveProgress
@@ -267,7 +268,7 @@ class RolloutLoop:
             member.skipped(epoch, version)
             raise
         except TimeoutError:
-            raise DeadlineError(f"{member.name} exceeded the deadline of the state {member.state}") from None
+            raise missed(f"{member.name} exceeded the deadline of the state {member.state}") from None
         finally:
             self._is_loading = False
             await self._notify()
@@ -309,7 +310,7 @@ class RolloutLoop:
                 await self._until(lambda: not len(self._groups))
         except TimeoutError:
             if not await self._park(self._config.load_timeout_s):
-                raise DeadlineError(
+                raise missed(
                     f"{len(self._groups.in_phase())} prompt groups neither finished within "
                     f"rollout_fleet.drain_timeout_s = {self._config.drain_timeout_s:g} s nor were aborted within "
                     f"rollout_fleet.load_timeout_s = {self._config.load_timeout_s:g} s before the learner's turn"

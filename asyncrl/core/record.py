@@ -27,6 +27,8 @@ from typing import Any, Self, cast
 
 import msgpack
 
+from asyncrl.core import stacks
+
 logger = logging.getLogger(__name__)
 
 NONE = -1
@@ -377,9 +379,12 @@ _recorder: Recorder | None = None
 def start(config: ProfileConfig, *, process: str, pool: Pool) -> None:
     """Start to record this process; no effect if it records already or the options disable it.
 
+    The process also writes its stacks when they are asked for, whatever the options are (`stacks.listen`).
     If the folder is not writable, the run continues without recording and logs a warning.
     """
     global _recorder
+    if config.directory:
+        stacks.listen(Path(config.directory).parent, process)
     if _recorder is not None or not config.enabled or not config.directory:
         return
     try:
@@ -395,6 +400,7 @@ def stop() -> None:
     recorder, _recorder = _recorder, None
     if recorder is not None:
         recorder.close()
+    stacks.stop()
 
 
 def current() -> Recorder | None:

@@ -16,7 +16,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from asyncrl.core.errors import DeadlineError, WorkerDiedError
+from asyncrl.core.errors import WorkerDiedError
+from asyncrl.core.stacks import missed
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ def fetch(refs: Sequence[Any], timeout_s: float | None = None, what: str = "resu
     try:
         return ray.get(list(refs), timeout=timeout_s)
     except GetTimeoutError as error:
-        raise DeadlineError(f"{what} did not arrive within {timeout_s:g} s: {late_workers(refs)}") from error
+        raise missed(f"{what} did not arrive within {timeout_s:g} s", f": {late_workers(refs)}") from error
     except RayError as error:
         raise translated(error) from None
 
@@ -94,7 +95,7 @@ async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str
     message = f"waited {timeout_s:g} s for {what}; raise {option} if it is only slow"
     refs = refs_of(pending)
     late = await asyncio.to_thread(late_workers, refs) if refs else "look into the logs"
-    raise DeadlineError(f"{message}; {late}")
+    raise missed(message, f"; {late}")
 
 
 def refs_of(pending: Any) -> list[Any]:

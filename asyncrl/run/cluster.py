@@ -32,9 +32,10 @@ from asyncrl.config import (
     learner_roles,
     requested_cpus,
 )
-from asyncrl.core.errors import ClusterDiedError, DeadlineError
+from asyncrl.core.errors import ClusterDiedError
 from asyncrl.core.host import visible_gpus
 from asyncrl.core.remote import within
+from asyncrl.core.stacks import missed
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, ResourcePoolManager, Role
 from asyncrl.single_controller.resource_pool import NODE_ID_LABEL, JoinedResourcePool, can_place
 from rollout_fleet.config import EngineKind
@@ -77,7 +78,7 @@ async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.inf
         try:
             await asyncio.wait_for(asyncio.shield(starting), config.ray.start_timeout_s)
         except TimeoutError:
-            raise DeadlineError(
+            raise missed(
                 f"Ray did not come up within ray.start_timeout_s={config.ray.start_timeout_s:g} s "
                 f"(address {config.ray.address or 'of our own'!r}); raise it, or look into Ray's session logs"
             ) from None

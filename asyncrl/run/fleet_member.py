@@ -35,6 +35,7 @@ from asyncrl.core.errors import (
 )
 from asyncrl.core.lives import answered, keep_up
 from asyncrl.core.remote import raised_in_worker, within
+from asyncrl.core.stacks import missed
 from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.run.cluster import EnginePlaces, finished_in_thread
 from rollout_fleet.member import Member, MemberState, member_limits
@@ -264,7 +265,7 @@ class FleetMember:
                 logger.warning("%s is killed, because it did not leave by itself: %r", member.name, error)
                 member.due(member.deadline)
         await self._close()
-        await self._end_worker(DeadlineError(f"{member.name} was asked to leave, and did not end"))
+        await self._end_worker(missed(f"{member.name} was asked to leave, and did not end"))
         await asyncio.to_thread(self._parts.places.close, self.rank)
         self._has_process = False
         await self._notify()
@@ -463,7 +464,7 @@ class FleetMember:
             async with asyncio.timeout(None if math.isinf(timeout_s) else max(0.0, timeout_s - PLACE_NOTICE_S)):
                 node = await placing
         except TimeoutError:
-            raise DeadlineError(
+            raise missed(
                 f"no node had room for {self.member.name} within ray.start_timeout_s={timeout_s:g} s; start Ray on "
                 "another node, or free what an engine takes"
             ) from None

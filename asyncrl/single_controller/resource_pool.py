@@ -21,8 +21,9 @@ from ray._private import worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from asyncrl.core.errors import DeadlineError, UsageError
+from asyncrl.core.errors import UsageError
 from asyncrl.core.remote import fetch
+from asyncrl.core.stacks import missed
 
 from .dispatch import BESIDE, DynamicEnum, runs_beside
 
@@ -235,7 +236,7 @@ class RayResourcePool(ResourcePool):
             remove_placement_group(pg)
         where = f", on nodes with labels {self.labels}" if self.labels else ""
         where += ", each on a node of its own" if self.apart else ""
-        raise DeadlineError(
+        raise missed(
             f"the cluster did not grant {len(waiting) + len(self._store) - len(pgs)} of {len(self._store)} placement "
             f"groups of pool {self.name_prefix!r} (processes {self._store}, each {self.bundle(device_name)}{where}) in "
             f"{self.timeout_s} s; free now: {ray.available_resources()}"

@@ -32,6 +32,7 @@ import numpy as np
 from asyncrl.core.errors import DeadlineError, WeightsError
 from asyncrl.core.host import make_private_folder, open_private
 from asyncrl.core.remote import on_own_thread
+from asyncrl.core.stacks import missed
 from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights.carriers import load_limit_s
 from asyncrl.weights.delta import apply_delta
@@ -195,7 +196,7 @@ class ReceivedVersions:
             async with asyncio.timeout(limit_s):
                 await asyncio.wrap_future(on_own_thread(partial(_apply, local, base)))
         except TimeoutError:
-            raise DeadlineError(
+            raise missed(
                 f"{self._name} did not apply the delta of policy version {local.version} within {limit_s:.0f} s "
                 "(rollout_fleet.load_timeout_s and a second per 100 MB)"
             ) from None

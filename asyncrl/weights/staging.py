@@ -23,8 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.core.errors import DeadlineError, WeightsError, WeightsGone
+from asyncrl.core.errors import WeightsError, WeightsGone
 from asyncrl.core.host import NotPrivate, check_owned, make_private_folder, open_private
+from asyncrl.core.stacks import missed
 from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights.carriers import load_limit_s
 from asyncrl.weights.delta import apply_delta
@@ -99,7 +100,7 @@ class WeightStager:
             async with asyncio.timeout(limit_s):
                 return await asyncio.shield(working)
         except TimeoutError:
-            raise DeadlineError(
+            raise missed(
                 f"{self._name} did not stage policy version {offer.version} from {offer.manifest} within {limit_s:.0f} "
                 "s (rollout_fleet.load_timeout_s and a second per 100 MB)"
             ) from None

@@ -50,6 +50,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: igno
 from asyncrl.core.errors import DeadlineError, WeightsError, WeightsGone
 from asyncrl.core.host import make_private_folder, open_private
 from asyncrl.core.remote import on_own_thread
+from asyncrl.core.stacks import missed
 from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights import rounds
 from asyncrl.weights.assembly import BucketCopies, TensorAssembly
@@ -415,7 +416,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
                 return await asyncio.wrap_future(on_own_thread(receive))
         except TimeoutError:
             shutil.rmtree(target, ignore_errors=True)
-            raise DeadlineError(
+            raise missed(
                 f"policy version {offer.version} was not received from {offer.manifest} within {limit_s:.1f} s: twice "
                 f"rollout_fleet.load_timeout_s = {timeout_s:g} s and a second per 100 MB"
             ) from None
@@ -554,7 +555,7 @@ class ArrivingWeights:
             raise
         except Exception as error:  # noqa: BLE001 - a group raises various errors if a member is lost
             if isinstance(error, DeadlineError) or self._deadline.is_over:
-                raise DeadlineError(
+                raise missed(
                     f"{self._offer.name} did not arrive from {self._offer.manifest} within {self._timeout_s:.1f} s"
                 ) from None
             raise RoundFailed(one_line(error)) from None
@@ -665,7 +666,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
         if isinstance(error, ChannelRefused):
             raise WeightsGone(f"{offer.name} is no longer sent: {error}") from None
         if isinstance(error, TimeoutError):
-            raise DeadlineError(f"{offer.name} was not received: {error}") from None
+            raise missed(f"{offer.name} was not received: {error}") from None
         raise
     this = msgspec.convert(answer, Round)
     return ReceiverRound(

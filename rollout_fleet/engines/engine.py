@@ -23,6 +23,7 @@ from asyncrl.core.errors import AsyncRLError, DeadlineError, EngineError, Reques
 from asyncrl.core.image_files import VISION_FAMILIES, is_vision_model, placeholder_ids
 from asyncrl.core.images import PlacedImage
 from asyncrl.core.record import SpanKind
+from asyncrl.core.stacks import missed
 from asyncrl.core.trajectory import Turn
 from asyncrl.core.types import FinishReason, WeightOffer
 from asyncrl.weights.carriers import SLOWEST_LOAD, load_limit_s
@@ -360,7 +361,7 @@ class Engine(ABC):
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
             error = done.pop().exception()
             if isinstance(error, DeadlineError) and (log := self._log_tail()):
-                error = DeadlineError(f"{error}. {log}")
+                error = type(error)(f"{error}. {log}")
             if not isinstance(error, Exception):
                 error = EngineError(f"{self._name} stopped being watched: {error!r}")
             self.fail(error)
@@ -391,7 +392,7 @@ class Engine(ABC):
             limit = f"rollout_fleet.{option} = {timeout_s:g} s"
             if num_bytes > SLOWEST_LOAD:
                 limit += f" and {seconds - timeout_s:.0f} s for {num_bytes / 1e6:.0f} MB"
-            raise DeadlineError(f"{self._name} did not {what} within {limit}. {self._log_tail()}".rstrip()) from None
+            raise missed(f"{self._name} did not {what} within {limit}", f". {self._log_tail()}".rstrip()) from None
 
     @asynccontextmanager
     async def _loading(self, offer: WeightOffer, timeout_s: float) -> AsyncIterator[None]:
@@ -644,7 +645,7 @@ class SilenceWatch:
 
     def _failure(self, error: str | None, num_periods: int) -> DeadlineError:
         error = error or f"it answered {num_periods} probes, but produced no token"
-        return DeadlineError(
+        return missed(
             f"{self._name} produced no token of its {self._num_running} running requests within "
             f"rollout_fleet.silence_timeout_s = {self._timeout_s:g} s, and {error}"
         )

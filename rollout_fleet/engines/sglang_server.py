@@ -27,8 +27,9 @@ from typing import Any, NoReturn
 import aiohttp
 import orjson
 
-from asyncrl.core.errors import DeadlineError, EngineError, RequestRefused, WorkerDiedError
+from asyncrl.core.errors import EngineError, RequestRefused, WorkerDiedError
 from asyncrl.core.image_files import is_vision_model
+from asyncrl.core.stacks import missed
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig
 
 from .process_guard import without_secrets
@@ -152,11 +153,13 @@ class SGLangServer:
                         raise self._death()
                     logger.warning("%s: port %d was taken by another process; trying another", self.name, self._port)
         except TimeoutError:
-            await self.stop()
-            raise DeadlineError(
+            error = missed(
                 f"{self.name} was not up within {self._fleet.start_timeout_s} s; raise rollout_fleet.start_timeout_s "
-                f"if the model is large. {self.log_tail()}"
-            ) from None
+                "if the model is large",
+                f". {self.log_tail()}",
+            )
+            await self.stop()
+            raise error from None
 
     async def wait_exit(self) -> NoReturn:
         """Wait for the server to exit; raises `WorkerDiedError`."""

@@ -31,6 +31,7 @@ OPTIONS = [
     "learner.restarts=0",
     f"rollout_fleet.reward={ROOT / 'tests/support/varied_reward.py'}:share_of_even_digits",
     f"total_steps={STEPS}",
+    "ray.start_timeout_s=300",
 ]
 TRAINED = ("reward", "response_length", "learner.loss", "learner.grad_norm")
 

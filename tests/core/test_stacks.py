@@ -1,0 +1,94 @@
+"""The stacks that a missed deadline leaves in the run's folder."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.core import stacks
+from asyncrl.core.errors import DeadlineError
+from asyncrl.core.remote import within
+
+ROOT = Path(__file__).resolve().parents[2]
+OUTSIDE_A_RUN = {
+    "asyncrl/run/run_socket.py",
+    "asyncrl/sft/warm_start.py",
+    "asyncrl/core/host.py",
+    "rollout_fleet/join.py",
+}
+"""Commands beside a run, and questions to processes that are not of asyncrl."""
+CHILD = """
+import sys
+from asyncrl.core import stacks
+
+stacks.listen(__import__("pathlib").Path(sys.argv[1]), "learner-0")
+
+def hangs_in_a_library():
+    sys.stdout.write("up\\n")
+    sys.stdout.flush()
+    sys.stdin.buffer.raw.read(1)
+
+hangs_in_a_library()
+"""
+
+
+@pytest.fixture
+def listening(tmp_path):
+    stacks.listen(tmp_path, "controller")
+    yield tmp_path / stacks.FOLDER
+    stacks.stop()
+
+
+@pytest.fixture
+def child(tmp_path, listening):
+    command = [sys.executable, "-c", CHILD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout.readline() == b"up\n"
+        yield process
+        process.kill()
+
+
+async def test_a_missed_deadline_leaves_the_stacks_of_both_sides(child, listening, monkeypatch):
+    monkeypatch.setattr(stacks, "_asked_s", -stacks._REST_S)
+    with pytest.raises(DeadlineError, match=re.escape(f"the stacks of this host's processes are in {listening}")):
+        await within(asyncio.sleep(10), 0.1, "the update of step 7", "learner.step_timeout_s")
+    theirs = (listening / f"learner-0-{child.pid}.log").read_text()
+    assert "waited 0.1 s for the update of step 7" in theirs
+    assert "in hangs_in_a_library" in theirs
+    own = (listening / f"controller-{os.getpid()}.log").read_text()
+    assert "in within" in own, "the threads"
+    assert "test_a_missed_deadline_leaves" in own, "the tasks of the event loop"
+
+
+def test_a_process_that_does_not_write_its_stacks_is_named_with_its_state(child, listening, monkeypatch):
+    monkeypatch.setattr(stacks, "_asked_s", -stacks._REST_S)
+    child.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    assert f"(no answer of learner-0-{child.pid} (T (stopped)))" in str(stacks.missed("waited 1 s"))
+    child.send_signal(signal.SIGCONT)
+
+
+def test_files_of_processes_that_have_ended_are_not_asked_and_go_if_they_are_empty(child, listening, monkeypatch):
+    monkeypatch.setattr(stacks, "_asked_s", -stacks._REST_S)
+    stranger = listening / f"engine-0-{os.getppid()}.log"  # the number belongs to another process now
+    stranger.touch()
+    assert "no answer" not in str(stacks.missed("waited 1 s"))
+    assert stranger.read_text() == ""
+    stacks.stop()
+    assert not stranger.exists()
+    assert (listening / f"learner-0-{child.pid}.log").exists()
+
+
+def test_a_process_outside_a_run_raises_the_deadline_alone():
+    assert str(stacks.missed("waited 1 s", "; it is late")) == "waited 1 s; it is late"
+
+
+def test_every_missed_deadline_of_a_run_asks_for_the_stacks():
+    files = [file for part in ("asyncrl", "rollout_fleet", "learner", "buffer") for file in (ROOT / part).rglob("*.py")]
+    raising = {str(file.relative_to(ROOT)) for file in files if "DeadlineError(" in file.read_text()}
+    assert raising == OUTSIDE_A_RUN | {"asyncrl/core/errors.py", "asyncrl/core/stacks.py"}
