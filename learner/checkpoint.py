@@ -39,6 +39,7 @@ from .checkpoint_folder import (
     SavedProgress,
     checkpoint_path,
     keep_newest,
+    lineage_of,
     newest_checkpoint,
     partial_path,
     put_in_place,
@@ -168,6 +169,9 @@ class ShardedCheckpointer:
         if dist.get_rank() != 0:
             return
         trainer, partial = self._trainer, partial_path(final)
+        lineage = saved.get("run", {}).get("lineage", "")
+        if final.exists() and (other := lineage_of(final)) != lineage:
+            raise CheckpointError(f"{final} belongs to run {other!r}, and this is run {lineage!r}; name another folder")
         for left in unfinished_checkpoints(self._directory):
             shutil.rmtree(left)
         partial.mkdir(parents=True)
@@ -190,7 +194,7 @@ class ShardedCheckpointer:
             written.result()
             if dist.get_rank() == 0:
                 put_in_place(final)
-                keep_newest(self._directory, keep)
+                keep_newest(final, keep)
         except BaseException as error:  # noqa: BLE001 - raised by `finish`
             pending.set_exception(error)
         else:

@@ -123,7 +123,11 @@ def named_checkpoints(directory: Path) -> list[Path]:
         if not final.exists():
             replaced.rename(final)
     found = [path for path in directory.glob("v*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name[1:]))
+    return sorted(found, key=_version)
+
+
+def _version(checkpoint: Path) -> int:
+    return int(checkpoint.name[1:])
 
 
 def put_in_place(final: Path) -> None:
@@ -136,18 +140,27 @@ def put_in_place(final: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def keep_newest(directory: Path, keep: int) -> None:
-    """Remove all checkpoints older than the newest ``keep`` whole ones, with all their parts; -1 keeps all.
+def lineage_of(checkpoint: Path) -> str:
+    """The run over all its lives that saved a checkpoint; empty if no run did. Raises as `read_progress`."""
+    return read_progress(checkpoint).run.get("lineage", "")
 
-    An interrupted removal is completed next time.
+
+def keep_newest(newest: Path, keep: int) -> None:
+    """Remove the checkpoints of a run that are older than its ``keep`` whole ones up to ``newest``, with all parts.
+
+    -1 keeps all. Other runs' checkpoints in the folder stay, and so do later versions, from which the run went back. An
+    interrupted removal is completed next time.
     """
-    whole = whole_checkpoints(directory)
+    directory, lineage = newest.parent, lineage_of(newest)
+    named = named_checkpoints(directory)
+    others = {path.name for path in named if lineage_of(path) != lineage}
+    past = [path for path in named if path.name not in others and _version(path) <= _version(newest)]
+    whole = [path for path in past if not missing_parts(path)]
     if keep > 0 and len(whole) > keep:
-        oldest = whole[-keep].name
-        parts = sorted({part for path in named_checkpoints(directory) for part in read_progress(path).parts})
+        parts = sorted({part for path in named for part in read_progress(path).parts})
         for folder in (directory, *(directory / part for part in parts)):
             for path in named_checkpoints(folder):
-                if int(path.name[1:]) < int(oldest[1:]):
+                if _version(path) < _version(whole[-keep]) and path.name not in others:
                     removed = path.with_name(f".{path.name}.removed")
                     shutil.rmtree(removed, ignore_errors=True)
                     path.rename(removed)

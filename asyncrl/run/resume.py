@@ -29,7 +29,9 @@ from buffer.journal import read_values
 from buffer.keys import BufferRole, client_keys, server_keys
 from learner.checkpoint_folder import (
     checkpoint_path,
+    lineage_of,
     missing_parts,
+    named_checkpoints,
     newest_checkpoint,
     part_of,
     read_progress,
@@ -264,11 +266,20 @@ def find_checkpoint(config: RunConfig) -> Resumed | None:
 def check_beginning(config: RunConfig) -> None:
     """Check a run's checkpoint, keys and buffer folder before anything starts.
 
-    Raises `ValueError` as `find_checkpoint` and `check_keys` do, or if the buffer's folder holds another run's journal.
+    Raises `ValueError` as `find_checkpoint` and `check_keys` do, or if the buffer's folder or ``checkpoint.directory``
+    belongs to another run.
     """
     if config.buffer.keys:
         check_keys(Path(config.buffer.keys))
-    if find_checkpoint(config) is not None or config.buffer.durability is not Durability.disk:
+    found = find_checkpoint(config)
+    own = config.checkpoint.directory
+    for checkpoint in named_checkpoints(Path(own)) if own else ():
+        if found is None or lineage_of(checkpoint) != found.state.lineage:
+            raise ValueError(
+                f"checkpoint.directory={own} must hold checkpoints of this run alone, got {checkpoint.name} of another "
+                "one; name an empty directory, or continue that run with checkpoint.resume=auto"
+            )
+    if found is not None or config.buffer.durability is not Durability.disk:
         return
     folder = Path(config.buffer.directory)
     if folder.is_dir() and any(folder.iterdir()):

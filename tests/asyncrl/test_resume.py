@@ -21,6 +21,7 @@ from asyncrl.run.resume import (
 from buffer.config import BufferConfig, Durability
 from buffer.journal import Journal
 from buffer.keys import make_keys
+from learner.checkpoint_folder import keep_newest, named_checkpoints, part_of
 from tests.support.checkpoints import STATE, save
 
 
@@ -181,3 +182,34 @@ def test_keys_of_two_runs_are_refused_before_anything_starts(tmp_path):
     (tmp_path / "other" / "learner.json").replace(tmp_path / "one" / "learner.json")
     with pytest.raises(ValueError, match=r"buffer\.keys=.* must hold the keys of one run.*learner\.json"):
         check_beginning(config_of(tmp_path, f"buffer.keys={tmp_path / 'one'}"))
+
+
+def test_old_checkpoints_of_another_run_in_the_same_folder_stay(tmp_path):
+    """With one directory for two runs, the first checkpoint of the second run removed those of the first."""
+    other = replace(STATE, lineage="another run")
+    theirs = [save(tmp_path, version, other, parts=["buffer"]) for version in (1, 6, 90)]
+    for path in theirs:
+        part_of(path, "buffer").mkdir(parents=True)
+    own = [save(tmp_path, version) for version in (3, 4, 5)]
+    keep_newest(own[-1], keep=2)
+    assert named_checkpoints(tmp_path) == [theirs[0], *own[1:], *theirs[1:]]
+    assert all(part_of(path, "buffer").is_dir() for path in theirs)
+
+
+def test_a_run_that_goes_back_keeps_its_new_checkpoints_and_not_those_it_left(tmp_path):
+    later = [save(tmp_path, version) for version in (8, 9)]
+    own = [save(tmp_path, version) for version in (3, 4)]
+    keep_newest(own[-1], keep=1)
+    assert named_checkpoints(tmp_path) == [own[-1], *later]
+
+
+def test_a_checkpoint_folder_of_another_run_is_refused_before_anything_starts(tmp_path):
+    kept = tmp_path / "kept"
+    theirs = save(kept, 12)
+    with pytest.raises(ValueError, match=rf"checkpoint.directory={kept} must hold checkpoints of this run alone, got "):
+        check_beginning(config_of(tmp_path, f"checkpoint.directory={kept}"))
+    other = save(tmp_path / "other", 3, replace(STATE, lineage="another run"))
+    with pytest.raises(ValueError, match="v00000012 of another one; name an empty directory, or continue"):
+        check_beginning(config_of(tmp_path, f"checkpoint.directory={kept}", f"checkpoint.resume={other}"))
+    check_beginning(config_of(tmp_path, f"checkpoint.directory={kept}", "checkpoint.resume=auto"))
+    check_beginning(config_of(tmp_path, f"checkpoint.directory={kept}", f"checkpoint.resume={theirs}"))
