@@ -49,8 +49,9 @@ class BufferConfig:
         max_lag: Staleness bound in learner steps; 0 is synchronous training.
         on_stale: ``wait`` for the straggler, ``requeue`` its prompt at the new version, or ``drop`` it.
         order: Which stored groups a batch takes first, among those that keep every deadline: ``fifo``,
-            ``earliest_deadline``, ``freshest_first``, ``shortest_first``, or your own ``module:function``. The function
-            maps a `GroupSummary` and its deadline to a number; the smallest number comes first.
+            ``earliest_deadline``, ``freshest_first``, ``shortest_first``, ``reward_spread`` (largest variance of
+            rewards first), or your own ``file.py:function`` or ``module:function``. The function maps a `GroupSummary`
+            and its deadline to a number; the smallest number comes first.
         lease_s: A lease that is not renewed for this long is revoked, and its prompt is leased again.
         queue_size: Prompts queued ahead of admission; enqueueing waits while the queue is full.
         heartbeat_s: Interval between heartbeats of a producer. A producer that is silent for four intervals counts as
@@ -60,9 +61,9 @@ class BufferConfig:
         max_prompt_bytes: Bound on prompts, in bytes, from before they are queued until their groups are stored.
             Enqueueing waits at this bound. A stored group contains its prompt and counts against ``max_stored_bytes``.
         request_timeout_s: Deadline of a client's call, and how long the server may hold a call before it answers.
-        filters: Dynamic-sampling filters: ``equal_rewards``, ``no_tokens``, or your own ``module:function``, which
-            returns whether to keep a `GroupSummary`. The buffer counts a dropped group under the filter's name and
-            admits the next prompt instead. Example: ``["equal_rewards"]``.
+        filters: Dynamic-sampling filters: ``equal_rewards``, ``no_tokens``, or your own ``file.py:function`` or
+            ``module:function``, which returns whether to keep a `GroupSummary`. The buffer counts a dropped group under
+            the filter's name and admits the next prompt instead. Example: ``["equal_rewards"]``.
         max_filtered_steps: Plans fail when filters have dropped this many steps' worth of groups in a row and kept
             none. The buffer warns long before. 0 sets no limit.
         durability: ``memory`` loses the contents with the server. ``disk`` keeps every acknowledged put, lease and

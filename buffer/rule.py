@@ -1,27 +1,27 @@
 """Admission of groups and selection of batches: the staleness rule, the free room, filters and orders.
 
-A filter or an order is a function of a group's `GroupSummary`, built in or at ``module:function``. Nothing here waits.
+A filter or an order is a function of a group's `GroupSummary`, built in or the user's own. Nothing here waits.
 ``docs/staleness.md`` proves that admission and planning keep every lag within ``max_lag``, and that the bound on bytes
 causes no deadlock. Letters: B groups per learner step, u engine version, w version that is planned next, k learner
 steps after w.
 """
 
 import functools
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from itertools import accumulate
-from typing import Any, TypeVar
+from statistics import pvariance
+from typing import Any
 
 from asyncrl.core.errors import ReplayBufferError, StoreFull
+from asyncrl.core.registry import Registry
 from asyncrl.core.types import GroupSummary
 
 from .groups import Entry, Group, GroupState, GroupTable
 from .outcomes import Reserved
 
-Found = TypeVar("Found", bound=Callable[..., Any])
 Filter = Callable[[GroupSummary], bool]
 """Returns whether to keep a group."""
 Preference = Callable[[GroupSummary, int], float]
@@ -228,17 +228,53 @@ class Room:
             )
 
 
-FILTERS: Mapping[str, Filter] = {
-    "equal_rewards": lambda summary: not summary.has_equal_rewards,
-    "no_tokens": lambda summary: summary.num_tokens > 0,
-}
-"""Name to filter. A dropped group is counted under the name. A group of equal rewards has zero advantages everywhere
-(DAPO, arXiv 2503.14476, equation 11), and a group without policy tokens has no loss."""
+FILTERS: Registry[Filter] = Registry("buffer.filters")
+"""Filters by name. A dropped group is counted under the name."""
+ORDERS: Registry[Preference] = Registry("buffer.order")
+"""Selection orders by name."""
+
+
+@FILTERS.register("equal_rewards")
+def _has_signal(summary: GroupSummary) -> bool:
+    """A group of equal rewards has zero advantages everywhere (DAPO, arXiv 2503.14476, equation 11)."""
+    return not summary.has_equal_rewards
+
+
+@FILTERS.register("no_tokens")
+def _has_tokens(summary: GroupSummary) -> bool:
+    """A group without policy tokens has no loss."""
+    return summary.num_tokens > 0
+
+
+@ORDERS.register("fifo")
+def _as_stored(summary: GroupSummary, deadline: int) -> float:
+    return 0.0
+
+
+@ORDERS.register("earliest_deadline")
+def _due_first(summary: GroupSummary, deadline: int) -> float:
+    return float(deadline)
+
+
+@ORDERS.register("freshest_first")
+def _youngest_oldest_token_first(summary: GroupSummary, deadline: int) -> float:
+    return float(-summary.oldest_version)
+
+
+@ORDERS.register("shortest_first")
+def _fewest_response_tokens_first(summary: GroupSummary, deadline: int) -> float:
+    return float(sum(summary.response_lengths))
+
+
+@ORDERS.register("reward_spread")
+def _largest_reward_variance_first(summary: GroupSummary, deadline: int) -> float:
+    """A group without finite rewards comes last, with the groups of equal rewards."""
+    return -pvariance(summary.rewards) if summary.is_scored and summary.rewards else 0.0
 
 
 def find_filters(names: Sequence[str]) -> dict[str, Filter]:
-    """Name to filter, built in or at ``module:function``, in order. Raises `ValueError` if there is no such filter."""
-    return {name: find(name, FILTERS, option="buffer.filters") for name in names}
+    """Name to filter, in order. Raises `ValueError` if there is no such filter."""
+    return {name: _find(FILTERS, name) for name in names}
 
 
 def dropped_by(filters: Mapping[str, Filter], summary: GroupSummary) -> str | None:
@@ -246,18 +282,9 @@ def dropped_by(filters: Mapping[str, Filter], summary: GroupSummary) -> str | No
     return next((name for name, keeps in filters.items() if not keeps(summary)), None)
 
 
-ORDERS: Mapping[str, Preference] = {
-    "fifo": lambda summary, deadline: 0,
-    "earliest_deadline": lambda summary, deadline: deadline,
-    "freshest_first": lambda summary, deadline: -summary.oldest_version,
-    "shortest_first": lambda summary, deadline: sum(summary.response_lengths),
-}
-"""Name to selection order: as stored; due first; youngest oldest token first; fewest response tokens first."""
-
-
 def find_order(name: str) -> Preference:
-    """The built-in order of this name, or the function at ``module:function``. Raises `ValueError` if there is none."""
-    return find(name, ORDERS, option="buffer.order")
+    """The order of this name. Raises `ValueError` if there is none."""
+    return _find(ORDERS, name)
 
 
 def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
@@ -319,34 +346,18 @@ def choose_batch(
     return batch
 
 
-def find(name: str, built_ins: Mapping[str, Found], *, option: str) -> Found:
-    """Return a function of ``built_ins``, or import ``module:function``; its errors become `ReplayBufferError`.
-
-    Raises `ValueError` if ``name`` is neither. ``option`` names the option that holds ``name``. Example:
-    ``"my_orders:longest_first"``.
-    """
-    if name in built_ins:
-        return built_ins[name]
-    module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise ValueError(f"{option} names {name!r}; use one of {sorted(built_ins)}, or your own module:function")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{option}: {name!r} cannot be imported ({error}); is its folder on PYTHONPATH?") from error
-    if not callable(function):
-        raise ValueError(f"{option}: {name!r} must be a function, got {type(function).__name__}")
-    return _with_origin(function, f"{option} {name!r}")
-
-
-def _with_origin(function: Callable[..., Any], what: str) -> Any:
-    """Wrap a user's function. Its errors name their origin, and fail one request instead of the server."""
+def _find(registry: Registry[Any], name: str) -> Any:
+    """A registered function, or the user's function, whose errors fail one request instead of the server."""
+    function = registry.get(name)
+    if name in registry.names():
+        return function
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
         try:
             return function(*arguments)
         except Exception as error:
-            raise ReplayBufferError(f"{what} raised {type(error).__name__}: {error}") from error
+            what = f"{registry.option} {name!r} raised {type(error).__name__}: {error}"
+            raise ReplayBufferError(what) from error
 
     return call

@@ -200,7 +200,7 @@ def _read_experiment(path: Path, override: str) -> str:
 
 def _with_whole_paths(config: RunConfig) -> RunConfig:
     """A user's own functions by the whole path of their file: workers may run in another directory."""
-    algorithm, fleet = config.algorithm, config.rollout_fleet
+    algorithm, fleet, buffer = config.algorithm, config.rollout_fleet, config.buffer
 
     def whole(entries: Sequence[str]) -> list[str]:
         weighted = [entry.rpartition("*") for entry in entries]
@@ -218,6 +218,7 @@ def _with_whole_paths(config: RunConfig) -> RunConfig:
         config,
         algorithm=replace(algorithm, loss=absolute_name(algorithm.loss), advantage=absolute_name(algorithm.advantage)),
         rollout_fleet=fleet,
+        buffer=replace(buffer, order=absolute_name(buffer.order), filters=list(map(absolute_name, buffer.filters))),
     )
 
 

@@ -1,6 +1,7 @@
 """Look up functions by name: a registered short name, or ``file.py:function`` or ``module:function`` of the user.
 
-The registries are `learner.losses.LOSSES`, `learner.advantages.ADVANTAGES` and `rollout_fleet.rewards.REWARDS`.
+The registries are `learner.losses.LOSSES`, `learner.advantages.ADVANTAGES`, `rollout_fleet.rewards.REWARDS`,
+`buffer.rule.FILTERS` and `buffer.rule.ORDERS`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Registry(Generic[T]):
     """Named implementations of one kind. Messages name ``option``, for example ``algorithm.loss``."""
 
     def __init__(self, option: str) -> None:
-        self._option = option
+        self.option = option
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[E], E]:
@@ -30,7 +31,7 @@ class Registry(Generic[T]):
 
         def enter(entry: E) -> E:
             if name in self._entries:
-                raise ValueError(f"{self._option}={name} is registered already; choose another name")
+                raise ValueError(f"{self.option}={name} is registered already; choose another name")
             self._entries[name] = cast(T, entry)
             return entry
 
@@ -55,30 +56,30 @@ class Registry(Generic[T]):
         place, colon, attribute = name.rpartition(":")
         if not (place and colon and attribute):
             raise ValueError(
-                f"{self._option} must be one of {self.names()}, or file.py:function or module:function of your own, "
+                f"{self.option} must be one of {self.names()}, or file.py:function or module:function of your own, "
                 f"got {name!r}"
             )
         module = self._imported(place, name)
         found: Any = getattr(module, attribute, None) or self._entries.get(attribute)
         if found is None:
             known = sorted(known for known, value in vars(module).items() if callable(value) and known[0] != "_")
-            raise ValueError(f"{self._option}={name}: {place} has no {attribute!r}, only {known}; name one of them")
+            raise ValueError(f"{self.option}={name}: {place} has no {attribute!r}, only {known}; name one of them")
         if not callable(found):
-            raise ValueError(f"{self._option}={name} must name a function, got {found!r}; name a function of {place}")
+            raise ValueError(f"{self.option}={name} must name a function, got {found!r}; name a function of {place}")
         return cast(T, found)
 
     def _imported(self, place: str, name: str) -> ModuleType:
         try:
             return _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
         except FileNotFoundError as error:
-            raise ValueError(f"{self._option}={name}: there is no file {error.filename}; check the path") from error
+            raise ValueError(f"{self.option}={name}: there is no file {error.filename}; check the path") from error
         except SyntaxError as error:
             raise ValueError(
-                f"{self._option}={name}: {error.filename}, line {error.lineno}: {error.msg}; fix the file"
+                f"{self.option}={name}: {error.filename}, line {error.lineno}: {error.msg}; fix the file"
             ) from error
         except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {error}; fix the module, or name another one"
-            raise ValueError(f"{self._option}={name} cannot be imported: {reason}") from error
+            raise ValueError(f"{self.option}={name} cannot be imported: {reason}") from error
 
 
 def absolute_name(name: str) -> str:

@@ -238,6 +238,14 @@ def test_rewards_have_weights_and_absolute_paths(tmp_path, monkeypatch):
     }
 
 
+def test_an_order_and_filters_of_a_file_have_absolute_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def rank(summary, deadline): return 0\ndef keeps(summary): return True\n")
+    buffer = compose_run(["buffer.order=mine.py:rank", "buffer.filters=[equal_rewards,mine.py:keeps]"]).buffer
+    assert buffer.order == f"{tmp_path}/mine.py:rank"
+    assert buffer.filters == ["equal_rewards", f"{tmp_path}/mine.py:keeps"]
+
+
 def test_a_users_experiment_is_named_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = "# @package _global_\nexperiment: mine\ndefaults: [quickstart, _self_]\ntotal_steps: 7\n"

@@ -198,7 +198,7 @@ def test_a_malformed_parcel_is_a_wire_error(tail: bytes):
     [
         ({"max_lag": -1}, "buffer.max_lag must be >= 0, got -1"),
         ({"durability": Durability.disk}, "buffer.directory"),
-        ({"filters": ["nonsense"]}, "buffer.filters names 'nonsense'; use one of .*module:function"),
+        ({"filters": ["nonsense"]}, "buffer.filters must be one of .*module:function of your own, got 'nonsense'"),
         ({"lease_s": 0}, "buffer.lease_s must be > 0"),
         ({"port": 70000}, "buffer.port"),
         ({"num_store_servers": -1}, "num_store_servers"),

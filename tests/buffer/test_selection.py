@@ -110,7 +110,7 @@ def test_ready_groups_overtake_slow_ones_inside_the_window():
     assert of.step() == [0]
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", [*ORDERS.names(), "tests.support.orders_of_mine:by_group"])
 def test_a_group_due_now_is_in_the_batch_whatever_the_order(order):
     of = ledger(1, 1, order=order)
     [old, other] = of.lease(0, 2, now=0.0)
@@ -119,6 +119,29 @@ def test_a_group_due_now_is_in_the_batch_whatever_the_order(order):
     of.put(summary_of(of.lease(1, 1, now=0.0)[0], lengths=(1,)))
     of.put(summary_of(old, lengths=(50,)))
     assert of.step() == [0]
+
+
+def test_the_order_of_reward_spread_takes_the_largest_variance_first_and_unscored_groups_last():
+    of = ledger(3, 1, order="reward_spread")
+    rewards = ((1.0, 1.0), (0.0, 1.0), (float("nan"), 1.0), (0.0, 3.0))
+    for lease, own in zip(of.lease(0, 4), rewards, strict=True):
+        of.put(summary_of(lease, rewards=own))
+    assert [of.step() for _ in rewards] == [[3], [1], [0], [2]]
+
+
+def test_an_order_and_a_filter_of_ones_own_are_found_in_a_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def last_first(summary, deadline):\n    return -summary.group_id\n"
+        "def not_long(summary):\n    return summary.num_tokens < 10\n"
+    )
+    of = ledger(1, 1, order=f"{path}:last_first", filters=[f"{path}:not_long"])
+    long, first = of.lease(0, 2)
+    assert of.put(summary_of(long, lengths=(10,))) is PutResult.filtered
+    of.put(summary_of(first))
+    [last] = of.lease(0, 1)
+    of.put(summary_of(last))
+    assert of.step() == [last.group_id]
 
 
 def test_an_order_of_ones_own_is_found_by_its_path():
