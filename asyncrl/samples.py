@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.core.errors import with_exit_status
+
 Sample = dict[str, Any]
 """A row: kind, version, group_id, prompt, response, ground_truth, reward, rewards, num_tokens, finish_reason, …"""
 
@@ -79,6 +81,7 @@ def printable(text: str) -> str:
     )
 
 
+@with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
@@ -87,17 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     newest = sorted((folder for folder in options.run.glob("*/") if any(folder.glob(pattern))), reverse=True)
     files = sorted(options.run.glob(pattern)) or [file for run in newest[:1] for file in sorted(run.glob(pattern))]
     if not files:
-        sys.stderr.write(
-            f"error: {options.run} must be the folder of a run or an experiment with samples, got none of kind "
-            f"{options.kind or ' or '.join(_KINDS)}; set rollout_fleet.samples.every_steps\n"
+        raise ValueError(
+            f"{options.run} must be the folder of a run or an experiment with samples, got none of kind "
+            f"{options.kind or ' or '.join(_KINDS)}; set rollout_fleet.samples.every_steps"
         )
-        return 2
-    try:
-        samples = read_samples(files)
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    samples = [sample for sample in samples if options.contains in sample["prompt"] + sample["response"]]
+    samples = [sample for sample in read_samples(files) if options.contains in sample["prompt"] + sample["response"]]
     samples.sort(key=_ORDERS[options.order])
     text = printable("\n".join(map(_page, samples[: options.num or None])))
     if sys.stdout.isatty():

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.errors import with_exit_status
 
 from .keys import BufferRole
 from .role_clients import BufferConnection, ControlClient
@@ -75,8 +75,9 @@ def _spread(groups: list[dict[str, Any]], field: str) -> str:
     return f"{min(values):.3g} … {max(values):.3g}, mean {sum(values) / len(values):.3g}"
 
 
-def main() -> None:
-    """Entry point."""
+@with_exit_status
+def main() -> int:
+    """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl inspect", description="Show what a buffer server holds.")
     parser.add_argument("address", help="where it listens, e.g. tcp://10.0.0.1:5555; the run says it when it starts")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -86,12 +87,10 @@ def main() -> None:
     connection = BufferConnection(
         address=args.address, request_timeout_s=args.timeout_s, keys=args.keys, role=BufferRole.inspector
     )
-    try:
-        report = asyncio.run(read(connection))
-    except (AsyncRLError, ValueError) as error:
-        sys.exit(str(error))
+    report = asyncio.run(read(connection))
     sys.stdout.write((json.dumps(report) if args.json else render(report)) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

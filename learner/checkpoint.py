@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.core.errors import CheckpointError
+from asyncrl.core.errors import CheckpointError, with_exit_status
 from asyncrl.single_controller.serialization import gather_values
 from asyncrl.weights.layout import ModelLayout, Part
 from asyncrl.weights.snapshot import DATA_FILE, WritableFile
@@ -312,6 +312,7 @@ def _read(checkpoint: Path, model: PreTrainedModel, names: Sequence[str]) -> dic
     return {name.removeprefix(_PREFIX): tensor for name, tensor in empty.items()}
 
 
+@with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``asyncrl export``; returns the exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl export", description="Export a checkpoint's policy.")
@@ -319,10 +320,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="directory to write: config.json, model.safetensors, tokenizer")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="", help="default: as trained")
     options = parser.parse_args(arguments)
-    try:
-        source = export(options.checkpoint, options.out, dtype=options.dtype)
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    source = export(options.checkpoint, options.out, dtype=options.dtype)
     sys.stdout.write(f"wrote {source} to {options.out}\n")
     return 0

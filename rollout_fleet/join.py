@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.core.errors import AsyncRLError, DeadlineError
+from asyncrl.core.errors import DeadlineError, MembershipRefused, with_exit_status
 
 from .membership import ADDRESS_FILE, AUTH_MODE, AUTH_TOKEN, NAMESPACE, Action, FleetAnswer, FleetRequest
 
@@ -131,16 +131,12 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
+@with_exit_status
 def _run(options: argparse.Namespace, request: FleetRequest) -> int:
     """Send the request to the run and print the answer. Returns the exit status."""
-    try:
-        answer = ask(options.run, request, timeout_s=options.timeout_s)
-    except (ValueError, AsyncRLError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    answer = ask(options.run, request, timeout_s=options.timeout_s)
     if answer.is_refused:
-        sys.stderr.write(f"error: {answer.words}\n")
-        return 1
+        raise MembershipRefused(answer.words)
     sys.stdout.write(answer.words + "\n")
     return 0
 

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.errors import with_exit_status
 from asyncrl.run.run_socket import ask_for_checkpoint
 
 
+@with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; prints the checkpoint's folder and returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -20,13 +21,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="folder of the run, such as outputs/quickstart/<time>")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="deadline (default 900)")
     options = parser.parse_args(arguments)
-    try:
-        folder = ask_for_checkpoint(options.run, timeout_s=options.timeout_s)
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except AsyncRLError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    sys.stdout.write(f"{folder}\n")
+    sys.stdout.write(f"{ask_for_checkpoint(options.run, timeout_s=options.timeout_s)}\n")
     return 0

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from asyncrl.cli.compose import read_config
+from asyncrl.core.errors import with_exit_status
 from asyncrl.core.host import visible_gpus
 from asyncrl.gpu_check.program import Check, Result, State, results_of, stack
 from asyncrl.gpu_check.tasks import TOY, Setup
@@ -33,6 +34,7 @@ _QUIET_S = 60.0
 _SHOWN_ERRORS = 5
 
 
+@with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl doctor", description="Check this machine, or a run.")
@@ -41,11 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.run is None:
         return check_machine(options.output)
-    try:
-        lines, is_well = examine(options.run)
-    except (OSError, ValueError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    lines, is_well = examine(options.run)
     sys.stdout.write("\n".join([*lines, ""]))
     return 0 if is_well else 1
 

@@ -28,7 +28,7 @@ from asyncrl.cli.compose import compose_run, dump_yaml, read_config
 from asyncrl.cli.preflight import check_folder, check_own_functions, check_vocabulary, try_reward
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import RunConfig, episode_context, has_environment, with_time_to_read
-from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.errors import AsyncRLError, with_exit_status
 from asyncrl.core.image_files import image_reader
 from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.data.prompts import load_eval_prompts
@@ -78,6 +78,7 @@ class EvaluatedPolicy:
     version: int = 0
 
 
+@with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -85,8 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(_USAGE)
         return 0
     if not arguments or "=" in arguments[0] or arguments[0].startswith("-"):
-        sys.stderr.write("error: asyncrl evaluate needs MODEL_OR_RUN first; --help explains it\n")
-        return 2
+        raise ValueError("asyncrl evaluate needs MODEL_OR_RUN first; --help explains it")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
         policy = find_policy(Path(arguments[0]).expanduser().resolve())
@@ -106,12 +106,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _as_model(policy, folder) as model:
             config = replace(config, model=replace(config.model, path=str(model)))
             evaluation = asyncio.run(_until_done_or_stopped(config, folder, policy.version))
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except AsyncRLError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
     except (KeyboardInterrupt, asyncio.CancelledError) as end:
         number = signal.SIGINT if isinstance(end, KeyboardInterrupt) else signal.SIGTERM
         sys.stderr.write(f"stopped by {number.name}\n")

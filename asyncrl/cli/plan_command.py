@@ -21,7 +21,7 @@ from typing import Any
 
 from asyncrl.cli.compose import CONFIG_DIR, compose_run, read_config
 from asyncrl.config import RunConfig
-from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.errors import with_exit_status
 from asyncrl.metrics.run_records import write_json
 from asyncrl.planner.calibration import Calibration, calibrate
 from asyncrl.planner.choices import (
@@ -42,7 +42,6 @@ from asyncrl.profile.report import Advice, advice_file
 from asyncrl.profile.trace import FOLDER, Trace
 from buffer.config import OnStale
 
-EXIT_USAGE = 2
 _NUM_SHOWN = 12
 _MAX_RECORD_BYTES = 64 << 20
 """Largest record that ``--only-advice`` reads: the reader needs about ten times as much memory."""
@@ -52,6 +51,7 @@ _FRONTIER_REPLICATES = 2
 _PROGRESS_EVERY_S = 3.0
 
 
+@with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = _parser()
@@ -64,24 +64,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only_advice:
         return _write_advice_only(target, options)
     folder = Path(options.out or (target if target.is_dir() else target.parent))
-    try:
-        calibration = _read_run(target, options.steps) if target.is_dir() else None
-        base = load_spec(target) if calibration is None else calibration.scenario
-        base = base if options.steps is None else replace(base, num_steps=options.steps)
-        notes = () if calibration is None else calibration.notes
-        folder.mkdir(parents=True, exist_ok=True)  # fail before minutes of work
-        plan = make_plan(
-            base,
-            _choices(options, base),
-            replicates=options.replicates,
-            seed=options.seed,
-            notes=notes,
-            on_progress=_Progress(),
-        )
-        advice = None if calibration is None else _advised(target, calibration, options)
-    except (ValueError, AsyncRLError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return EXIT_USAGE
+    calibration = _read_run(target, options.steps) if target.is_dir() else None
+    base = load_spec(target) if calibration is None else calibration.scenario
+    base = base if options.steps is None else replace(base, num_steps=options.steps)
+    notes = () if calibration is None else calibration.notes
+    folder.mkdir(parents=True, exist_ok=True)  # fail before minutes of work
+    plan = make_plan(
+        base,
+        _choices(options, base),
+        replicates=options.replicates,
+        seed=options.seed,
+        notes=notes,
+        on_progress=_Progress(),
+    )
+    advice = None if calibration is None else _advised(target, calibration, options)
     document = {**plan.to_dict(), "advice": advice and asdict(advice)}
     write_json(folder / "plan.json", document)
     chart = folder / "plan.png" if draw(plan, folder / "plan.png") else None
@@ -185,18 +181,13 @@ def _write_advice_only(run_dir: Path, options: argparse.Namespace) -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (options.only_advice, options.only_advice))
     num_bytes = sum(path.stat().st_size for path in (run_dir / FOLDER).glob("*.msgpack"))
     if num_bytes > _MAX_RECORD_BYTES:
-        sys.stderr.write(
-            f"error: the record has {num_bytes >> 20} MiB, --only-advice reads at most {_MAX_RECORD_BYTES >> 20} MiB\n"
+        raise ValueError(
+            f"the record has {num_bytes >> 20} MiB, --only-advice reads at most {_MAX_RECORD_BYTES >> 20} MiB"
         )
-        return EXIT_USAGE
-    try:
-        calibration = _read_run(run_dir, options.steps or _ADVICE_STEPS)
-        advice = _advised(run_dir, calibration, options)
-        if options.frontier:
-            _write_frontier(run_dir, calibration, options)
-    except (ValueError, AsyncRLError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return EXIT_USAGE
+    calibration = _read_run(run_dir, options.steps or _ADVICE_STEPS)
+    advice = _advised(run_dir, calibration, options)
+    if options.frontier:
+        _write_frontier(run_dir, calibration, options)
     sys.stdout.write(f"advice: {advice or 'none'}\n")
     return 0
 
@@ -222,15 +213,11 @@ def _write_frontier(run_dir: Path, calibration: Calibration, options: argparse.N
 def _print_fit(options: argparse.Namespace) -> int:
     """Print the divisions of the GPUs between ranks and engines that fit, with the bytes of each kind."""
     name, _, count = options.gpu.partition(":")
-    try:
-        if not (count or "1").isdecimal() or not int(count or "1"):
-            raise ValueError(f"--gpu must be NAME:COUNT, for example H100:8, got {options.gpu!r}")
-        card, num_gpus = card_bytes(name), int(count or "1")
-        config = experiment_or_model(options.fit)
-        model = model_size(config.model.path)
-    except (ValueError, AsyncRLError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return EXIT_USAGE
+    if not (count or "1").isdecimal() or not int(count or "1"):
+        raise ValueError(f"--gpu must be NAME:COUNT, for example H100:8, got {options.gpu!r}")
+    card, num_gpus = card_bytes(name), int(count or "1")
+    config = experiment_or_model(options.fit)
+    model = model_size(config.model.path)
     layouts = layouts_that_fit(config, model, card, num_gpus)
     if options.json:
         sys.stdout.write(json.dumps([asdict(layout) for layout in layouts]) + "\n")

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from asyncrl.cli.compose import compose_run, read_config
 from asyncrl.config import RunConfig
-from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.errors import with_exit_status
 from asyncrl.core.image_files import image_reader
 from asyncrl.core.registry import absolute_name
 from asyncrl.core.types import FinishReason, Prompt
@@ -74,6 +74,7 @@ class TriedResponse:
     seconds: float = 0.0
 
 
+@with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 1 if a response has no reward."""
     parser = _parser()
@@ -81,16 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags := [word for word in overrides if word.startswith("-")]:
         parser.error(f"unknown flag {flags[0]}")
     logging.basicConfig(level=logging.INFO if options.verbose else logging.ERROR, format="%(message)s")
-    try:
-        config = _config(options, overrides)
-        given = list(_of_samples(options, config) if options.samples else _of_rows(options, config))
-        tried = asyncio.run(try_rewards(config, given))
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except AsyncRLError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+    config = _config(options, overrides)
+    given = list(_of_samples(options, config) if options.samples else _of_rows(options, config))
+    tried = asyncio.run(try_rewards(config, given))
     if options.json:
         sys.stdout.write(json.dumps({**_summary(tried), "responses": [asdict(one) for one in tried]}, indent=1) + "\n")
     else:

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from asyncrl.core.errors import with_exit_status
 from asyncrl.run.run_lives import Life, LifeState, find_runs
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
+@with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -23,8 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args(arguments)
     if not options.folder.is_dir():
-        sys.stderr.write(f"error: {options.folder} must be a folder with runs, such as outputs; name another one\n")
-        return 2
+        raise ValueError(f"{options.folder} must be a folder with runs, such as outputs; name another one")
     runs = find_runs(options.folder)
     if options.json:
         sys.stdout.write(json.dumps([[asdict(life) for life in run] for run in runs], default=str) + "\n")

@@ -18,10 +18,11 @@ from asyncrl.checks import check_model
 from asyncrl.cli.compose import compose_run, describe, option_lines
 from asyncrl.cli.preflight import check_folder
 from asyncrl.cli.quickstart import with_quickstart_assets
-from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.errors import with_exit_status
 from asyncrl.sft import fine_tuning
 
 
+@with_exit_status
 def main(overrides: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     overrides = sys.argv[1:] if overrides is None else overrides
@@ -47,9 +48,6 @@ def main(overrides: Sequence[str] | None = None) -> int:
         config = with_quickstart_assets(config)
         check_model(config)
         asyncio.run(fine_tuning.fine_tune(config))
-    except (ValueError, AsyncRLError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2 if isinstance(error, ValueError) else 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

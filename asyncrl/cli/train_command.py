@@ -33,7 +33,7 @@ from asyncrl.cli.supervisor import (
     supervise,
 )
 from asyncrl.config import RunConfig
-from asyncrl.core.errors import AsyncRLError, ClusterDiedError, root_cause
+from asyncrl.core.errors import AsyncRLError, ClusterDiedError, root_cause, with_exit_status
 from asyncrl.core.host import gpu_memory_bytes, visible_gpus
 from asyncrl.core.remote import last_lines
 from asyncrl.metrics import TerminalView
@@ -58,38 +58,31 @@ _MULTIRUN = {"--multirun", "-m"}
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
+@with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     flags = {argument for argument in arguments if argument.startswith("-")}
     overrides = [argument for argument in arguments if argument not in flags]
     unknown = flags - {"-h", "--help", "--help-all", "--print-config", *_MULTIRUN}
-    try:
-        if unknown:
-            raise ValueError(f"unknown flag {sorted(unknown)[0]}, expected OPTION=VALUE; --help lists the options")
-        if flags & _MULTIRUN and not flags - _MULTIRUN:
-            from asyncrl.cli.multirun import multirun  # imports Hydra's plugins
+    if unknown:
+        raise ValueError(f"unknown flag {sorted(unknown)[0]}, expected OPTION=VALUE; --help lists the options")
+    if flags & _MULTIRUN and not flags - _MULTIRUN:
+        from asyncrl.cli.multirun import multirun  # imports Hydra's plugins
 
-            return multirun(overrides)
-        config = compose_run(overrides)
-        check_options(config)
-        check_beginning(config)
-        if not flags and not config.dry_run:
-            check_folders(config)
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return EXIT_USAGE
+        return multirun(overrides)
+    config = compose_run(overrides)
+    check_options(config)
+    check_beginning(config)
+    if not flags and not config.dry_run:
+        check_folders(config)
     if flags:
         shown = dump_yaml(config) if "--print-config" in flags else help_text(config, everything="--help-all" in flags)
         sys.stdout.write(shown + "\n")
         return 0
     if not config.dry_run:
         return _train(config, overrides)
-    try:
-        found = dry_run(config)
-    except AsyncRLError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return EXIT_FAILED
+    found = dry_run(config)
     sys.stdout.write(found.page)
     return EXIT_USAGE if found.problems else 0
 

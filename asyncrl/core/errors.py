@@ -3,6 +3,13 @@
 A user's mistake (a wrong option, a missing file) is a ``ValueError`` instead, raised where the value is read.
 """
 
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
+Arguments = ParamSpec("Arguments")
+
 
 class AsyncRLError(Exception):
     """Base of all exceptions in this module."""
@@ -161,6 +168,24 @@ def _rank(cause: BaseException) -> int:
     if isinstance(cause, DeadlineError | TimeoutError):
         return 2
     return 0 if isinstance(cause, AsyncRLError) else 1
+
+
+def with_exit_status(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
+    """Make a command print an error as one message, and return its exit status.
+
+    The status is 2 for a user's mistake (`ValueError`) and for a file that cannot be read or written (`OSError`), 1 for
+    an `AsyncRLError`.
+    """
+
+    @wraps(command)
+    def main(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+        try:
+            return command(*args, **kwargs)
+        except (ValueError, OSError, AsyncRLError) as error:
+            sys.stderr.write(f"error: {error}\n")
+            return 1 if isinstance(error, AsyncRLError) else 2
+
+    return main
 
 
 def check_bounds(section: str, options: object, **bounds: str) -> None:

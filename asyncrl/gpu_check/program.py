@@ -25,6 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from asyncrl.core.errors import with_exit_status
 from asyncrl.core.host import visible_gpus
 from asyncrl.gpu_check.run_checks import quickstart
 from asyncrl.gpu_check.tasks import FULL, TOY, Setup, run_task
@@ -362,19 +363,18 @@ def results_of(check: Check, setup: Setup) -> Iterator[Result]:
         began = now
 
 
+@with_exit_status
 def main() -> int:
     """Entry point; returns the exit status."""
     arguments = _parser().parse_args()
     gpus = visible_gpus()
     device = arguments.device or ("cuda" if gpus else "cpu")
     if device == "cuda" and not gpus:
-        sys.stderr.write("error: --device cuda needs a GPU that nvidia-smi lists, got none; use --device cpu\n")
-        return 2
+        raise ValueError("--device cuda needs a GPU that nvidia-smi lists, got none; use --device cpu")
     names = [check.name for check in CHECKS]
     chosen = arguments.only.split(",") if arguments.only else names
     if unknown := sorted(set(chosen) - set(names)):
-        sys.stderr.write(f"error: --only={','.join(unknown)} is not a check, expected some of {', '.join(names)}\n")
-        return 2
+        raise ValueError(f"--only={','.join(unknown)} is not a check, expected some of {', '.join(names)}")
     folder = Path(arguments.output or tempfile.mkdtemp(prefix="check-gpu-"))
     folder.mkdir(parents=True, exist_ok=True)
     setup = Setup(

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.core.errors import with_exit_status
 from asyncrl.profile.attribution import POOLS, Figures, OverlapReport
 from asyncrl.profile.perfetto import trace_events
 from asyncrl.profile.report import REPORT, write_report
@@ -40,6 +41,7 @@ def explain(run_dir: Path) -> OverlapReport:
     return report
 
 
+@with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Explain the run that the command line names; return the exit status."""
     parser = argparse.ArgumentParser(
@@ -49,11 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="the run's folder, <output_dir>/<experiment>/<time>")
     parser.add_argument("--json", action="store_true", help="print overlap.json instead of the table")
     args = parser.parse_args(arguments)
-    try:
-        report = explain(args.run)
-    except (OSError, ValueError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+    report = explain(args.run)
     if args.json:
         sys.stdout.write(json.dumps(report.to_dict(), indent=1) + "\n")
     else:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from asyncrl.core.errors import with_exit_status
 from asyncrl.metrics.trackers import in_url, split_address
 from asyncrl.profile.page import render
 from asyncrl.profile.report import RunReport
@@ -212,6 +213,7 @@ async def serve(run_dir: Path, address: str, *, token: str, with_parent: bool) -
         await runner.cleanup()
 
 
+@with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl dashboard", description="Serve the live report of a run.")
@@ -227,9 +229,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.run.is_dir():
             raise ValueError(f"RUN must be the folder of a run, got {options.run}")
         asyncio.run(serve(options.run, options.address, token=token, with_parent=options.with_parent))
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
     except KeyboardInterrupt:
         return 130
     return 0

@@ -85,14 +85,14 @@ def test_the_command_prints_a_table_and_writes_both_files(tmp_path, capsys):
 
 
 def test_the_command_reports_a_folder_without_a_record(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 1
+    assert main([str(tmp_path)]) == 2
     assert "holds no record" in capsys.readouterr().err
 
 
 def test_the_command_names_a_truncated_configuration(tmp_path, capsys):
     record_run(tmp_path)
     (tmp_path / "config.yaml").write_text('{"a": ')
-    assert main([str(tmp_path)]) == 1
+    assert main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {tmp_path}/config.yaml must hold the options of the run")
     assert error.count("\n") == 1
