@@ -457,9 +457,10 @@ class Stats(Operation[Totals], frozen=True):
 
 
 class Inspect(Operation[Report], frozen=True):
-    """Request the report of a server."""
+    """Request the report of a server, or that of one group."""
 
     roles = _INSPECTOR | _CONTROLLER
+    group_id: Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)] = -1
 
 
 class Loaded(Operation[Done], frozen=True, kw_only=True):
@@ -570,7 +571,7 @@ class Fetch(Operation[Payloads | Places], frozen=True):
     Requests to store servers have ``attempts``. ``read`` is the last fetch whose reply was read.
     """
 
-    roles = _LEARNER | _CONTROLLER
+    roles = _LEARNER | _CONTROLLER | _INSPECTOR
     has_large_answer = True
     group_ids: tuple[Int64, ...]
     attempts: tuple[Int64, ...] = ()

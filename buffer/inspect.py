@@ -1,4 +1,7 @@
-"""Print the contents of a running buffer: ``python -m buffer.inspect ADDRESS [--json] [--keys DIRECTORY]``."""
+"""Print the contents of a running buffer, or one of its groups.
+
+``python -m buffer.inspect ADDRESS [--group ID [--payload]] [--json] [--keys DIRECTORY]``.
+"""
 
 import argparse
 import asyncio
@@ -9,18 +12,40 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.core.errors import with_exit_status
+from asyncrl.core.trajectory import FINISH_REASONS, TrajectoryGroup
 
 from .keys import BufferRole
-from .role_clients import BufferConnection, ControlClient
+from .role_clients import BufferConnection, ControlClient, LearnerClient
 
 
-async def read(connection: BufferConnection) -> dict[str, Any]:
-    """Request a server's report."""
-    client = ControlClient(connection.client())
+async def read(connection: BufferConnection, *, group_id: int = -1, with_payload: bool = False) -> dict[str, Any]:
+    """Request a server's report, or the report of one group, with its trajectories if they are stored."""
+    client = connection.client()
     try:
-        return await client.inspect()
+        report = await ControlClient(client).inspect(group_id)
+        if with_payload and "summary" in report:
+            [group] = await LearnerClient(client).fetch([group_id])
+            report["trajectories"] = trajectories_of(group)
+        return report
     finally:
         await client.close()
+
+
+def trajectories_of(group: TrajectoryGroup) -> list[dict[str, Any]]:
+    """The trajectories of a group as plain values, with all their turns below the prompt."""
+    tokens = {name: group.token_columns[name] for name in ("token_ids", "logprobs", "versions")}
+    rewards = group.trajectory_columns["rewards"].tolist()
+    trajectories: list[dict[str, Any]] = [{"reward": reward, "turns": []} for reward in rewards]
+    start = 0
+    for index, turn in enumerate(group.turns.tolist()):
+        trajectory, parent, num_tokens, sampled, reason = turn
+        if index:
+            own = {name: column[start : start + num_tokens].tolist() for name, column in tokens.items()}
+            ended = str(FINISH_REASONS[reason]) if reason >= 0 else ""
+            shape = {"turn": index, "parent": parent, "sampled": bool(sampled), "finish_reason": ended}
+            trajectories[trajectory]["turns"].append(shape | own)
+        start += num_tokens
+    return trajectories
 
 
 def render(report: dict[str, Any]) -> str:
@@ -28,6 +53,7 @@ def render(report: dict[str, Any]) -> str:
     stats, groups = report["stats"], report["groups"]
     lines = [
         f"learner version {stats['learner_version']}, max_lag {report['max_lag']}, B {report['groups_per_step']}",
+        f"plan       {report['plan']['why']}",
         f"groups     {_counts(stats['groups'])}; dropped for {_counts(stats['groups_dropped'])}; "
         f"filters dropped the last {stats['filtered_in_a_row']} finished",
         f"tokens     {stats['tokens_trained']} trained, {stats['tokens_buffered']} buffered, dropped for "
@@ -53,6 +79,28 @@ def render(report: dict[str, Any]) -> str:
             f"producer   {producer['owner']}: {producer['leases']} leases, {producer['puts']} puts, "
             f"{producer['tokens']} tokens, heard of {producer['heard_s_ago']} s ago"
         )
+    return "\n".join(lines)
+
+
+def render_group(report: dict[str, Any]) -> str:
+    """Format the report of one group as text: where it is, its ended attempts, its trajectories."""
+    parts = ("summary", "ended_attempts", "trajectories")
+    lines = [", ".join(f"{name} {value}" for name, value in report.items() if name not in parts)]
+    if "summary" in report:
+        summary = report["summary"]
+        shown = "num_tokens", "oldest_version", "newest_version", "response_lengths", "rewards"
+        lines.append("stored     " + ", ".join(f"{name} {summary[name]}" for name in shown))
+    for end in report["ended_attempts"]:
+        owes = "; its worker owes a report" if end["owes_report"] else ""
+        lines.append(f"attempt    {end['attempt']} on {end['owner'] or 'no worker'} ended: {end['reason']}{owes}")
+    for number, trajectory in enumerate(report.get("trajectories", ())):
+        lines.append(f"trajectory {number}: reward {trajectory['reward']:.4g}")
+        for turn in trajectory["turns"]:
+            versions, logprobs = turn["versions"], turn["logprobs"]
+            spent = f", versions {min(versions)} … {max(versions)}" if turn["sampled"] and versions else ""
+            spent += f", mean log-prob {sum(logprobs) / len(logprobs):.4g}" if spent else ""
+            who = f"policy, {turn['finish_reason']}" if turn["sampled"] else "environment"
+            lines.append(f"  turn {turn['turn']} after {turn['parent']}: {len(versions)} tokens of the {who}{spent}")
     return "\n".join(lines)
 
 
@@ -83,12 +131,17 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--keys", default="", help="directory of the run's CURVE keys")
     parser.add_argument("--timeout-s", type=float, default=5.0, help="how long to wait for the server")
+    parser.add_argument("--group", type=int, default=-1, metavar="ID", help="show one group: its attempts and holder")
+    parser.add_argument("--payload", action="store_true", help="with --group: its stored trajectories, turn by turn")
     args = parser.parse_args()
+    if args.payload and args.group < 0:
+        parser.error("--payload shows the trajectories of one group; name it with --group ID")
     connection = BufferConnection(
         address=args.address, request_timeout_s=args.timeout_s, keys=args.keys, role=BufferRole.inspector
     )
-    report = asyncio.run(read(connection))
-    sys.stdout.write((json.dumps(report) if args.json else render(report)) + "\n")
+    report = asyncio.run(read(connection, group_id=args.group, with_payload=args.payload))
+    shown = render if args.group < 0 else render_group
+    sys.stdout.write((json.dumps(report) if args.json else shown(report)) + "\n")
     return 0
 
 

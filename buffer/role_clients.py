@@ -543,9 +543,9 @@ class ControlClient:
         """Return the ledger's current counts."""
         return (await self._client.call(commands.Stats())).stats
 
-    async def inspect(self) -> dict[str, Any]:
-        """Return every unfinished group and every producer, for the user; see `buffer.inspect`."""
-        return (await self._client.call(commands.Inspect())).values
+    async def inspect(self, group_id: int = -1) -> dict[str, Any]:
+        """Return every unfinished group and every producer, or one group, for the user; see `buffer.inspect`."""
+        return (await self._client.call(commands.Inspect(group_id))).values
 
     async def finished(self) -> list[tuple[int, int]]:
         """Return the ids of consumed and dropped groups, as sorted ranges [start, end)."""

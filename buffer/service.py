@@ -24,6 +24,7 @@ from .account import NO_ROOM, REWOUND, STALE, STORE_LOST, VERSION_TOO_OLD, WORKE
 from .checkpoint_parts import CheckpointRequests
 from .commands import Answer, Done
 from .config import BufferConfig
+from .description import describe_group, plan_wait
 from .encoding import JOIN_BELOW_BYTES, Message, Send
 from .journal import Journal, Recovered
 from .ledger import Ledger
@@ -437,7 +438,10 @@ class BufferService:
         return commands.Totals(self._totals())
 
     def on_inspect(self, request: Message, inspect: commands.Inspect) -> Answer:
-        """Reply with every unfinished group and every producer."""
+        """Reply with every unfinished group and every producer, or with one group."""
+        now = self._clock.time()
+        if inspect.group_id >= 0:
+            return commands.Report(describe_group(self.ledger, inspect.group_id, now))
         rule, table = self.ledger.rule, self.ledger.groups
         groups = table.leases.all() + [group for group in table if group.summary is not None]
         return commands.Report(
@@ -449,7 +453,8 @@ class BufferService:
                 "stores": self._joins.describe(),
                 "stats": to_builtins(self._totals()),
                 "finished": self.ledger.history.finished.ranges(),
-                "groups": [group.describe(self.ledger.learner_version, self._clock.time()) for group in groups],
+                "plan": plan_wait(self.ledger, now),
+                "groups": [group.describe(self.ledger.learner_version, now) for group in groups],
                 "producers": self._admission.describe(),
             }
         )

@@ -63,6 +63,8 @@ class StepRecord:
             Example: ``unknown_keys``. Empty without environments.
         groups: Groups by state after the step's commit; for trackers, not in ``metrics.jsonl``.
         lags: Number of the batch's groups by lag; for trackers, not in ``metrics.jsonl``.
+        tokens_dropped_by_reason: Dropped tokens over all lives of the run; for trackers, not in ``metrics.jsonl``.
+        groups_dropped_by_reason: Dropped groups, in the same way.
     """
 
     step: int
@@ -97,11 +99,14 @@ class StepRecord:
     episodes: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
     lags: Mapping[int, int] = field(default_factory=dict)
+    tokens_dropped_by_reason: Mapping[str, int] = field(default_factory=dict)
+    groups_dropped_by_reason: Mapping[str, int] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
         """Return all numbers by dotted name. Example: ``learner.loss``."""
         numbers = asdict(self)
-        del numbers["groups"], numbers["lags"]
+        for name in ("groups", "lags", "tokens_dropped_by_reason", "groups_dropped_by_reason"):
+            del numbers[name]
         numbers |= numbers.pop("metrics")
         for part, prefix in PREFIXES.items():
             numbers |= {f"{prefix}.{name}": value for name, value in numbers.pop(part).items()}

@@ -277,6 +277,8 @@ class PrometheusTracker:
         self._busy = make(Counter, "busy_seconds", "Seconds of work of a pool's ranks or places", ["pool"])
         self._capacity = make(Gauge, "capacity", "Ranks of the learner, places of the fleet", ["pool"])
         self._groups = make(Gauge, "groups", "Prompt groups by state", ["state"])
+        self._dropped_groups = make(Gauge, "dropped_groups", "Dropped prompt groups over all lives", ["reason"])
+        self._dropped_tokens = make(Gauge, "dropped_tokens", "Dropped policy tokens over all lives", ["reason"])
         self._lag = make(Histogram, "lag", "Lag of trained groups, learner steps", buckets=_LAGS)
         meaning = "The last weight publish at each step, slowest engine"
         self._publish = make(Histogram, "publish_seconds", meaning, buckets=_PUBLISH_S)
@@ -311,6 +313,12 @@ class PrometheusTracker:
         self._version.labels("engines").set(record.engine_version)
         for state, count in record.groups.items():
             self._groups.labels(state).set(count)
+        for gauge, counts in (
+            (self._dropped_groups, record.groups_dropped_by_reason),
+            (self._dropped_tokens, record.tokens_dropped_by_reason),
+        ):
+            for reason, count in counts.items():
+                gauge.labels(reason).set(count)
         for lag, count in record.lags.items():
             for _ in range(count):
                 self._lag.observe(lag)

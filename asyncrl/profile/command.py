@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.core.errors import with_exit_status
+from asyncrl.core.record import NONE
 from asyncrl.profile.attribution import POOLS, Figures, OverlapReport
 from asyncrl.profile.perfetto import trace_events
 from asyncrl.profile.report import REPORT, write_report
@@ -50,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, help="the run's folder, <output_dir>/<experiment>/<time>")
     parser.add_argument("--json", action="store_true", help="print overlap.json instead of the table")
+    parser.add_argument("--group", type=int, metavar="ID", help="print the history of one prompt group instead")
     args = parser.parse_args(arguments)
+    if args.group is not None:
+        sys.stdout.write("\n".join(history_of(Trace.load(args.run), args.group)) + "\n")
+        return 0
     report = explain(args.run)
     if args.json:
         sys.stdout.write(json.dumps(report.to_dict(), indent=1) + "\n")
@@ -58,6 +63,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(report, Console(highlight=False, soft_wrap=True))
         sys.stdout.write(f"more: {args.run / REPORT}, and {args.run / 'trace.json'} for ui.perfetto.dev\n")
     return 0
+
+
+def history_of(trace: Trace, group_id: int) -> list[str]:
+    """One line per recorded event of a group, in order of time; times are seconds since the first record.
+
+    Raises:
+        ValueError: The record has no event of the group.
+    """
+    life = trace.groups.get(group_id)
+    if life is None:
+        known = f"{min(trace.groups)} to {max(trace.groups)}" if trace.groups else "none"
+        raise ValueError(f"the record has no event of group {group_id}, only of the groups {known}")
+    lines = []
+    for stamp in life.stamps:
+        attempt = f"attempt {stamp.attempt}" if stamp.attempt != NONE else ""
+        version = f"version {stamp.version}" if stamp.version != NONE else ""
+        details = [f"{name} {value}" for name, value in stamp.details.items()]
+        what = ", ".join(filter(None, [attempt, version, *details]))
+        lines.append(f"{(stamp.time - trace.start) / 1e9:10.3f} s  {stamp.event:12} {stamp.lane:14} {what}".rstrip())
+    return lines
 
 
 def show(report: OverlapReport, console: Console) -> None:

@@ -162,6 +162,8 @@ class Reporter:
                 learner={name: value for name, value in metrics.items() if not name.endswith(times)},
                 episodes=dict(counts.episodes),
                 groups=stats.groups,
+                tokens_dropped_by_reason=stats.tokens_dropped,
+                groups_dropped_by_reason=stats.groups_dropped,
             )
         )
 

@@ -120,3 +120,16 @@ def test_trace_json_has_lanes_of_every_pool_an_arrow_per_group_and_counters(tmp_
     counters = {event["name"] for event in events if event["ph"] == "C"}
     assert {"stored", "budget", "lag", "engine-0 running"} <= counters
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+def test_the_history_of_a_group_has_each_event_in_order(tmp_path, capsys):
+    record_run(tmp_path, num_steps=3, max_lag=1)
+    assert main([str(tmp_path), "--group", "0"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    ledger_events = [line[2] for line in lines if line[3] == "buffer"]
+    assert ledger_events == ["lease", "stored", "planned", "trained"]
+    assert {"first_token", "last_token"} <= {line[2] for line in lines}
+    times = [float(line[0]) for line in lines]
+    assert times == sorted(times)
+    assert main([str(tmp_path), "--group", "12345"]) == 1
+    assert "no event of group 12345, only of the groups 0 to" in capsys.readouterr().err

@@ -21,7 +21,8 @@ EVALUATION = Evaluation(sampled=0.25, greedy=0.75, num_prompts=16, policy_versio
 
 def record(step):
     groups = {"queued": 8, "leased": 5, "stored": 3, "planned": 2, "consumed": 4 * (step + 1), "dropped": 1}
-    return dataclasses.replace(make_record(step), groups=groups, lags={0: 1, 2: 3}, failed_groups=step)
+    dropped = {"tokens_dropped_by_reason": {"stale": 7 * step}, "groups_dropped_by_reason": {"equal_rewards": step}}
+    return dataclasses.replace(make_record(step), groups=groups, lags={0: 1, 2: 3}, failed_groups=step, **dropped)
 
 
 def use(scale):
@@ -68,6 +69,8 @@ def test_prometheus_shows_current_values_and_totals(prometheus):
     assert shown['asyncrl_tokens_total{kind="generated"}'] == "200.0"
     assert shown['asyncrl_tokens_total{kind="trained"}'] == "4000.0"
     assert shown["asyncrl_failed_groups_total"] == "1.0"
+    assert shown['asyncrl_dropped_groups{reason="equal_rewards"}'] == "1.0"
+    assert shown['asyncrl_dropped_tokens{reason="stale"}'] == "7.0"
     assert shown['asyncrl_evaluation{decoding="greedy"}'] == "0.75"
     assert shown['asyncrl_policy_version{pool="learner"}'] == "2.0"
     assert shown['asyncrl_step_metric{name="learner.entropy"}'] == "1.25"
