@@ -131,5 +131,5 @@ def test_the_history_of_a_group_has_each_event_in_order(tmp_path, capsys):
     assert {"first_token", "last_token"} <= {line[2] for line in lines}
     times = [float(line[0]) for line in lines]
     assert times == sorted(times)
-    assert main([str(tmp_path), "--group", "12345"]) == 1
+    assert main([str(tmp_path), "--group", "12345"]) == 2
     assert "no event of group 12345, only of the groups 0 to" in capsys.readouterr().err
