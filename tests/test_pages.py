@@ -10,6 +10,7 @@ import pytest
 from asyncrl.cli.compose import describe
 from asyncrl.config import RunConfig
 from asyncrl.metrics import StepRecord
+from asyncrl.metrics.run_records import FOR_TRACKERS
 from asyncrl.profile import FleetCause, LearnerCause
 from rollout_fleet.episodes.episode import Episode, EpisodeBudget
 from rollout_fleet.episodes.episode_run import EpisodeRun, PromptTokens
@@ -57,8 +58,7 @@ def test_every_message_in_troubleshooting_exists_in_the_code():
 
 def test_the_metrics_page_and_the_code_have_the_same_metrics():
     documented = documented_metrics()
-    for_trackers = {"groups", "lags"}
-    own = {field.name for field in fields(StepRecord)} - {"learner", "metrics", "episodes"} - for_trackers
+    own = {field.name for field in fields(StepRecord)} - {"learner", "metrics", "episodes", *FOR_TRACKERS}
     assert own <= documented
     budget = EpisodeBudget(max_turns=1, max_tokens=1, max_context=2, max_tree_tokens=2)
     episode = Episode("0-0-0", np.array([1], dtype=np.int32), budget)

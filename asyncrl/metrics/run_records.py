@@ -19,6 +19,8 @@ from .estimates import Evaluation
 
 PREFIXES = {"episodes": "episode", "learner": "learner"}
 """Prefixes of the dotted names of a record's nested numbers, by field."""
+FOR_TRACKERS = ("groups", "lags", "tokens_dropped_by_reason", "groups_dropped_by_reason")
+"""Fields of a record that only trackers read; they are not in ``metrics.jsonl``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,7 @@ class StepRecord:
     def flat(self) -> dict[str, float]:
         """Return all numbers by dotted name. Example: ``learner.loss``."""
         numbers = asdict(self)
-        for name in ("groups", "lags", "tokens_dropped_by_reason", "groups_dropped_by_reason"):
+        for name in FOR_TRACKERS:
             del numbers[name]
         numbers |= numbers.pop("metrics")
         for part, prefix in PREFIXES.items():
