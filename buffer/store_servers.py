@@ -85,7 +85,7 @@ class StoreService:
             self._reserving.answer(lambda request: commands.Reservation(), [request])
 
     def _compact(self, journal: Journal) -> None:
-        held = (("payload", _number(key), frames) for key, frames in self._payloads.items())
+        held = (("payload", number_of(key), frames) for key, frames in self._payloads.items())
         try:
             journal.compact(None, held)
         except ReplayBufferError as error:
@@ -140,7 +140,7 @@ class StoreService:
                 raise error
             if self._is_wanted(key):
                 if self._journal is not None:
-                    self._journal.note({("payload", _number(key)): kept})
+                    self._journal.note({("payload", number_of(key)): kept})
                 self._keep(key, request.payload)
             self._replies.answer(request, Done())
         except ReplayBufferError as failure:
@@ -149,7 +149,7 @@ class StoreService:
     def _keep(self, key: Key, payload: Frames) -> None:
         self._payloads[key] = payload
         self._by_group.setdefault(key[0], set()).add(key)
-        self._unwritten_removals.discard(_number(key))
+        self._unwritten_removals.discard(number_of(key))
         self._stored_bytes += size_of(payload)
 
     def on_fetch(self, request: Message, fetch: commands.Fetch) -> None:
@@ -186,16 +186,16 @@ class StoreService:
         """Load payloads from the part of a checkpoint. Raises `ReplayBufferError` if it cannot be read."""
         payloads = read_contents(part).recovered.frames.get("payload", {})
         for key in keys:
-            if (payload := payloads.get(_number(key))) is not None:
+            if (payload := payloads.get(number_of(key))) is not None:
                 if self._journal is not None:
-                    self._journal.note({("payload", _number(key)): payload})
+                    self._journal.note({("payload", number_of(key)): payload})
                 self._keep(key, payload)
 
     def on_save_part(self, request: Message, save: commands.SavePart) -> None:
         """Write the part of a checkpoint, and answer when it is on the disk."""
 
         async def write() -> commands.Checkpointed:
-            held = [("payload", _number(key), frames) for key, frames in self._payloads.items()]
+            held = [("payload", number_of(key), frames) for key, frames in self._payloads.items()]
             return await self._parts.write(Path(save.path), values={}, snapshot=None, frames=held)
 
         self._pending.wait(request, write)
@@ -218,7 +218,7 @@ class StoreService:
             self._stored_bytes -= size_of(self._payloads.pop(key))
             self._by_group[group_id].discard(key)
             if self._journal is not None:
-                self._unwritten_removals.add(_number(key))
+                self._unwritten_removals.add(number_of(key))
         if not self._by_group.get(group_id, True):
             del self._by_group[group_id]
         for key in [key for key in self._reserved if key[0] == group_id and key[1] <= last]:
@@ -236,6 +236,6 @@ class StoreService:
             self._unwritten_removals.clear()
 
 
-def _number(key: Key) -> int:
+def number_of(key: Key) -> int:
     """The journal's number of an attempt."""
     return key[0] << 16 | key[1]

@@ -25,6 +25,7 @@ _COMMANDS = {
     "leave": ("rollout_fleet.join:leave", "remove an engine from a running training, or list the engines"),
     "runs": ("asyncrl.cli.runs_command", "list runs, their lives and their checkpoints"),
     "checkpoint": ("asyncrl.cli.checkpoint_command", "let a running training save a checkpoint"),
+    "buffer": ("asyncrl.cli.buffer_command", "export the groups of a run's buffer, and make demonstrations of them"),
     "inspect": ("buffer.inspect", "inspect the replay buffer of a running training"),
     "doctor": ("asyncrl.cli.doctor_command", "check this machine, or show the alarms and errors of a run"),
     "check-gpu": ("asyncrl.gpu_check.program", "check this machine for training, part by part"),
