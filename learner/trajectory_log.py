@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from asyncrl.core.receipts import DIGEST_BITS, counts_of, token_digest
 from asyncrl.core.trajectory import UNVERSIONED, Branch, TrajectoryGroup
 
 from .types import RankBatch, TokenSequence, branches_of
@@ -74,11 +76,7 @@ class TrajectoryLog:
         The rewards come from ``batch``, since a reward model may have replaced those of the groups. ``sequences`` has
         one sequence per branch, in the order of the batch's shares, with ``advantages``: all sequences, or the first.
         """
-        branches = [
-            (groups[share.group_id], branch)
-            for share in batch.shares
-            for branch in branches_of(groups[share.group_id], share.samples)
-        ]
+        branches = _branches(batch, groups)
         rewards = batch.rewards
         rows = [
             _row(group, branch, sequence, rewards[sequence.trajectory], batch.version)
@@ -89,6 +87,42 @@ class TrajectoryLog:
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), partial)
         partial.replace(path)
         return path
+
+
+def trained_groups(
+    batch: RankBatch, groups: Mapping[int, TrajectoryGroup], sequences: Sequence[TokenSequence]
+) -> list[dict[str, Any]]:
+    """What the receipt of a step says of the groups that a rank has trained on.
+
+    Per group: its ``attempt``, the number of tokens in the rank's sequences by policy version (``versions``), their
+    ``digest`` (`token_digest`), and the tokens ``in_loss``. A trajectory that `AlgorithmConfig.mask_truncated` leaves
+    out of the loss has a digest and no token in the loss. ``sequences`` has one sequence per branch, in the order of
+    the shares.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    versions: dict[int, list[np.ndarray]] = {}
+    for (group, branch), sequence in zip(_branches(batch, groups), sequences, strict=True):
+        mask, along = sequence.loss_mask, group.along(branch, "versions")
+        mask = mask if mask.any() else np.ones_like(mask)
+        new: dict[str, Any] = {"group": group.group_id, "attempt": group.attempt, "digest": 0, "in_loss": 0}
+        own = found.setdefault(group.group_id, new)
+        own["in_loss"] += int(np.count_nonzero(sequence.loss_mask))
+        for turn in sequence.turns:
+            chosen = slice(turn.start, turn.stop)
+            ids = sequence.input_ids[chosen][mask[chosen]]
+            own["digest"] = (own["digest"] + token_digest(group.group_id, branch.trajectory, ids)) % (1 << DIGEST_BITS)
+            versions.setdefault(group.group_id, []).append(along[chosen])
+    tokens = {group_id: counts_of(np.concatenate(parts)) for group_id, parts in versions.items()}
+    return [own | {"versions": tokens.get(group_id, {})} for group_id, own in found.items()]
+
+
+def _branches(batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> list[tuple[TrajectoryGroup, Branch]]:
+    """The branches of a rank's share, in the order of its sequences."""
+    return [
+        (groups[share.group_id], branch)
+        for share in batch.shares
+        for branch in branches_of(groups[share.group_id], share.samples)
+    ]
 
 
 def _row(

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from asyncrl import single_controller
-from asyncrl.core import record
+from asyncrl.core import receipts, record
 from asyncrl.core.errors import BatchLost, StalenessError
 from asyncrl.core.host import WORKER_BYTES, keep_freed_memory
 from asyncrl.core.ports import LearnerBuffer
@@ -40,7 +40,7 @@ from .checkpoint_folder import read_progress
 from .config import AlgorithmConfig, LearnerConfig
 from .prepared_batches import BatchPreparer, PreparedBatch, StepGroups
 from .roles import ACTOR, CRITIC, Role, Scores, scored_by
-from .trajectory_log import LEARNER_LOGPROBS, TokenLogOptions, TrajectoryLog
+from .trajectory_log import LEARNER_LOGPROBS, TokenLogOptions, TrajectoryLog, trained_groups
 from .types import RankBatch, SampleKey, TokenSequence, group_sequences
 
 if TYPE_CHECKING:
@@ -292,6 +292,9 @@ class ModelWorker(Worker):
             metrics |= learn(sequences, own.step)
         self._version = batch.version + 1
         ended_at = time.time()
+        if self.role is ACTOR and self._model.mesh.sp_rank == 0:
+            trained = trained_groups(batch, own.groups, sequences)
+            receipts.note(receipts.Act.trained, step=batch.version, rank=self._model.mesh.dp_rank, groups=trained)
         if self._log is not None and self._model.mesh.sp_rank == 0:
             self._log.write(batch, own.groups, sequences, rank=self._model.mesh.dp_rank)
         if readable and self._token_log_options is not None and self.rank == 0:

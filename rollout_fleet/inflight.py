@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum, auto
 from functools import partial
@@ -14,6 +14,7 @@ import numpy as np
 from asyncrl.core import record
 from asyncrl.core.errors import ReplayBufferError, RequestRefused
 from asyncrl.core.images import PlacedImage
+from asyncrl.core.receipts import counts_of
 from asyncrl.core.record import LevelName
 from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
 from asyncrl.core.types import FinishReason, Lease
@@ -75,7 +76,7 @@ class InflightGroup:
         episodes: [G] one per trajectory, followed by the episode of the greedy baseline.
         num_baselines: 1 with a greedy baseline (ReMax, arXiv 2310.10505), else 0. A baseline is scored but not trained
             on, and its tokens are not accounted for.
-        num_inherited: Tokens that an earlier attempt wrote.
+        num_inherited: Tokens that an earlier attempt wrote; ``inherited``: their number by policy version.
         phase: Phase of the group.
         end: Reason for releasing the group unfinished; None otherwise.
         runs: One per episode if an environment plays them; empty for single answers.
@@ -85,6 +86,7 @@ class InflightGroup:
     episodes: list[Episode]
     num_baselines: int = 0
     num_inherited: int = 0
+    inherited: Mapping[str, int] = field(default_factory=dict)
     phase: GroupPhase = GroupPhase.generating
     end: GroupEnd | None = None
     runs: list[EpisodeRun] = field(default_factory=list)
@@ -129,6 +131,7 @@ class InflightGroup:
             episodes=episodes,
             num_baselines=int(greedy_baseline),
             num_inherited=0 if progress is None else progress.summary.num_tokens,
+            inherited={} if progress is None else counts_of(progress.policy_versions),
         )
 
     @property

@@ -36,7 +36,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any
 
-from asyncrl.core import record
+from asyncrl.core import receipts, record
 from asyncrl.core.errors import AsyncRLError, EngineError, RequestRefused, WeightsGone
 from asyncrl.core.image_files import ImageReader, prompt_images
 from asyncrl.core.images import PlacedImage
@@ -130,6 +130,7 @@ class RolloutLoop:
             meter=self._meter,
             stamp=self._stamp,
             samples=samples,
+            engine=member.name,
         )
         self._limit = GroupLimit(config.fewest_groups_in_flight, config.most_groups_in_flight)
         self._groups = InflightGroups(
@@ -255,6 +256,7 @@ class RolloutLoop:
                     raise WeightsGone(f"{offer.name} is of incarnation {offer.incarnation} of the learner, which died")
                 self._is_loading, self._is_released = True, False
                 self._meter.loaded(await self._engine.load_weights(local))
+            receipts.note(receipts.Act.loaded, engine=member.name, version=offer.version, digest=offer.digest)
             member.verified(epoch, offer.version)
             self._released.close()
             record.level(LevelName.version, self._engine.version)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.core import record
+from asyncrl.core import receipts, record
 from asyncrl.core.errors import AsyncRLError, EngineError, LeaseExpired, RewardError, StoreFull, VersionTooOld
 from asyncrl.core.ports import RolloutBuffer
 from asyncrl.core.record import GroupEvent, SpanKind
@@ -43,7 +43,7 @@ class Settlement:
     With ``on_reward_failure=drop_trajectory`` a response with a failed reward is dropped from its group and counted
     (``reward_trajectory``); its tokens are dropped (``reward``). Then each advantage compares the other responses.
     ``decode`` turns response tokens into the text that rewards read; ``samples`` keeps some scored samples for reading;
-    ``stamp`` records an event of a group in the run's profile.
+    ``stamp`` records an event of a group in the run's profile; ``engine`` is the engine's name in receipts.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Settlement:
         meter: FleetMeter,
         stamp: Callable[[GroupEvent, InflightGroup], None],
         samples: SampleLog | None = None,
+        engine: str = "",
     ) -> None:
         self._config = config
         self._buffer = buffer
@@ -64,6 +65,7 @@ class Settlement:
         self._meter = meter
         self._stamp = stamp
         self._samples = samples
+        self._engine = engine
         self._num_failures_in_a_row = 0
 
     async def settle(self, group: InflightGroup, *, engine_failure: Exception | None = None) -> None:
@@ -95,6 +97,7 @@ class Settlement:
         """
         if (progress := group.progress()) is None:
             return
+        self._note(group, progress)
         try:
             await self._buffer.save_progress(group.lease, progress)
         except (LeaseExpired, StoreFull, VersionTooOld) as error:
@@ -203,6 +206,7 @@ class Settlement:
 
     async def _store(self, group: InflightGroup, stored: TrajectoryGroup) -> None:
         self._num_failures_in_a_row = 0
+        self._note(group, stored)
         try:
             await self._buffer.put(stored, num_left_out=group.num_tokens - stored.summary.num_tokens)
         except (LeaseExpired, VersionTooOld) as error:
@@ -210,6 +214,18 @@ class Settlement:
             self._meter.add(tokens_in_flight=-group.num_own_tokens, groups_refused=1)
         else:
             self._meter.add(tokens_in_flight=-group.num_own_tokens, groups_finished=1)
+
+    def _note(self, group: InflightGroup, tokens: TrajectoryGroup) -> None:
+        """Write the receipt for the tokens that the buffer gets next."""
+        (group_id, attempt), sampled = group.key, receipts.counts_of(tokens.policy_versions)
+        receipts.note(
+            receipts.Act.sampled,
+            engine=self._engine,
+            group=group_id,
+            attempt=attempt,
+            versions=sampled,
+            inherited=group.inherited,
+        )
 
     async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:
         """Release a group after its own failure. Raises ``error`` after too many consecutive failures."""

@@ -24,6 +24,7 @@ _COMMANDS = {
     "join": ("rollout_fleet.join", "add engines to a running training"),
     "leave": ("rollout_fleet.join:leave", "remove an engine from a running training, or list the engines"),
     "runs": ("asyncrl.cli.runs_command", "list runs, their lives and their checkpoints"),
+    "audit": ("asyncrl.cli.audit_command", "follow every trained token of a run from its engine to its step"),
     "checkpoint": ("asyncrl.cli.checkpoint_command", "let a running training save a checkpoint"),
     "buffer": ("asyncrl.cli.buffer_command", "export the groups of a run's buffer, and make demonstrations of them"),
     "inspect": ("buffer.inspect", "inspect the replay buffer of a running training"),

@@ -27,7 +27,7 @@ from typing import Any, Self, cast
 
 import msgpack
 
-from asyncrl.core import stacks
+from asyncrl.core import receipts, stacks
 
 logger = logging.getLogger(__name__)
 
@@ -379,12 +379,14 @@ _recorder: Recorder | None = None
 def start(config: ProfileConfig, *, process: str, pool: Pool) -> None:
     """Start to record this process; no effect if it records already or the options disable it.
 
-    The process also writes its stacks when they are asked for, whatever the options are (`stacks.listen`).
+    Whatever the options are, the process also writes `receipts`, and its `stacks` when they are asked for.
     If the folder is not writable, the run continues without recording and logs a warning.
     """
     global _recorder
     if config.directory:
-        stacks.listen(Path(config.directory).parent, process)
+        run_dir = Path(config.directory).parent
+        stacks.listen(run_dir, process)
+        receipts.start(run_dir, process)
     if _recorder is not None or not config.enabled or not config.directory:
         return
     try:
@@ -401,6 +403,7 @@ def stop() -> None:
     if recorder is not None:
         recorder.close()
     stacks.stop()
+    receipts.stop()
 
 
 def current() -> Recorder | None:

@@ -19,6 +19,7 @@ from itertools import accumulate, pairwise, repeat
 import numpy as np
 
 from asyncrl.core.images import IMAGE_ROWS, POSITIONS, GroupImages, PlacedImage, group_columns
+from asyncrl.core.receipts import DIGEST_BITS, token_digest
 from asyncrl.core.types import FinishReason, GroupSummary
 
 SHARED = -1  # trajectory index of the prompt's turn, because all trajectories of the group share it
@@ -301,6 +302,13 @@ class TrajectoryGroup:
         """[G] bool, True where a trajectory is a baseline."""
         return self.trajectory_columns.get("baseline", np.zeros(self.num_trajectories, dtype=bool))
 
+    @property
+    def policy_versions(self) -> np.ndarray:
+        """[n] int32, the versions of the tokens that the policy wrote, without baselines."""
+        is_left_out = np.append(self.is_baseline, False)[self.turns["trajectory"]]  # `SHARED` is the last entry
+        versions = self.versions[~np.repeat(is_left_out, self.turns["num_tokens"])]
+        return versions[versions != UNVERSIONED]
+
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
         """All paths from root to leaf.
@@ -480,7 +488,17 @@ class TrajectoryGroup:
             num_truncated=sum(not self.is_baseline[trajectory] for trajectory in cut),
             metrics=metrics,
             has_unlike_turns=self._has_unlike_turns,
+            digest=self._digest(),
         )
+
+    def _digest(self) -> int:
+        """See `GroupSummary.digest`."""
+        trained = [turn for turn, row in enumerate(self._rows) if row[3] and not self.is_baseline[row[0]]]
+        ends, lengths, ids = self._ends, self._lengths, self.token_ids
+        return sum(
+            token_digest(self.group_id, self._rows[turn][0], ids[ends[turn] - lengths[turn] : ends[turn]])
+            for turn in trained
+        ) % (1 << DIGEST_BITS)
 
     @property
     def _has_unlike_turns(self) -> bool:

@@ -109,6 +109,7 @@ class GroupSummary:
         num_truncated: Trajectories with a turn that reached the length limit, without baselines.
         metrics: Name and mean of each metric of the trajectories, sorted, without baselines.
         has_unlike_turns: Whether single turns have rewards, and these differ between trajectories or are of branches.
+        digest: `receipts.token_digest` of the tokens that the policy wrote, without baselines.
     """
 
     group_id: int
@@ -124,6 +125,7 @@ class GroupSummary:
     num_truncated: int = 0
     metrics: tuple[tuple[str, float], ...] = ()
     has_unlike_turns: bool = False
+    digest: int = 0
 
     @property
     def is_scored(self) -> bool:

@@ -39,10 +39,10 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 32 << 20
 SAMPLED_BYTES = 1 << 20
 CLOSE_S = 5.0
-COLLECTED = ("logs", "profile", "samples", "tokens", "trajectories")
+COLLECTED = ("logs", "profile", "receipts", "samples", "tokens", "trajectories")
 """Parts of the run's folder that come back."""
 _KEY_FILES = [STORE_KEYS, *(f"{role}.json" for role in (BufferRole.rollout, BufferRole.learner))]
-APPENDED = (".log", ".msgpack")
+APPENDED = (".jsonl", ".log", ".msgpack")
 """Suffixes of files that grow. Other files are complete when they appear."""
 
 

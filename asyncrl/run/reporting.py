@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from asyncrl.config import RunConfig
-from asyncrl.core import record
+from asyncrl.core import receipts, record
 from asyncrl.core.errors import AccountError
 from asyncrl.core.ports import FleetCounts
-from asyncrl.core.types import BufferStats, Plan, TokenAccount
+from asyncrl.core.types import BufferStats, GroupSummary, Plan, TokenAccount
 from asyncrl.metrics import (
     Alarm,
     Alarms,
@@ -125,6 +125,7 @@ class Reporter:
         """
         self._step_span.close()
         self._step_span = record.span(record.SpanKind.step, step=plan.version + 1)
+        receipts.note(receipts.Act.committed, step=plan.version, groups=[_planned(group) for group in plan.groups])
         record.cpu()
         now_s = time.time()
         update_s = metrics["ended_at"] - metrics["started_at"]
@@ -216,6 +217,17 @@ class Reporter:
             "lag_max": max(lags),
             "lags": dict(Counter(lags)),
         }
+
+
+def _planned(group: GroupSummary) -> dict[str, Any]:
+    """A planned group in the receipt of its step."""
+    return {
+        "group": group.group_id,
+        "attempt": group.attempt,
+        "tokens": group.num_tokens,
+        "digest": group.digest,
+        "is_scored": group.is_scored,
+    }
 
 
 def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:

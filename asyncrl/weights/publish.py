@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from asyncrl.core import record
+from asyncrl.core import receipts, record
 from asyncrl.core.errors import WeightsError
 from asyncrl.core.ports import WeightLog
 from asyncrl.core.record import SpanKind
@@ -228,6 +228,7 @@ class WeightPublisher:
                 raise
             if self._log is not None:
                 with self._stage("offer", version):
+                    receipts.note(receipts.Act.published, version=version, digest=offer.digest)
                     self._oldest, self._is_shown = self._log.offer(offer), True
                 if self._sender is not None:
                     self._sender.retire(self._oldest)

@@ -1,0 +1,37 @@
+"""``asyncrl audit``: compare the receipts of a run over all its lives."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.run.audit import audit, lives_until
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 1 if a receipt is bad, 2 if there is nothing to audit."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl audit",
+        description="Follow every trained token of a run from its engine to its learner step, over all lives.",
+    )
+    parser.add_argument("run", type=Path, help="folder of a run; the lives that it continues are audited too")
+    parser.add_argument("--forward", type=int, default=0, metavar="N", help="compute log-probs of N stored samples")
+    options = parser.parse_args(arguments)
+    try:
+        lives = lives_until(options.run)
+        result = audit(lives)
+        if options.forward:
+            from asyncrl.run.forward_audit import check_forward
+
+            check_forward(result, lives, options.forward)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    lines = [f"checked: {line}" for line in result.checked]
+    lines += [f"not checked: {line}" for line in result.unchecked]
+    lines += [f"bad: {fault}" for fault in result.bad]
+    lines.append(f"{len(result.bad)} bad receipts in {lives[-1].folder}")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 1 if result.bad else 0

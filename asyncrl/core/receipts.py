@@ -1,0 +1,92 @@
+"""Receipts: what each process of a run did with policy tokens and weights, one JSON line per act.
+
+A process calls `start` once; then `note` appends to its file in the run's ``receipts/``. Without `start` it does
+nothing. ``asyncrl audit`` reads the lines of all lives of a run, and compares the acts of one process with those of
+another one (`asyncrl.run.audit`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections import Counter
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "receipts"
+DIGEST_BITS = 62
+"""Digests are added modulo 2 to this power."""
+
+
+class Act(StrEnum):
+    """What a line tells, and its writer.
+
+    ``published``: learner rank 0 offers a version, with the digest of its manifest. ``loaded``: an engine has compared
+    every byte of a version with that manifest. ``sampled``: an engine stores the tokens of a group so far. ``trained``:
+    a data-parallel rank has made its share of a step. ``committed``: the controller counts a step as made.
+    """
+
+    published = "published"
+    loaded = "loaded"
+    sampled = "sampled"
+    trained = "trained"
+    committed = "committed"
+
+
+_path: Path | None = None
+_lock = threading.Lock()
+
+
+def start(run_dir: Path, process: str) -> None:
+    """Let `note` write to the file of this process in ``run_dir``. The file appears with the first line."""
+    global _path
+    _path = run_dir / FOLDER / f"{process}.jsonl"
+
+
+def stop() -> None:
+    """End `start`."""
+    global _path
+    _path = None
+
+
+def note(act: Act, **values: Any) -> None:
+    """Append a line. If it cannot be written, this logs an error, and the audit misses the line by name."""
+    if (path := _path) is None:
+        return
+    line = json.dumps({"act": act, **values}, separators=(",", ":")).encode() + b"\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _lock:
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.write(descriptor, line)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        logger.error("the receipt %r is not written to %s: %s", act, path, error.strerror)
+
+
+def counts_of(versions: np.ndarray) -> dict[str, int]:
+    """The number of tokens of each policy version. ``versions``: [T] int32; -1 at tokens that were not sampled."""
+    return {str(version): count for version, count in sorted(Counter(versions[versions >= 0].tolist()).items())}
+
+
+def token_digest(group_id: int, trajectory: int, token_ids: np.ndarray) -> int:
+    """The digest of the tokens of one sampled turn; the digest of several turns is the sum of theirs.
+
+    It depends on the group, the trajectory, the tokens and their order in the turn (SplitMix64, Steele et al., OOPSLA
+    2014). ``token_ids``: [T] int32. Returns an integer in [0, 2**`DIGEST_BITS`).
+    """
+    owner = (group_id << 16 ^ trajectory) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
+    mixed = np.arange(len(token_ids), dtype=np.uint64) << np.uint64(32) | token_ids.astype(np.uint32)
+    mixed += np.uint64(owner)
+    mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return int((mixed ^ mixed >> np.uint64(31)).sum(dtype=np.uint64)) % (1 << DIGEST_BITS)

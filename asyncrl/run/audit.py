@@ -1,0 +1,317 @@
+"""The audit of a run: the receipts of all its lives, each act compared with those of other processes.
+
+The way of a trained token is: engine and version that sampled it (`sampled`), the digest of the weights that this
+engine verified (`loaded`) and the learner published, the group that the controller planned (`committed`), and the step
+in which a learner rank trained on it (`trained`); the names are those of `asyncrl.core.receipts.Act`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncrl.core.receipts import DIGEST_BITS, FOLDER, Act
+from asyncrl.run.run_lives import Life, find_runs
+
+Line = Mapping[str, Any]
+
+_REPORT = "please report this with the run's folder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadReceipt:
+    """A receipt that is missing, or that does not agree with another one."""
+
+    life: Path
+    what: str
+    expected: Any
+    found: Any
+    step: int | None = None
+    group: int | None = None
+    remedy: str = _REPORT
+
+    def __str__(self) -> str:
+        at = "".join(f", {name} {n}" for name, n in (("step", self.step), ("group", self.group)) if n is not None)
+        return (
+            f"run {self.life.parent.name}, life {self.life.name}{at}: {self.what} must be {self.expected}, got "
+            f"{self.found}; {self.remedy}"
+        )
+
+
+class LifeReceipts:
+    """The receipts of one life.
+
+    Attributes:
+        folder: The folder of the life.
+        began_at: The version of the checkpoint that it continued; 0 for a new run.
+        published: Digests of each version; several if the learner was restarted.
+        loaded: Digests that an engine verified, by engine and version.
+        sampled: Receipts of engines, by group.
+        trained: Receipts of a step by data-parallel rank; a repeated step replaces its receipts.
+        committed: Receipts of the controller, by step.
+    """
+
+    def __init__(self, folder: Path, began_at: int = 0) -> None:
+        self.folder = folder
+        self.began_at = began_at
+        self.published: dict[int, set[str]] = defaultdict(set)
+        self.loaded: dict[tuple[str, int], set[str]] = defaultdict(set)
+        self.sampled: dict[int, list[Line]] = defaultdict(list)
+        self.trained: dict[int, dict[int, Line]] = defaultdict(dict)
+        self.committed: dict[int, Line] = {}
+        for line in _lines(sorted((folder / FOLDER).glob("*.jsonl"))):
+            self._take(line)
+
+    def _take(self, line: Line) -> None:
+        match line["act"]:
+            case Act.published:
+                self.published[line["version"]].add(line["digest"])
+            case Act.loaded:
+                self.loaded[line["engine"], line["version"]].add(line["digest"])
+            case Act.sampled:
+                self.sampled[line["group"]].append(line)
+            case Act.trained:
+                self.trained[line["step"]][line["rank"]] = line
+            case Act.committed:  # a learner that went back makes its later steps again
+                self.committed = {step: own for step, own in self.committed.items() if step < line["step"]}
+                self.committed[line["step"]] = line
+
+    @cached_property
+    def max_lag(self) -> int:
+        """``buffer.max_lag`` of the life."""
+        return yaml.safe_load((self.folder / "config.yaml").read_text())["buffer"]["max_lag"]
+
+    def groups_trained(self, step: int) -> dict[int, dict[str, Any]]:
+        """What all ranks trained on in a step, by group: attempt, digest, tokens in the loss, and by version."""
+        found: dict[int, dict[str, Any]] = {}
+        for line in self.trained.get(step, {}).values():
+            for own in line["groups"]:
+                known = found.setdefault(own["group"], {**own, "digest": 0, "in_loss": 0, "versions": Counter()})
+                known["digest"] = (known["digest"] + own["digest"]) % (1 << DIGEST_BITS)
+                known["in_loss"] += own["in_loss"]
+                known["versions"] += _counts(own["versions"])
+        return found
+
+
+@dataclass(kw_only=True)
+class Audit:
+    """The result of an audit.
+
+    Attributes:
+        bad: The receipts that do not agree.
+        checked: What was compared, in sentences.
+        unchecked: What could not be compared, and why.
+    """
+
+    bad: list[BadReceipt] = field(default_factory=list)
+    checked: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+
+
+def lives_until(run_dir: Path) -> list[Life]:
+    """The life in ``run_dir`` and the lives that it continues, oldest first.
+
+    Raises `ValueError` if the folder is not that of a life.
+    """
+    folder = run_dir.resolve()
+    found = [run for run in find_runs(folder.parent) if any(life.folder == folder for life in run)]
+    if not found:
+        raise ValueError(f"{run_dir} must be the folder of a run, with life.json; `asyncrl runs` lists the folders")
+    chain = [next(life for life in found[0] if life.folder == folder)]
+    while resumed := chain[0].record.resumed:
+        earlier = [life for life in found[0] if life.record.began_s < chain[0].record.began_s]
+        before = [life for life in reversed(earlier) if _holds(life, resumed)]
+        if not before:
+            raise ValueError(
+                f"{chain[0].folder} continues {resumed}, whose life must be in {folder.parent}; move its folder there"
+            )
+        chain.insert(0, before[0])
+    return chain
+
+
+def _holds(life: Life, checkpoint: str) -> bool:
+    return Path(checkpoint).is_relative_to(life.folder) or any(str(one.path) == checkpoint for one in life.checkpoints)
+
+
+def audit(lives: Sequence[Life]) -> Audit:
+    """Compare the receipts of all lives of a run. Raises `ValueError` if a life has no receipts."""
+    own = [
+        LifeReceipts(life.folder, int(Path(resumed).name[1:]) if (resumed := life.record.resumed) else 0)
+        for life in lives
+    ]
+    for one in own:
+        if not (one.folder / FOLDER).is_dir():
+            raise ValueError(
+                f"{one.folder / FOLDER} must hold the receipts of the life, and does not exist; the life made no step, "
+                "or an earlier version of asyncrl ran it"
+            )
+    kept: dict[int, LifeReceipts] = {}
+    for one in own:
+        kept = {step: life for step, life in kept.items() if step < one.began_at}
+        kept |= dict.fromkeys(one.committed, one)
+    result = Audit()
+    result.bad += _steps_faults(own, kept)
+    lags: Counter[int] = Counter()
+    for step, life in sorted(kept.items()):
+        trained = life.groups_trained(step)
+        result.bad += [*_step_faults(life, step, trained), *_lag_faults(life, step, trained)]
+        lags += Counter(step - min(group["versions"]) for group in trained.values() if group["versions"])
+        for group in trained.values():
+            result.bad += _engine_faults(own, life, step, group)
+    _check_loss(result, own[-1], kept)
+    _check_account(result, own[-1], kept, lags)
+    num_tokens = sum(_num_tokens(life, step) for step, life in kept.items())
+    result.checked.insert(
+        0, f"{len(own)} lives, {len(kept)} steps and {num_tokens} tokens, each from its engine to its learner step"
+    )
+    return result
+
+
+def _steps_faults(lives: Sequence[LifeReceipts], kept: Mapping[int, LifeReceipts]) -> Iterator[BadReceipt]:
+    """Steps that are missing, and prompts that were trained on twice."""
+    for step in sorted({*range(max(kept, default=-1) + 1)} - kept.keys()):
+        before = [life for life in lives if life.began_at <= step]
+        yield BadReceipt(life=before[-1].folder, step=step, what="the step", expected="on record", found="no receipt")
+    seen: dict[int, int] = {}
+    for step, life in sorted(kept.items()):
+        for planned in life.committed[step]["groups"]:
+            first = seen.setdefault(planned["group"], step)
+            if first != step:
+                yield BadReceipt(
+                    life=life.folder,
+                    step=step,
+                    group=planned["group"],
+                    what="the steps that consumed the prompt",
+                    expected=[first],
+                    found=[first, step],
+                )
+
+
+def _step_faults(life: LifeReceipts, step: int, trained: Mapping[int, Line]) -> Iterator[BadReceipt]:
+    """Where the ranks trained on other tokens than planned: the gradient witness."""
+    planned = {group["group"]: group for group in life.committed[step]["groups"] if group["is_scored"]}
+    for group_id in sorted(planned.keys() | trained.keys()):
+        plan, own = planned.get(group_id), trained.get(group_id)
+        expected = plan and {name: plan[name] for name in ("attempt", "tokens", "digest")}
+        found = own and {"attempt": own["attempt"], "tokens": own["versions"].total(), "digest": own["digest"]}
+        if expected != found:
+            what = "what the ranks trained on"
+            yield BadReceipt(
+                life=life.folder, step=step, group=group_id, what=what, expected=expected, found=found or "no receipt"
+            )
+
+
+def _lag_faults(life: LifeReceipts, step: int, trained: Mapping[int, Line]) -> Iterator[BadReceipt]:
+    """Tokens whose version is newer than the step, or older than the bound allows."""
+    for group_id, own in trained.items():
+        if strange := [version for version in own["versions"] if not 0 <= step - version <= life.max_lag]:
+            yield BadReceipt(
+                life=life.folder,
+                step=step,
+                group=group_id,
+                what="the versions of the tokens",
+                expected=f"{max(0, step - life.max_lag)} to {step}",
+                found=sorted(strange),
+            )
+
+
+def _engine_faults(lives: Sequence[LifeReceipts], life: LifeReceipts, step: int, own: Line) -> Iterator[BadReceipt]:
+    """Tokens without an engine on record, or of weights that the engine has not verified as published."""
+    wanted, attempt = own["versions"], own["attempt"]
+    at: dict[str, Any] = {"life": life.folder, "step": step, "group": own["group"]}
+    known = [(one, line) for one in lives for line in one.sampled.get(own["group"], ())]
+    while wanted:
+        found = [
+            (one, line) for one, line in known if line["attempt"] <= attempt and _counts(line["versions"]) == wanted
+        ]
+        if not found:
+            yield BadReceipt(
+                **at, what="an engine's receipt", expected=f"tokens by version {dict(wanted)}", found="none"
+            )
+            return
+        sampler, line = found[-1]
+        inherited = _counts(line["inherited"])
+        engine, named = line["engine"], sampler.folder.name
+        for version in wanted - inherited:
+            verified = sampler.loaded.get((engine, version), set())
+            if not verified or not verified <= sampler.published.get(version, set()):
+                yield BadReceipt(
+                    **at,
+                    what=f"the digest of version {version} that {engine} of life {named} verified",
+                    expected=sorted(sampler.published.get(version, ())) or "a published digest",
+                    found=sorted(verified) or "none",
+                )
+        wanted, attempt = inherited, line["attempt"] - 1
+
+
+def _check_loss(result: Audit, newest: LifeReceipts, kept: Mapping[int, LifeReceipts]) -> None:
+    """Compare the tokens in the loss with what the learner counted in its micro-batches."""
+    path = newest.folder / "metrics.jsonl"
+    counted = {line["step"]: line.get("learner.num_tokens") for line in _lines([path] if path.is_file() else [])}
+    for step, life in sorted(kept.items()):
+        in_loss = sum(group["in_loss"] for group in life.groups_trained(step).values())
+        if counted.get(step) is None:
+            result.unchecked.append(f"the tokens in the loss of step {step}: {path} has no learner.num_tokens of it")
+        elif counted[step] != in_loss:
+            what = "the tokens in the learner's micro-batches (learner.num_tokens)"
+            result.bad.append(
+                BadReceipt(life=life.folder, step=step, what=what, expected=in_loss, found=int(counted[step]))
+            )
+
+
+def _check_account(
+    result: Audit, newest: LifeReceipts, kept: Mapping[int, LifeReceipts], lags: Mapping[int, int]
+) -> None:
+    """Compare the closed account of the newest life with the receipts of all lives."""
+    path = newest.folder / "summary.json"
+    if not path.is_file():
+        result.unchecked.append(f"the account: {path} does not exist, because the life runs or was killed")
+        return
+    summary = json.loads(path.read_text())
+    tokens, at = summary["tokens"], {"life": newest.folder}
+    uses = ("trained", "dropped", "buffered", "in_flight")
+    closed = sum(tokens[use] for use in uses)
+    if tokens["generated"] != closed:
+        what = f"the generated tokens, {' + '.join(uses)}"
+        result.bad.append(BadReceipt(**at, what=what, expected=closed, found=tokens["generated"]))
+    trained = sum(_num_tokens(life, step) for step, life in kept.items())
+    if tokens["trained"] != trained:
+        what = "the trained tokens of the account"
+        result.bad.append(BadReceipt(**at, what=what, expected=trained, found=tokens["trained"]))
+    histogram = {int(lag): count for lag, count in summary["max_lag"]["histogram"].items()}
+    if all(group["is_scored"] for step, life in kept.items() for group in life.committed[step]["groups"]):
+        if histogram != dict(lags):
+            what = "the lags of the account"
+            result.bad.append(BadReceipt(**at, what=what, expected=dict(sorted(lags.items())), found=histogram))
+    else:
+        result.unchecked.append("the lags of the account: ranks leave out groups without finite rewards")
+    result.checked.append(f"the account of all lives: {tokens['generated']} tokens generated, {trained} trained")
+
+
+def _num_tokens(life: LifeReceipts, step: int) -> int:
+    return sum(group["tokens"] for group in life.committed[step]["groups"])
+
+
+def _counts(versions: Mapping[str, int]) -> Counter[int]:
+    return Counter({int(version): count for version, count in versions.items()})
+
+
+def _lines(paths: Iterable[Path]) -> Iterator[Line]:
+    """The lines of files. A last line without its end is left out: its writer was killed.
+
+    Raises `ValueError` for a damaged line.
+    """
+    for path in paths:
+        whole, _, _ = path.read_text().rpartition("\n")
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number} of {path} must be JSON, got {line!r:.80}; restore the file") from error

@@ -1,0 +1,145 @@
+"""The log-probs of a run's stored tokens, computed again under the weights of the version that each token names."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from asyncrl.core.trajectory import UNVERSIONED
+from asyncrl.run.audit import Audit, BadReceipt
+from asyncrl.run.run_lives import Life
+from asyncrl.samples import read_samples
+
+LARGEST_GAP = 0.05
+"""Largest mean distance of log-probs of a sample, in nats. Engines compute in other shapes and perhaps in bfloat16."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredSample:
+    """A row of `learner.trajectory_log`, with the life and the learner step that consumed it."""
+
+    life: Life
+    step: int
+    row: Row
+
+    @property
+    def versions(self) -> set[int]:
+        """The versions of its tokens."""
+        return {*self.row["versions"]} - {UNVERSIONED}
+
+
+def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
+    """Compare the log-probs of up to ``count`` stored samples; add what was found to ``result``.
+
+    A sample is checked only if the weights of all its versions are stored: in a checkpoint, or in ``snapshots/`` of a
+    life (``learner.keep_snapshots``).
+    """
+    stored = {version: place for life in lives for version, place in _weights(life)}
+    chosen: list[StoredSample] = []
+    gone: Counter[int] = Counter()
+    for sample in _samples(lives):
+        if len(chosen) == count:
+            break
+        if sample.versions <= stored.keys():
+            chosen.append(sample)
+        gone.update(sample.versions - stored.keys())
+    gaps = _gaps(chosen, stored)
+    for sample, gap in zip(chosen, gaps, strict=True):
+        if not gap <= LARGEST_GAP:
+            fault = BadReceipt(
+                life=sample.life.folder,
+                step=sample.step,
+                group=sample.row["group_id"],
+                what=f"the mean distance of a sample's log-probs to those of versions {sorted(sample.versions)}",
+                expected=f"at most {LARGEST_GAP}",
+                found=f"{gap:.3f}",
+                remedy="the engine sampled with other weights or other sampling options than it named",
+            )
+            result.bad.append(fault)
+    if gaps:
+        result.checked.append(
+            f"log-probs of {len(gaps)} samples under their versions: mean distance up to {max(gaps):.2g}"
+        )
+    if len(gaps) < count:
+        named = ", ".join(f"{version} (in {number} samples)" for version, number in sorted(gone.items()))
+        why = f"the weights of these versions are gone: {named}" if gone else "record_trajectories=true stores more"
+        result.unchecked.append(f"log-probs of {count - len(gaps)} of {count} samples: {why}")
+
+
+def _gaps(samples: Sequence[StoredSample], stored: Mapping[int, Path]) -> list[float]:
+    """The mean distance of each sample's log-probs at sampling to those under its versions, in nats."""
+    logprobs = [np.zeros(len(sample.row["versions"]), dtype=np.float32) for sample in samples]
+    for version in sorted({version for sample in samples for version in sample.versions}):
+        with _model(stored[version]) as model:
+            for sample, own in zip(samples, logprobs, strict=True):
+                if version in sample.versions:
+                    is_own = np.array(sample.row["versions"]) == version
+                    own[is_own] = _logprobs(model, sample.row, _temperature(sample.life))[is_own]
+    return [
+        float(np.abs(own - sample.row["behavior_logprobs"])[np.array(sample.row["versions"]) != UNVERSIONED].mean())
+        for sample, own in zip(samples, logprobs, strict=True)
+    ]
+
+
+def _weights(life: Life) -> Iterator[tuple[int, Path]]:
+    """The versions whose weights a life has stored, and where."""
+    for folder in sorted((life.folder / "snapshots").glob("v*")):
+        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+            yield int(folder.name[1:]), folder
+    for checkpoint in life.checkpoints:
+        yield checkpoint.version, checkpoint.path
+
+
+def _samples(lives: Sequence[Life]) -> Iterator[StoredSample]:
+    """The stored samples of all lives: of the trajectories, or of the few for people."""
+    for life in lives:
+        for part in ("trajectories", "tokens"):
+            files = sorted((life.folder / part).glob("step_*.parquet"))
+            for file in files:
+                for row in read_samples([file]):
+                    yield StoredSample(life=life, step=int(file.name.split("_")[1]), row=row)
+            if files:
+                break
+
+
+def _temperature(life: Life) -> float:
+    options = yaml.safe_load((life.folder / "config.yaml").read_text())
+    return options["rollout_fleet"]["sampling"]["temperature"]
+
+
+@contextmanager
+def _model(place: Path) -> Iterator[Any]:
+    """A model in float32 from a folder in Hugging Face layout or from a checkpoint."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from learner.checkpoint import export
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = place
+        if not (place / "config.json").is_file():
+            source = Path(folder, "model")
+            export(place, source)
+        yield AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+
+
+def _logprobs(model: Any, row: Row, temperature: float) -> np.ndarray:
+    """[R] float32, the log-prob of each response token of a sample after the tokens before it."""
+    import torch
+
+    num_prompt = len(row["prompt_ids"])
+    token_ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]], dtype=torch.int64)
+    with torch.no_grad():
+        logits = model(token_ids).logits[0, :-1].float() / temperature
+    own = logits.log_softmax(-1).gather(1, token_ids[0, 1:, None])[:, 0]
+    return np.concatenate([np.zeros(1, dtype=np.float32), own.numpy()])[num_prompt:]

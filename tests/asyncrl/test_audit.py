@@ -1,0 +1,193 @@
+"""The audit of a run's receipts."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.cli.audit_command import main
+from asyncrl.core import receipts
+from asyncrl.core.receipts import Act, note, token_digest
+from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
+from learner.trajectory_log import trained_groups
+from learner.types import GroupShare, RankBatch, group_sequences
+from tests.asyncrl.test_run_lives import make_life
+from tests.support.checkpoints import save
+
+IDS = np.array([5, 6, 7, 8], dtype=np.int32)
+
+
+def group_of(group_id, versions, attempt=0):
+    """Two answers of four tokens each."""
+    prompt = Turn.given(np.array([1, 2], dtype=np.int32))
+    turns = [
+        Turn(
+            token_ids=IDS + place,
+            parent=0,
+            sampled=True,
+            logprobs=np.full(4, -1.0, dtype=np.float32),
+            versions=np.array(versions, dtype=np.int32),
+        )
+        for place in range(2)
+    ]
+    trajectories = [Trajectory(turns=(prompt, turn), reward=float(place)) for place, turn in enumerate(turns)]
+    return TrajectoryGroup.from_trajectories(trajectories, group_id=group_id, attempt=attempt)
+
+
+def trained_on(group, step, samples):
+    share = GroupShare(group_id=group.group_id, samples=samples, rewards=np.zeros(len(samples)), mini_batch=0)
+    batch = RankBatch(version=step, shares=(share,), max_lag=2)
+    return trained_groups(batch, {group.group_id: group}, group_sequences(group, samples=samples))
+
+
+def write_life(folder, steps, *, resumed=None, before=()):
+    """The receipts of a life with one group per step: ``(group, saved)``; an engine saved the group ``saved`` before."""
+    make_life(folder, resumed=resumed, status=0)
+    receipts.start(folder, "all")
+    for step in steps:
+        for version in {step, max(0, step - 1)}:
+            note(Act.published, version=version, digest=f"d{version}")
+            for engine in ("engine-0", "engine-1"):
+                note(Act.loaded, engine=engine, version=version, digest=f"d{version}")
+    for step, group in steps.items():
+        inherited = {}
+        if group.attempt:
+            inherited = {str(max(0, step - 1)): 4}
+            note(Act.sampled, engine="engine-1", group=group.group_id, attempt=0, versions=inherited, inherited={})
+        versions = receipts.counts_of(group.policy_versions)
+        sampled = {"group": group.group_id, "attempt": group.attempt, "versions": versions, "inherited": inherited}
+        note(Act.sampled, engine="engine-0", **sampled)
+        for rank in range(2):
+            note(Act.trained, step=step, rank=rank, groups=trained_on(group, step, (rank,)))
+        summary = group.summary
+        planned = {"group": group.group_id, "attempt": group.attempt, "tokens": 8, "digest": summary.digest}
+        note(Act.committed, step=step, groups=[planned | {"is_scored": True}])
+    receipts.stop()
+    all_steps = {**dict(before), **steps}
+    lines = [{"step": step, "learner.num_tokens": 8.0} for step in sorted(all_steps)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lags = [step - group.summary.oldest_version for step, group in all_steps.items()]
+    trained = 8 * len(all_steps)
+    summary = {
+        "tokens": {"generated": trained + 5, "trained": trained, "dropped": 3, "buffered": 2, "in_flight": 0},
+        "max_lag": {"histogram": {str(lag): lags.count(lag) for lag in {*lags}}},
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Two lives: three steps, of which the last one was lost, and two more; groups of two engines."""
+    first = {0: group_of(0, [0] * 4), 1: group_of(1, [0, 0, 1, 1], attempt=1), 2: group_of(2, [2] * 4)}
+    one = write_life(tmp_path / "1", first)
+    checkpoint = save(one / "checkpoints", 2)
+    second = {2: group_of(2, [1, 1, 2, 2], attempt=1), 3: group_of(3, [3] * 4)}
+    return write_life(tmp_path / "2", second, resumed=checkpoint, before={0: first[0], 1: first[1]}.items())
+
+
+def change(run: Path, act, chosen, **values):
+    """Change the receipts of a kind."""
+    path = run / "receipts" / "all.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["act"] == act and all(line[name] == value for name, value in chosen.items()):
+            line.update(values)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_tokens_of_all_lives_have_a_way_from_their_engines_to_their_steps(run, capsys):
+    assert main([str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "checked: 2 lives, 4 steps and 32 tokens, each from its engine to its learner step",
+        "checked: the account of all lives: 37 tokens generated, 32 trained",
+        f"0 bad receipts in {run}",
+    ]
+
+
+def test_a_rank_that_trains_on_other_tokens_than_planned_is_found_by_step_and_group(run, capsys):
+    other = group_of(3, [3] * 4)
+    other.token_ids[-1] += 1
+    change(run, Act.trained, {"step": 3, "rank": 1}, groups=trained_on(other, 3, (1,)))
+    assert main([str(run)]) == 1
+    out = capsys.readouterr().out
+    assert (
+        f"bad: run {run.parent.name}, life 2, step 3, group 3: what the ranks trained on must be {{'attempt': 0, "
+        in out
+    )
+    assert "1 bad receipts" in out
+
+
+@pytest.mark.parametrize(
+    ("act", "chosen", "values", "words"),
+    [
+        (Act.trained, {"step": 3, "rank": 1}, {"groups": []}, "group 3: what the ranks trained on must be"),
+        (Act.trained, {"step": 2, "rank": 0}, {"step": 9}, "group 2: what the ranks trained on must be"),
+        (Act.committed, {"step": 3}, {"step": 4}, "step 3: the step must be on record, got no receipt"),
+        (Act.loaded, {"engine": "engine-0", "version": 3}, {"digest": "d0"}, "the digest of version 3 that engine-0"),
+        (Act.loaded, {"engine": "engine-1", "version": 1}, {"version": 9}, "the digest of version 1 that engine-1"),
+        (Act.published, {"version": 3}, {"digest": "dx"}, "must be ['dx'], got ['d3']"),
+        (Act.sampled, {"engine": "engine-0", "group": 3}, {"group": 4}, "group 3: an engine's receipt must be tokens"),
+        (Act.sampled, {"engine": "engine-1", "group": 2}, {"group": 4}, "group 2: an engine's receipt must be tokens"),
+    ],
+)
+def test_a_receipt_that_is_wrong_or_missing_is_named(run, capsys, act, chosen, values, words):
+    change(run, act, chosen, **values)
+    assert main([str(run)]) == 1
+    assert words in capsys.readouterr().out
+
+
+def test_a_token_beyond_the_bound_is_found(run, capsys):
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("max_lag: 2", "max_lag: 0"))
+    assert main([str(run)]) == 1
+    assert "step 2, group 2: the versions of the tokens must be 2 to 2, got [1]" in capsys.readouterr().out
+
+
+def test_an_account_that_lost_a_token_is_found_and_one_that_is_open_is_named(run, capsys):
+    summary = json.loads((run / "summary.json").read_text())
+    summary["tokens"]["trained"] -= 1
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert main([str(run)]) == 1
+    out = capsys.readouterr().out
+    assert "the generated tokens, trained + dropped + buffered + in_flight must be 36, got 37" in out
+    assert "the trained tokens of the account must be 32, got 31" in out
+    (run / "summary.json").unlink()
+    assert main([str(run)]) == 0
+    assert "not checked: the account: " in capsys.readouterr().out
+
+
+def test_a_prompt_that_two_steps_consumed_is_found(run, capsys):
+    line = next(
+        json.loads(line)
+        for line in (run.parent / "1" / "receipts" / "all.jsonl").read_text().splitlines()
+        if json.loads(line)["act"] == Act.committed
+    )
+    change(run, Act.committed, {"step": 3}, groups=line["groups"])
+    assert main([str(run)]) == 1
+    assert "step 3, group 0: the steps that consumed the prompt must be [0], got [0, 3]" in capsys.readouterr().out
+
+
+def test_a_folder_without_receipts_or_an_earlier_life_is_refused(run, tmp_path, capsys):
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "must be the folder of a run, with life.json" in capsys.readouterr().err
+    (run.parent / "1").rename(tmp_path.parent / f"{tmp_path.name}-elsewhere")
+    assert main([str(run)]) == 2
+    assert "whose life must be in" in capsys.readouterr().err
+
+
+def test_the_digest_of_tokens_depends_on_each_token_its_order_and_its_owner():
+    known = token_digest(3, 1, IDS)
+    swapped, other = IDS[[1, 0, 2, 3]], IDS + np.array([0, 0, 0, 1], dtype=np.int32)
+    assert len({known, token_digest(3, 1, swapped), token_digest(3, 1, other), token_digest(3, 0, IDS)}) == 4
+    assert 0 <= known < 2**receipts.DIGEST_BITS
+
+
+def test_the_shares_of_all_ranks_have_the_digest_of_the_plan():
+    group = group_of(7, [2, 2, 3, 3])
+    shares = [trained_on(group, 3, (sample,))[0] for sample in range(2)]
+    assert sum(share["digest"] for share in shares) % 2**receipts.DIGEST_BITS == group.summary.digest
+    assert [share["versions"] for share in shares] == [{"2": 2, "3": 2}] * 2
+    assert [share["in_loss"] for share in shares] == [4, 4]
