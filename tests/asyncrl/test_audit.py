@@ -42,7 +42,7 @@ def trained_on(group, step, samples):
 
 
 def write_life(folder, steps, *, resumed=None, before=()):
-    """The receipts of a life with one group per step: ``(group, saved)``; an engine saved the group ``saved`` before."""
+    """A life with one group per step. Another engine saved four tokens of each group of attempt 1."""
     make_life(folder, resumed=resumed, status=0)
     receipts.start(folder, "all")
     for step in steps:
