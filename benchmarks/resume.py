@@ -92,6 +92,17 @@ class Life:
                 return time.monotonic() - self._began_s
         raise RuntimeError(f"the run ended before a line with {words!r}:\n{''.join(self.lines[-20:])}")
 
+    def wait_for_step(self, count: int) -> None:
+        """Wait for ``count`` learner steps. The terminal does not show each step, so this reads the metrics."""
+        command = ["tail", "--lines=+1", "--follow=name", "--retry", f"--pid={self.process.pid}"]
+        tail = subprocess.Popen([*command, str(self.run_dir / "metrics.jsonl")], stdout=subprocess.PIPE, text=True)
+        with tail:
+            assert tail.stdout is not None
+            reached = any(json.loads(line)["step"] + 1 >= count for line in tail.stdout)
+            tail.kill()
+        if not reached:
+            raise RuntimeError(f"the run ended before step {count}; its folder is {self.run_dir}")
+
     @property
     def run_dir(self) -> Path:
         """The folder of the run."""
@@ -117,7 +128,7 @@ def measure(number: signal.Signals, folder: Path, steps: int, overrides: Sequenc
     options = [f"checkpoint.every_steps={EVERY_STEPS}", *overrides]
     first = Life(folder, ["total_steps=100000", *options])
     start_s = first.wait_for(" step 1/")
-    first.wait_for(f" step {steps}/")
+    first.wait_for_step(steps)
     if number is signal.SIGKILL:
         first.kill()
     else:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.run.audit import audit, lives_until
+from asyncrl.run.audit import audit, audited_lives
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--forward", type=int, default=0, metavar="N", help="compute log-probs of N stored samples")
     options = parser.parse_args(arguments)
     try:
-        lives = lives_until(options.run)
+        lives = audited_lives(options.run)
         result = audit(lives)
         if options.forward:
             from asyncrl.run.forward_audit import check_forward

@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from asyncrl.core.errors import with_exit_status
-from asyncrl.run.run_lives import Life, LifeState, find_runs
+from asyncrl.metrics import LifeState
+from asyncrl.run.run_lives import Life, find_runs
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 

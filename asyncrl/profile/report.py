@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 import yaml
 
 from asyncrl.core.record import Pool
-from asyncrl.metrics import RunLimits, counted, in_words, json_object, read_alarms, read_json
+from asyncrl.metrics import RunLimits, counted, in_words, json_object, lives_until, read_alarms, read_json
 from asyncrl.profile import charts
 from asyncrl.profile.attribution import POOLS, OverlapReport
 from asyncrl.profile.episodes import episode_view
@@ -111,10 +112,22 @@ class RunReport:
             counted(len(hosts), "host") if len(hosts) > 1 else "",
             f"buffer.max_lag={bound}",
             f"{trace.num_dropped:,} records lost" if trace.num_dropped else "",
+            *_earlier_lives(self._run_dir),
             f"clocks within {clocks / 1e6:.1f} ms" if clocks else "",
         ]
         title = f"{experiment} · {self._run_dir.name}"
         return {"title": title, "facts": " · ".join(filter(None, facts)), "state": state}
+
+
+def _earlier_lives(run_dir: Path) -> Iterator[str]:
+    """Where each earlier life of the run ended, and at which step the next one began."""
+    lives = lives_until(run_dir)
+    for number, ((folder, record), (_, after)) in enumerate(pairwise(lives), start=1):
+        steps = f"steps {record.first_step} to {after.first_step - 1}"
+        ended = time.strftime(" at %Y-%m-%d %H:%M", time.localtime(record.ended_s)) if record.ended_s else ""
+        yield f"life {number} of {len(lives)}, {folder.name}: {steps}, {record.end}{ended}"
+    if lives and lives[-1][1].resumed:
+        yield f"this life begins with step {lives[-1][1].first_step}"
 
 
 def write_report(run_dir: Path, trace: Trace | None = None, overlap: OverlapReport | None = None) -> Path:

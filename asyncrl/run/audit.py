@@ -18,7 +18,8 @@ from typing import Any
 import yaml
 
 from asyncrl.core.receipts import DIGEST_BITS, FOLDER, Act
-from asyncrl.run.run_lives import Life, find_runs
+from asyncrl.metrics import lives_until
+from asyncrl.run.run_lives import Life, life_of
 
 Line = Mapping[str, Any]
 
@@ -115,37 +116,25 @@ class Audit:
     unchecked: list[str] = field(default_factory=list)
 
 
-def lives_until(run_dir: Path) -> list[Life]:
+def audited_lives(run_dir: Path) -> list[Life]:
     """The life in ``run_dir`` and the lives that it continues, oldest first.
 
-    Raises `ValueError` if the folder is not that of a life.
+    Raises `ValueError` if the folder is not that of a life, or an earlier life is gone.
     """
-    folder = run_dir.resolve()
-    found = [run for run in find_runs(folder.parent) if any(life.folder == folder for life in run)]
+    found = lives_until(run_dir)
     if not found:
         raise ValueError(f"{run_dir} must be the folder of a run, with life.json; `asyncrl runs` lists the folders")
-    chain = [next(life for life in found[0] if life.folder == folder)]
-    while resumed := chain[0].record.resumed:
-        earlier = [life for life in found[0] if life.record.began_s < chain[0].record.began_s]
-        before = [life for life in reversed(earlier) if _holds(life, resumed)]
-        if not before:
-            raise ValueError(
-                f"{chain[0].folder} continues {resumed}, whose life must be in {folder.parent}; move its folder there"
-            )
-        chain.insert(0, before[0])
-    return chain
-
-
-def _holds(life: Life, checkpoint: str) -> bool:
-    return Path(checkpoint).is_relative_to(life.folder) or any(str(one.path) == checkpoint for one in life.checkpoints)
+    folder, first = found[0]
+    if first.resumed:
+        raise ValueError(
+            f"{folder} continues {first.resumed}: {first.before} must have its life.json, got none; restore it"
+        )
+    return [life_of(folder, record) for folder, record in found]
 
 
 def audit(lives: Sequence[Life]) -> Audit:
     """Compare the receipts of all lives of a run. Raises `ValueError` if a life has no receipts."""
-    own = [
-        LifeReceipts(life.folder, int(Path(resumed).name[1:]) if (resumed := life.record.resumed) else 0)
-        for life in lives
-    ]
+    own = [LifeReceipts(life.folder, life.record.first_step) for life in lives]
     for one in own:
         if not (one.folder / FOLDER).is_dir():
             raise ValueError(
@@ -254,10 +243,11 @@ def _engine_faults(lives: Sequence[LifeReceipts], life: LifeReceipts, step: int,
 def _check_loss(result: Audit, newest: LifeReceipts, kept: Mapping[int, LifeReceipts]) -> None:
     """Compare the tokens in the loss with what the learner counted in its micro-batches."""
     path = newest.folder / "metrics.jsonl"
-    counted = {line["step"]: line.get("learner.num_tokens") for line in _lines([path] if path.is_file() else [])}
+    lines = _lines([path] if path.is_file() else [])
+    counted = {line["step"]: line["learner.num_tokens"] for line in lines if "learner.num_tokens" in line}
     for step, life in sorted(kept.items()):
         in_loss = sum(group["in_loss"] for group in life.groups_trained(step).values())
-        if counted.get(step) is None:
+        if step not in counted:
             result.unchecked.append(f"the tokens in the loss of step {step}: {path} has no learner.num_tokens of it")
         elif counted[step] != in_loss:
             what = "the tokens in the learner's micro-batches (learner.num_tokens)"
@@ -275,7 +265,8 @@ def _check_account(
         result.unchecked.append(f"the account: {path} does not exist, because the life runs or was killed")
         return
     summary = json.loads(path.read_text())
-    tokens, at = summary["tokens"], {"life": newest.folder}
+    tokens = summary["tokens"]
+    at: dict[str, Any] = {"life": newest.folder}
     uses = ("trained", "dropped", "buffered", "in_flight")
     closed = sum(tokens[use] for use in uses)
     if tokens["generated"] != closed:

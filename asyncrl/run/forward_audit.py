@@ -122,8 +122,11 @@ def _model(place: Path) -> Iterator[Any]:
     """A model in float32 from a folder in Hugging Face layout or from a checkpoint."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     from learner.checkpoint import export
+
+    logging.disable_progress_bar()
 
     with tempfile.TemporaryDirectory() as folder:
         source = place

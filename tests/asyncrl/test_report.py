@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from asyncrl.core.record import Pool, Recorder
-from asyncrl.metrics import BUSY
+from asyncrl.metrics import BUSY, read_life
 from asyncrl.profile import charts
 from asyncrl.profile.attribution import Attribution, LiveUse
 from asyncrl.profile.report import RunReport, advice_file, write_report
 from asyncrl.profile.trace import FOLDER, Span, Trace
 from learner.trajectory_log import SCHEMA
+from tests.asyncrl.test_run_lives import make_life
 from tests.asyncrl.test_samples import keep
+from tests.support.checkpoints import save
 from tests.support.traces import record_run, trace_of
 
 NUM_STEPS, GROUPS_PER_STEP = 8, 8
@@ -140,6 +142,17 @@ def test_the_member_table_shows_states_activities_and_epochs():
         ["engine-2", "worker backoff", "0 (worker 1)"],
         ["engine-3", "not recorded", "0"],
     ]
+
+
+def test_the_report_of_a_resumed_run_says_where_each_life_ended_and_the_next_began(tmp_path):
+    first = make_life(tmp_path / "1", steps=12, status=143)
+    second = make_life(tmp_path / "2", resumed=save(first / "checkpoints", 12), steps=30)
+    third = make_life(tmp_path / "3", resumed=save(second / "checkpoints", 24), steps=31)
+    record_run(third)
+    facts = RunReport(third).document()["run"]["facts"]
+    ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(read_life(first).ended_s))
+    assert f"life 1 of 3, 1: steps 0 to 11, stopped at {ended} · " in facts
+    assert "life 2 of 3, 2: steps 12 to 23, killed · this life begins with step 24" in facts
 
 
 def test_the_report_refuses_a_folder_without_a_record(tmp_path):

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from asyncrl.cli.audit_command import main as audit
 from asyncrl.cli.runs_command import main as list_runs
 from learner.checkpoint_folder import newest_checkpoint, read_progress
 from tests.e2e.run_checks import assert_the_account_closes
@@ -76,6 +77,7 @@ def test_a_stopped_and_a_killed_run_end_with_the_bits_of_one_that_was_not(start,
         assert resumed.finish(900) == 0, resumed.output
         assert trained(resumed.run_dir) == want, f"{number.name} in step {version}"
         assert_the_account_closes(resumed.summary)
+        assert audit([str(resumed.run_dir)]) == 0, "each trained token has its receipts over both lives"
         if number is signal.SIGTERM:
             assert resumed.summary["tokens"]["trained"] == straight.summary["tokens"]["trained"]
             dropped = resumed.summary["tokens"]["dropped_by_reason"]

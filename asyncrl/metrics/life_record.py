@@ -1,0 +1,84 @@
+"""The record of a life: ``life.json`` in the folder of each process of ``asyncrl train``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+_RECORD = "life.json"
+
+
+class LifeState(StrEnum):
+    """The state of a life. A killed one did not end by itself: its supervisor was killed, or its host went down."""
+
+    running = "running"
+    finished = "finished"
+    stopped = "stopped"
+    failed = "failed"
+    killed = "killed"
+    elsewhere = "on another host"
+
+
+_ENDS = {None: LifeState.killed, 0: LifeState.finished, 130: LifeState.stopped, 143: LifeState.stopped}
+"""States of lives that do not run, by exit status; every other status is a failure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LifeRecord:
+    """The record of a life.
+
+    Attributes:
+        host: Name of the host of its controller.
+        began_s: Unix time of its start.
+        resumed: The checkpoint that it continues; empty for a new run.
+        before: Folder of the life that saved this checkpoint; empty for a new run.
+        ended_s: Unix time of its end; 0 before.
+        status: Its exit status; None before its end, and if its supervisor was killed.
+    """
+
+    host: str
+    began_s: float
+    resumed: str = ""
+    before: str = ""
+    ended_s: float = 0.0
+    status: int | None = None
+
+    @property
+    def end(self) -> LifeState:
+        """How a life ended that does not run."""
+        return _ENDS.get(self.status, LifeState.failed)
+
+    @property
+    def first_step(self) -> int:
+        """Its first learner step, which is the version of the checkpoint."""
+        return int(Path(self.resumed).name[1:]) if self.resumed else 0
+
+
+def life_records(folder: Path) -> list[Path]:
+    """The folders below ``folder`` that have the record of a life."""
+    return [path.parent for path in sorted(folder.resolve().glob("**/" + _RECORD))]
+
+
+def write_life(run_dir: Path, record: LifeRecord) -> None:
+    """Write the record of a life."""
+    (run_dir / f".{_RECORD}").write_text(json.dumps(asdict(record)))
+    (run_dir / f".{_RECORD}").replace(run_dir / _RECORD)
+
+
+def read_life(run_dir: Path) -> LifeRecord | None:
+    """The record of a life; None if the folder has none."""
+    path = run_dir / _RECORD
+    return LifeRecord(**json.loads(path.read_text())) if path.is_file() else None
+
+
+def lives_until(run_dir: Path) -> Sequence[tuple[Path, LifeRecord]]:
+    """The life in a folder and the lives that it continues, oldest first. A life whose folder is gone is the end."""
+    found: list[tuple[Path, LifeRecord]] = []
+    folder: Path | None = run_dir.resolve()
+    while folder is not None and (record := read_life(folder)) is not None:
+        found.insert(0, (folder, record))
+        folder = Path(record.before) if record.before else None
+    return found

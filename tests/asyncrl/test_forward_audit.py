@@ -1,0 +1,64 @@
+"""Log-probs of stored samples under the weights of the versions that their tokens name."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.run.audit import Audit, audited_lives
+from asyncrl.run.forward_audit import check_forward
+from learner.trajectory_log import SCHEMA
+from tests.asyncrl.test_run_lives import make_life
+from tests.support.tiny_models import save_tiny_model
+
+PROMPT, RESPONSE = [3, 4, 5], [6, 7, 8, 9]
+
+
+def logprobs_under(folder):
+    token_ids = torch.tensor([[*PROMPT, *RESPONSE]])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        own = model(token_ids).logits[0, :-1].log_softmax(-1)
+    return own.gather(1, token_ids[0, 1:, None])[len(PROMPT) - 1 :, 0].tolist()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A life that has stored versions 2 and 3, and a sample of both; version 4 is gone."""
+    folder = make_life(tmp_path / "1", status=0)
+    second, third = (folder / "snapshots" / f"v{version:08d}" for version in (2, 3))
+    for place, seed in ((second, 2), (third, 3)):
+        torch.manual_seed(seed)
+        save_tiny_model(place, "qwen3", initializer_range=0.2)
+    (folder / "trajectories").mkdir()
+    row = {
+        "group_id": 7, "attempt": 0, "prompt_ids": PROMPT, "response_ids": RESPONSE, "response_mask": [True] * 4,
+        "behavior_logprobs": [*logprobs_under(second)[:2], *logprobs_under(third)[2:]], "learner_logprobs": None,
+        "versions": [2, 2, 3, 3], "reward": 1.0, "advantage": 0.5, "lag": 1,
+    }  # fmt: skip
+    rows = {3: row, 4: row | {"versions": [2, 2, 3, 4]}}
+    for step, own in rows.items():
+        file = folder / "trajectories" / f"step_{step:08d}_rank0.parquet"
+        pq.write_table(pa.Table.from_pylist([own], schema=SCHEMA), file)
+    return folder
+
+
+def test_each_token_is_compared_under_its_version_and_versions_that_are_gone_are_named(run):
+    result = Audit()
+    check_forward(result, audited_lives(run), 2)
+    assert result.bad == []
+    assert result.checked[0].startswith("log-probs of 1 samples under their versions: mean distance up to ")
+    assert result.unchecked == ["log-probs of 1 of 2 samples: the weights of these versions are gone: 4 (in 1 samples)"]
+
+
+def test_a_sample_of_other_weights_than_it_names_is_found(run):
+    (run / "snapshots" / "v00000002").rename(run / "snapshots" / "kept")
+    (run / "snapshots" / "v00000003").rename(run / "snapshots" / "v00000002")
+    (run / "snapshots" / "kept").rename(run / "snapshots" / "v00000003")
+    result = Audit()
+    check_forward(result, audited_lives(run), 1)
+    (fault,) = result.bad
+    assert "step 3, group 7: the mean distance of a sample's log-probs to those of versions [2, 3] must be" in str(
+        fault
+    )
