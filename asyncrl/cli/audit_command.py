@@ -7,9 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.core.errors import with_exit_status
 from asyncrl.run.audit import audit, audited_lives
 
 
+@with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 1 if a receipt is bad, 2 if there is nothing to audit."""
     parser = argparse.ArgumentParser(
@@ -19,16 +21,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="folder of a run; the lives that it continues are audited too")
     parser.add_argument("--forward", type=int, default=0, metavar="N", help="compute log-probs of N stored samples")
     options = parser.parse_args(arguments)
-    try:
-        lives = audited_lives(options.run)
-        result = audit(lives)
-        if options.forward:
-            from asyncrl.run.forward_audit import check_forward
+    lives = audited_lives(options.run)
+    result = audit(lives)
+    if options.forward:
+        from asyncrl.run.forward_audit import check_forward
 
-            check_forward(result, lives, options.forward)
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+        check_forward(result, lives, options.forward)
     lines = [f"checked: {line}" for line in result.checked]
     lines += [f"not checked: {line}" for line in result.unchecked]
     lines += [f"bad: {fault}" for fault in result.bad]
