@@ -29,8 +29,7 @@ def run(tmp_path):
     folder = make_life(tmp_path / "1", status=0)
     second, third = (folder / "snapshots" / f"v{version:08d}" for version in (2, 3))
     for place, seed in ((second, 2), (third, 3)):
-        torch.manual_seed(seed)
-        save_tiny_model(place, "qwen3", initializer_range=0.2)
+        save_tiny_model(place, seed=seed)
     (folder / "trajectories").mkdir()
     row = {
         "group_id": 7, "attempt": 0, "prompt_ids": PROMPT, "response_ids": RESPONSE, "response_mask": [True] * 4,
