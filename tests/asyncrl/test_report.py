@@ -335,7 +335,7 @@ def test_the_live_use_includes_the_time_between_steps(tmp_path):
     controller = Recorder(tmp_path / FOLDER, process="controller", pool=Pool.controller, clock=lambda: now)
     learner = Recorder(tmp_path / FOLDER, process="learner-0", pool=Pool.learner, clock=lambda: now)
     learner.span("update", lane="learner-0").close()
-    until(lambda: (tmp_path / FOLDER).is_dir())
+    until(lambda: all(path.stat().st_size for path in (tmp_path / FOLDER).glob("*.msgpack")))
     live = LiveUse(tmp_path)
     for step in range(3):
         span = controller.span("step", step=step, lane="controller")
