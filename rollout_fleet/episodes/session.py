@@ -163,7 +163,6 @@ class SessionCounts:
         overridden: Sampling options that differed from the run's, by name.
         malformed_calls: Tool calls that could not be read.
         prompt_tokens: Tokens of all prompts; ``reused_tokens`` of them were on the path before their request.
-        retokenised_tokens: Tokens of prompts that differ from the continued path. Always 0.
     """
 
     requests: int = 0
@@ -173,7 +172,6 @@ class SessionCounts:
     malformed_calls: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    retokenised_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -493,24 +491,22 @@ class Session:
         failures = [turn for turn in sampled if isinstance(turn, BaseException)]
         if failures:
             raise failures[0]
-        before = np.concatenate([episode.path(place.parent), np.asarray(place.new_tokens, dtype=np.int32)])
-        num_reused = len(before) - len(place.new_tokens)
+        num_reused = episode.depth(place.parent)
         answers = []
         for turn in sampled:
             assert isinstance(turn, int)
             self._know(turn)
             own = episode.turn(turn)
-            path = episode.path(own.parent)
-            self.counts.prompt_tokens += len(path)
+            self._check_continues(own.parent, place)
+            num_prompt_tokens = episode.depth(own.parent)
+            self.counts.prompt_tokens += num_prompt_tokens
             self.counts.reused_tokens += num_reused
-            if not np.array_equal(path, before):
-                self.counts.retokenised_tokens += len(path)
             answers.append(
                 SampledAnswer(
                     turn=turn,
                     message={},
                     finish_reason="length" if own.finish_reason is FinishReason.length else "stop",
-                    num_prompt_tokens=len(path),
+                    num_prompt_tokens=num_prompt_tokens,
                     num_reused_tokens=num_reused,
                     token_ids=own.token_ids,
                     logprobs=own.logprobs,
@@ -518,6 +514,13 @@ class Session:
                 )
             )
         return answers
+
+    def _check_continues(self, context: int, place: _Place) -> None:
+        """Assert that a turn's prompt is the path of ``place.parent`` and the new tokens: nothing was encoded again."""
+        tokens, given = place.new_tokens, self._sampler.episode.turn(context)
+        is_given = given.parent == place.parent and np.array_equal(given.token_ids, tokens)
+        continues = is_given if len(tokens) else context == place.parent
+        assert continues, f"turn {context} is not turn {place.parent} and the tokens of its request"
 
     def _sampling_of(self, options: SampleOptions, *, stops: bool) -> SamplingConfig:
         """The run's sampling options with a request's changes.

@@ -311,3 +311,23 @@ async def test_raw_tokens_are_sampled_and_given_below_any_turn(renderers):
     assert talk.turns.episode.path(below.turn).tolist() == path
     with pytest.raises(ValueError, match="turn 99 was neither given nor sampled"):
         await talk.session.sample(99, [1], SampleOptions())
+
+
+async def test_a_session_refuses_a_turn_whose_prompt_is_not_the_tokens_of_its_request(renderers):
+    talk = Talk(renderers("chatml"), "one<|im_end|>", "two<|im_end|>", "three<|im_end|>")
+    sample = talk.turns.sample
+
+    async def encoded_again(parent, new_tokens, sampling, images=()):
+        return await sample(ROOT, [*talk.turns.episode.path(parent), *new_tokens], sampling, images)
+
+    (first,) = await talk.chat(USER)
+    talk.turns.sample = encoded_again
+    with pytest.raises(AssertionError, match="is not turn 1 and the tokens"):
+        await talk.chat(USER, first.message, MORE)
+
+    async def other_tokens(parent, new_tokens, sampling, images=()):
+        return await sample(parent, [*new_tokens[:-1], 5], sampling, images)
+
+    talk.turns.sample = other_tokens
+    with pytest.raises(AssertionError, match="is not turn 1 and the tokens"):
+        await talk.chat(USER, first.message, MORE, key="another")
