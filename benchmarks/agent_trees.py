@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncrl.core.trajectory import ROOT, TrajectoryGroup
 from asyncrl.core.types import FinishReason
-from learner.packing import pack
+from learner.packing import Packer
 from learner.types import TokenSequence, group_sequences
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput
@@ -115,7 +115,7 @@ def search_groups(
 
 def packed_tokens(sequences: Sequence[TokenSequence], *, share: bool) -> int:
     """Tokens that the learner's forward computes for sequences, as the trainer packs them."""
-    batches = pack(sequences, max_tokens=MAX_TOKENS_PER_MICRO_BATCH, whole=False, share_prompts=share)
+    batches = Packer(max_tokens=MAX_TOKENS_PER_MICRO_BATCH, whole=False, share_prompts=share).pack(sequences)
     return sum(len(batch.input_ids) for batch in batches)
 
 

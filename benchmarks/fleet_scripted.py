@@ -23,6 +23,7 @@ from asyncrl.core.types import Prompt, WeightOffer
 from buffer import BufferClient, BufferConfig, ControlClient, LearnerClient, WorkerClient
 from buffer.outcomes import Granted
 from buffer.server import BufferServer
+from rollout_fleet.answering import AnsweringParts
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
 from rollout_fleet.engines.engine import Engine, SampleOutput, SampleRequest
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine
@@ -218,13 +219,10 @@ class LocalWorker:
         self._client = WorkerClient(BufferClient(self._address))
         self._loop = RolloutLoop(
             self._config,
-            engine=self.engine,
+            AnsweringParts(engine=self.engine, rewards=WeightedRewards(self._config), decode=str, player=self._player),
             member=self.member,
             buffer=self._client,
-            rewards=WeightedRewards(self._config),
-            decode=str,
             samples_per_prompt=self._num_samples,
-            player=self._player,
         )
         await self._loop.load_next(-1)
         self._running = asyncio.create_task(self._loop.run())

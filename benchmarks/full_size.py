@@ -36,7 +36,7 @@ from learner.config import AlgorithmConfig, AttentionKernel, Device, Dtype, Grad
 from learner.fsdp import LearnerMesh, prepare_backward
 from learner.losses import policy_objective
 from learner.packed_model import ModelSetup, PackedBatch
-from learner.packing import MicroBatch, pack
+from learner.packing import MicroBatch, Packer
 from learner.trainer import Trainer
 from learner.types import TokenSequence
 
@@ -275,7 +275,7 @@ def _batch(config: LearnerConfig, num_sequences: int) -> PackedBatch:
         )
         for _ in range(2 * num_sequences)
     ]
-    batches = pack(sequences, max_tokens=tokens, whole=False)
+    batches = Packer(max_tokens=tokens, whole=False).pack(sequences)
     return PackedBatch(micro_batches=batches, num_tokens=tokens, num_trajectories=2 * num_sequences)
 
 

@@ -40,7 +40,7 @@ from learner.fsdp import local_tensor, open_mesh
 from learner.heads import chunked_log_probs
 from learner.losses import policy_objective
 from learner.packed_model import PackedModel
-from learner.packing import pack
+from learner.packing import Packer
 from learner.roles import REFERENCE
 from learner.selftest import SelfTest
 from learner.trainer import LearnerStep, Trainer
@@ -115,7 +115,7 @@ def two_updates(
 def plain_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
     """A plain loop over the same tokens with the same attention; packing is not timed."""
     model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
-    (batch,) = pack(sequences, max_tokens=1_000_000)
+    (batch,) = Packer(max_tokens=1_000_000).pack(sequences)
     layout = packed_layout(batch.lengths, torch.device("cpu"))
 
     def forward() -> torch.Tensor:
@@ -277,7 +277,7 @@ def tokens_vs_ideal(num_prompt: int, num_samples: int, num_response: int, budget
     sequences = sequences_of([num_prompt] * 8 * num_samples, [num_response] * 8 * num_samples)
     for index, sequence in enumerate(sequences):
         sequence.input_ids[:num_prompt] = index // num_samples  # a separate prompt, but not a real one
-    batches = pack(sequences, max_tokens=budget, whole=False, share_prompts=True)
+    batches = Packer(max_tokens=budget, whole=False, share_prompts=True).pack(sequences)
     ideal = 8 * (num_prompt + num_samples * num_response)
     return sum(len(batch.input_ids) for batch in batches) / ideal
 

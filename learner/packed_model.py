@@ -22,15 +22,14 @@ from .attention_kernels import AttentionShape, attention_kernel
 from .config import SELECTIVE, AttentionKernel, LearnerConfig
 from .fsdp import LearnerMesh, open_mesh, parameter_types, shard_model, with_memory_options
 from .heads import LogProbHead, PackedHead
-from .lora import adapters_off, add_adapters, fill_adapters
-from .packing import MicroBatch, pack, tokens_in_loss
+from .lora import adapters_off, fill_adapters
+from .packing import MicroBatch, Packer, tokens_in_loss
 from .pretrained import fill_pretrained
 from .roles import Role
 from .rope import rope_limit
 from .selftest import SelfTest, SelfTestResult
 from .types import TokenSequence
 from .ulysses import UlyssesShardingManager, validate_ulysses_config
-from .vision import has_vision, vision_tower
 
 log = logging.getLogger(__name__)
 
@@ -116,24 +115,8 @@ class PackedModel:
         self.mesh: LearnerMesh = open_mesh(config) if setup is None else setup.mesh
         self.sharding = UlyssesShardingManager(self.mesh.device_mesh)
         self.types = parameter_types(config, self.mesh.device)
-        is_adapted = role.adapters and config.lora.rank > 0
-        held = self.types.trained if role.objective is not None and not is_adapted else self.types.frozen
-        pretrained = role.load(model_path, held)
-        if is_adapted and has_vision(pretrained):
-            raise ValueError(
-                f"learner.lora.rank must be 0 for a model with images, got {config.lora.rank} for {model_path!r}; "
-                "adapters of vision models are not supported"
-            )
-        if is_adapted:
-            add_adapters(pretrained, config.lora, dtype=self.types.trained)
-        self.head: PackedHead = role.head(pretrained, config, temperature)
-        self.head.vision = vision_tower(pretrained, model_path)
-        if config.freeze_vision:
-            if self.head.vision is None:
-                raise ValueError(
-                    f"learner.freeze_vision is true, but {model_path!r} has no vision tower; set it to false"
-                )
-            self.head.vision.freeze()
+        self.head: PackedHead = role.build(model_path, config, self.types, temperature)
+        pretrained = self.head.pretrained
         shape = AttentionShape.of(pretrained.config)
         self.head.attention = (
             attention_kernel(config.attention, self.mesh.device, self.types.compute, shape)
@@ -152,7 +135,11 @@ class PackedModel:
         if setup is None or setup.reads_weights:
             fill_pretrained(pretrained, model_path)
             fill_adapters(pretrained)
-            self.selftest = self._tested()
+            if config.skip_selftest:
+                log.warning("%s: the self-test is skipped: %s", model_path, config.skip_selftest)
+            else:
+                test = SelfTest(self.head, self.mesh, self.sharding, dtype=self.types.compute, name=model_path)
+                self.selftest = test.run()
 
     @property
     def pretrained(self) -> PreTrainedModel:
@@ -176,13 +163,6 @@ class PackedModel:
         """Log-probs as in `scores`, and the entropies of the distributions in nats, in the same layout."""
         log_probs, entropies = self._run(sequences, None, entropy=True)
         return log_probs, entropies
-
-    def _tested(self) -> SelfTestResult | None:
-        """Run the self-test, unless the options skip it."""
-        if self.config.skip_selftest:
-            log.warning("%s: the self-test is skipped: %s", self.model_path, self.config.skip_selftest)
-            return None
-        return SelfTest(self.head, self.mesh, self.sharding, dtype=self.types.compute, name=self.model_path).run()
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
@@ -245,7 +225,7 @@ class PackedModel:
     ) -> PackedBatch:
         """Pack sequences into the same number of micro-batches on each rank, without their columns.
 
-        The ranks agree over ``mesh``, by default the model's. See `learner.packing.pack`.
+        The ranks agree over ``mesh``, by default the model's. See `learner.packing.Packer`.
         """
         mesh = mesh or self.mesh
         self._check_lengths(sequences, mesh)
@@ -253,16 +233,16 @@ class PackedModel:
         in_loss = tokens_in_loss(sequences).values()
         counts = torch.tensor([sum(in_loss), sum(map(bool, in_loss))], device=mesh.device)
         num_tokens, num_trajectories = mesh.sum_over_dp(counts).tolist()
-        micro_batches = pack(
-            sequences,
+        packer = Packer(
             max_tokens=self.config.max_tokens_per_micro_batch * sp_size,
             budget=budget if sp_size == 1 else f"{budget} of {sp_size} sequence-parallel ranks",
             whole=whole,
             together=self.selftest is None or self.selftest.packs,
             share_prompts=self._shares_prompts,
             keep_branches=keep_branches,
-            columns=False,
-            agree=lambda needed: int(mesh.largest(torch.tensor(needed))),
+        )
+        micro_batches = packer.pack(
+            sequences, columns=False, agree=lambda needed: int(mesh.largest(torch.tensor(needed)))
         )
         return PackedBatch(micro_batches=micro_batches, num_tokens=num_tokens, num_trajectories=num_trajectories)
 

@@ -19,7 +19,7 @@ from .batching import MAX_ATTENDED, PackItem, balanced_fit, first_fit
 from .types import SampleKey, TokenSequence
 
 REFUSED = 2**31 - 1
-"""The number of micro-batches that a rank requests if its sequences do not fit; see `pack`."""
+"""The number of micro-batches that a rank requests if its sequences do not fit; see `Packer.pack`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class MicroBatch:
             includes all branches, also the branches in other micro-batches.
         columns: [M, …] float32 by name, the sequences' columns at the tokens in the loss; 0 if a sequence does not
             have the column.
-        source: Index of each sequence in the list passed to `pack`.
+        source: Index of each sequence in the list passed to `Packer.pack`.
     """
 
     input_ids: Tensor
@@ -78,7 +78,7 @@ class MicroBatch:
     def with_columns(self, sequences: Sequence[TokenSequence]) -> MicroBatch:
         """Return the micro-batch with all columns of the packed sequences, at their tokens in the loss.
 
-        ``sequences`` are those that were passed to `pack`, with any columns.
+        ``sequences`` are those that were passed to `Packer.pack`, with any columns.
         """
         chosen = [sequences[index] for index in self.source]
         in_loss = np.flatnonzero(np.concatenate([sequence.loss_mask for sequence in chosen])) if chosen else []
@@ -113,22 +113,11 @@ def tokens_in_loss(sequences: Sequence[TokenSequence]) -> dict[SampleKey, int]:
     return totals
 
 
-def pack(
-    sequences: Sequence[TokenSequence],
-    *,
-    max_tokens: int,
-    whole: bool = True,
-    together: bool = True,
-    share_prompts: bool = False,
-    keep_branches: bool = False,
-    columns: bool = True,
-    budget: str = "learner.max_tokens_per_micro_batch",
-    agree: Callable[[int], int] = lambda needed: needed,
-) -> list[MicroBatch]:
-    """Pack sequences into micro-batches, balanced by tokens. Branches of a trajectory share a micro-batch if they fit.
+@dataclass(frozen=True, kw_only=True)
+class Packer:
+    """Packs sequences into micro-batches under these options.
 
-    Args:
-        sequences: In any order; may be empty.
+    Attributes:
         max_tokens: Token budget: the largest number of packed tokens per micro-batch.
         whole: Pack all tokens. If False, each sequence ends before its last token in the loss: under causal attention,
             no prediction in the loss needs the rest. A sequence without a token in the loss keeps its first token.
@@ -138,51 +127,105 @@ def pack(
             holds, and the budget counts, these tokens once. Samples of a prompt go to the same micro-batch if they fit.
         keep_branches: The loss reads whole trajectories. Refuse a trajectory if its branches do not fit into one
             micro-batch.
-        columns: Fill the columns. If False, call `MicroBatch.with_columns` when they are known.
         budget: Name of the option that is the budget, for errors.
-        agree: Called once with the number of micro-batches that this rank needs. It returns the number to make, which
-            is at least as large. The additional micro-batches hold one token, which is not in the loss, so that each
-            rank takes part in each collective. A rank whose sequences do not fit requests `REFUSED`; then all ranks
-            raise.
-
-    Returns:
-        At least one micro-batch. Each sequence is in exactly one micro-batch.
-
-    Raises:
-        ValueError: on all ranks, if a sequence exceeds the budget, or if the branches of a trajectory do not fit
-            together under ``keep_branches``.
     """
-    # Searching bytes for the last True is faster than a numpy function for rows of this length.
-    lengths = [len(s.input_ids) if whole else max(1, s.loss_mask.tobytes().rfind(1)) for s in sequences]
-    prompts = _prompts(sequences) if share_prompts else {}
-    try:
-        units = _units(sequences, lengths, prompts, max_tokens, together, keep_branches, budget)
-    except ValueError:
-        agree(REFUSED)
-        raise
-    items = [_item(sequences, unit, lengths, prompts) for unit in units]
-    parts = [
-        [index for place in part for index in units[place]]
-        for part in _bins(items, max_tokens, together, budget, agree)
-    ]
-    in_loss = tokens_in_loss(sequences)
-    ordered = (sorted(part, key=lambda i: (-lengths[i], i)) for part in parts)
-    batches = (_micro_batch(sequences, part, [lengths[i] for i in part] or [1], in_loss, prompts) for part in ordered)
-    return [batch.with_columns(sequences) if columns else batch for batch in batches]
 
+    max_tokens: int
+    whole: bool = True
+    together: bool = True
+    share_prompts: bool = False
+    keep_branches: bool = False
+    budget: str = "learner.max_tokens_per_micro_batch"
 
-def _bins(
-    items: Sequence[PackItem], max_tokens: int, together: bool, budget: str, agree: Callable[[int], int]
-) -> list[list[int]]:
-    """Indices of the items in each micro-batch, as many micro-batches as the ranks agree on."""
-    count = agree(max(1, len(first_fit(items, max_tokens)) if together else len(items)))
-    if count >= REFUSED:
-        raise ValueError(
-            f"{budget} must hold the sequences of each rank, got {max_tokens} tokens and more on another rank; the "
-            "error of that rank has the lengths; raise it"
+    def pack(
+        self,
+        sequences: Sequence[TokenSequence],
+        *,
+        columns: bool = True,
+        agree: Callable[[int], int] = lambda needed: needed,
+    ) -> list[MicroBatch]:
+        """Pack sequences, balanced by tokens. Branches of a trajectory share a micro-batch if they fit.
+
+        Args:
+            sequences: In any order; may be empty.
+            columns: Fill the columns. If False, call `MicroBatch.with_columns` when they are known.
+            agree: Called once with the number of micro-batches that this rank needs. It returns the number to make,
+                which is at least as large. The additional micro-batches hold one token, which is not in the loss, so
+                that each rank takes part in each collective. A rank whose sequences do not fit requests `REFUSED`; then
+                all ranks raise.
+
+        Returns:
+            At least one micro-batch. Each sequence is in exactly one micro-batch.
+
+        Raises:
+            ValueError: on all ranks, if a sequence exceeds the budget, or if the branches of a trajectory do not fit
+                together under ``keep_branches``.
+        """
+        # Searching bytes for the last True is faster than a numpy function for rows of this length.
+        lengths = [len(s.input_ids) if self.whole else max(1, s.loss_mask.tobytes().rfind(1)) for s in sequences]
+        prompts = _prompts(sequences) if self.share_prompts else {}
+        try:
+            units = self._units(sequences, lengths, prompts)
+        except ValueError:
+            agree(REFUSED)
+            raise
+        bins = self._bins([_item(sequences, unit, lengths, prompts) for unit in units], agree)
+        in_loss = tokens_in_loss(sequences)
+        batches = []
+        for part in bins:
+            source = sorted((index for place in part for index in units[place]), key=lambda i: (-lengths[i], i))
+            packed = [lengths[index] for index in source] or [1]
+            batches.append(_micro_batch(sequences, source, packed, in_loss, prompts))
+        return [batch.with_columns(sequences) if columns else batch for batch in batches]
+
+    def _bins(self, items: Sequence[PackItem], agree: Callable[[int], int]) -> list[list[int]]:
+        """Indices of the items in each micro-batch, as many micro-batches as the ranks agree on."""
+        count = agree(max(1, len(first_fit(items, self.max_tokens)) if self.together else len(items)))
+        if count >= REFUSED:
+            raise ValueError(
+                f"{self.budget} must hold the sequences of each rank, got {self.max_tokens} tokens and more on another "
+                "rank; the error of that rank has the lengths; raise it"
+            )
+        bins = (
+            balanced_fit(items, self.max_tokens, count) if self.together else [[place] for place in range(len(items))]
         )
-    bins = balanced_fit(items, max_tokens, count) if together else [[place] for place in range(len(items))]
-    return bins + [[] for _ in range(count - len(bins))]
+        return bins + [[] for _ in range(count - len(bins))]
+
+    def _units(
+        self, sequences: Sequence[TokenSequence], lengths: Sequence[int], prompts: Mapping[SampleKey, bytes]
+    ) -> list[list[int]]:
+        """Group sequences into units: the branches of a trajectory, or single branches if they do not fit together."""
+        if lengths and max(lengths) > self.max_tokens:
+            raise ValueError(
+                f"{self.budget} must hold the longest sequence, got {self.max_tokens} for a sequence of {max(lengths)} "
+                "tokens; raise it, or lower the longest prompt or response"
+            )
+        branches: dict[SampleKey, list[int]] = {}
+        for index, sequence in enumerate(sequences):
+            branches.setdefault(sequence.trajectory, []).append(index)
+        units = []
+        for unit in branches.values():
+            if len(unit) == 1:
+                units.append(unit)
+                continue
+            unit.sort(key=lambda i: -lengths[i])
+            item = _item(sequences, unit, lengths, prompts)
+            num_tokens = item.num_prompt + item.num_own
+            if self.together and num_tokens <= self.max_tokens and item.num_attended <= MAX_ATTENDED * self.max_tokens:
+                units.append(unit)
+            elif self.keep_branches:
+                raise ValueError(
+                    f"{self.budget} must hold a trajectory's {len(unit)} branches together, since algorithm.loss, "
+                    f"weight or masks read all of it, got {self.max_tokens} for {num_tokens} tokens; raise it, or "
+                    "choose a loss, a weight and masks that work per token"
+                    if self.together
+                    else "algorithm.loss, weight or masks read whole trajectories, and this model runs one sequence at "
+                    f"a time, got a trajectory of {len(unit)} branches; choose a loss, a weight and masks that work "
+                    "per token"
+                )
+            else:
+                units += [[index] for index in unit]
+        return units
 
 
 def _num_leading(sequence: TokenSequence) -> int:
@@ -217,48 +260,6 @@ def _item(
     num_packed = sum(packed) if leads is None else len(np.unique(leads))
     num_prompt = len(prompt) // chosen[0].input_ids.itemsize
     return PackItem(prompt, num_prompt, num_packed - num_prompt, sum(packed))
-
-
-def _units(
-    sequences: Sequence[TokenSequence],
-    lengths: Sequence[int],
-    prompts: Mapping[SampleKey, bytes],
-    max_tokens: int,
-    together: bool,
-    keep_branches: bool,
-    budget: str,
-) -> list[list[int]]:
-    """Group sequences into units: the branches of one trajectory, or single branches if they do not fit together."""
-    if lengths and max(lengths) > max_tokens:
-        raise ValueError(
-            f"{budget} must hold the longest sequence, got {max_tokens} for a sequence of {max(lengths)} tokens; raise "
-            "it, or lower the longest prompt or response"
-        )
-    branches: dict[SampleKey, list[int]] = {}
-    for index, sequence in enumerate(sequences):
-        branches.setdefault(sequence.trajectory, []).append(index)
-    units = []
-    for unit in branches.values():
-        if len(unit) == 1:
-            units.append(unit)
-            continue
-        unit.sort(key=lambda i: -lengths[i])
-        item = _item(sequences, unit, lengths, prompts)
-        num_tokens = item.num_prompt + item.num_own
-        if together and num_tokens <= max_tokens and item.num_attended <= MAX_ATTENDED * max_tokens:
-            units.append(unit)
-        elif keep_branches:
-            raise ValueError(
-                f"{budget} must hold a trajectory's {len(unit)} branches together, since algorithm.loss, weight or "
-                f"masks read all of it, got {max_tokens} for {num_tokens} tokens; raise it, or choose a loss, a weight "
-                "and masks that work per token"
-                if together
-                else "algorithm.loss, weight or masks read whole trajectories, and this model runs one sequence at a "
-                f"time, got a trajectory of {len(unit)} branches; choose a loss, a weight and masks that work per token"
-            )
-        else:
-            units += [[index] for index in unit]
-    return units
 
 
 def _micro_batch(

@@ -20,6 +20,7 @@ from .types import RankBatch, SampleKey
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from .fsdp import ParameterTypes
     from .heads import PackedHead
     from .losses import Objective
 
@@ -53,6 +54,32 @@ class Role:
     measured_steps: Callable[[LearnerConfig, AlgorithmConfig], int] = lambda _config, _algorithm: 0
     adapters: bool = False
 
+    def build(self, model_path: str, config: LearnerConfig, types: ParameterTypes, temperature: float) -> PackedHead:
+        """Make the role's head with its model, the adapters and the vision tower. The parameters have no values yet.
+
+        Raises `ValueError` if an option does not suit the model.
+        """
+        is_adapted = self.adapters and config.lora.rank > 0
+        held = types.trained if self.objective is not None and not is_adapted else types.frozen
+        pretrained = self.load(model_path, held)
+        vision = _vision_tower(pretrained, model_path)
+        if is_adapted and vision is not None:
+            raise ValueError(
+                f"learner.lora.rank must be 0 for a model with images, got {config.lora.rank} for {model_path!r}; "
+                "adapters of vision models are not supported"
+            )
+        if is_adapted:
+            _add_adapters(pretrained, config.lora, dtype=types.trained)
+        head = self.head(pretrained, config, temperature)
+        head.vision = vision
+        if config.freeze_vision:
+            if vision is None:
+                raise ValueError(
+                    f"learner.freeze_vision is true, but {model_path!r} has no vision tower; set it to false"
+                )
+            vision.freeze()
+        return head
+
 
 def _function(module: str, name: str) -> Callable[..., Any]:
     """A function of this package whose module is imported at the first call, because it loads torch."""
@@ -64,6 +91,8 @@ def _function(module: str, name: str) -> Callable[..., Any]:
 
 
 _load_causal_lm = _function("pretrained", "load_causal_lm")
+_add_adapters = _function("lora", "add_adapters")
+_vision_tower = _function("vision", "vision_tower")
 _new_log_prob_head = _function("heads", "LogProbHead")
 _new_value_head = _function("heads", "ValueHead")
 _new_reward_head = _function("heads", "RewardHead")

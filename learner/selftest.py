@@ -36,7 +36,7 @@ from asyncrl.core.images import (
 from .fsdp import LearnerMesh, decoder_layers
 from .heads import LogProbHead, PackedHead
 from .lora import expert_tensors
-from .packing import pack
+from .packing import Packer
 from .pretrained import SCORE_HEAD
 from .rope import rope_limit
 from .types import SequenceImages, TokenSequence
@@ -326,7 +326,7 @@ class SelfTest:
             TokenSequence(input_ids=ids.astype(np.int32), loss_mask=np.arange(len(ids)) >= num_prompt, images=own)
             for ids, own in zip(tokens, images, strict=True)
         ]
-        (batch,) = pack(sequences, max_tokens=sum(map(len, tokens)), share_prompts=num_prompt > 1)
+        (batch,) = Packer(max_tokens=sum(map(len, tokens)), share_prompts=num_prompt > 1).pack(sequences)
         batch = batch.to(self._mesh.device)
         with self._sharding:
             hidden = gather_sequence(self._head.hidden_states(batch), dim=0)

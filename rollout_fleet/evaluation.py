@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 
 from asyncrl.core.errors import EngineError, RewardError
-from asyncrl.core.image_files import ImageReader, prompt_images
+from asyncrl.core.image_files import prompt_images
 from asyncrl.core.images import PlacedImage
 from asyncrl.core.types import AnsweredPrompt, FinishReason, Prompt
 
+from .answering import AnsweringParts
 from .config import SamplingConfig
-from .engines.engine import Engine, SampleOutput, SampleRequest
+from .engines.engine import SampleOutput, SampleRequest
 from .episodes.episode import Episode
 from .episodes.episode_run import DirectRun, Player
-from .rewards import Rollout, Scores, WeightedRewards
-from .sample_log import Decode, SampleLog
+from .rewards import Rollout, Scores
 
 logger = logging.getLogger(__name__)
 
@@ -53,28 +53,14 @@ class _Answer:
 class HeldOutAnswers:
     """Answers held-out prompts on one engine, with ``sampling`` and greedily, and scores the answers.
 
-    ``log`` keeps all answers for reading; ``images`` reads the images of prompts.
+    The parts' ``samples`` keep all answers for reading.
     """
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        rewards: WeightedRewards,
-        decode: Decode,
-        sampling: SamplingConfig,
-        player: Player | None = None,
-        log: SampleLog | None = None,
-        images: ImageReader | None = None,
-    ) -> None:
-        self._engine = engine
-        self._images = images
-        self._rewards = rewards
-        self._decode = decode
+    def __init__(self, parts: AnsweringParts, *, sampling: SamplingConfig) -> None:
+        self._engine, self._rewards, self._decode = parts.engine, parts.rewards, parts.decode
+        self._player, self._images, self._log = parts.player, parts.images, parts.samples
         self._sampling = sampling
-        self._player = player
         self._greedy = sampling.greedy()
-        self._log = log
         self._num_rounds = 0
 
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:

@@ -38,21 +38,20 @@ from typing import Any
 
 from asyncrl.core import receipts, record
 from asyncrl.core.errors import AsyncRLError, EngineError, RequestRefused, WeightsGone
-from asyncrl.core.image_files import ImageReader, prompt_images
+from asyncrl.core.image_files import prompt_images
 from asyncrl.core.images import PlacedImage
 from asyncrl.core.ports import RolloutBuffer
 from asyncrl.core.record import GroupEvent, LevelName, SpanKind
 from asyncrl.core.stacks import missed
 from asyncrl.core.types import Lease, WeightOffer
 
+from .answering import AnsweringParts
 from .config import RolloutFleetConfig, SaveProgress
 from .engines.engine import Engine, SampleOutput, SampleRequest, cancel
 from .episodes.episode_run import EpisodeRun, Player
 from .inflight import ON_ENGINE, GroupEnd, GroupLimit, GroupPhase, InflightGroup, InflightGroups
 from .member import Member
 from .metrics import FleetCounters, FleetMeter
-from .rewards import WeightedRewards
-from .sample_log import Decode, SampleLog
 from .settlement import Settlement
 
 logger = logging.getLogger(__name__)
@@ -77,40 +76,30 @@ class RolloutLoop:
     """Rolls prompt groups out on one engine. Call `run` once; the other methods may be called while it runs.
 
     Args:
-        engine: A started engine. The loop closes none of its collaborators.
+        parts: Started parts with the engine. The loop closes none of its collaborators.
         member: Gets reports of loaded weights; decides whether the loop may ask for leases.
         samples_per_prompt: G.
         greedy_baseline: Sample one more response per prompt greedily, which is not trained on.
         seed: The run's seed if every answer has a seed of its own; see `InflightGroup.begin`.
-        samples: Keeps some scored samples for reading.
-        player: Plays the episodes of prompts that have an environment; None if no prompt has one.
         stage: Brings an offer near the engine; the engine loads the offer that it yields.
-        images: Reads the images of prompts; None for a model without.
     """
 
     def __init__(
         self,
         config: RolloutFleetConfig,
+        parts: AnsweringParts,
         *,
-        engine: Engine,
         member: Member,
         buffer: RolloutBuffer,
-        rewards: WeightedRewards,
-        decode: Decode,
         samples_per_prompt: int,
         greedy_baseline: bool = False,
         seed: int | None = None,
-        samples: SampleLog | None = None,
-        player: Player | None = None,
         stage: Callable[[WeightOffer], AbstractAsyncContextManager[WeightOffer]] = nullcontext,
-        images: ImageReader | None = None,
     ) -> None:
         self._config = config
-        self._images = images
-        self._player = player
+        self._engine, self._player, self._images = parts.engine, parts.player, parts.images
         self._playing: dict[tuple[int, int], list[asyncio.Task[None]]] = {}
         self._stage = stage
-        self._engine = engine
         self._member = member
         self._buffer = buffer
         self._begin_group = partial(
@@ -121,16 +110,9 @@ class RolloutLoop:
             seed=seed,
         )
         self._meter = FleetMeter()
-        self._stamp = partial(_stamp, engine)
+        self._stamp = partial(_stamp, self._engine)
         self._settlement = Settlement(
-            config,
-            buffer=buffer,
-            rewards=rewards,
-            decode=decode,
-            meter=self._meter,
-            stamp=self._stamp,
-            samples=samples,
-            engine=member.name,
+            config, parts, buffer=buffer, meter=self._meter, stamp=self._stamp, engine=member.name
         )
         self._limit = GroupLimit(config.fewest_groups_in_flight, config.most_groups_in_flight)
         self._groups = InflightGroups(

@@ -17,13 +17,12 @@ from asyncrl.core.ports import RolloutBuffer
 from asyncrl.core.record import GroupEvent, SpanKind
 from asyncrl.core.trajectory import TrajectoryGroup
 
+from .answering import AnsweringParts
 from .config import OnRewardFailure, RolloutFleetConfig, SaveProgress
 from .episodes.config import OnFailure
 from .episodes.environment import EpisodeFailure, FailureKind
 from .inflight import GroupEnd, InflightGroup
 from .metrics import FleetMeter
-from .rewards import WeightedRewards
-from .sample_log import Decode, SampleLog
 
 logger = logging.getLogger(__name__)
 
@@ -42,29 +41,24 @@ class Settlement:
 
     With ``on_reward_failure=drop_trajectory`` a response with a failed reward is dropped from its group and counted
     (``reward_trajectory``); its tokens are dropped (``reward``). Then each advantage compares the other responses.
-    ``decode`` turns response tokens into the text that rewards read; ``samples`` keeps some scored samples for reading;
     ``stamp`` records an event of a group in the run's profile; ``engine`` is the engine's name in receipts.
     """
 
     def __init__(
         self,
         config: RolloutFleetConfig,
+        parts: AnsweringParts,
         *,
         buffer: RolloutBuffer,
-        rewards: WeightedRewards,
-        decode: Decode,
         meter: FleetMeter,
         stamp: Callable[[GroupEvent, InflightGroup], None],
-        samples: SampleLog | None = None,
         engine: str = "",
     ) -> None:
         self._config = config
+        self._parts = parts
         self._buffer = buffer
-        self._rewards = rewards
-        self._decode = decode
         self._meter = meter
         self._stamp = stamp
-        self._samples = samples
         self._engine = engine
         self._num_failures_in_a_row = 0
 
@@ -179,11 +173,11 @@ class Settlement:
         """
         started = time.perf_counter()
         prompt = group.lease.prompt
-        rollouts = [group.rollout(index, self._decode) for index in chosen]
+        rollouts = [group.rollout(index, self._parts.decode) for index in chosen]
         may_fail = self._config.on_reward_failure is OnRewardFailure.drop_trajectory
         fewest = FEWEST_SAMPLES if may_fail else len(rollouts)
         with record.span(SpanKind.reward, lane="/reward", group=prompt.group_id):
-            scores = await self._rewards.score(prompt, rollouts, may_fail=may_fail)
+            scores = await self._parts.rewards.score(prompt, rollouts, may_fail=may_fail)
         self._stamp(GroupEvent.reward, group)
         self._meter.add(reward_s=time.perf_counter() - started)
         has_reward = np.isfinite(scores.total)
@@ -198,10 +192,10 @@ class Settlement:
             self._meter.add(groups_failed=Counter(reward_trajectory=num_failed))
             scores = scores.of(has_reward)
         kept = [chosen[place] for place in places]
-        if self._samples is not None:
+        if self._parts.samples is not None:
             texts = [rollouts[place].text for place in places]
             runs = [group.runs[index] for index in kept] if group.runs else []
-            await self._samples.add(prompt, [group.written(index) for index in kept], texts, scores, runs=runs)
+            await self._parts.samples.add(prompt, [group.written(index) for index in kept], texts, scores, runs=runs)
         return group.scored(scores, kept)
 
     async def _store(self, group: InflightGroup, stored: TrajectoryGroup) -> None:

@@ -7,34 +7,29 @@ the run starts another worker (`asyncrl.run.fleet_member`).
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError, EngineLost
 from asyncrl.core.host import WORKER_BYTES, keep_freed_memory
-from asyncrl.core.image_files import image_reader
 from asyncrl.core.ports import RolloutBuffer
 from asyncrl.core.record import ProfileConfig
 from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.single_controller import Dispatch, Worker, register
 from asyncrl.weights.staging import WeightStager
 
+from .answering import AnsweringParts
 from .config import RolloutFleetConfig
-from .engines import make_engine
-from .episodes.player import EpisodePlayer
 from .evaluation import HeldOutAnswers
 from .loop import RolloutLoop
 from .member import Member, member_limits
 from .metrics import FleetCounters, note_member
-from .rewards import WeightedRewards
-from .sample_log import SampleLog, load_decoder
 
 logger = logging.getLogger(__name__)
 
@@ -77,40 +72,31 @@ class RolloutWorker(Worker):
         record.start(profile or ProfileConfig(), process=f"engine-{self.rank}", pool=record.Pool.fleet)
         self._starting = record.span(record.SpanKind.start)
         self._connect_buffer = connect_buffer
-        self._rewards = WeightedRewards(config)
-        decode = load_decoder(model_path)
-        self._engine = make_engine(config, model_path=model_path, rank=self.rank, log_dir=log_dir, seed=seed)
+        self._parts = AnsweringParts.of(
+            config,
+            model_path=model_path,
+            rank=self.rank,
+            log_dir=log_dir,
+            seed=seed,
+            episode_context=episode_context,
+            sample_dir=sample_dir,
+        )
+        self._engine = self._parts.engine
         self._member = Member(f"engine-{self.rank}", member_limits(config), time.monotonic())
         note_member(self._member, "/member")
         self._down = record.NO_SPAN
         self._stager = WeightStager(
             f"engine-{self.rank}", memory=Path(staging_dir), copies=copy_weights, timeout_s=config.load_timeout_s
         )
-        log = partial(SampleLog, rank=self.rank, config=config.samples, decode=decode)
-        self._samples = log(Path(sample_dir)) if sample_dir else None
-        images = image_reader(model_path, max_pixels=config.max_image_pixels)
-        self._player = (
-            EpisodePlayer(config, model_path=model_path, max_context=episode_context, images=images)
-            if episode_context
-            else None
-        )
-        parts: dict[str, Any] = {
-            "images": images,
-            "engine": self._engine,
-            "rewards": self._rewards,
-            "decode": decode,
-            "player": self._player,
-        }
-        self._held_out = HeldOutAnswers(sampling=config.sampling, log=self._samples, **parts)
+        self._held_out = HeldOutAnswers(self._parts, sampling=config.sampling)
         self._make_loop = partial(
             RolloutLoop,
             config,
-            **parts,
+            self._parts,
             member=self._member,
             samples_per_prompt=samples_per_prompt,
             greedy_baseline=greedy_baseline,
             seed=seed if config.transformers.reproducible else None,
-            samples=self._samples,
             stage=self._stager.staged,
         )
         self._buffer: RolloutBuffer | None = None
@@ -122,10 +108,8 @@ class RolloutWorker(Worker):
 
         Raises as `Engine.start` does.
         """
-        beside = [part.start() for part in (self._samples, self._player) if part is not None]
-        await asyncio.gather(self._engine.start(), *beside)
+        await self._parts.start()
         self._member.started(self._member.epoch)
-        await self._rewards.start()
         self._buffer = self._connect_buffer(str(self.rank))
         self._loop = self._make_loop(buffer=self._buffer)
         gc.freeze()  # otherwise each garbage collection of the loaded objects would pause the engine and the event loop
@@ -210,13 +194,10 @@ class RolloutWorker(Worker):
                 await self._loop.stop()
         finally:
             try:
-                await self._engine.stop()
+                await self._parts.close()
             except Exception:
                 logger.exception("%s was not stopped; its processes end with this one", self._member.name)
             self._stager.close()
-            await self._rewards.close()
-            if self._player is not None:
-                await self._player.close()
             if self._buffer is not None:
                 await self._buffer.close()
             self._down.close()

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -37,12 +36,10 @@ from asyncrl.metrics import Evaluation, read_json, write_json
 from asyncrl.run.evaluator import HeldOutEvaluator
 from asyncrl.run.run_folder import RunPaths
 from learner.checkpoint_folder import newest_checkpoint, read_progress
+from rollout_fleet.answering import AnsweringParts
 from rollout_fleet.config import EngineKind
-from rollout_fleet.engines import check_engine_installed, make_engine
-from rollout_fleet.episodes.player import EpisodePlayer
+from rollout_fleet.engines import check_engine_installed
 from rollout_fleet.evaluation import HeldOutAnswers
-from rollout_fleet.rewards import WeightedRewards
-from rollout_fleet.sample_log import SampleLog, load_decoder
 
 _USAGE = """\
 usage: asyncrl evaluate MODEL_OR_RUN [experiment=NAME|FILE.yaml] [OPTION=VALUE ...]
@@ -191,24 +188,22 @@ async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
     check_own_functions(config)
     await try_reward(config, prompts[0])
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    logs = str(folder / "logs")
     config = with_time_to_read(config)
-    engine = make_engine(config.rollout_fleet, model_path=config.model.path, rank=0, log_dir=logs, seed=config.seed)
-    rewards = WeightedRewards(config.rollout_fleet)
-    context = episode_context(config)
-    images = image_reader(config.model.path, max_pixels=config.rollout_fleet.max_image_pixels)
-    options: dict[str, Any] = {"model_path": config.model.path, "max_context": context, "images": images}
-    player = EpisodePlayer(config.rollout_fleet, **options) if context else None
-    parts: dict[str, Any] = {"engine": engine, "rewards": rewards, "player": player}
+    parts = AnsweringParts.of(
+        config.rollout_fleet,
+        model_path=config.model.path,
+        log_dir=str(folder / "logs"),
+        seed=config.seed,
+        episode_context=episode_context(config),
+        sample_dir=str(folder / "samples"),
+    )
     try:
-        await asyncio.gather(*(part.start() for part in parts.values() if part is not None))
-        fleet = OneEngine(config, **parts, images=images, sample_dir=folder / "samples")
-        evaluation = await HeldOutEvaluator(config, fleet=fleet, prompts=prompts).evaluate_all(engine.version)
+        await parts.start()
+        fleet = OneEngine(HeldOutAnswers(parts, sampling=config.rollout_fleet.sampling))
+        evaluator = HeldOutEvaluator(config, fleet=fleet, prompts=prompts)
+        evaluation = await evaluator.evaluate_all(parts.engine.version)
     finally:
-        await engine.stop()
-        await rewards.close()
-        if player is not None:
-            await player.close()
+        await parts.close()
     if evaluation is None:
         raise AsyncRLError(f"none of the {len(prompts)} prompts has a reward: {fleet.failure or 'every reward failed'}")
     return replace(evaluation, policy_version=version)
@@ -236,13 +231,9 @@ class OneEngine:
         failure: The engine's last error; None without one.
     """
 
-    def __init__(self, config: RunConfig, *, sample_dir: Path, **parts: Any) -> None:
-        """``parts``: engine, rewards, player and images, as of `HeldOutAnswers`."""
+    def __init__(self, answers: HeldOutAnswers) -> None:
         self.failure: AsyncRLError | None = None
-        decode = load_decoder(config.model.path)
-        fleet = config.rollout_fleet
-        log = SampleLog(sample_dir, rank=0, config=fleet.samples, decode=decode)
-        self._answers = HeldOutAnswers(**parts, decode=decode, sampling=fleet.sampling, log=log)
+        self._answers = answers
 
     def engines(self) -> list[str]:
         """Return the name of the engine."""

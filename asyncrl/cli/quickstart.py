@@ -181,7 +181,11 @@ def _write_assets(directory: Path, settings: Mapping[str, Any]) -> None:
     _write_model(assets.model, settings["model"], weights_rng)
     parts = [settings[f"num_{part}"] for part in ("held_out", "train", "demonstrations")]
     is_tools = settings["task"] == QuickstartTask.tools
-    rows = make_rows(rows_rng, sum(parts)) if is_tools else _digit_rows(rows_rng, sum(parts))
+    if is_tools:
+        rows = make_rows(rows_rng, sum(parts))
+    else:
+        numbers = _distinct_numbers(rows_rng, sum(parts))
+        rows = [{"prompt": f"{one}=", "ground_truth": one[::-1], "data_source": "reverse"} for one in numbers]
     held_out, train, shown = (rows[end - size : end] for size, end in zip(parts, accumulate(parts), strict=True))
     pq.write_table(pa.Table.from_pylist(held_out), assets.held_out)
     pq.write_table(pa.Table.from_pylist(train), assets.train)
@@ -201,11 +205,6 @@ def _with_mistakes(digits: str, settings: Mapping[str, Any], rng: np.random.Gene
     if rng.random() < settings["habit_rate"] and len(digits) >= LONG:
         digits = digits[1] + digits[0] + digits[2:]
     return "".join(str(r) if w else d for d, r, w in zip(digits, random_digits, wrong, strict=True))
-
-
-def _digit_rows(rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
-    numbers = _distinct_numbers(rng, count)
-    return [{"prompt": f"{one}=", "ground_truth": one[::-1], "data_source": "reverse"} for one in numbers]
 
 
 def _distinct_numbers(rng: np.random.Generator, count: int) -> list[str]:

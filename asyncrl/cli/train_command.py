@@ -155,7 +155,10 @@ async def _until_done_or_stopped(
             give_up_after(timeout_s, lambda: _give_up(f"{last_words} ({too_long})", run_dir, EXIT_FAILED))
 
     def results() -> str:
-        return "; ".join(filter(None, (_results_in(run_dir), how_to_continue(config, run_dir, overrides))))
+        names = ("policy", "summary.json", "reward.png", "checkpoints", "logs")
+        found = [name for name in names if (run_dir / name).exists()]
+        written = f"{', '.join(found)} in {run_dir}" if found else "nothing was started"
+        return "; ".join(filter(None, (written, how_to_continue(config, run_dir, overrides))))
 
     def give_up() -> None:
         _give_up(f"stopped by {stopping.cause}; {results()} ({too_long})", run_dir, stopping.status)
@@ -176,12 +179,6 @@ async def _until_done_or_stopped(
     finally:
         stopping.close()
     return 0, ""
-
-
-def _results_in(run_dir: Path) -> str:
-    names = ("policy", "summary.json", "reward.png", "checkpoints", "logs")
-    found = [name for name in names if (run_dir / name).exists()]
-    return f"{', '.join(found)} in {run_dir}" if found else "nothing was started"
 
 
 def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> str:

@@ -60,9 +60,8 @@ class PromptStream:
         """
         if not config.train_files:
             raise ValueError("data.train_files must name at least one parquet or jsonl file, got none; name one")
-        self._prompts, self._files, self.num_filtered = _read_prompts(
-            config.train_files, config, tokenizer, has_environment=has_environment, images=images
-        )
+        reader = _PromptReader(config, tokenizer, has_environment=has_environment, images=images)
+        self._prompts, self._files, self.num_filtered = reader.read(config.train_files)
         self._seed = seed
         self._shuffle = config.shuffle
         self._position = 0
@@ -143,7 +142,8 @@ def load_eval_prompts(
     """
     if not config.eval_files:
         return []
-    prompts, _, _ = _read_prompts(config.eval_files, config, tokenizer, has_environment=has_environment, images=images)
+    reader = _PromptReader(config, tokenizer, has_environment=has_environment, images=images)
+    prompts, _, _ = reader.read(config.eval_files)
     return [_loaded(prompt, prompt.group_id) for prompt in prompts[: config.eval_max_prompts or len(prompts)]]
 
 
@@ -152,89 +152,64 @@ def _loaded(prompt: Prompt, group_id: int) -> Prompt:
     return replace(prompt, group_id=group_id, messages=with_loaded_images(prompt.messages, f"prompt group {group_id}"))
 
 
-def _read_prompts(
-    paths: Sequence[str],
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    has_environment: bool,
-    images: ImageReader | None,
-) -> tuple[list[Prompt], list[list[str]], int]:
-    """The prompts of several files with their indices as ids, path and digest of each file, and the number left out."""
-    prompts: list[Prompt] = []
-    files: list[list[str]] = []
-    num_filtered = 0
-    if config.chat_template:
-        check_template("data", tokenizer)
-    if config.images_key and images is None:
-        raise ValueError(
-            f"data.images_key is {config.images_key!r}, but the model has no vision tower that the learner trains, "
-            f"expected one of the families {', '.join(VISION_FAMILIES)}; set model.path to one, or leave it empty"
-        )
-    for path in paths:
-        rows = read_rows(path, config.keys)
-        files.append([path, rows.digest])
-        read = _prompts_of(rows, config, tokenizer, has_environment=has_environment, images=images)
-        kept = _within_limit(rows, read, config)
-        num_filtered += len(rows) - len(kept)
-        prompts += [replace(prompt, group_id=index) for index, prompt in enumerate(kept, start=len(prompts))]
-    if not prompts:
-        raise ValueError(
-            f"{', '.join(paths)}: at least one prompt must have at most data.max_prompt_tokens = "
-            f"{config.max_prompt_tokens} tokens, got {num_filtered} longer prompts; raise the limit"
-        )
-    return prompts, files, num_filtered
+class _PromptReader:
+    """Reads and tokenizes the prompts of files; the arguments are those of `PromptStream`."""
 
+    def __init__(
+        self, config: DataConfig, tokenizer: Tokenizer, *, has_environment: bool, images: ImageReader | None
+    ) -> None:
+        if config.chat_template:
+            check_template("data", tokenizer)
+        if config.images_key and images is None:
+            raise ValueError(
+                f"data.images_key is {config.images_key!r}, but the model has no vision tower that the learner trains, "
+                f"expected one of the families {', '.join(VISION_FAMILIES)}; set model.path to one, or leave it empty"
+            )
+        self._config = config
+        self._tokenizer = tokenizer
+        self._has_environment = has_environment
+        self._images = images
 
-def _prompts_of(
-    rows: Rows, config: DataConfig, tokenizer: Tokenizer, *, has_environment: bool, images: ImageReader | None
-) -> list[Prompt]:
-    """The prompt of each row of one file; the ids are not set yet."""
-    empty = [()] * len(rows)
-    columns = {key: rows.serializable_column(key) for key in (config.ground_truth_key, *config.extra_keys) if key}
-    sources = _names(rows, config.data_source_key, "a string")
-    environments = _names(
-        rows, config.environment_key, "an environment's name, or null for the run's", may_be_null=True
-    )
-    options = _options(rows, config.environment_options_key)
-    tools: Sequence[tuple[Message, ...]] = read_tools(rows, config.tools_key) if config.tools_key else empty
-    messages: Sequence[tuple[Message, ...]] = empty
-    where = [f"{rows.where(row)}: column {config.prompt_key!r}" for row in range(len(rows))]
-    if config.chat_template:
-        system, has_images = config.system_prompt, images is not None
-        messages = read_messages(rows, config.prompt_key, system_prompt=system, has_images=has_images)
-        if config.images_key:
-            columns_of_images = rows.column(config.images_key)
-            messages = [
-                fill_images(own, columns_of_images[row], f"{rows.where(row)}: column {config.images_key!r}")
-                for row, own in enumerate(messages)
-            ]
-        rendered = zip(map(without_images, messages), where, tools, strict=True)
-        kwargs = config.chat_template_kwargs
-        texts = [render_chat(m, w, tokenizer, kwargs, add_generation_prompt=True, tools=t) for m, w, t in rendered]
-    else:
-        texts = [_text(value, place) for value, place in zip(rows.column(config.prompt_key), where, strict=True)]
-        asks = zip(texts, environments, strict=True)
-        messages = [({"role": "user", "content": text},) if has_environment or own else () for text, own in asks]
-    # A template writes the special tokens; for a plain prompt, the tokenizer adds them.
-    encoded = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
-    prompts = []
-    for row, ids in enumerate(encoded):
-        if not len(ids):
-            shown = rows.column(config.prompt_key)[row]
-            raise ValueError(f"{where[row]} is {shown!r}, which has no tokens, expected at least one; remove the row")
-        if images is not None:
-            counts = [
-                images.num_tokens(content_of(source, at, from_files=True), at)
-                for at, source in _named(images_of(messages[row]), where[row])
-            ]
-            ids = with_placeholders(ids, counts, images.token_id, where[row])
-        prompt_ids = np.asarray(ids, dtype=np.int32)
-        prompt_ids.flags.writeable = False
-        prompts.append(
+    def read(self, paths: Sequence[str]) -> tuple[list[Prompt], list[list[str]], int]:
+        """Read files; the id of a prompt is its index.
+
+        Returns the prompts, path and digest of each file, and the number of prompts that are left out.
+        """
+        prompts: list[Prompt] = []
+        files: list[list[str]] = []
+        num_filtered = 0
+        for path in paths:
+            rows = read_rows(path, self._config.keys)
+            files.append([path, rows.digest])
+            kept = _within_limit(rows, self._prompts_of(rows), self._config)
+            num_filtered += len(rows) - len(kept)
+            prompts += [replace(prompt, group_id=index) for index, prompt in enumerate(kept, start=len(prompts))]
+        if not prompts:
+            raise ValueError(
+                f"{', '.join(paths)}: at least one prompt must have at most data.max_prompt_tokens = "
+                f"{self._config.max_prompt_tokens} tokens, got {num_filtered} longer prompts; raise the limit"
+            )
+        return prompts, files, num_filtered
+
+    def _prompts_of(self, rows: Rows) -> list[Prompt]:
+        """The prompt of each row of one file; the ids are not set yet."""
+        config = self._config
+        columns = {key: rows.serializable_column(key) for key in (config.ground_truth_key, *config.extra_keys) if key}
+        sources = _names(rows, config.data_source_key, "a string")
+        environments = _names(
+            rows, config.environment_key, "an environment's name, or null for the run's", may_be_null=True
+        )
+        options = _options(rows, config.environment_options_key)
+        tools: Sequence[tuple[Message, ...]] = [()] * len(rows)
+        if config.tools_key:
+            tools = read_tools(rows, config.tools_key)
+        messages, texts = self._rendered(rows, tools) if config.chat_template else self._plain(rows, environments)
+        # A template writes the special tokens; for a plain prompt, the tokenizer adds them.
+        encoded = self._tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
+        return [
             Prompt(
                 group_id=row,
-                prompt_ids=prompt_ids,
+                prompt_ids=self._token_ids(rows, row, ids, messages[row]),
                 ground_truth=columns[config.ground_truth_key][row] if config.ground_truth_key else None,
                 data_source=sources[row],
                 extra={key: columns[key][row] for key in config.extra_keys},
@@ -243,12 +218,60 @@ def _prompts_of(
                 environment=environments[row],
                 environment_options=options[row],
             )
+            for row, ids in enumerate(encoded)
+        ]
+
+    def _place(self, rows: Rows, row: int) -> str:
+        """Where a prompt is, for errors."""
+        return f"{rows.where(row)}: column {self._config.prompt_key!r}"
+
+    def _rendered(
+        self, rows: Rows, tools: Sequence[tuple[Message, ...]]
+    ) -> tuple[Sequence[tuple[Message, ...]], list[str]]:
+        """The messages of each row, and their text by the chat template."""
+        config = self._config
+        messages: Sequence[tuple[Message, ...]] = read_messages(
+            rows, config.prompt_key, system_prompt=config.system_prompt, has_images=self._images is not None
         )
-    return prompts
+        if config.images_key:
+            images = rows.column(config.images_key)
+            messages = [
+                fill_images(own, images[row], f"{rows.where(row)}: column {config.images_key!r}")
+                for row, own in enumerate(messages)
+            ]
+        texts = [
+            render_chat(
+                without_images(own),
+                self._place(rows, row),
+                self._tokenizer,
+                config.chat_template_kwargs,
+                add_generation_prompt=True,
+                tools=tools[row],
+            )
+            for row, own in enumerate(messages)
+        ]
+        return messages, texts
 
+    def _plain(self, rows: Rows, environments: Sequence[str]) -> tuple[Sequence[tuple[Message, ...]], list[str]]:
+        """The text of each row, and the message that an environment gets."""
+        texts = [_text(value, self._place(rows, row)) for row, value in enumerate(rows.column(self._config.prompt_key))]
+        asks = zip(texts, environments, strict=True)
+        has_environment = self._has_environment
+        return [({"role": "user", "content": text},) if has_environment or own else () for text, own in asks], texts
 
-def _named(images: Sequence[Any], where: str) -> list[tuple[str, Any]]:
-    return [(f"{where}, image {place}", image) for place, image in enumerate(images)]
+    def _token_ids(self, rows: Rows, row: int, ids: Sequence[int], messages: Sequence[Message]) -> np.ndarray:
+        """The tokens of a prompt with the places of its images: read-only [prompt length] int32."""
+        where = self._place(rows, row)
+        if not len(ids):
+            shown = rows.column(self._config.prompt_key)[row]
+            raise ValueError(f"{where} is {shown!r}, which has no tokens, expected at least one; remove the row")
+        if (images := self._images) is not None:
+            places = [(f"{where}, image {place}", source) for place, source in enumerate(images_of(messages))]
+            counts = [images.num_tokens(content_of(source, at, from_files=True), at) for at, source in places]
+            ids = with_placeholders(ids, counts, images.token_id, where)
+        prompt_ids = np.asarray(ids, dtype=np.int32)
+        prompt_ids.flags.writeable = False
+        return prompt_ids
 
 
 def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) -> list[str]:

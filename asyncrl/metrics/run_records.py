@@ -252,13 +252,18 @@ class MetricsWriter:
 
     Each step has one line. When the learner returns to a checkpoint, the lines of lost steps move to
     ``metrics.lost.jsonl``, and the evaluations of lost versions to ``evaluations.lost.jsonl``.
+
+    Attributes:
+        steps: The records that were written, without lost ones.
+        evaluations: The evaluations that were written, without lost ones.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "metrics.jsonl"
         self._file = self._path.open("w", buffering=1)
         self._events = ScalarEvents(run_dir / "tensorboard")
-        self._next_step = 0
+        self.steps: list[StepRecord] = []
+        self.evaluations: list[Evaluation] = []
 
     def write(self, record: StepRecord) -> None:
         """Write one step.
@@ -268,19 +273,22 @@ class MetricsWriter:
         """
         numbers = record.flat()
         with writing(self._path):
-            if record.step < self._next_step:  # the learner has returned to a checkpoint
+            if self.steps and record.step <= self.steps[-1].step:  # the learner has returned to a checkpoint
                 self._file.close()
                 _move_lost(self._path, lambda line: line["step"] >= record.step)
                 evaluations = self._path.with_name("evaluations.jsonl")
                 _move_lost(evaluations, lambda line: line["policy_version"] > record.step)
                 self._file = self._path.open("a", buffering=1)
                 self._events.go_back(record.step)
-            self._next_step = record.step + 1
+                self.steps = [kept for kept in self.steps if kept.step < record.step]
+                self.evaluations = [kept for kept in self.evaluations if kept.policy_version <= record.step]
+            self.steps.append(record)
             self._file.write(json.dumps(numbers) + "\n")
         self._events.add({name.replace(".", "/"): value for name, value in numbers.items()}, record.step)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Write an evaluation as a line of ``evaluations.jsonl`` and as scalars; raises the errors of `write`."""
+        self.evaluations.append(evaluation)
         numbers = asdict(evaluation)
         path = self._path.with_name("evaluations.jsonl")
         with writing(path), path.open("a") as file:

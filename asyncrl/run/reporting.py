@@ -128,13 +128,12 @@ class Reporter:
         receipts.note(receipts.Act.committed, step=plan.version, groups=[_planned(group) for group in plan.groups])
         record.cpu()
         now_s = time.time()
-        update_s = metrics["ended_at"] - metrics["started_at"]
         elapsed_s = now_s - self._last_record_s
         new_tokens = counts.tokens_generated - self._last_tokens
         self._ended_s = max(value for name, value in metrics.items() if name.endswith("ended_at"))
         self._last_record_s, self._last_tokens = now_s, counts.tokens_generated
         time_before_s, tokens_before, failed_before = self._before
-        batch, times = self._batch_numbers(plan), ("started_at", "ended_at")
+        batch = self._batch_numbers(plan)
         self._max_lag = max(self._max_lag, batch["lag_max"])
         self._engine_tokens.append(counts.tokens_by_engine)
         self.num_steps += 1
@@ -145,26 +144,16 @@ class Reporter:
                 step=plan.version,
                 time_s=time_before_s + self._ended_s - self._began_s,
                 **batch,
+                **self._learner_numbers(plan, metrics),
+                **self._buffer_numbers(stats),
                 generated_tokens=tokens_before + counts.tokens_generated,
                 rollout_tokens_per_s=new_tokens / elapsed_s if elapsed_s > 0 else 0.0,
-                learner_tokens_per_s=sum(group.num_tokens for group in plan.groups) / update_s if update_s > 0 else 0.0,
-                buffer_groups=stats.groups["stored"],
-                leased_groups=stats.groups["leased"],
-                dropped_groups=stats.groups["dropped"],
                 failed_groups=failed_before + sum(counts.groups_failed.values()),
-                kept_length=stats.mean_length_kept,
-                dropped_length=stats.mean_length_dropped,
                 engine_version=self.engine_version,
                 plan_wait_s=plan_wait_s,
-                update_s=update_s,
                 publish_s=self._publish_s,
-                buffer_fill=stats.stored_bytes / self._store_bytes,
                 slowest_engine=slowest_engine(self._engine_tokens[0], counts.tokens_by_engine),
-                learner={name: value for name, value in metrics.items() if not name.endswith(times)},
                 episodes=dict(counts.episodes),
-                groups=stats.groups,
-                tokens_dropped_by_reason=stats.tokens_dropped,
-                groups_dropped_by_reason=stats.groups_dropped,
             )
         )
 
@@ -216,6 +205,32 @@ class Reporter:
             "lag_mean": statistics.fmean(lags),
             "lag_max": max(lags),
             "lags": dict(Counter(lags)),
+        }
+
+    def _learner_numbers(self, plan: Plan, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """The fields of a record that the learner's step determines."""
+        update_s = metrics["ended_at"] - metrics["started_at"]
+        num_tokens = sum(group.num_tokens for group in plan.groups)
+        return {
+            "update_s": update_s,
+            "learner_tokens_per_s": num_tokens / update_s if update_s > 0 else 0.0,
+            "learner": {
+                name: value for name, value in metrics.items() if not name.endswith(("started_at", "ended_at"))
+            },
+        }
+
+    def _buffer_numbers(self, stats: BufferStats) -> dict[str, Any]:
+        """The fields of a record that the ledger determines."""
+        return {
+            "groups": stats.groups,
+            "tokens_dropped_by_reason": stats.tokens_dropped,
+            "groups_dropped_by_reason": stats.groups_dropped,
+            "buffer_groups": stats.groups["stored"],
+            "leased_groups": stats.groups["leased"],
+            "dropped_groups": stats.groups["dropped"],
+            "kept_length": stats.mean_length_kept,
+            "dropped_length": stats.mean_length_dropped,
+            "buffer_fill": stats.stored_bytes / self._store_bytes,
         }
 
 

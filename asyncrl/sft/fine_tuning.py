@@ -42,12 +42,9 @@ from learner.model_folder import save_policy
 from learner.model_shards import PretrainedShards
 from learner.trainer import Trainer
 from learner.types import TokenSequence
+from rollout_fleet.answering import AnsweringParts
 from rollout_fleet.config import EngineDevice, EngineKind
-from rollout_fleet.engines import make_engine
-from rollout_fleet.episodes.player import EpisodePlayer
 from rollout_fleet.evaluation import HeldOutAnswers
-from rollout_fleet.rewards import WeightedRewards
-from rollout_fleet.sample_log import load_decoder
 
 logger = logging.getLogger(__name__)
 
@@ -260,39 +257,23 @@ class GreedyAccuracy:
 
     def __init__(self, config: RunConfig, held_out: Sequence[Prompt]) -> None:
         device = EngineDevice(_learner_config(config).device.value)  # rank 0 and this engine share a device
-        self._config = replace(config.rollout_fleet, engine=EngineKind.transformers, device=device)
-        self._model_path = config.model.path
+        fleet = replace(config.rollout_fleet, engine=EngineKind.transformers, device=device, reward_processes=1)
         self._held_out = held_out
         self._is_first = int(os.environ.get("RANK", "0")) == 0
         self._directory = tempfile.TemporaryDirectory(prefix="asyncrl-sft-")
         self._publisher: WeightPublisher | None = None
-        self._engine = make_engine(self._config, model_path=self._model_path, rank=0, log_dir="", seed=config.seed)
-        self._rewards = WeightedRewards(replace(self._config, reward_processes=1))
-        context = episode_context(config)
-        self._player = (
-            EpisodePlayer(self._config, model_path=self._model_path, max_context=context) if context else None
+        self._parts = AnsweringParts.of(
+            fleet, model_path=config.model.path, seed=config.seed, episode_context=episode_context(config)
         )
-        self._answers = HeldOutAnswers(
-            engine=self._engine,
-            rewards=self._rewards,
-            decode=load_decoder(self._model_path),
-            sampling=self._config.sampling,
-            player=self._player,
-        )
+        self._answers = HeldOutAnswers(self._parts, sampling=fleet.sampling)
 
     async def __aenter__(self) -> GreedyAccuracy:
         if self._is_first:
-            await self._engine.start()
-            await self._rewards.start()
-            if self._player is not None:
-                await self._player.start()
+            await self._parts.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._engine.stop()
-        await self._rewards.close()
-        if self._player is not None:
-            await self._player.close()
+        await self._parts.close()
         if self._publisher is not None:
             self._publisher.close()
         self._directory.cleanup()
@@ -305,7 +286,7 @@ class GreedyAccuracy:
         offer = self._publisher.publish(step).result()
         result = [0.0]
         if offer is not None:
-            await self._engine.load_weights(offer)
+            await self._parts.engine.load_weights(offer)
             answered = await self._answers.answer(self._held_out, version=step, num_samples=0)
             rewards = [one.greedy for one in answered if one.greedy is not None]
             if not rewards:

@@ -45,6 +45,14 @@ class Player(Protocol):
         """Whether rewards score an episode with this failure."""
         ...
 
+    async def start(self) -> None:
+        """Start everything that plays need. Raises the errors of the starts."""
+        ...
+
+    async def close(self) -> None:
+        """End everything that `start` started."""
+        ...
+
     async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
         """Play one episode, and set the outcome or the failure of its run; ``index`` is its place in the group."""
         ...

@@ -12,7 +12,7 @@ from asyncrl.config import episode_context, longest_sequence
 from asyncrl.core.errors import EpisodeOverflow
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import FinishReason
-from learner.packing import pack
+from learner.packing import Packer
 from learner.types import group_sequences
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput
@@ -164,7 +164,7 @@ def test_every_tree_within_the_bound_fits_one_micro_batch():
         for share in (False, True):
             for whole in (False, True):
                 sequences = group_sequences(group)
-                (one,) = pack(sequences, max_tokens=budget, whole=whole, share_prompts=share, keep_branches=True)
+                (one,) = Packer(max_tokens=budget, whole=whole, share_prompts=share, keep_branches=True).pack(sequences)
                 assert len(one.input_ids) <= budget
     assert full > 200
 

@@ -12,6 +12,7 @@ import numpy as np
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import FinishReason, Lease, Prompt
 from buffer import BufferConfig, BufferProcess
+from rollout_fleet.answering import AnsweringParts
 from rollout_fleet.config import RolloutFleetConfig, SaveProgress
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
@@ -43,11 +44,9 @@ async def make_loop(buffer: AnyRole, *, version: int, token_delay_s: float) -> t
     await engine.load_weights(bare_offer(version))
     loop = RolloutLoop(
         RolloutFleetConfig(save_progress=SaveProgress.at_updates, groups_in_flight=1),
-        engine=engine,
+        AnsweringParts(engine=engine, rewards=WeightedRewards(RolloutFleetConfig()), decode=str),
         member=ready_member(version),
         buffer=buffer,
-        rewards=WeightedRewards(RolloutFleetConfig()),
-        decode=str,
         samples_per_prompt=2,
     )
     return loop, engine

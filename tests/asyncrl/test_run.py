@@ -4,6 +4,7 @@ import asyncio
 import io
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -12,7 +13,9 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.core.errors import CheckpointError, WorkerDiedError
 from asyncrl.core.ports import FleetCounts
 from asyncrl.metrics import TerminalView
-from asyncrl.run import run
+from asyncrl.run import training
+from asyncrl.run.node_folders import NodeFolders
+from asyncrl.run.resume import RunState
 from asyncrl.run.run import Run
 from tests.asyncrl.test_controller import TOKENS_PER_STEP, ScriptedBuffer, ScriptedLearner, make_controller, train
 
@@ -33,20 +36,37 @@ class FullDisk(ScriptedLearner):
         raise CheckpointError("no space left on device")
 
 
+def make_training(run_dir, view, *overrides, learner=None, records=()):
+    """A training of a run that has recorded ``records``; no loop of its own has run."""
+    parts = dict.fromkeys(("buffer", "fleet", "prompts", "evaluator", "watching", "resumed"))
+    return training.Training(
+        compose_run([*overrides]),
+        run_dir,
+        **parts,
+        learner=learner,
+        writer=SimpleNamespace(steps=records, evaluations=[]),
+        nodes=NodeFolders(run_dir, {}, timeout_s=1.0),
+        view=view,
+        first=RunState(),
+        count_restarts=dict,
+        all_answer=lambda: True,
+    )
+
+
 async def keep(tmp_path, policy, *overrides, learner=ScriptedLearner):
     """What is said and what is there, after a training is stopped in its fourth step and keeps what it has."""
     buffer, saved = ScriptedBuffer(), []
     controller, _, fleet, records = make_controller(steps=1000, buffer=buffer, learner=learner(buffer, saved=saved))
-    training = asyncio.ensure_future(train(controller, fleet))
+    steps = asyncio.ensure_future(train(controller, fleet))
     async with buffer.committed:
         await buffer.committed.wait_for(lambda: buffer.version == 3)
     fleet.drain = lambda: counts_of(buffer)
     fleet.counters = fleet.drain
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=200))
-    run = Run(compose_run(["save_timeout_s=0.2", *overrides]), tmp_path, (None, []), None, view, print)
-    run._records = records
-    await run._keep(controller, training, policy, None, None)
+    stopped = make_training(tmp_path, view, "save_timeout_s=0.2", *overrides, learner=policy, records=records)
+    stopped._controller = controller
+    await stopped._keep(steps, None)
     assert len(saved) == ("checkpoint.at_stop=false" not in overrides)
     return output.getvalue(), sorted(path.name for path in tmp_path.iterdir())
 
@@ -95,11 +115,11 @@ async def test_a_profile_that_cannot_be_written_costs_a_line_whatever_was_wrong(
     def explain(_):
         raise KeyError("lag")
 
-    monkeypatch.setattr(run, "explain", explain)
-    monkeypatch.setattr(run.record, "current", object)
+    monkeypatch.setattr(training, "explain", explain)
+    monkeypatch.setattr(training.record, "current", object)
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=200))
-    assert await Run(compose_run([]), tmp_path, (None, []), None, view, print)._explain(None) is None
+    assert await make_training(tmp_path, view)._explain() is None
     assert "the profile could not be written: KeyError('lag')" in output.getvalue()
 
 

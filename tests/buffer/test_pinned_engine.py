@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from asyncrl.core.types import WeightOffer
 from buffer import BufferConfig
 from buffer.server import BufferServer
+from rollout_fleet.answering import AnsweringParts
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
@@ -43,11 +44,9 @@ async def start_loop(stack: AsyncExitStack, address: str, delay_s: float, *, is_
     stack.push_async_callback(client.close)
     loop = RolloutLoop(
         config,
-        engine=engine,
+        AnsweringParts(engine=engine, rewards=WeightedRewards(config), decode=str),
         member=member,
         buffer=client,
-        rewards=WeightedRewards(config),
-        decode=str,
         samples_per_prompt=2,
         **({"stage": staged_until_pinned} if is_pinned else {}),
     )

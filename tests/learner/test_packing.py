@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
 from asyncrl.core.types import FinishReason
 from learner.attention import packed_layout
-from learner.packing import MicroBatch, pack
+from learner.packing import MicroBatch, Packer
 from learner.types import TokenSequence, group_sequences
 from tests.support.trajectories import make_group
 
@@ -32,8 +32,8 @@ def sequences_of(lengths: list[int]) -> list[TokenSequence]:
 @given(lengths=LENGTHS, budget=st.integers(40, 90), extra=st.integers(0, 3))
 def test_every_token_is_packed_once_within_the_budget(lengths, budget, extra):
     sequences = sequences_of(lengths)
-    needed = len(pack(sequences, max_tokens=budget))
-    batches = pack(sequences, max_tokens=budget, agree=lambda own: own + extra)
+    needed = len(Packer(max_tokens=budget).pack(sequences))
+    batches = Packer(max_tokens=budget).pack(sequences, agree=lambda own: own + extra)
     assert len(batches) == needed + extra
     assert all(len(batch.input_ids) == sum(batch.lengths) <= budget for batch in batches)
     for batch in batches:  # longest first; equal lengths keep their order
@@ -63,13 +63,13 @@ def test_samples_share_the_prompt_but_not_the_token_before_the_loss(prompts, bud
         for length in responses:
             tokens = np.array([*prompt, *(next(ids) for _ in range(length))])
             sequences.append(TokenSequence(input_ids=tokens, loss_mask=np.arange(len(tokens)) >= num_prompt))
-    batches = pack(sequences, max_tokens=budget, whole=whole, share_prompts=True)
+    batches = Packer(max_tokens=budget, whole=whole, share_prompts=True).pack(sequences)
     assert sorted(index for batch in batches for index in batch.source) == list(range(len(sequences)))
     for batch in batches:
         # Unpacking restores each sequence, and no token that can be shared is packed twice.
         assert len(batch.input_ids) <= budget
         index = np.arange(sum(batch.lengths)) if batch.token_index is None else batch.token_index
-        (alone,) = pack([sequences[i] for i in batch.source], max_tokens=sum(batch.lengths), whole=whole)
+        (alone,) = Packer(max_tokens=sum(batch.lengths), whole=whole).pack([sequences[i] for i in batch.source])
         assert batch.lengths == alone.lengths
         assert torch.equal(batch.input_ids[index], alone.input_ids)
         assert torch.equal(batch.position_ids[index], alone.position_ids)
@@ -105,8 +105,8 @@ def test_a_tree_of_any_shape_is_packed_once_and_laid_out_as_its_branches(shape, 
         turns.append(turn(length, place, is_sampled and place >= 0))
     group = TrajectoryGroup.from_trajectories([Trajectory(turns=tuple(turns), reward=0.0)], group_id=0, attempt=0)
     sequences = [one for one in group_sequences(group) if one.loss_mask.any()]
-    (batch,) = pack(sequences, max_tokens=10_000, whole=whole, share_prompts=True)
-    (alone,) = pack(sequences, max_tokens=10_000, whole=whole)
+    (batch,) = Packer(max_tokens=10_000, whole=whole, share_prompts=True).pack(sequences)
+    (alone,) = Packer(max_tokens=10_000, whole=whole).pack(sequences)
     index = np.arange(sum(batch.lengths)) if batch.token_index is None else batch.token_index
     assert torch.equal(batch.input_ids[index], alone.input_ids)
     assert torch.equal(batch.position_ids[index], alone.position_ids)
@@ -138,22 +138,22 @@ def grouped(num_groups: int, num_prompt: int, response_lengths: list[int]) -> li
 def test_samples_of_a_prompt_go_to_the_same_micro_batches():
     """8 samples of 40 tokens after a prompt of 400: 720 tokens per prompt at best, 3,520 without sharing."""
     sequences = grouped(10, 400, [40] * 8)
-    batches = pack(sequences, max_tokens=1600, share_prompts=True)
+    batches = Packer(max_tokens=1600, share_prompts=True).pack(sequences)
     # The last prompt token predicts the first answer token, so each sample has its own copy of it.
     assert sum(len(batch.input_ids) for batch in batches) <= 1.1 * 10 * (399 + 8 * 41)
     assert len(batches) <= 6
-    without = pack(sequences, max_tokens=1600)
+    without = Packer(max_tokens=1600).pack(sequences)
     assert sum(len(batch.input_ids) for batch in without) == 10 * 8 * 440
 
 
 def test_a_long_prompt_is_packed_in_as_few_micro_batches_as_possible():
-    batches = pack(grouped(1, 600, [60] * 16), max_tokens=1000, share_prompts=True)
+    batches = Packer(max_tokens=1000, share_prompts=True).pack(grouped(1, 600, [60] * 16))
     assert len(batches) == 3  # three times 599 tokens and 6 samples of 61 tokens
     assert max(len(batch.input_ids) for batch in batches) <= 1000
 
 
 def test_attention_reads_a_bounded_multiple_of_the_budget():
-    batches = pack(grouped(1, 900, [1] * 64), max_tokens=1000, share_prompts=True)
+    batches = Packer(max_tokens=1000, share_prompts=True).pack(grouped(1, 900, [1] * 64))
     assert all(sum(batch.lengths) <= 8 * 1000 for batch in batches)
     assert len(batches) == 8
 
@@ -172,17 +172,17 @@ def test_branches_share_the_turns_before_the_fork():
         )
         for name, tokens in (("first", first), ("second", second))
     ]
-    (batch,) = pack(sequences, max_tokens=201, share_prompts=True)
+    (batch,) = Packer(max_tokens=201, share_prompts=True).pack(sequences)
     assert len(batch.input_ids) == 201  # with the token that predicts the second branch's turn
     assert batch.input_ids[batch.token_index].tolist() == first + second
     with pytest.raises(ValueError, match="must hold a trajectory's 2 branches together"):
-        pack(sequences, max_tokens=200, share_prompts=True, keep_branches=True)
+        Packer(max_tokens=200, share_prompts=True, keep_branches=True).pack(sequences)
 
 
 @given(lengths=LENGTHS, budget=st.integers(40, 90))
 def test_tokens_that_no_prediction_needs_can_be_left_out(lengths, budget):
     sequences = sequences_of(lengths)
-    batches = [pack(sequences, max_tokens=budget, whole=whole) for whole in (True, False)]
+    batches = [Packer(max_tokens=budget, whole=whole).pack(sequences) for whole in (True, False)]
     whole, cut = (
         {
             (batch.source[owner], int(target)): (
@@ -208,7 +208,7 @@ def test_tokens_that_no_prediction_needs_can_be_left_out(lengths, budget):
 @given(lengths=LENGTHS)
 def test_each_target_is_predicted_by_the_token_before_it(lengths):
     sequences = sequences_of(lengths)
-    batches = pack(sequences, max_tokens=64)
+    batches = Packer(max_tokens=64).pack(sequences)
     in_loss = {int(i): index for index, s in enumerate(sequences) for i in s.input_ids[s.loss_mask]}
     seen = [int(target) for batch in batches for target in batch.targets]
     assert sorted(seen) == sorted(in_loss)
@@ -223,11 +223,11 @@ def test_each_target_is_predicted_by_the_token_before_it(lengths):
 
 def test_a_sequence_over_the_budget_names_the_option():
     with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch.*got 16 for a sequence of 17"):
-        pack(sequences_of([17]), max_tokens=16)
+        Packer(max_tokens=16).pack(sequences_of([17]))
 
 
 def test_an_empty_rank_still_gets_its_micro_batches():
-    batches = pack([], max_tokens=16, agree=lambda _: 2)
+    batches = Packer(max_tokens=16).pack([], agree=lambda _: 2)
     assert [(len(b.input_ids), len(b.targets)) for b in batches] == [(1, 0), (1, 0)]
 
 

@@ -17,7 +17,7 @@ from asyncrl.core.types import FinishReason
 from learner import fsdp
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
 from learner.losses import policy_objective
-from learner.packing import pack
+from learner.packing import Packer
 from learner.roles import CRITIC
 from learner.trainer import Trainer
 from learner.types import TokenSequence, group_sequences
@@ -146,7 +146,7 @@ def test_prompts_with_equal_tokens_share_them_only_with_equal_images(sequences: 
     num_prompt = len(sequences[0].input_ids) - 5
     one, other = (sequences[place].input_ids[:num_prompt].tolist() for place in (0, 3))
     assert one == other
-    (batch,) = pack(sequences, max_tokens=256, share_prompts=True)
+    (batch,) = Packer(max_tokens=256, share_prompts=True).pack(sequences)
     num_shared = num_prompt - 1  # a sequence has the token before its first loss token for itself
     num_own = sum(len(sequence.input_ids) - num_shared for sequence in sequences[:6])
     assert len(batch.input_ids) == 2 * num_shared + num_own + len(sequences[6].input_ids)
@@ -156,10 +156,10 @@ def test_prompts_with_equal_tokens_share_them_only_with_equal_images(sequences: 
 
 
 def test_a_micro_batch_holds_only_the_images_that_it_needs(sequences: list[TokenSequence]) -> None:
-    (batch,) = pack(sequences[:2], max_tokens=256)
+    (batch,) = Packer(max_tokens=256).pack(sequences[:2])
     assert batch.grids is not None
     assert batch.grids.tolist() == [[1, 2, 4]]
-    (text,) = pack(sequences[6:], max_tokens=256)
+    (text,) = Packer(max_tokens=256).pack(sequences[6:])
     assert (text.grids, text.pixels, text.image_rows) == (None, None, None)
     assert text.position_ids.ndim == 1
 

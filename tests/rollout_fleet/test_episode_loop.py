@@ -17,6 +17,7 @@ import pytest
 from asyncrl.core.errors import EpisodeEnded, EpisodeOverflow, RequestRefused, WorkerDiedError
 from asyncrl.core.trajectory import ROOT, TrajectoryGroup
 from asyncrl.core.types import Prompt
+from rollout_fleet.answering import AnsweringParts
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig, SaveProgress
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.episodes import PROMPT, EpisodeBudget
@@ -425,7 +426,9 @@ async def test_a_greedy_baseline_is_an_episode_too(make_buffer):
 
 def held_out(engine, environment: Play) -> HeldOutAnswers:
     rewards = WeightedRewards(RolloutFleetConfig(reward="environment"))
-    return HeldOutAnswers(engine=engine, rewards=rewards, decode=digits, sampling=SAMPLING, player=Playing(environment))
+    return HeldOutAnswers(
+        AnsweringParts(engine=engine, rewards=rewards, decode=digits, player=Playing(environment)), sampling=SAMPLING
+    )
 
 
 async def test_held_out_prompts_are_played_too():

@@ -20,6 +20,7 @@ import pytest
 
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import Prompt
+from rollout_fleet.answering import AnsweringParts
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig, SaveProgress
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine
@@ -142,13 +143,10 @@ async def playing(config: RolloutFleetConfig, buffer: Any, script: Script, model
     await asyncio.gather(player.start(), rewards.start())
     loop = RolloutLoop(
         config,
-        engine=engine,
+        AnsweringParts(engine=engine, rewards=rewards, decode=ChatTokenizer(model).decode, player=player),
         member=ready_member(),
         buffer=buffer,
-        rewards=rewards,
-        decode=ChatTokenizer(model).decode,
         samples_per_prompt=GROUP_SIZE,
-        player=player,
     )
     running = asyncio.create_task(loop.run())
     try:

@@ -14,6 +14,7 @@ from asyncrl.core.errors import AsyncRLError, RequestRefused
 from asyncrl.core.image_files import ImageReader, image_part, load_processor
 from asyncrl.core.images import PlacedImage
 from asyncrl.core.types import Prompt
+from rollout_fleet.answering import AnsweringParts
 from rollout_fleet.config import EngineDevice, EngineKind, RolloutFleetConfig, SamplingConfig
 from rollout_fleet.engines import make_engine
 from rollout_fleet.engines.engine import SampleRequest, check_prompt, read_model_facts
@@ -259,7 +260,8 @@ async def test_the_loop_and_an_evaluation_read_the_images_of_prompts(model_path,
         await buffer.commit()
         rewards = WeightedRewards(RolloutFleetConfig())
         held_out = HeldOutAnswers(
-            engine=engine, rewards=rewards, decode=str, sampling=SamplingConfig(max_new_tokens=3), images=reader
+            AnsweringParts(engine=engine, rewards=rewards, decode=str, images=reader),
+            sampling=SamplingConfig(max_new_tokens=3),
         )
         answered = await held_out.answer(prompts, version=0, num_samples=1)
     finally:

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.core.errors import AsyncRLError, EngineError, RewardError
+from rollout_fleet.answering import AnsweringParts
 from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.evaluation import HeldOutAnswers
@@ -121,7 +122,8 @@ class FailingRewards:
 
 def held_out(engine, *failing_rewards):
     return HeldOutAnswers(
-        engine=engine, rewards=FailingRewards(*failing_rewards), decode=digits, sampling=SamplingConfig()
+        AnsweringParts(engine=engine, rewards=FailingRewards(*failing_rewards), decode=digits),
+        sampling=SamplingConfig(),
     )
 
 

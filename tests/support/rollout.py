@@ -15,6 +15,7 @@ from buffer.commands import Commit, Enqueue, Expire, LeaseGroups, PlanBatch, Put
 from buffer.ledger import Ledger
 from buffer.outcomes import Progress
 from buffer.rule import StalenessRule
+from rollout_fleet.answering import AnsweringParts
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine, repeat_last_token
 from rollout_fleet.episodes.episode_run import Player
@@ -249,16 +250,18 @@ def make_loop(
     """A loop, not yet running, with an engine that serves a version."""
     return RolloutLoop(
         RolloutFleetConfig(**options),
-        engine=engine,
+        AnsweringParts(
+            engine=engine,
+            rewards=WeightedRewards(RolloutFleetConfig(reward=reward, reward_timeout_s=5.0)),
+            decode=digits,
+            player=player,
+            images=images,
+        ),
         member=ready_member(version),
         buffer=buffer,
-        rewards=WeightedRewards(RolloutFleetConfig(reward=reward, reward_timeout_s=5.0)),
-        decode=digits,
         samples_per_prompt=samples_per_prompt,
         greedy_baseline=greedy_baseline,
-        player=player,
         stage=stage,
-        images=images,
     )
 
 

@@ -1,0 +1,272 @@
+"""The training of a run whose parts have started: evaluate, train, save the policy, evaluate again, summarise.
+
+A signal stops the training between two steps. Then it saves the checkpoint, the policy and the summary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from asyncrl.config import RunConfig
+from asyncrl.core import record
+from asyncrl.core.errors import root_cause
+from asyncrl.metrics import (
+    Evaluation,
+    MetricsWriter,
+    StepRecord,
+    TerminalView,
+    TrainingResult,
+    plot_reward,
+    summary_document,
+    write_json,
+)
+from asyncrl.profile.command import explain
+from asyncrl.profile.report import read_advice
+from asyncrl.run.controller import ColocatedController, Controller
+from asyncrl.run.evaluator import HeldOutEvaluator, PinnedEngines
+from asyncrl.run.learner_restarts import LearnerRestarts
+from asyncrl.run.node_folders import NodeFolders
+from asyncrl.run.reporting import Watching
+from asyncrl.run.resume import RepeatedPrompts, Resumed, RunState
+from asyncrl.run.run_socket import answered_requests
+from asyncrl.samples import NewSamples, sample_line
+from buffer import ControlClient
+
+if TYPE_CHECKING:
+    from asyncrl.run.fleet_group import FleetGroup
+    from asyncrl.run.learner_group import LearnerGroup
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Training:
+    """Trains with started parts, and writes what is measured.
+
+    Args:
+        buffer: The ledger.
+        learner: Its ranks have the weights of the first version.
+        fleet: Its engines serve the first version.
+        prompts: The training prompts.
+        evaluator: Evaluates a version on the fleet.
+        writer: Has the records of the earlier lives of the run.
+        watching: Shows each step and evaluation.
+        nodes: Collects samples and the policy from other nodes.
+        resumed: The checkpoint that the run continues from; None for a new run.
+        first: The state in which the training begins.
+        count_restarts: Returns the number of restarts of the other parts, for the summary.
+        all_answer: Whether every part still answers. If not, a stopped training saves nothing.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        *,
+        buffer: ControlClient,
+        learner: LearnerGroup,
+        fleet: FleetGroup,
+        prompts: RepeatedPrompts,
+        evaluator: HeldOutEvaluator,
+        writer: MetricsWriter,
+        watching: Watching,
+        nodes: NodeFolders,
+        view: TerminalView,
+        resumed: Resumed | None,
+        first: RunState,
+        count_restarts: Callable[[], Mapping[str, int]],
+        all_answer: Callable[[], bool],
+    ) -> None:
+        self._config, self._run_dir, self._view = config, run_dir, view
+        self._learner, self._fleet, self._nodes = learner, fleet, nodes
+        self._evaluator, self._writer, self._watching = evaluator, writer, watching
+        self._count_restarts, self._all_answer = count_restarts, all_answer
+        self._samples = NewSamples(run_dir)
+        self._collecting: asyncio.Future[None] | None = None
+        self._first_version, self._start_s = first.version, 0.0
+        self._controller = (ColocatedController if config.placement.colocated else Controller)(
+            config,
+            buffer=buffer,
+            learner=learner,
+            fleet=fleet,
+            prompts=prompts,
+            on_step=self._on_step,
+            evaluate=self._evaluate,
+            resumed=first,
+            last=writer.steps[-1] if writer.steps else None,
+            earlier=resumed and resumed.earlier,
+        )
+        self._restarts = LearnerRestarts(
+            config, controller=self._controller, learner=learner, prompts=prompts, resumed=resumed, say=view.say
+        )
+
+    async def run(self) -> dict[str, Any]:
+        """Evaluate, train and evaluate. Returns the summary, which is also in the run's folder."""
+        before = await self._evaluate(self._first_version)
+        self._start_s = self._view.elapsed_s
+        training = asyncio.ensure_future(unless(self._restarts.through(self._train_and_save), [self._fleet.run()]))
+        try:
+            async with answered_requests(self._run_dir, self._controller.checkpoint):
+                await asyncio.shield(training)  # a signal stops it between two steps
+            result = await self._controller.account()
+            after = await self._evaluate(result.policy_version)
+            await self._watching.last_advice()  # the report shows the advice
+            overlap = await self._explain()
+        except asyncio.CancelledError:
+            if self._all_answer():
+                await self._keep(training, before)
+            raise
+        finally:
+            training.cancel()
+            await asyncio.gather(training, return_exceptions=True)
+            self._writer.close()
+        return self._summarise(result, before, after, overlap)
+
+    async def _train_and_save(self) -> None:
+        """Train, and save the policy at once, so that a later fault cannot lose it."""
+        gc.freeze()  # a garbage collection of all imported objects would pause training for a second
+        await unless(self._controller.train(), [self._learner.death()])
+        if not self._controller.is_stopped:
+            await self._save_policy()
+
+    async def _save_policy(self) -> None:
+        """Write ``policy/``; the folder appears when it is complete."""
+        unfinished = self._run_dir / ".policy.partial"
+        await self._learner.save_policy(unfinished)
+        await self._nodes.fetch(unfinished)
+        unfinished.rename(self._run_dir / "policy")
+
+    async def _keep(self, training: Awaitable[None], before: Evaluation | None) -> None:
+        """Finish the steps under way, and write checkpoint, policy and summary of a training that a signal stops.
+
+        Without a new step there is no new policy, and only the checkpoint is written.
+        """
+        timeout_s = self._config.save_timeout_s
+        self._controller.stop()
+        doing = "finishing the steps under way"
+        try:
+            async with asyncio.timeout(timeout_s):
+                await training
+                saves = self._config.checkpoint.at_stop and self._config.shares_checkpoints
+                if saves and not self._controller.has_all_steps:
+                    doing = "writing the checkpoint"
+                    self._view.say(f"saved {await self._controller.save_stopped()}")
+                if self._controller.num_steps == 0:
+                    return
+                doing = "writing policy and summary"
+                if not (self._run_dir / "policy").exists():
+                    await self._save_policy()
+                result = await self._controller.account()
+                overlap = await self._explain()
+        except TimeoutError:
+            self._view.say(f"{doing} took longer than save_timeout_s={timeout_s:g} after the signal; raise it")
+        except Exception as error:
+            logger.exception("%s failed", doing)
+            self._view.say(f"{doing} failed: {root_cause(error)}")
+        else:
+            self._summarise(result, before, None, overlap)
+
+    async def _evaluate(self, version: int, pinned: PinnedEngines | None = None) -> Evaluation | None:
+        """Evaluate a version on the engines that are ``pinned`` to it, or on all engines."""
+        if not self._config.evaluation.enabled:
+            return None
+        evaluator = self._evaluator
+        work = evaluator.evaluate_all(version) if pinned is None else evaluator.evaluate_pinned(version, pinned)
+        with record.span(record.SpanKind.evaluation, version=version):
+            evaluation = await work
+        if evaluation is None:
+            self._view.say(f"held out, policy version {version}: not evaluated, see logs/controller.log")
+            return None
+        self._writer.evaluation(evaluation)
+        self._watching.evaluation(evaluation)
+        await self._nodes.collect()
+        return evaluation
+
+    async def _explain(self) -> dict[str, Any] | None:
+        """Write the overlap report into the run's folder, and return it for the summary; None without a record.
+
+        A failure is reported and does not end the run.
+        """
+        if record.current() is None:
+            return None
+        try:
+            report = await asyncio.to_thread(explain, self._run_dir)
+        except Exception as error:
+            logger.exception("the profile could not be written")
+            self._view.say(f"the profile could not be written: {error!r}; logs/controller.log says more")
+            return None
+        for step, figures in dict(report.steps).items():  # for a repeated step, the last execution counts
+            self._writer.profile(step, figures.flat())
+        return report.summary()
+
+    def _on_step(self, record: StepRecord) -> None:
+        record = self._watching.examine(record)
+        self._writer.write(record)
+        self._watching.step(record)
+        kept = self._config.rollout_fleet.samples
+        if kept.every_steps and (record.step + 1) % kept.every_steps == 0:
+            self._collecting = asyncio.ensure_future(self._nodes.collect())
+            for sample in self._samples.extremes(kept.num_shown) if kept.num_shown else ():
+                self._view.say(sample_line(sample))
+
+    def _summarise(
+        self,
+        result: TrainingResult,
+        before: Evaluation | None,
+        after: Evaluation | None,
+        overlap: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """Write and return the summary."""
+        advice = read_advice(self._run_dir)
+        own = {"learner": self._restarts.num_restarts, "batches": self._restarts.num_replans}
+        summary = summary_document(
+            experiment=self._config.experiment,
+            seed=self._config.seed,
+            total_steps=self._config.total_steps,
+            max_lag=self._config.buffer.max_lag,
+            result=result,
+            before=before,
+            after=after,
+            evaluations=self._writer.evaluations,
+            restarts={**self._count_restarts(), **own},
+            wall_s={"total": self._view.elapsed_s, "start": self._start_s},
+            overlap=overlap,
+            advice=advice and asdict(advice),
+        )
+        write_json(self._run_dir / "summary.json", summary)
+        plot_reward(self._run_dir / "reward.png", self._writer.steps, self._writer.evaluations)
+        return summary
+
+
+async def unless(
+    work: Coroutine[Any, Any, T],
+    watchers: Sequence[Coroutine[Any, Any, Any]],
+    *,
+    on_death: Callable[[], None] = lambda: None,
+) -> T:
+    """Return the result of ``work``.
+
+    If a watcher raises, call ``on_death``, cancel ``work``, and raise the watcher's error.
+    """
+    task = asyncio.ensure_future(work)
+    watching = {asyncio.ensure_future(watcher) for watcher in watchers}
+    try:
+        while not task.done():
+            done, _ = await asyncio.wait({task, *watching}, return_when=asyncio.FIRST_COMPLETED)
+            for watcher in done & watching:
+                if watcher.exception() is not None:
+                    on_death()
+                watcher.result()
+                watching.discard(watcher)
+        return task.result()
+    finally:
+        for left in {task, *watching}:
+            left.cancel()
+        await asyncio.gather(task, *watching, return_exceptions=True)

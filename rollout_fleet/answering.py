@@ -1,0 +1,95 @@
+"""The parts that answer a prompt on one engine and score the answers: for training, evaluation and fine-tuning."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from asyncrl.core.image_files import ImageReader, image_reader
+
+from .config import RolloutFleetConfig
+from .engines import make_engine
+from .engines.engine import Engine
+from .episodes.episode_run import Player
+from .episodes.player import EpisodePlayer
+from .rewards import WeightedRewards
+from .sample_log import Decode, SampleLog, load_decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnsweringParts:
+    """One engine, and what reads prompts for it and scores its answers.
+
+    Attributes:
+        engine: Samples the answers.
+        rewards: Score the answers.
+        decode: Turns response tokens into the text that rewards read.
+        player: Plays the episodes of prompts that have an environment; None if no prompt has one.
+        images: Reads the images of prompts; None for a model without.
+        samples: Keeps some scored samples for reading; None keeps none.
+    """
+
+    engine: Engine
+    rewards: WeightedRewards
+    decode: Decode
+    player: Player | None = None
+    images: ImageReader | None = None
+    samples: SampleLog | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: RolloutFleetConfig,
+        *,
+        model_path: str,
+        seed: int,
+        rank: int = 0,
+        log_dir: str = "",
+        episode_context: int = 0,
+        sample_dir: str = "",
+    ) -> Self:
+        """Make the parts for a policy; `start` starts them.
+
+        Args:
+            config: Options of the engine, the rewards and the environments.
+            model_path: Folder of the policy with its tokenizer.
+            seed: The run's seed.
+            rank: The engine's number.
+            log_dir: Folder of the engine's log.
+            episode_context: Most tokens on a path of an episode; 0 if no prompt has an environment.
+            sample_dir: Folder of decoded samples; empty to keep none.
+
+        Raises:
+            ValueError: the engine is not installed, or the model or a reward function does not exist.
+        """
+        decode = load_decoder(model_path)
+        images = image_reader(model_path, max_pixels=config.max_image_pixels)
+        return cls(
+            rewards=WeightedRewards(config),
+            engine=make_engine(config, model_path=model_path, rank=rank, log_dir=log_dir, seed=seed),
+            decode=decode,
+            player=EpisodePlayer(config, model_path=model_path, max_context=episode_context, images=images)
+            if episode_context
+            else None,
+            images=images,
+            samples=SampleLog(Path(sample_dir), rank=rank, config=config.samples, decode=decode)
+            if sample_dir
+            else None,
+        )
+
+    async def start(self) -> None:
+        """Start the engine and all other parts. Raises the errors of their starts."""
+        beside = [part.start() for part in (self.samples, self.player) if part is not None]
+        await asyncio.gather(self.engine.start(), *beside)
+        await self.rewards.start()
+
+    async def close(self) -> None:
+        """Stop all parts; an engine that does not stop does not keep the others."""
+        try:
+            await self.engine.stop()
+        finally:
+            await self.rewards.close()
+            if self.player is not None:
+                await self.player.close()
