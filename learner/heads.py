@@ -251,12 +251,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
         factor = _factor(weight)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part], factor, bias, shape).div_(temperature)
+            logits = _logits(hidden[part], factor, bias, shape)
+            if temperature != 1.0:
+                logits.div_(temperature)
             normalizer[part] = logits.logsumexp(-1)
             log_probs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normalizer[part]
             if entropy:
-                probs = torch.exp(logits - normalizer[part, None])
-                entropies[part] = normalizer[part] - torch.einsum("nv,nv->n", probs, logits)
+                mean_logits = torch.einsum("nv,nv->n", torch.sub(logits, normalizer[part, None]).exp_(), logits)
+                entropies[part] = normalizer[part] - mean_logits
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropies)
         ctx.temperature, ctx.shape, ctx.chunk = temperature, shape, chunk
         ctx.set_materialize_grads(False)
@@ -274,24 +276,22 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if to_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if to_bias and bias is not None else None
         factor = _factor(weight)
+        by_log_prob = (torch.zeros_like(normalizer) if grad_log_probs is None else grad_log_probs) / ctx.temperature
+        by_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
         # One product for several chunks on a GPU: each reads and writes the whole gradient of the weight.
         step = max(1, WEIGHT_CHUNK_TOKENS // ctx.chunk) * ctx.chunk if multiplies_halves(hidden) else ctx.chunk
         left = hidden.new_empty(min(step, len(hidden)), len(weight)) if to_weight and step > ctx.chunk else None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = _logits(hidden[part], factor, bias, ctx.shape)
-            slope = ctx.shape.slope(logits)
-            logits.div_(ctx.temperature)
-            grad_logits = (
-                _logits_gradient(
-                    logits.sub_(normalizer[part, None]),
-                    targets[part],
-                    entropy[part],
-                    None if grad_log_probs is None else grad_log_probs[part],
-                    None if grad_entropy is None else grad_entropy[part],
-                )
-                .mul_(slope)
-                .div_(ctx.temperature)
+            grad_logits = _logits_gradient(
+                _logits(hidden[part], factor, bias, ctx.shape),
+                ctx.shape,
+                ctx.temperature,
+                targets[part],
+                normalizer[part],
+                entropy[part],
+                by_log_prob[part],
+                None if by_entropy is None else by_entropy[part],
             )
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
@@ -344,14 +344,28 @@ def _logits(hidden: Tensor, factor: Tensor, bias: Tensor | None, shape: LogitSha
 
 
 def _logits_gradient(
-    all_log_probs: Tensor, targets: Tensor, entropy: Tensor, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    logits: Tensor,
+    shape: LogitShape,
+    temperature: float,
+    targets: Tensor,
+    normalizer: Tensor,
+    entropy: Tensor,
+    by_log_prob: Tensor,
+    by_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient with respect to logits / temperature: g (1[target] - p) by log-prob, -g p (log p + H) by entropy."""
-    probs = all_log_probs.exp()
-    grad = torch.zeros_like(probs)
-    if grad_log_probs is not None:
-        grad.addcmul_(probs, grad_log_probs[:, None], value=-1)
-        grad.scatter_add_(-1, targets[:, None], grad_log_probs[:, None])
-    if grad_entropy is not None:
-        grad.addcmul_(probs * (all_log_probs + entropy[:, None]), grad_entropy[:, None], value=-1)
-    return grad
+    """Gradient with respect to the logits: g (1[target] - p) by log-prob, -g p (log p + H) by entropy.
+
+    ``by_log_prob`` and ``by_entropy`` are g / temperature, [n] float32. The result replaces ``logits`` [n, V]: tensors
+    of this size are the largest of a step.
+    """
+    slope = None if shape.soft_cap is None else shape.slope(logits)
+    if temperature != 1.0:
+        logits.div_(temperature)
+    log_probs = logits.sub_(normalizer[:, None])
+    if by_entropy is None:
+        grad = log_probs.exp_().mul_(-by_log_prob[:, None])
+    else:
+        probs = log_probs.exp()
+        grad = log_probs.add_(entropy[:, None]).mul_(-by_entropy[:, None]).sub_(by_log_prob[:, None]).mul_(probs)
+    grad.scatter_add_(-1, targets[:, None], by_log_prob[:, None])
+    return grad if slope is None else grad.mul_(slope)

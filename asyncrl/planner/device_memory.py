@@ -207,11 +207,11 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     in_each = size * model.hidden + attention if setup.checkpointing else whole_layer
     kept = setup.tokens * model.num_layers * in_each
     in_layer = _layer_per_token(model, size, in_backward=True) - (attention if setup.checkpointing else whole_layer)
-    chunk, of_logits = setup.chunk_tokens * model.vocabulary, 22 if setup.has_entropy_bonus else 14
-    output_layer = _FLOAT32_BYTES * head + max(_FLOAT32_BYTES * head + 6 * chunk, of_logits * chunk)
+    chunk, of_logits = setup.chunk_tokens * model.vocabulary, 10 if setup.has_entropy_bonus else 6
+    output_layer = max(8 * chunk, _FLOAT32_BYTES * head + max(_FLOAT32_BYTES * head + 6 * chunk, of_logits * chunk))
     if head and size == 2 and setup.chunk_tokens < _WEIGHT_CHUNK_TOKENS:  # the product of several chunks
         joined = size * min(setup.tokens, _WEIGHT_CHUNK_TOKENS) * model.vocabulary
-        output_layer = _FLOAT32_BYTES * head + joined + max(size * head, (of_logits - size) * chunk)
+        output_layer = _FLOAT32_BYTES * head + joined + max(size * head, of_logits * chunk)
     moments = (
         {
             "gathered layers": prefetched,
@@ -325,7 +325,7 @@ def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
         "gathered root unit": gathers * size * gathered,
         "gathered layers": 0 if setup.keeps_gathered else 2 * gathers * size * model.layer,
         "activations": setup.tokens * (_layer_per_token(model, size) + size * model.hidden),
-        "output layer": 12 * setup.chunk_tokens * model.vocabulary,
+        "output layer": 8 * setup.chunk_tokens * model.vocabulary,
     }
     return {kind: number for kind, number in parts.items() if number}
 
