@@ -21,7 +21,7 @@ from tests.support.training_run import RunningTraining, undocumented
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture(
@@ -45,7 +45,7 @@ def run(request, tmp_path_factory):
         *others,
         "learner.keep_snapshots=-1",
         "record_trajectories=true",
-        "algorithm.groups_per_step=16",
+        "algorithm.groups_per_step=8",
         "evaluation.num_samples=1",
         "sft.target_accuracy=0.3",
         "profile.torch_steps=[2]",
@@ -66,7 +66,7 @@ def test_versions_advance_one_a_step_and_no_lag_exceeds_the_bound(run):
     # Without a difference between rewards there is nothing to learn, and the gradient is 0.
     assert all(record["learner.grad_norm"] > 0 or record["equal_reward_groups"] == 1 for record in run.records)
     assert any(record["learner.grad_norm"] > 0 for record in run.records)
-    assert sum(run.summary["max_lag"]["histogram"].values()) == STEPS * 16
+    assert sum(run.summary["max_lag"]["histogram"].values()) == STEPS * 8
     versions = {version for row in trained_samples(run) for version in row["versions"]}
     assert 0 in versions
     assert max(versions) > 0, "no token was sampled under trained weights"
@@ -86,7 +86,7 @@ def test_the_record_of_the_run_explains_every_second_of_both_pools(run):
     assert document["run"]["lag"]["mean"] == pytest.approx(np.mean([record["lag_mean"] for record in run.records]))
     trace = Trace.load(run.run_dir)
     trained = [group for group in trace.groups.values() if group.step >= 0]
-    assert len(trained) == STEPS * 16
+    assert len(trained) == STEPS * 8
     for group in trained:
         times = [group.time(event) for event in ("lease", "last_token", "reward", "stored", "planned", "trained")]
         assert times == sorted(times)
