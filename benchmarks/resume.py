@@ -1,7 +1,7 @@
 """What a resume keeps of the work before it, and what checkpoints cost.
 
 ``python -m benchmarks.resume`` trains the quickstart on the in-process engine: one life that SIGTERM stops, one whose
-processes are all killed, each in the middle between two checkpoints, and a resumed life after each. Work is policy
+processes are all killed, each between two checkpoints, and a resumed life after each. Work is policy
 tokens: kept is what a resumed life does not drop as lost. Then a buffer begins with a checkpoint of ``--payload-mb``,
 and its memory is compared with what it holds. Further options of the run may follow. Wall times hold for an idle
 machine.
@@ -176,7 +176,7 @@ async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
     """Memory that a buffer server takes for a checkpoint's groups, as a share of their bytes; and in words."""
     num_groups = max(1, payload_mb * 1_000_000 // (_GROUP_TOKENS * 13))
     options: dict[str, Any] = {
-        "max_lag": 1 << 20,
+        "max_lag": 0,  # one batch of all groups: admission costs time in proportion to the bound
         "request_timeout_s": 120.0,
         "max_stored_bytes": 4 * payload_mb * 1_000_000,
     }
@@ -191,7 +191,9 @@ async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
         await client.checkpoint(part, 0, key="one")
 
     def serve(**more: Any) -> BufferSupervisor:
-        return BufferSupervisor(BufferConfig(**options, **more), groups_per_step=1, log_path=folder / "buffer.log")
+        return BufferSupervisor(
+            BufferConfig(**options, **more), groups_per_step=num_groups, log_path=folder / "buffer.log"
+        )
 
     with serve() as server:
         empty = _server_memory(folder)
@@ -218,13 +220,17 @@ def _server_memory(folder: Path) -> int:
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description="Measure what a resume keeps and what checkpoints cost.")
-    parser.add_argument("--steps", type=int, default=65, help="steps before the end of a first life (default 65)")
+    parser.add_argument(
+        "--steps", type=int, default=65, help="steps before SIGKILL, and half before SIGTERM (default 65)"
+    )
     parser.add_argument("--payload-mb", type=int, default=200, help="payload of the restarted buffer (default 200)")
     parser.add_argument("overrides", nargs="*", help="further options of the runs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        stopped = measure(signal.SIGTERM, Path(folder, "stopped"), options.steps, options.overrides)
+        stopped = measure(signal.SIGTERM, Path(folder, "stopped"), options.steps // 2, options.overrides)
+        print(stopped, flush=True)
         killed = measure(signal.SIGKILL, Path(folder, "killed"), options.steps, options.overrides)
+        print(killed, flush=True)
         Path(folder, "buffer").mkdir()
         memory, words = asyncio.run(memory_vs_held(options.payload_mb, Path(folder, "buffer")))
     figures = {

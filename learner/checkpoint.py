@@ -175,8 +175,6 @@ class ShardedCheckpointer:
         for left in unfinished_checkpoints(self._directory):
             shutil.rmtree(left)
         partial.mkdir(parents=True)
-        trainer.pretrained.config.save_pretrained(partial / HUGGING_FACE)
-        copy_tokenizer(trainer.model_path, partial / HUGGING_FACE)
         progress = SavedProgress(
             version=version,
             num_updates=trainer.optimizer.num_updates,
@@ -193,6 +191,9 @@ class ShardedCheckpointer:
         try:
             written.result()
             if dist.get_rank() == 0:
+                described = partial_path(final) / HUGGING_FACE  # here, because no rank waits for this thread
+                self._trainer.pretrained.config.save_pretrained(described)
+                copy_tokenizer(self._trainer.model_path, described)
                 put_in_place(final)
                 keep_newest(final, keep)
         except BaseException as error:  # noqa: BLE001 - raised by `finish`
