@@ -286,18 +286,15 @@ def _image_rows(group: TrajectoryGroup) -> list[dict[str, Any]]:
     return [{"group_id": group.group_id, "name": name, "data": column.tobytes()} for name, column in columns]
 
 
-def _as_text(value: Any) -> str | None:
-    """A value for people; ``prompt`` has the exact one."""
-    return value if value is None or isinstance(value, str) else json.dumps(value, default=repr)
-
-
 def _group_row(group: ExportedGroup) -> dict[str, Any]:
     prompt, held = group.prompt, group.trajectories
+    truth = prompt.ground_truth
     row = {
         "group_id": prompt.group_id,
         "state": str(group.state),
         "data_source": prompt.data_source,
-        "ground_truth": _as_text(prompt.ground_truth),
+        # For people; the column ``prompt`` has the exact value.
+        "ground_truth": truth if truth is None or isinstance(truth, str) else json.dumps(truth, default=repr),
         "prompt_ids": prompt.prompt_ids.tolist(),
         "prompt": [bytes(frame) for frame in prompt_frames(prompt)],
         **{

@@ -143,7 +143,12 @@ def examine(run_dir: Path) -> tuple[list[str], bool]:
     lines += [f"ALARM  {alarm}" for alarm in lasting] + [f"over   {alarm}" for alarm in over]
     if not alarms.history:
         lines.append("no alarm")
-    return [*lines, *_errors(run_dir / "logs")], not lasting
+    for path in sorted((run_dir / "logs").glob("*.log")):
+        found = [line for line in path.read_text(errors="replace").splitlines() if "ERROR" in line or "Error:" in line]
+        if found:
+            lines.append(f"{path}: {counted(len(found), 'line')} with errors, the last ones:")
+            lines += [f"  {line[:300]}" for line in found[-_SHOWN_ERRORS:]]
+    return lines, not lasting
 
 
 def _state(run_dir: Path) -> str:
@@ -152,12 +157,3 @@ def _state(run_dir: Path) -> str:
     newest = max((path.stat().st_mtime for path in run_dir.rglob("*") if path.is_file()), default=0.0)
     quiet_s = time.time() - newest
     return "live" if quiet_s < _QUIET_S else f"without a summary, and nothing was written for {quiet_s:.0f} s"
-
-
-def _errors(logs: Path) -> Iterator[str]:
-    """The last errors of each log file."""
-    for path in sorted(logs.glob("*.log")):
-        found = [line for line in path.read_text(errors="replace").splitlines() if "ERROR" in line or "Error:" in line]
-        if found:
-            yield f"{path}: {counted(len(found), 'line')} with errors, the last ones:"
-            yield from (f"  {line[:300]}" for line in found[-_SHOWN_ERRORS:])

@@ -462,9 +462,7 @@ class TrajectoryGroup:
     @cached_property
     def summary(self) -> GroupSummary:
         """The metadata in the header of a put."""
-        lengths, branch_tokens, num_branches = self._single_turns, (), ()
-        if lengths is None:
-            lengths, branch_tokens, num_branches = self._counts()
+        lengths, branch_tokens, num_branches = self._counts()
         sampled = [row for row in self._rows[1:] if row[3]]
         if "baseline" in self.trajectory_columns:
             sampled = [row for row in sampled if not self.is_baseline[row[0]]]
@@ -474,6 +472,11 @@ class TrajectoryGroup:
         known = {name: self.trajectory_columns[name][~self.is_baseline] for name in reported}
         known = {name: values[~np.isnan(values)] for name, values in known.items()}
         metrics = tuple((name.removeprefix(_METRICS), float(v.mean())) for name, v in known.items() if len(v))
+        digests = (
+            token_digest(self.group_id, row[0], self.token_ids[end - row[2] : end])
+            for row, end in zip(self._rows, self._ends, strict=True)
+            if row[3] and not self.is_baseline[row[0]]
+        )
         return GroupSummary(
             group_id=self.group_id,
             attempt=self.attempt,
@@ -488,17 +491,8 @@ class TrajectoryGroup:
             num_truncated=sum(not self.is_baseline[trajectory] for trajectory in cut),
             metrics=metrics,
             has_unlike_turns=self._has_unlike_turns,
-            digest=self._digest(),
+            digest=sum(digests) % (1 << DIGEST_BITS),
         )
-
-    def _digest(self) -> int:
-        """See `GroupSummary.digest`."""
-        trained = [turn for turn, row in enumerate(self._rows) if row[3] and not self.is_baseline[row[0]]]
-        ends, lengths, ids = self._ends, self._lengths, self.token_ids
-        return sum(
-            token_digest(self.group_id, self._rows[turn][0], ids[ends[turn] - lengths[turn] : ends[turn]])
-            for turn in trained
-        ) % (1 << DIGEST_BITS)
 
     @property
     def _has_unlike_turns(self) -> bool:
@@ -515,15 +509,11 @@ class TrajectoryGroup:
                 last[trajectory] = turn
         return any(chain != chains[0] for chain in chains)
 
-    @property
-    def _single_turns(self) -> tuple[int, ...] | None:
-        """[G] tokens of each trajectory's only turn; None if a trajectory has several."""
-        trajectories, parents, lengths, _, _ = zip(*self._rows, strict=True)
-        is_single = trajectories[1:] == (*range(self.num_trajectories),) and not any(parents[1:])
-        return lengths[1:] if is_single else None
-
     def _counts(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """[G] tokens after the prompt, tokens of branches, and branches; the last two are empty without forks."""
+        trajectories, parents, own_lengths, _, _ = zip(*self._rows, strict=True)
+        if trajectories[1:] == (*range(self.num_trajectories),) and not any(parents[1:]):
+            return own_lengths[1:], (), ()  # each trajectory has a single turn
         lengths = [0] * self.num_trajectories
         for trajectory, num_tokens in zip(self.turns["trajectory"].tolist()[1:], self._lengths[1:], strict=True):
             lengths[trajectory] += num_tokens

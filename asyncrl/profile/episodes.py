@@ -78,7 +78,9 @@ def _rows(episode: Mapping[str, Any]) -> Iterator[Values]:
         index, indent, note = stack.pop()
         yield _turn_row(turns[index], indent, note)
         for tool in tools.get(index, ()):
-            yield _tool_row(tool, indent, episode["duration_s"])
+            end = episode["duration_s"] if tool["ended_s"] is None else tool["ended_s"]
+            bars = [["tool", _rounded(tool["began_s"]), _rounded(end)]]
+            yield _turn_row({**_NOTHING, "turn": tool["name"]}, indent, "") | {"kind": "tool", "bars": bars}
         by_size = sorted(children[index], key=lambda child: (size[child], child))
         others, longest = by_size[:-1], by_size[-1:]
         stack += [(child, indent, f"continues turn {index}" if others else "") for child in longest]
@@ -98,12 +100,6 @@ def _turn_row(turn: Mapping[str, Any], indent: int, note: str) -> Values:
         "finish_reason": turn["finish_reason"],
         "bars": [[what, _rounded(start), _rounded(end)] for what, start, end in _bars(turn)],
     }
-
-
-def _tool_row(tool: Mapping[str, Any], indent: int, end_s: float) -> Values:
-    end = end_s if tool["ended_s"] is None else tool["ended_s"]
-    row = _turn_row({**_NOTHING, "turn": tool["name"]}, indent, "")
-    return row | {"kind": "tool", "bars": [["tool", _rounded(tool["began_s"]), _rounded(end)]]}
 
 
 _NOTHING = {
