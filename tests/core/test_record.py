@@ -16,11 +16,17 @@ def written(folder):
     return [list(msgpack.Unpacker(path.open("rb"))) for path in sorted(folder.glob("*.msgpack"))]
 
 
+@pytest.fixture(autouse=True)
+def stopped():
+    """Stop after each test what `record.start` starts also without a recorder: receipts and stacks."""
+    yield
+    record.stop()
+
+
 @pytest.fixture
 def recorded(tmp_path):
     record.start(ProfileConfig(directory=str(tmp_path)), process="learner-0", pool=Pool.learner)
-    yield tmp_path
-    record.stop()
+    return tmp_path
 
 
 def test_without_start_the_recorder_writes_nothing_and_spans_are_one_object():

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, nullcontext
 import pytest
 
 from asyncrl.core.errors import DeadlineError, EngineLost, RequestRefused
+from rollout_fleet import answering
 from rollout_fleet import worker as worker_module
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
@@ -24,13 +25,13 @@ def working(monkeypatch, tmp_path):
     """Return a context manager of a worker that runs with a buffer and an engine."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(worker_module, "load_decoder", lambda path: str)
+    monkeypatch.setattr(answering, "load_decoder", lambda path: str)
     monkeypatch.setattr(worker_module.WeightStager, "staged", lambda self, offer: nullcontext(offer))
     monkeypatch.setitem(REWARDS._entries, "constant", lambda prompt, response_text: 1.0)
 
     @asynccontextmanager
     async def work(buffer, engine, **options):
-        monkeypatch.setattr(worker_module, "make_engine", lambda *_, **__: engine)
+        monkeypatch.setattr(answering, "make_engine", lambda *_, **__: engine)
         worker = RolloutWorker(
             RolloutFleetConfig(**{"engine": EngineKind.scripted, "reward": "constant", **options}),
             model_path="",
