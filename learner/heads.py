@@ -220,6 +220,9 @@ def chunked_log_probs(
     chunk by chunk, and recomputed in the backward pass. Gradients flow to hidden, weight and bias. Logits are float32
     and never rounded to half precision: rounding would change log-probs by up to 0.06 nats.
 
+    If weight and bias are frozen, as with adapters, the forward pass also computes the log-probs' derivatives by the
+    states, one more [M, h] tensor. The backward pass recomputes logits only for a gradient of the entropies.
+
     ``targets`` are [M] int64, ``hidden`` [M, h] of any float dtype are the states that predict them. ``weight`` [V, h]
     and ``bias`` [V] or None are the output embedding. Only the float32 logits of ``chunk_tokens`` tokens are in memory
     at a time. ``entropy`` takes one more pass over the logits. ``shape`` is the model's `LogitShape`.
@@ -249,9 +252,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         log_probs, entropies, normalizer = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(3))
         factor = _factor(weight)
+        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
+        by_hidden = torch.empty_like(hidden) if to_hidden and not (to_weight or to_bias) else None
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             logits = _logits(hidden[part], factor, bias, shape)
+            slope = None if by_hidden is None or shape.soft_cap is None else shape.slope(logits)
             if temperature != 1.0:
                 logits.div_(temperature)
             normalizer[part] = logits.logsumexp(-1)
@@ -259,7 +265,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if entropy:
                 mean_logits = torch.einsum("nv,nv->n", torch.sub(logits, normalizer[part, None]).exp_(), logits)
                 entropies[part] = normalizer[part] - mean_logits
-        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropies)
+            if by_hidden is not None:
+                ones = torch.full_like(normalizer[part], 1 / temperature)
+                grad = _by_log_prob(logits.sub_(normalizer[part, None]), targets[part], ones, slope)
+                torch.matmul(grad.to(hidden.dtype), weight, out=by_hidden[part])
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropies, by_hidden)
         ctx.temperature, ctx.shape, ctx.chunk = temperature, shape, chunk
         ctx.set_materialize_grads(False)
         return log_probs, entropies
@@ -269,8 +279,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        # A frozen output layer, as with adapters, needs no gradient; computing it would double the cost.
+        hidden, weight, bias, targets, normalizer, entropy, by_hidden = ctx.saved_tensors
+        if by_hidden is not None and grad_entropy is None:
+            grad_hidden = None if grad_log_probs is None else by_hidden * grad_log_probs[:, None].to(hidden.dtype)
+            return grad_hidden, *(None,) * 7
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden) if to_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if to_weight else None
@@ -363,9 +375,15 @@ def _logits_gradient(
         logits.div_(temperature)
     log_probs = logits.sub_(normalizer[:, None])
     if by_entropy is None:
-        grad = log_probs.exp_().mul_(-by_log_prob[:, None])
-    else:
-        probs = log_probs.exp()
-        grad = log_probs.add_(entropy[:, None]).mul_(-by_entropy[:, None]).sub_(by_log_prob[:, None]).mul_(probs)
+        return _by_log_prob(log_probs, targets, by_log_prob, slope)
+    probs = log_probs.exp()
+    grad = log_probs.add_(entropy[:, None]).mul_(-by_entropy[:, None]).sub_(by_log_prob[:, None]).mul_(probs)
     grad.scatter_add_(-1, targets[:, None], by_log_prob[:, None])
+    return grad if slope is None else grad.mul_(slope)
+
+
+def _by_log_prob(log_probs: Tensor, targets: Tensor, scale: Tensor, slope: Tensor | float | None) -> Tensor:
+    """Gradient scale (1[target] - p), times the slope of a cap on logits. It replaces ``log_probs`` [n, V]."""
+    grad = log_probs.exp_().mul_(-scale[:, None])
+    grad.scatter_add_(-1, targets[:, None], scale[:, None])
     return grad if slope is None else grad.mul_(slope)

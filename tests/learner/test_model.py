@@ -114,16 +114,22 @@ def test_the_gradient_of_the_output_layer_is_summed_over_chunks_as_over_single_o
     assert sizes == [15] * (num_tokens // 15) + [num_tokens % 15] * bool(num_tokens % 15)
 
 
-def test_a_frozen_output_layer_gets_no_gradient_and_the_states_get_the_same():
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("shape", [LogitShape(), LogitShape(soft_cap=3.0)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_frozen_output_layer_gets_no_gradient_and_the_states_get_the_same(with_entropy, shape, temperature):
     torch.manual_seed(0)
     hidden, weight, targets = torch.randn(13, 6), torch.randn(9, 6), torch.randint(0, 9, (13,))
+    scale = torch.randn(2, 13)
+    options = {"temperature": temperature, "chunk_tokens": 5, "shape": shape}
     gradients = []
     for trained in (True, False):
         states, output = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)
-        log_probs, _ = chunked_log_probs(states, output, None, targets, temperature=1.0, chunk_tokens=5)
-        log_probs.sum().backward()
+        log_probs, entropies = chunked_log_probs(states, output, None, targets, **options)
+        loss = log_probs * scale[0] + (entropies * scale[1] if with_entropy else 0)
+        loss.sum().backward()
         gradients.append((states.grad, output.grad))
-    assert torch.equal(gradients[0][0], gradients[1][0])
+    torch.testing.assert_close(gradients[0][0], gradients[1][0])
     assert gradients[0][1] is not None
     assert gradients[1][1] is None
 
