@@ -16,7 +16,7 @@ RESULT = tuple(range(20, 36))
 class ToolUser:
     """Samples ``num_turns`` turns; after each but the last one, a tool takes ``tool_s`` seconds."""
 
-    def __init__(self, num_turns: int, tool_s: float) -> None:
+    def __init__(self, num_turns: int, tool_s: float = 0.0) -> None:
         self._num_turns = num_turns
         self._tool_s = tool_s
 

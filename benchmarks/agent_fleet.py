@@ -94,13 +94,21 @@ class _Bench:
     control: ControlClient
     learner: LearnerClient
     ask: Callable[[list[int]], Awaitable[list[int]]]
-    tool_s: float
+    tool_s: float = 0.0
     num_prompts: int = 0
 
     async def enqueue(self, number: int) -> None:
         """Queue prompts."""
         first, self.num_prompts = self.num_prompts, self.num_prompts + number
-        await self.control.enqueue([Prompt(group_id=first + n, prompt_ids=_PROMPT) for n in range(number)])
+        options = {"tool_s": self.tool_s}
+        await self.control.enqueue(
+            [Prompt(group_id=first + n, prompt_ids=_PROMPT, environment_options=options) for n in range(number)]
+        )
+
+    async def set_tools(self, seconds: float) -> None:
+        """Let tools take `TOOL_SHARE` of an episode's time, by the rate of the bare agent without tools."""
+        turn_s = PLACES * SAMPLES / await self.bare_rate(seconds)
+        self.tool_s = TOOL_SHARE / (1 - TOOL_SHARE) * turn_s * NUM_TURNS / (NUM_TURNS - 1)
 
     async def learn(self) -> None:
         """Consume each batch as soon as it is complete, and offer the next version."""
@@ -145,13 +153,13 @@ class _Bench:
         return rate
 
 
-async def _bench(stack: AsyncExitStack, scratch: Path, engine: EngineKind, tool_s: float) -> _Bench:
+async def _bench(stack: AsyncExitStack, scratch: Path, engine: EngineKind) -> _Bench:
     shape = {"layers": 2, "hidden": 128, "mlp": 256, "heads": 4, "head_dim": 32, "vocab_size": _VOCABULARY}
     model = save_random_qwen3(scratch / "model", **shape, eos_token_id=1, bos_token_id=2, pad_token_id=0)
     save_tokenizer(Path(model))
     environment = EnvironmentConfig(
         name=f"{Path(__file__).with_name('agent_environment.py')}:ToolUser",
-        options={"num_turns": NUM_TURNS, "tool_s": tool_s},
+        options={"num_turns": NUM_TURNS},
         processes=1,
     )
     config = RolloutFleetConfig(
@@ -192,7 +200,7 @@ async def _bench(stack: AsyncExitStack, scratch: Path, engine: EngineKind, tool_
     stack.push_async_callback(worker.close)
     await worker.start()
     ask = await _http(stack, servers[0]) if servers else _direct(worker.engine)
-    return _Bench(worker=worker, player=player, control=control, learner=learner, ask=ask, tool_s=tool_s)
+    return _Bench(worker=worker, player=player, control=control, learner=learner, ask=ask)
 
 
 def _direct(engine: Engine) -> Callable[[list[int]], Awaitable[list[int]]]:
@@ -226,21 +234,22 @@ async def fleet_figures(scratch: Path, *, quick: bool) -> dict[str, float | None
     """The figures on the scripted engine, and on SGLang unless ``quick``."""
     rounds, seconds = (2, 10.0) if quick else (5, 20.0)
     figures: dict[str, float | None] = {**await _measure(scratch / "scripted", EngineKind.scripted, rounds, seconds)}
+    figures["scripted_vs_bare_agent"] = figures.pop("episodes_vs_bare_agent")
     on_sglang = {} if quick else await _measure(scratch / "sglang", EngineKind.sglang, rounds, seconds)
-    figures["sglang_vs_bare_agent"] = on_sglang.get("episodes_vs_bare_agent")
+    figures["episodes_vs_bare_agent"] = on_sglang.get("episodes_vs_bare_agent")
     figures["sglang_turns_per_s"] = on_sglang.get("turns_per_s")
+    figures["sglang_overlap"] = on_sglang.get("tools_overlap")
     figures["prefix_hit_rate"] = on_sglang.get("prefix_hit_rate")
     return figures
 
 
 async def _measure(scratch: Path, engine: EngineKind, num_rounds: int, seconds: float) -> dict[str, float]:
     """Measure the bare agent, then the fleet in several rounds."""
-    turn_s = TOKENS * TOKEN_DELAY_S
-    tool_s = TOOL_SHARE / (1 - TOOL_SHARE) * turn_s * NUM_TURNS / (NUM_TURNS - 1)
     record.start(ProfileConfig(directory=str(scratch / FOLDER)), process="engine-0", pool=Pool.fleet)
     async with AsyncExitStack() as stack:
         stack.callback(record.stop)
-        bench = await _bench(stack, scratch, engine, tool_s)
+        bench = await _bench(stack, scratch, engine)
+        await bench.set_tools(seconds)
         bare = [await bench.bare_rate(seconds) for _ in range(num_rounds)]
         is_scripted = engine is EngineKind.scripted
         await bench.enqueue(2 * (MAX_LAG + 1) * GROUPS_PER_STEP if is_scripted else 4000)
@@ -254,9 +263,7 @@ async def _measure(scratch: Path, engine: EngineKind, num_rounds: int, seconds: 
         lags = (await bench.control.stats()).lag_histogram
     player = bench.player
     use = Attribution.of(Trace.load(scratch), (began_ns, ended_ns)).total(Pool.fleet)
-    could_hit = player.later.num_tokens - player.num_later * (
-        len(RESULT) + 1
-    )  # the last token of a turn is in no cache
+    could_hit = player.later.num_tokens - player.num_later * len(RESULT)
     return {
         "episodes_vs_bare_agent": statistics.median(fleet) / statistics.median(bare),
         "turns_per_s": statistics.median(fleet),
