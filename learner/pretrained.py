@@ -79,6 +79,14 @@ def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     return _prepared(model, dtype)
 
 
+def count_parameters(model_path: str) -> int:
+    """Number of parameters of a folder's causal language model, by its ``config.json`` alone.
+
+    Raises as `load_causal_lm` does.
+    """
+    return sum(parameter.numel() for parameter in load_causal_lm(model_path, torch.bfloat16).parameters())
+
+
 @dataclass(frozen=True, kw_only=True)
 class LogitShape:
     """A family's logits as a function of z, the product of hidden state and embedding: c · tanh(scale · z ÷ c).

@@ -36,6 +36,11 @@ _PLAIN_HEADS = frozenset({"gemma", "gemma2", "llama", "mistral", "mixtral", "phi
 """Types of models that do not normalize queries and keys; other types are assumed to do so."""
 _WEIGHT_CHUNK_TOKENS = 4096
 """Tokens per product of the output layer's gradient on a GPU: ``learner.heads.WEIGHT_CHUNK_TOKENS``."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+"""Names of the sizes of mixtures in the families' ``config.json``."""
 _GRAPH_SIZES = 58
 """CUDA graphs that SGLang captures for prefill, at 8 MiB each."""
 
@@ -48,9 +53,12 @@ class ModelSize:
         num_parameters: Number of all parameters.
         num_layers: Number of decoder layers.
         hidden: Width of the residual stream.
-        intermediate: Width of the MLP; for a mixture of experts, the total width of the experts per token.
+        intermediate: Width of the MLP; for a mixture of experts, the total width of the experts per token, with the
+            shared ones.
         query: Query heads × head size.
         key: Key heads × head size.
+        cached: Numbers that a token has in the KV caches of all layers.
+        cache_heads: Parts into which tensor parallelism can divide them; 1 for latent attention.
         vocabulary: Number of tokens in the vocabulary.
         linear_rows: Sum of the input and output widths of all linear layers: the parameters of LoRA adapters of rank 1.
         is_tied: Whether the output layer is the input embedding.
@@ -65,6 +73,8 @@ class ModelSize:
     intermediate: int
     query: int
     key: int
+    cached: int
+    cache_heads: int
     vocabulary: int
     linear_rows: int
     is_tied: bool = False
@@ -84,10 +94,14 @@ class ModelSize:
 
     @classmethod
     def of(cls, path: str) -> ModelSize:
-        """Read the sizes from ``config.json``, and the number of parameters from the headers of the weights if present.
+        """Read the sizes from ``config.json``, and count the parameters.
+
+        The headers of the weights have the parameters. Without weights, they are those of the model that the learner
+        builds on the meta device, which loads torch.
 
         Raises:
-            ValueError: ``config.json`` is missing, or it lacks the usual names of a decoder's sizes.
+            ValueError: ``config.json`` is missing, it lacks the usual names of a decoder's sizes, or the learner does
+                not support the model.
         """
         if not Path(path, "config.json").is_file():
             raise ValueError(f"{path} holds no config.json: the memory of its model cannot be estimated")
@@ -96,6 +110,10 @@ class ModelSize:
             with file.open("rb") as stream:
                 header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
             num_stored += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        if not num_stored:
+            from learner.pretrained import count_parameters
+
+            num_stored = count_parameters(path)
         return cls.from_settings(model_settings(path), path, num_stored=num_stored)
 
     @classmethod
@@ -109,10 +127,17 @@ class ModelSize:
             hidden, num_layers = settings["hidden_size"], settings["num_hidden_layers"]
             heads = settings["num_attention_heads"]
             head_dim = settings.get("head_dim") or hidden // heads
-            query, key = heads * head_dim, settings.get("num_key_value_heads", heads) * head_dim
-            num_experts = settings.get("num_experts") or settings.get("num_local_experts") or 0
+            cache_heads = settings.get("num_key_value_heads") or heads
+            query, key = heads * head_dim, cache_heads * head_dim
+            cached = 2 * key
+            if rank := settings.get("kv_lora_rank"):  # multi-head latent attention (arXiv 2405.04434, section 2.1)
+                rotated, plain = settings["qk_rope_head_dim"], settings["qk_nope_head_dim"]
+                query = key = heads * max(rotated + plain, settings["v_head_dim"])
+                cached, cache_heads = rank + rotated, 1
+            num_experts = _first_of(settings, _EXPERTS)
             width = settings.get("moe_intermediate_size") or settings["intermediate_size"]
-            visited = settings.get("num_experts_per_tok", 1) if num_experts else 0
+            visited = (_first_of(settings, _CHOSEN) or 1) if num_experts else 0
+            shared = _first_of(settings, _SHARED_WIDTH) or _first_of(settings, _SHARED) * width
             vocabulary = settings["vocab_size"]
         except KeyError as error:
             raise ValueError(
@@ -123,13 +148,18 @@ class ModelSize:
         mlp = 3 * hidden * width * max(1, num_experts) + hidden * num_experts
         embeddings = vocabulary * hidden * (1 if is_tied else 2)
         linear = num_layers * (4 * hidden + 2 * query + 2 * key + 3 * (hidden + width) * max(1, num_experts))
+        computed = width * visited + shared if num_experts else width
+        kinds = settings.get("layer_types") or ()
+        num_caching = num_layers - sum(kind.startswith("linear") or "attention" not in kind for kind in kinds)
         return cls(
             num_parameters=num_stored or num_layers * (attention + mlp + 2 * hidden) + embeddings + hidden,
             num_layers=num_layers,
             hidden=hidden,
-            intermediate=width * max(1, visited),
+            intermediate=computed,
             query=query,
             key=key,
+            cached=cached * num_caching,
+            cache_heads=cache_heads,
             vocabulary=vocabulary,
             linear_rows=linear,
             is_tied=is_tied,
@@ -137,6 +167,11 @@ class ModelSize:
             experts_per_token=visited,
             norms_heads=settings.get("model_type") not in _PLAIN_HEADS,
         )
+
+
+def _first_of(settings: Mapping[str, Any], names: Sequence[str]) -> int:
+    """The first of the named settings that is set; 0 if none is."""
+    return next((settings[name] for name in names if settings.get(name)), 0)
 
 
 # Learner ranks
@@ -345,12 +380,13 @@ def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -
     devices = fleet.sglang.tp_size
     # The float32 output layer (`--enable-fp32-lm-head`) multiplies in float32 without a float32 copy of its weight.
     weights = size * model.num_parameters // devices
-    cache = kv_tokens(config) * kv_bytes_per_token(model, size) // devices
+    per_token = size * model.cached // min(devices, model.cache_heads)
+    cache = kv_tokens(config) * per_token
     if fleet.engine is not EngineKind.sglang or fleet.device is not EngineDevice.cuda or not card_bytes:
         return {"weights": weights, "kv cache": cache}
     reserved = engine_reserve(card_bytes, devices, fleet.sglang.extra_args)
     room = max(card_bytes - reserved - weights, 0)
-    least = longest_sample(config) * kv_bytes_per_token(model, size) // devices
+    least = longest_sample(config) * per_token
     return {"weights": weights, "kv cache": max(least, min(cache, room)), "activations and graphs": reserved}
 
 
@@ -376,11 +412,6 @@ def engine_reserve(card_bytes: int, tp_size: int, extra_args: Sequence[str] = ()
     samples = samples if tp_size < 4 else samples_tp4
     reserved = 512 + 1.5 * chunk + tp_size / 8 * 1024 + 2 * samples + 8 * _GRAPH_SIZES
     return round(max(reserved, 10 * 1024 if mib > 60 * 1024 else 0) * _MIB)
-
-
-def kv_bytes_per_token(model: ModelSize, size: int) -> int:
-    """Bytes of one token in the KV caches of all layers."""
-    return 2 * model.num_layers * model.key * size
 
 
 def longest_sample(config: RunConfig) -> int:

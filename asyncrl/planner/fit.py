@@ -34,7 +34,13 @@ CARDS = {
 
 _QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
-_MIXTURE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4}
+_MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "num_key_value_heads": 4,
+}
 MODELS: Mapping[str, dict[str, Any]] = {
     "Qwen3-0.6B": _QWEN3 | dict(zip(_SIZES, (1024, 3072, 28, 16, True), strict=True)),
     "Qwen3-4B": _QWEN3 | dict(zip(_SIZES, (2560, 9728, 36, 32, True), strict=True)),

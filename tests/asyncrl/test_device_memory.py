@@ -6,6 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from transformers import (
+    CpmAntConfig,
+    DeepseekV3Config,
+    Ernie4_5_MoeConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    Qwen3NextConfig,
+)
 
 from asyncrl.checks import check_options
 from asyncrl.cli import plan_command
@@ -61,9 +70,43 @@ def test_parameters_of_dense_and_mixture_models_follow_from_the_config(tmp_path)
     assert SMALL.root + 28 * SMALL.layer == pytest.approx(SMALL.num_parameters, rel=1e-6)
     (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-30B-A3B"]))
     mixture = model_size(str(tmp_path))
-    assert mixture.num_parameters == pytest.approx(30.5e9, rel=0.01)
+    assert mixture.num_parameters == 30_532_122_624, "as on the model's page"
     assert (mixture.intermediate, mixture.experts_per_token) == (8 * 768, 8)
-    assert model_size("models/Qwen3-30B-A3B-Base") == mixture
+    known = model_size("models/Qwen3-30B-A3B-Base")
+    assert replace(known, num_parameters=mixture.num_parameters) == mixture
+    assert known.num_parameters == pytest.approx(mixture.num_parameters, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "experts", "per_token", "cached", "cache_heads"),
+    [
+        (DeepseekV3Config(), 671.03, (256, 8), 9 * 2048, 61 * (512 + 64), 1),
+        (GptOssConfig(num_hidden_layers=24, num_local_experts=32), 20.91, (32, 4), 4 * 2880, 24 * 1024, 8),
+        (Qwen3NextConfig(), 79.67, (512, 10), 11 * 512, 12 * 1024, 2),  # attention in every fourth layer
+        (Glm4MoeConfig(head_dim=128), 106.85, (128, 8), 9 * 1408, 46 * 2 * 8 * 128, 8),
+        (Llama4TextConfig(), 107.77, (16, 1), 8192, 48 * 2048, 8),
+        (Ernie4_5_MoeConfig(), 21.83, (64, 6), 8 * 1536, 28 * 2 * 512, 4),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_sizes_of_mixtures_by_each_familys_names(tmp_path, config, billions, experts, per_token, cached, cache_heads):
+    config.save_pretrained(tmp_path)
+    size = ModelSize.of(str(tmp_path))
+    assert size.num_parameters / 1e9 == pytest.approx(billions, abs=0.01)
+    assert (size.num_experts, size.experts_per_token) == experts
+    assert (size.intermediate, size.cached, size.cache_heads) == (per_token, cached, cache_heads)
+
+
+def test_tensor_parallel_ranks_share_the_cache_of_heads_but_each_has_all_of_a_latent_one():
+    config = run("rollout_fleet.sglang.tp_size=8")
+    whole, shared = replace(SMALL, cache_heads=1), replace(SMALL, cache_heads=4)
+    assert engine_memory(config, whole)["kv cache"] == 4 * engine_memory(config, shared)["kv cache"]
+
+
+def test_a_model_that_the_learner_does_not_support_has_no_estimate(tmp_path):
+    CpmAntConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="the learner does not support this"):
+        ModelSize.of(str(tmp_path))
 
 
 # Ranks
