@@ -190,6 +190,7 @@ class Account:
         self.tokens_buffered = 0
         self.tokens_dropped: Counter[str] = Counter()
         self.puts_refused: Counter[str] = Counter()
+        self.tokens_reused = self.groups_reused = 0
         self.lags: Counter[int] = Counter()
         self.groups_consumed = 0
         self.groups_dropped: Counter[str] = Counter()
@@ -236,11 +237,15 @@ class Account:
         self._drop_tokens(num_tokens, REWARD)
 
     def consume(self, summary: GroupSummary, version: int) -> None:
-        """Count a stored group that the learner consumed at ``version``."""
+        """Count a stored group that the learner consumed at ``version``. Its tokens are trained at its first use."""
+        self.lags[version - summary.oldest_version] += 1
+        if summary.num_uses:
+            self.tokens_reused += summary.num_tokens
+            self.groups_reused += 1
+            return
         self.tokens_buffered -= summary.num_tokens
         self.tokens_trained += summary.num_tokens
         self.groups_consumed += 1
-        self.lags[version - summary.oldest_version] += 1
         self._kept_lengths += sum(summary.response_lengths)
         self._kept_samples += len(summary.response_lengths)
 
@@ -290,12 +295,18 @@ class Account:
         self.tokens_buffered -= num_tokens
         self._drop_tokens(num_tokens, reason)
 
-    def rewind(self, *, tokens_trained: int, lags: Mapping[int, int]) -> None:
+    def unlearn(self, summary: GroupSummary) -> None:
+        """Buffer the tokens of a group whose first use was lost and which is still stored."""
+        self.tokens_trained -= summary.num_tokens
+        self.tokens_buffered += summary.num_tokens
+
+    def rewind(self, *, tokens_trained: int, tokens_reused: int, groups_reused: int, lags: Mapping[int, int]) -> None:
         """Drop the tokens that were trained after these totals. The mean lengths still count them."""
         self._drop_tokens(self.tokens_trained - tokens_trained, REWOUND)
         self.tokens_trained = tokens_trained
+        self.tokens_reused, self.groups_reused = tokens_reused, groups_reused
         self.lags = Counter(lags)
-        self.groups_consumed = self.lags.total()
+        self.groups_consumed = self.lags.total() - groups_reused
 
     def begin_life(self, tokens_generated: int) -> None:
         """Drop the tokens that the earlier lives of the run generated and never reported, and forget their workers."""
@@ -335,5 +346,7 @@ class Account:
             mean_length_dropped_by_reason={reason: lengths[reason] / samples[reason] for reason in lengths},
             groups_dropped=dict(self.groups_dropped),
             filtered_in_a_row=self.filtered_in_a_row,
+            tokens_reused=self.tokens_reused,
+            groups_reused=self.groups_reused,
             **held,
         )

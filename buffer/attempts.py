@@ -86,14 +86,21 @@ class Attempts:
         self._groups.finish(group)
         self.finish(group, stored=stored)
 
-    def finish(self, group: Group, *, stored: bool) -> None:
-        """Remember a group that was consumed or dropped."""
+    def finish(self, group: Group, *, stored: bool, is_kept: bool = False) -> None:
+        """Remember a group that was consumed or dropped. Its frames stay if it ``is_kept`` for a further use."""
         self._history.finish(group.group_id, num_attempts=group.num_attempts, stored=stored)
-        self._newly_finished.append(group.group_id)
+        if not is_kept:
+            self._newly_finished.append(group.group_id)
 
     def evict(self, group: Group, reason: str) -> None:
-        """Drop the trajectories of a stored group, or the saved prefix of a queued or running group."""
-        if group.summary is not None:
+        """Drop the trajectories of a stored group, or the saved prefix of a queued or running group.
+
+        The tokens of a used group are trained, and its prompt is finished; only its further uses are lost.
+        """
+        if group.uses:
+            self._groups.evict(group)
+            self._newly_finished.append(group.group_id)
+        elif group.summary is not None:
             self._account.evict(group.summary, reason)
             self._groups.evict(group)
         elif group.state is GroupState.queued:
@@ -112,6 +119,15 @@ class Attempts:
             self.revoke(group, REWOUND)
             with self._account.settling(group.owner):
                 self.hand_on(group)
+
+    def forget_uses(self, version: int) -> None:
+        """Forget the uses of stored groups at ``version`` and later. A group without a use is buffered again."""
+        for group in self._groups:
+            kept = tuple(use for use in group.uses if use < version)
+            if len(kept) < len(group.uses):
+                group.set_uses(kept)
+                if not kept:
+                    self._account.unlearn(group.result)
 
     def drain_revocations(self) -> list[tuple[bytes, commands.Revoked]]:
         """Leases revoked since the last call, each with its owner."""

@@ -31,7 +31,9 @@ class Mark(Row, frozen=True, kw_only=True):
         is_reached: Whether the steps before ``version`` are committed. The totals are set from then on.
         finished: Groups that were consumed or dropped, as sorted ranges [start, end).
         tokens_trained: Policy tokens of the consumed groups.
-        lags: Pairs of a lag in learner steps and the number of consumed groups with this lag.
+        lags: Pairs of a lag in learner steps and the number of uses of groups with this lag.
+        tokens_reused: Policy tokens of the uses after the first.
+        groups_reused: The uses after the first.
     """
 
     version: int
@@ -40,6 +42,8 @@ class Mark(Row, frozen=True, kw_only=True):
     finished: tuple[Key, ...] = ()
     tokens_trained: int = 0
     lags: tuple[Key, ...] = ()
+    tokens_reused: int = 0
+    groups_reused: int = 0
 
 
 class Marks:
@@ -73,6 +77,8 @@ class Marks:
                 finished=tuple(history.finished.ranges()),
                 tokens_trained=account.tokens_trained,
                 lags=tuple(sorted(account.lags.items())),
+                tokens_reused=account.tokens_reused,
+                groups_reused=account.groups_reused,
             )
 
     def at(self, version: int) -> Mark:
@@ -103,8 +109,9 @@ def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, pref
     """Decide which groups stay when the learner goes back to ``version``.
 
     With the options that the groups were admitted under, every group without a token of a lost version can be consumed
-    in time. A run may resume with a smaller ``max_lag`` or ``groups_per_step``. Then the groups that cannot be consumed
-    in time are dropped; the choice by the earliest deadline keeps as many groups as possible.
+    in time. A run may resume with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then the groups that
+    cannot be consumed in time, or have all their uses, are dropped; the choice by the earliest deadline keeps as many
+    groups as possible.
     """
     lost = [group for group in groups if group.newest_version > version]
     missing = [group for group in groups if group.is_missing]
@@ -113,12 +120,12 @@ def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, pref
     stay.sort(key=lambda group: (group.engine_version, group.place))
     num_kept, unfit, moved = 0, [], []
     for group in stay:
-        deadline = rule.deadline(group.engine_version)
-        if deadline < version + num_kept // rule.groups_per_step:
+        deadline, result = rule.deadline(group.engine_version), group.result_at(version)
+        if deadline < version + num_kept // rule.groups_per_step or result.num_uses >= rule.max_uses:
             unfit.append(group.group_id)
             continue
         num_kept += 1
-        rank = rank_of(prefer, group.result, deadline)
+        rank = rank_of(prefer, result, deadline)
         if (deadline, rank) != (group.deadline, group.rank):
             moved.append((group.group_id, deadline, rank))
     return outcomes.Rewound(

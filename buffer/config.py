@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from .rule import find_filters, find_order
+from .rule import StalenessRule, find_filters, find_order
 
 
 class OnStale(StrEnum):
@@ -47,6 +47,9 @@ class BufferConfig:
 
     Attributes:
         max_lag: Staleness bound in learner steps; 0 is synchronous training.
+        max_uses: Largest number of learner steps that train on a group. Each use is in another step, and its lag is at
+            most ``max_lag``, so ``max_uses`` is at most ``max_lag + 1``. A group gets a further use if fewer new groups
+            are open than the bound admits.
         on_stale: ``wait`` for the straggler, ``requeue`` its prompt at the new version, or ``drop`` it.
         order: Which stored groups a batch takes first, among those that keep every deadline: ``fifo``,
             ``earliest_deadline``, ``freshest_first``, ``shortest_first``, ``reward_spread`` (largest variance of
@@ -105,6 +108,7 @@ class BufferConfig:
     """
 
     max_lag: int = 2
+    max_uses: int = 1
     on_stale: OnStale = OnStale.wait
     order: str = "earliest_deadline"
     lease_s: float = 60.0
@@ -144,6 +148,7 @@ class BufferConfig:
         for name in (*times, *sizes, "queue_size", "max_requests_per_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"buffer.{name} must be > 0, got {getattr(self, name)}; see buffer/config.py")
+        StalenessRule(max_lag=self.max_lag, groups_per_step=1, max_uses=self.max_uses)
         if self.durability == Durability.disk and not self.directory:
             raise ValueError("buffer.durability=disk needs buffer.directory, got ''; name a directory on a local disk")
         if self.stores_on is StoresOn.hosts and self.num_store_servers:

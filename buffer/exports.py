@@ -32,8 +32,9 @@ from .records import Frames
 from .rule import StalenessRule
 from .store_servers import number_of
 
-FORMAT = 1
+FORMAT = 2
 _GROUPS_AT_ONCE = 64
+_LEASE_COLUMNS = ("attempt", "engine_version", "deadline", "planned_for", "num_uses", "is_complete")
 _SCOPES = ("token", "turn", "trajectory", "image")
 _GROUPS = pa.schema(
     [
@@ -43,6 +44,7 @@ _GROUPS = pa.schema(
         ("engine_version", pa.int64()),
         ("deadline", pa.int64()),
         ("planned_for", pa.int64()),
+        ("num_uses", pa.int64()),
         ("is_complete", pa.bool_()),
         ("num_trajectories", pa.int64()),
         ("num_tokens", pa.int64()),
@@ -70,6 +72,7 @@ class ExportedGroup:
         engine_version: u of this attempt.
         deadline: u + max_lag: the last learner version that may consume the group.
         planned_for: The version whose batch holds the group; -1 if no batch does.
+        num_uses: Number of learner steps that trained on the group.
         is_complete: Whether ``trajectories`` are finished and scored; otherwise they are the saved prefix.
         trajectories: None if the group has no tokens yet. Each token has its log-prob and its policy version.
     """
@@ -80,6 +83,7 @@ class ExportedGroup:
     engine_version: int = 0
     deadline: int = 0
     planned_for: int = -1
+    num_uses: int = 0
     is_complete: bool = False
     trajectories: TrajectoryGroup | None = None
 
@@ -152,6 +156,7 @@ def _exported(
         engine_version=group.engine_version,
         deadline=group.deadline,
         planned_for=group.planned_for,
+        num_uses=len(group.uses),
         is_complete=is_complete and group.group_id in held,
         trajectories=group_of(held[group.group_id]) if group.group_id in held else None,
     )
@@ -297,10 +302,7 @@ def _group_row(group: ExportedGroup) -> dict[str, Any]:
         "ground_truth": truth if truth is None or isinstance(truth, str) else json.dumps(truth, default=repr),
         "prompt_ids": prompt.prompt_ids.tolist(),
         "prompt": [bytes(frame) for frame in prompt_frames(prompt)],
-        **{
-            name: getattr(group, name)
-            for name in ("attempt", "engine_version", "deadline", "planned_for", "is_complete")
-        },
+        **{name: getattr(group, name) for name in _LEASE_COLUMNS},
     }
     if held is None:
         return row
@@ -348,7 +350,7 @@ def read_export(folder: Path) -> BufferContents:
                 prompt=prompt,
                 state=GroupState(row["state"]),
                 trajectories=None if row["columns"] is None else _trajectories(row, parts, folder),
-                **{name: row[name] for name in ("attempt", "engine_version", "deadline", "planned_for", "is_complete")},
+                **{name: row[name] for name in _LEASE_COLUMNS},
             )
         )
     drops = tables["drops"].to_pylist()

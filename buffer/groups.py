@@ -5,6 +5,7 @@ The table moves groups from one state to the next. `buffer.ledger` decides which
 
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
@@ -71,6 +72,8 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         is_missing: A batch holds the group, but no store has its trajectories.
         prefix_bytes: Size of the saved prefix's frames.
         is_evicted: The saved prefix was evicted: its tokens stay counted, but no attempt can continue it.
+        uses: Versions whose committed steps trained on the group. With a use, the group is finished for the account;
+            it waits for a further use.
     """
 
     group_id: int
@@ -95,6 +98,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
     is_missing: bool = False
     prefix_bytes: int = 0
     is_evicted: bool = False
+    uses: tuple[int, ...] = ()
 
     @property
     def attempt(self) -> int:
@@ -122,6 +126,16 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         """Metadata of the trajectories of a stored or planned group."""
         assert self.summary is not None
         return self.summary
+
+    def result_at(self, version: int) -> GroupSummary:
+        """The metadata of a stored or planned group with only its uses before ``version``."""
+        num_uses = sum(use < version for use in self.uses)
+        return self.result if num_uses == len(self.uses) else replace(self.result, num_uses=num_uses)
+
+    def set_uses(self, uses: tuple[int, ...]) -> None:
+        """Set the versions whose steps trained on the stored group."""
+        self.uses = uses
+        self.summary = replace(self.result, num_uses=len(uses))
 
     def granted(self) -> GrantedLease:
         """Return a copy of the current lease. The copy does not change when the group gets another attempt."""
@@ -153,6 +167,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
             }
         return known | {
             "lag": learner_version - self.summary.oldest_version,
+            "num_uses": len(self.uses),
             "mean_reward": sum(self.summary.rewards) / max(1, len(self.summary.rewards)),
             "mean_length": sum(self.summary.response_lengths) / max(1, len(self.summary.response_lengths)),
         }
@@ -513,10 +528,16 @@ class GroupTable:
         self._head_place -= 1
 
     def evict(self, group: Group) -> None:
-        """Drop the trajectories of a stored group; its prompt goes to the head of the queue."""
+        """Drop the trajectories of a stored group.
+
+        Its prompt goes to the head of the queue, unless a step trained on the group: then the group is removed.
+        """
         self.ready.remove(group.deadline, {group.group_id})
         self.num_stored -= 1
         self._count_open(group.deadline, -1)
+        if group.uses:
+            self._remove(group)
+            return
         group.summary, group.rank = None, 0.0
         self._to_head(group, keeps_progress=False)
 
@@ -544,8 +565,7 @@ class GroupTable:
         if group.progress is not None:
             self.space.set_progress(group, None, 0)
         self.space.expect(group.num_bytes)
-        self.num_stored += 1
-        self.ready.add(group)
+        self._make_ready(group)
 
     def plan(self, version: int, group_ids: tuple[int, ...]) -> None:
         """Put stored groups into a batch."""
@@ -564,12 +584,7 @@ class GroupTable:
         """Return the groups of batches to the stored groups."""
         for version in versions:
             for group_id in self.plans.pop(version):
-                group = self._groups[group_id]
-                group.state, group.planned_for, group.place = GroupState.stored, -1, self._place()
-                self.num_planned -= 1
-                self._count_open(group.deadline, 1)
-                self.num_stored += 1
-                self.ready.add(group)
+                self._return_to_stored(self._groups[group_id])
 
     def move(self, group: Group, deadline: int, rank: float) -> None:
         """Give a stored group another deadline and another rank."""
@@ -584,21 +599,40 @@ class GroupTable:
         group.num_deaths += 1
         self._present_at_deaths.add(group.group_id)
 
-    def finish_batch(self, version: int) -> None:
-        """Remove the groups of a committed batch."""
+    def _return_to_stored(self, group: Group) -> None:
+        """Take a group out of its batch; it waits for another plan."""
+        group.state, group.planned_for, group.place = GroupState.stored, -1, self._place()
+        self.num_planned -= 1
+        self._count_open(group.deadline, 1)
+        self._make_ready(group)
+
+    def _make_ready(self, group: Group) -> None:
+        self.num_stored += 1
+        self.ready.add(group)
+
+    def finish_batch(self, version: int, again: Mapping[int, float]) -> None:
+        """Remove the groups of a committed batch; the groups in ``again`` are stored for a further use, by rank."""
         for group_id in self.plans.pop(version):
-            group = self._groups.pop(group_id)
-            self.space.set_bytes(group, 0)
-            self.num_planned -= 1
+            group = self._groups[group_id]
+            if group_id in again:
+                group.rank = again[group_id]
+                group.set_uses((*group.uses, version))
+                self._return_to_stored(group)
+            else:
+                self._remove(group)
+                self.num_planned -= 1
+
+    def _remove(self, group: Group) -> None:
+        self.space.set_bytes(group, 0)
+        del self._groups[group.group_id]
 
     def finish(self, group: Group) -> None:
         """Remove a leased group that was dropped."""
         self.leases.remove(group)
         self._count_open(group.deadline, -1)
-        self.space.set_bytes(group, 0)
         self.space.set_progress(group, None, 0)
         self._present_at_deaths.discard(group.group_id)
-        del self._groups[group.group_id]
+        self._remove(group)
 
     def _count_open(self, deadline: int, change: int) -> None:
         number = self.open_by_deadline.get(deadline, 0) + change

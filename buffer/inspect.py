@@ -58,6 +58,8 @@ def render(report: dict[str, Any]) -> str:
         f"filters dropped the last {stats['filtered_in_a_row']} finished",
         f"tokens     {stats['tokens_trained']} trained, {stats['tokens_buffered']} buffered, dropped for "
         f"{_counts(stats['tokens_dropped'])}",
+        f"uses       {stats['groups_reused']} after the first, {stats['tokens_reused']} tokens; "
+        f"{sum(group.get('num_uses', 0) > 0 for group in groups)} of the stored groups were used",
         f"lags       consumed {_lags(stats['lag_histogram'])}; "
         f"stored {_lags(_now(groups, 'stored', 'planned'))}; leased {_lags(_now(groups, 'leased'))}",
         f"rewards    {_spread(groups, 'mean_reward')} over stored groups",

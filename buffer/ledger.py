@@ -3,13 +3,15 @@
 The ledger has no socket, no clock and no payloads.
 
 A group moves ``queued → leased → stored → planned → consumed``. It can also be dropped for a reason, or go back to the
-head of the queue as its next attempt. Each operation is a pair of functions: ``_decide_*`` computes the outcome of a
-command and changes nothing, ``_enact_*`` applies that outcome. A server that starts again only enacts.
+head of the queue as its next attempt. A consumed group can be stored again for a further use. Each operation is a pair
+of functions: ``_decide_*`` computes the outcome of a command and changes nothing, ``_enact_*`` applies that outcome. A
+server that starts again only enacts.
 
 The caller applies `Expire` at ``ledger.groups.leases.next_expiry()`` and sends the `Revoked` messages to their owners.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from asyncrl.core.errors import (
@@ -110,6 +112,7 @@ class Ledger:
         self.options = {
             "max_lag": rule.max_lag,
             "groups_per_step": rule.groups_per_step,
+            "max_uses": rule.max_uses,
             "order": order,
             "filters": list(filters),
             "num_stores": num_stores,
@@ -646,16 +649,36 @@ def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outc
                 f"group {group.group_id} with deadline {group.deadline} would be consumed at version {version} with a "
                 f"token of version {group.result.oldest_version}: lag {lag}, bound {ledger.rule.max_lag}"
             )
-    return outcomes.Committed(version=version, group_ids=group_ids)
+    return outcomes.Committed(version=version, group_ids=group_ids, again=_admitted_again(ledger, group_ids))
+
+
+def _admitted_again(ledger: Ledger, group_ids: Sequence[int]) -> tuple[tuple[int, float], ...]:
+    """The groups of a batch that stay for a further use, with their ranks.
+
+    A further use is a new open group with the version and the deadline of the first use, so the admission rule decides.
+    """
+    rule, again = ledger.rule, []
+    if rule.max_uses == 1:
+        return ()
+    due = dict(ledger.groups.open_by_deadline)
+    for group in map(ledger.groups.stored, group_ids):
+        if group.is_missing or len(group.uses) + 1 >= rule.max_uses:
+            continue
+        if rule.admits(due, version=ledger.next_plan, engine_version=group.engine_version):
+            due[group.deadline] = due.get(group.deadline, 0) + 1
+            summary = replace(group.result, num_uses=len(group.uses) + 1)
+            again.append((group.group_id, rank_of(ledger.prefer, summary, group.deadline)))
+    return tuple(again)
 
 
 def _enact_commit(ledger: Ledger, command: commands.Commit, outcome: outcomes.Committed) -> None:
     if not outcome.group_ids:
         return
+    again = dict(outcome.again)
     for group in map(ledger.groups.stored, outcome.group_ids):
-        ledger.attempts.finish(group, stored=True)
+        ledger.attempts.finish(group, stored=True, is_kept=group.group_id in again)
         ledger.account.consume(group.result, outcome.version)
-    ledger.groups.finish_batch(outcome.version)
+    ledger.groups.finish_batch(outcome.version, again)
     ledger.learner_version += 1
     ledger.marks.reach(ledger.learner_version, ledger.history, ledger.account)
 
@@ -724,6 +747,7 @@ def _enact_resume(ledger: Ledger, command: commands.Resume, outcome: outcomes.Re
 def _go_back(ledger: Ledger, version: int, outcome: outcomes.Rewound) -> None:
     """Groups without a token of a lost version stay, every batch is planned again, and every lease ends."""
     ledger.groups.dissolve(tuple(ledger.groups.plans))
+    ledger.attempts.forget_uses(version)
     lost = dict.fromkeys(outcome.unfit, STALE) | dict.fromkeys(outcome.missing, STORE_LOST)
     lost |= dict.fromkeys(outcome.group_ids, REWOUND)
     for group_id in sorted({*lost, *outcome.revoked}, reverse=True):  # reversed: each goes to the head of the queue
@@ -732,7 +756,12 @@ def _go_back(ledger: Ledger, version: int, outcome: outcomes.Rewound) -> None:
         ledger.groups.move(ledger.groups[group_id], deadline, rank)
     mark = ledger.marks.at(version)
     ledger.history.reopen(IdSet(mark.finished))
-    ledger.account.rewind(tokens_trained=mark.tokens_trained, lags=dict(mark.lags))
+    ledger.account.rewind(
+        tokens_trained=mark.tokens_trained,
+        tokens_reused=mark.tokens_reused,
+        groups_reused=mark.groups_reused,
+        lags=dict(mark.lags),
+    )
     ledger.marks.forget_after(version)
     ledger.learner_version = version
 

@@ -169,10 +169,11 @@ class Planned(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Committed(LedgerOutcome, frozen=True, kw_only=True):
-    """The groups that the learner consumed."""
+    """The groups that the learner consumed. Those in ``again``, with their new ranks, wait for a further use."""
 
     version: int
     group_ids: tuple[int, ...]
+    again: tuple[tuple[int, float], ...] = ()
 
 
 class Rewound(LedgerOutcome, frozen=True, kw_only=True):

@@ -36,16 +36,23 @@ class StalenessRule:
         max_lag: η, the largest number of learner steps between a group's oldest token and its consumption. 0 is
             synchronous.
         groups_per_step: B.
+        max_uses: Largest number of learner steps that train on a group.
     """
 
     max_lag: int
     groups_per_step: int
+    max_uses: int = 1
 
     def __post_init__(self) -> None:
         if self.max_lag < 0:
             raise ValueError(f"max_lag must be >= 0, got {self.max_lag}; use 0 for synchronous training")
         if self.groups_per_step < 1:
             raise ValueError(f"groups_per_step must be >= 1, got {self.groups_per_step}")
+        if not 1 <= self.max_uses <= self.max_lag + 1:
+            raise ValueError(
+                f"buffer.max_uses must be in 1..buffer.max_lag + 1 = {self.max_lag + 1}, got {self.max_uses}: each use "
+                "of a group is in another learner step, and the bound holds for each; raise max_lag, or lower max_uses"
+            )
 
     def deadline(self, engine_version: int) -> int:
         """Last learner version that may consume a group admitted at ``engine_version``."""
@@ -199,16 +206,18 @@ class Room:
     def _who_gives_way(self, group: Group, store: int, num_bytes: float) -> tuple[int, ...] | None:
         """Groups to evict for ``group``: together they hold ``num_bytes`` in the store; None if they hold less.
 
-        Saved prefixes are evicted first: the prefixes of queued groups, then of running groups. Stored groups that are
-        due later than ``group`` follow, the latest deadline first.
+        Groups that wait for a further use are evicted first, because no token is lost with them. Saved prefixes follow:
+        the prefixes of queued groups, then of running groups. Stored groups that are due later than ``group`` come
+        last, the latest deadline first.
         """
         prefixes = [other for other in self._groups if other.prefix_bytes and other is not group]
         prefixes.sort(key=lambda other: (other.state is GroupState.leased, -other.place))
         stored = [other for other in self._groups.of_state(GroupState.stored) if other.store == store]
-        later = [other for other in stored if other.deadline > group.deadline]
+        used = [other for other in stored if other.uses]
+        later = [other for other in stored if other.deadline > group.deadline and not other.uses]
         later.sort(key=lambda other: (-other.deadline, -other.place))
         evicted: list[int] = []
-        for other in [*(prefixes if self.is_shared else ()), *later]:
+        for other in [*used, *(prefixes if self.is_shared else ()), *later]:
             evicted.append(other.group_id)
             num_bytes -= other.prefix_bytes if other.summary is None else other.num_bytes
             if num_bytes <= 0:

@@ -549,9 +549,9 @@ class LedgerNotes:
                 queued = [group_id for group_id in outcome.group_ids if group_id not in outcome.dropped]
                 self._stamp_all(GroupEvent.requeued, queued, reason=reason)
             case outcomes.Lost() | outcomes.DroppedStore():
-                self._stamp_all(GroupEvent.requeued, outcome.group_ids, reason=STORE_LOST)
+                self._stamp_requeued(outcome.group_ids, reason=STORE_LOST)
             case outcomes.Reserved():
-                self._stamp_all(GroupEvent.requeued, outcome.evicted, reason=NO_ROOM)
+                self._stamp_requeued(outcome.evicted, reason=NO_ROOM)
             case _:
                 self._note_batch(outcome)
 
@@ -570,7 +570,7 @@ class LedgerNotes:
             case outcomes.Rewound():
                 self._planned.clear()
                 ended = dict.fromkeys((*outcome.dropped, *outcome.revoked))
-                self._stamp_all(GroupEvent.requeued, ended, reason=REWOUND)
+                self._stamp_requeued(ended, reason=REWOUND)
 
     def levels(self, *, held_bytes: int) -> None:
         """Record the counts that have changed."""
@@ -606,16 +606,23 @@ class LedgerNotes:
     def _stamp(self, event: GroupEvent, of: Any, *, version: int = NONE, **details: Any) -> None:
         self._recorder.stamp(event, of.group_id, attempt=of.attempt, version=version, lane=_LANE, **details)
 
+    def _stamp_requeued(self, group_ids: Iterable[int], *, reason: str) -> None:
+        """Stamp groups that lost what they had. A group that was used is not queued again."""
+        queued = [group_id for group_id in group_ids if group_id in self._ledger.groups]
+        self._stamp_all(GroupEvent.requeued, queued, reason=reason)
+
     def _stamp_all(self, event: GroupEvent, group_ids: Iterable[int], *, version: int = NONE, **details: Any) -> None:
         for group_id in group_ids:
             self._recorder.stamp(event, group_id, attempt=NONE, version=version, lane=_LANE, **details)
 
 
 def check_counts(summary: GroupSummary) -> None:
-    """Raise `WireError` if a count of a group is out of range, because totals must fit into 63 bits."""
+    """Raise `WireError` if a count of a group is out of range: totals must fit into 63 bits, and uses are not put."""
     lists = summary.response_lengths, summary.branch_tokens, summary.num_branches
     versions = summary.oldest_version, summary.newest_version
     counts = (*versions, summary.num_prompt_tokens, summary.num_tokens, summary.num_truncated, *map(sum, lists))
+    if summary.num_uses:
+        raise WireError(f"num_uses of a group must be 0 in a put, got {summary.num_uses}; the ledger counts the uses")
     least = min(summary.group_id, summary.attempt, *counts, *lists[0], *lists[1], *lists[2])
     most = max(summary.group_id >> 23, summary.attempt >> 23, *counts)
     if least < 0 or most > commands.MAX_COUNT:
@@ -625,7 +632,7 @@ def check_counts(summary: GroupSummary) -> None:
 def _ledger(config: BufferConfig, *, groups_per_step: int, num_stores: int) -> Ledger:
     """A new ledger with the options of the buffer."""
     return Ledger(
-        StalenessRule(max_lag=config.max_lag, groups_per_step=groups_per_step),
+        StalenessRule(max_lag=config.max_lag, groups_per_step=groups_per_step, max_uses=config.max_uses),
         on_stale=config.on_stale,
         order=config.order,
         lease_s=config.lease_s,

@@ -172,8 +172,9 @@ class StoreService:
         Expected payloads that are in the part of a checkpoint are loaded first: the run resumed from that checkpoint.
         """
         self._finished, self._ended = IdSet(expected.finished), dict(expected.ended)
+        used_again = {group_id for group_id, _ in expected.attempts}
         for group_id in {group_id for group_id, _ in (*self._payloads, *self._reserved)}:
-            if group_id in self._finished:
+            if group_id in self._finished and group_id not in used_again:
                 self._forget(group_id)
             elif group_id in self._ended:
                 self._forget(group_id, last=self._ended[group_id])

@@ -110,6 +110,7 @@ class GroupSummary:
         metrics: Name and mean of each metric of the trajectories, sorted, without baselines.
         has_unlike_turns: Whether single turns have rewards, and these differ between trajectories or are of branches.
         digest: `receipts.token_digest` of the tokens that the policy wrote, without baselines.
+        num_uses: Number of earlier learner steps that trained on the group; the buffer counts them.
     """
 
     group_id: int
@@ -126,6 +127,7 @@ class GroupSummary:
     metrics: tuple[tuple[str, float], ...] = ()
     has_unlike_turns: bool = False
     digest: int = 0
+    num_uses: int = 0
 
     @property
     def is_scored(self) -> bool:
@@ -153,13 +155,18 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenAccount:
-    """The token account: generated = trained + dropped + buffered + in_flight."""
+    """The token account: generated = trained + dropped + buffered + in_flight.
+
+    ``reused`` is not in this sum: a token counts as trained at the first use of its group, and as reused at each
+    further use.
+    """
 
     generated: int
     trained: int
     dropped: int
     buffered: int
     in_flight: int
+    reused: int = 0
 
     @property
     def balance(self) -> int:
@@ -173,11 +180,12 @@ class BufferStats:
 
     Attributes:
         learner_version: Learner version that will consume the next batch.
-        groups: Groups by state: queued, leased, stored, planned, consumed, dropped.
-        tokens_trained: Policy tokens of consumed groups.
+        groups: Groups by state: queued, leased, stored, planned, consumed, dropped. A group that waits for a further
+            use is stored or planned, and also consumed.
+        tokens_trained: Policy tokens of consumed groups, once per group.
         tokens_dropped: Policy tokens of dropped groups, abandoned attempts and refused puts, by reason.
         tokens_buffered: Policy tokens of stored and planned groups, and of saved prefixes.
-        lag_histogram: Realised lag (learner steps) to number of consumed groups.
+        lag_histogram: Realised lag (learner steps) to number of uses of groups.
         puts_refused: Refused puts by reason (duplicate, expired, …).
         stored_bytes: Bytes of the stored payloads.
         leases_waiting: Workers that wait for admission.
@@ -188,6 +196,8 @@ class BufferStats:
         groups_dropped: Dropped groups by reason: a filter's name, or ``stale``.
         filtered_in_a_row: Finished groups that filters dropped since the last stored group.
         held_bytes: All bytes of the buffer: payloads, saved prefixes, prompts, and prompts that wait to be queued.
+        tokens_reused: Policy tokens of consumed groups, once per use after the first.
+        groups_reused: Uses of consumed groups after the first.
     """
 
     learner_version: int
@@ -205,6 +215,8 @@ class BufferStats:
     groups_dropped: Mapping[str, int] = field(default_factory=dict)
     filtered_in_a_row: int = 0
     held_bytes: int = 0
+    tokens_reused: int = 0
+    groups_reused: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -47,6 +47,7 @@ class StepRecord:
         dropped_groups: Groups dropped by ``buffer.filters`` or ``buffer.on_stale`` since the start of training.
         failed_groups: Failed attempts since the start of training: the reward failed, or the engine aborted the group.
         unscored_groups: Groups left out of the batch because one of their rewards is not finite.
+        reused_groups: Groups of the batch that an earlier step trained on, too; see ``buffer.max_uses``.
         kept_length: Mean response length of all trained samples so far, in tokens.
         dropped_length: Mean response length of all dropped samples so far; the difference to ``kept_length`` is the
             length bias.
@@ -87,6 +88,7 @@ class StepRecord:
     dropped_groups: int = 0
     failed_groups: int = 0
     unscored_groups: int = 0
+    reused_groups: int = 0
     kept_length: float = 0.0
     dropped_length: float = 0.0
     engine_version: int

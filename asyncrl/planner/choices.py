@@ -63,7 +63,7 @@ class Choices:
         }
         for (engines, ranks), *chosen in product(*values.values()):
             options = dict(zip([*values][1:], chosen, strict=True))
-            if options["publish_every"] <= options["max_lag"] + 1:
+            if max(options["publish_every"], base.max_uses) <= options["max_lag"] + 1:
                 yield replace(base, num_engines=engines, num_ranks=ranks, **options)
 
 

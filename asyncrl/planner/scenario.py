@@ -181,6 +181,7 @@ class Scenario:
         groups_per_step: Prompt groups per batch.
         samples_per_prompt: Samples per prompt group (G).
         max_lag: Staleness bound (η).
+        max_uses: ``buffer.max_uses``, see `buffer.config.BufferConfig`.
         on_stale: ``buffer.on_stale``, see `buffer.config.BufferConfig`.
         order: ``buffer.order``, see `buffer.config.BufferConfig`.
         publish_every: Learner steps between two published versions.
@@ -214,6 +215,7 @@ class Scenario:
     groups_per_step: int = 32
     samples_per_prompt: int = 8
     max_lag: int = 2
+    max_uses: int = 1
     on_stale: OnStale = OnStale.wait
     order: str = "earliest_deadline"
     publish_every: int = 1
@@ -242,6 +244,7 @@ class Scenario:
     def __post_init__(self) -> None:
         _check(self, "", 1, "num_engines", "devices_per_engine", "num_ranks", "ranks_at_once", "groups_in_flight")
         _check(self, "", 1, "groups_per_step", "samples_per_prompt", "publish_every", "pipeline_steps", "num_steps")
+        _check(self, "", 1, "max_uses", high=self.max_lag + 1)
         _check(self, "", 1, "max_stored_bytes", high=_MOST_BYTES)
         _check(self, "", 0, "max_lag", high=_MOST_LAG)
         _check(self, "", 0, "bytes_per_token", "settle_s", "ask_s", "plan_s", "queue_groups", "warm_up_steps")
@@ -324,6 +327,7 @@ def configured(scenario: Scenario, config: RunConfig) -> Scenario:
         groups_per_step=config.algorithm.groups_per_step,
         samples_per_prompt=config.algorithm.samples_per_prompt,
         max_lag=buffer.max_lag,
+        max_uses=buffer.max_uses,
         on_stale=buffer.on_stale,
         order=buffer.order,
         publish_every=config.weights.publish_every,

@@ -477,6 +477,7 @@ class Simulation:
         self.capacity = scenario.num_engines * scenario.groups_in_flight
         options = buffer_options(
             max_lag=scenario.max_lag,
+            max_uses=scenario.max_uses,
             on_stale=scenario.on_stale,
             order=scenario.order,
             max_stored_bytes=scenario.max_stored_bytes,

@@ -154,7 +154,7 @@ class GroupLife:
 
     @property
     def step(self) -> int:
-        """The learner step that consumed the group; -1 if no step did."""
+        """The last learner step that trained on the group; -1 if no step did."""
         trained = self.last(GroupEvent.trained)
         return NONE if trained is None else trained.version
 

@@ -87,7 +87,16 @@ class LifeReceipts:
     @cached_property
     def max_lag(self) -> int:
         """``buffer.max_lag`` of the life."""
-        return yaml.safe_load((self.folder / "config.yaml").read_text())["buffer"]["max_lag"]
+        return self._buffer_options["max_lag"]
+
+    @cached_property
+    def max_uses(self) -> int:
+        """``buffer.max_uses`` of the life."""
+        return self._buffer_options.get("max_uses", 1)
+
+    @cached_property
+    def _buffer_options(self) -> Line:
+        return yaml.safe_load((self.folder / "config.yaml").read_text())["buffer"]
 
     def groups_trained(self, step: int) -> dict[int, dict[str, Any]]:
         """What all ranks trained on in a step, by group: attempt, digest, tokens in the loss, and by version."""
@@ -156,7 +165,7 @@ def audit(lives: Sequence[Life]) -> Audit:
             result.bad += _engine_faults(own, life, step, group)
     _check_loss(result, own[-1], kept)
     _check_account(result, own[-1], kept, lags)
-    num_tokens = sum(_num_tokens(life, step) for step, life in kept.items())
+    num_tokens = sum(_num_tokens(life, step, is_reuse=use) for step, life in kept.items() for use in (False, True))
     result.checked.insert(
         0, f"{len(own)} lives, {len(kept)} steps and {num_tokens} tokens, each from its engine to its learner step"
     )
@@ -164,23 +173,26 @@ def audit(lives: Sequence[Life]) -> Audit:
 
 
 def _steps_faults(lives: Sequence[LifeReceipts], kept: Mapping[int, LifeReceipts]) -> Iterator[BadReceipt]:
-    """Steps that are missing, and prompts that were trained on twice."""
+    """Steps that are missing, and prompts that were trained on twice, apart from further uses of the same tokens."""
     for step in sorted({*range(max(kept, default=-1) + 1)} - kept.keys()):
         before = [life for life in lives if life.began_at <= step]
         yield BadReceipt(life=before[-1].folder, step=step, what="the step", expected="on record", found="no receipt")
-    seen: dict[int, int] = {}
+    seen: dict[int, dict[int, Line]] = defaultdict(dict)
     for step, life in sorted(kept.items()):
         for planned in life.committed[step]["groups"]:
-            first = seen.setdefault(planned["group"], step)
-            if first != step:
+            uses = seen[planned["group"]]
+            is_next = planned.get("use", 0) == len(uses) < life.max_uses
+            is_same = all(use[name] == planned[name] for use in uses.values() for name in ("attempt", "digest"))
+            if not (is_next and is_same):
                 yield BadReceipt(
                     life=life.folder,
                     step=step,
                     group=planned["group"],
                     what="the steps that consumed the prompt",
-                    expected=[first],
-                    found=[first, step],
+                    expected=[*uses],
+                    found=[*uses, step],
                 )
+            uses[step] = planned
 
 
 def _step_faults(life: LifeReceipts, step: int, trained: Mapping[int, Line]) -> Iterator[BadReceipt]:
@@ -272,10 +284,12 @@ def _check_account(
     if tokens["generated"] != closed:
         what = f"the generated tokens, {' + '.join(uses)}"
         result.bad.append(BadReceipt(**at, what=what, expected=closed, found=tokens["generated"]))
-    trained = sum(_num_tokens(life, step) for step, life in kept.items())
-    if tokens["trained"] != trained:
-        what = "the trained tokens of the account"
-        result.bad.append(BadReceipt(**at, what=what, expected=trained, found=tokens["trained"]))
+    trained = sum(_num_tokens(life, step, is_reuse=False) for step, life in kept.items())
+    reused = sum(_num_tokens(life, step, is_reuse=True) for step, life in kept.items())
+    for use, expected in (("trained", trained), ("reused", reused)):
+        if tokens.get(use, 0) != expected:
+            what = f"the {use} tokens of the account"
+            result.bad.append(BadReceipt(**at, what=what, expected=expected, found=tokens.get(use, 0)))
     histogram = {int(lag): count for lag, count in summary["max_lag"]["histogram"].items()}
     if all(group["is_scored"] for step, life in kept.items() for group in life.committed[step]["groups"]):
         if histogram != dict(lags):
@@ -283,11 +297,13 @@ def _check_account(
             result.bad.append(BadReceipt(**at, what=what, expected=dict(sorted(lags.items())), found=histogram))
     else:
         result.unchecked.append("the lags of the account: ranks leave out groups without finite rewards")
-    result.checked.append(f"the account of all lives: {tokens['generated']} tokens generated, {trained} trained")
+    result.checked.append(
+        f"the account of all lives: {tokens['generated']} tokens generated, {trained} trained, {reused} reused"
+    )
 
 
-def _num_tokens(life: LifeReceipts, step: int) -> int:
-    return sum(group["tokens"] for group in life.committed[step]["groups"])
+def _num_tokens(life: LifeReceipts, step: int, *, is_reuse: bool) -> int:
+    return sum(group["tokens"] for group in life.committed[step]["groups"] if (group.get("use", 0) > 0) == is_reuse)
 
 
 def _counts(versions: Mapping[str, int]) -> Counter[int]:

@@ -200,6 +200,7 @@ class Reporter:
             "truncated_samples": sum(group.num_truncated for group in groups) / len(rewards),
             "samples_per_group": statistics.fmean(self._numbers_of_samples(plan)),
             "unscored_groups": len(plan.groups) - len(groups),
+            "reused_groups": sum(group.num_uses > 0 for group in plan.groups),
             "metrics": {name: statistics.fmean(values) for name, values in metrics.items()},
             "response_length": statistics.fmean(lengths),
             "lag_mean": statistics.fmean(lags),
@@ -242,6 +243,7 @@ def _planned(group: GroupSummary) -> dict[str, Any]:
         "tokens": group.num_tokens,
         "digest": group.digest,
         "is_scored": group.is_scored,
+        "use": group.num_uses,
     }
 
 
@@ -266,6 +268,7 @@ def balanced_account(stats: BufferStats, counts: FleetCounts, *, num_earlier: in
         dropped=sum(stats.tokens_dropped.values()),
         buffered=stats.tokens_buffered,
         in_flight=counts.tokens_in_flight,
+        reused=stats.tokens_reused,
     )
     if tokens.balance != 0:
         raise AccountError(

@@ -95,7 +95,10 @@ def learning_options(config: RunConfig) -> dict[str, str]:
         "rollout_fleet.sampling": config.rollout_fleet.sampling,
     }
     found = {f"{name}.{key}": str(value) for name, part in sections.items() for key, value in asdict(part).items()}
-    buffer = {f"buffer.{key}": str(getattr(config.buffer, key)) for key in ("max_lag", "on_stale", "order", "filters")}
+    buffer = {
+        f"buffer.{key}": str(getattr(config.buffer, key))
+        for key in ("max_lag", "max_uses", "on_stale", "order", "filters")
+    }
     fleet = config.rollout_fleet
     more = [part for part in (fleet.rewards_by_source, fleet.reward_options) if part]
     return found | buffer | {"rollout_fleet.reward": " ".join(map(str, [fleet.reward_weights, *more]))}

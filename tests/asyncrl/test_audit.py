@@ -102,7 +102,7 @@ def test_the_tokens_of_all_lives_have_a_way_from_their_engines_to_their_steps(ru
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "checked: 2 lives, 4 steps and 32 tokens, each from its engine to its learner step",
-        "checked: the account of all lives: 37 tokens generated, 32 trained",
+        "checked: the account of all lives: 37 tokens generated, 32 trained, 0 reused",
         f"0 bad receipts in {run}",
     ]
 
@@ -168,6 +168,27 @@ def test_a_prompt_that_two_steps_consumed_is_found(run, capsys):
     change(run, Act.committed, {"step": 3}, groups=line["groups"])
     assert main([str(run)]) == 1
     assert "step 3, group 0: the steps that consumed the prompt must be [0], got [0, 3]" in capsys.readouterr().out
+
+
+def test_a_further_use_of_a_group_is_right_up_to_max_uses_and_with_the_same_tokens(run, capsys):
+    group = group_of(2, [1, 1, 2, 2], attempt=1)
+    again = {"group": 2, "attempt": 1, "tokens": 8, "digest": group.summary.digest, "is_scored": True, "use": 1}
+    change(run, Act.committed, {"step": 3}, groups=[again])
+    for rank in range(2):
+        change(run, Act.trained, {"step": 3, "rank": rank}, groups=trained_on(group, 3, (rank,)))
+    summary = json.loads((run / "summary.json").read_text())
+    summary["tokens"] |= {"trained": 24, "generated": 29, "reused": 8}
+    summary["max_lag"]["histogram"] = {"0": 1, "1": 2, "2": 1}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert main([str(run)]) == 1
+    assert "step 3, group 2: the steps that consumed the prompt must be [2], got [2, 3]" in capsys.readouterr().out
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("max_uses: 1", "max_uses: 2"))
+    assert main([str(run)]) == 0, capsys.readouterr().out
+    assert "29 tokens generated, 24 trained, 8 reused" in capsys.readouterr().out
+    change(run, Act.committed, {"step": 3}, groups=[again | {"use": 0}])
+    assert main([str(run)]) == 1
+    assert "the steps that consumed the prompt must be [2], got [2, 3]" in capsys.readouterr().out
 
 
 def test_a_folder_without_receipts_or_an_earlier_life_is_refused(run, tmp_path, capsys):

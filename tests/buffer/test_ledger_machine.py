@@ -4,6 +4,7 @@ The model is independent of the ledger: it keeps its own deadlines, token counts
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -61,6 +62,7 @@ class LedgerMachine(RuleBasedStateMachine):
         num_stores=st.integers(1, 2),
         joining=st.booleans(),
         max_deaths=st.integers(0, 3),
+        max_uses=st.integers(1, 3),
     )
     def start(
         self,
@@ -73,12 +75,14 @@ class LedgerMachine(RuleBasedStateMachine):
         num_stores: int,
         joining: bool,
         max_deaths: int,
+        max_uses: int,
     ) -> None:
+        self.max_uses = min(max_uses, max_lag + 1)
         self.max_deaths = max_deaths
         self.deaths: dict[int, int] = {}
         self.max_bytes, self.joining = max_bytes, joining
         self.max_lag, self.size, self.on_stale, self.filters = max_lag, groups_per_step, on_stale, filters
-        rule = StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step)
+        rule = StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step, max_uses=self.max_uses)
         self.memory = {"max_bytes": max_bytes, "num_stores": 0 if joining else num_stores}
         self.new_ledger = lambda: DrivenLedger(
             rule,
@@ -111,6 +115,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.stored: dict[int, tuple[GroupSummary, int]] = {}
         self.planned: dict[int, list[int]] = {}
         self.consumed: dict[int, tuple[GroupSummary, int]] = {}
+        self.uses: dict[int, list[int]] = {}
         self.marked: dict[int, set[int]] = {0: set()}
         self.num_reopened = 0
         for host in "ab"[:num_stores] * joining:
@@ -179,14 +184,15 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _num_queued(self) -> int:
         ended = len(self.consumed) + self.num_dropped
-        return self.num_enqueued - len(self.running) - len(self.stored) - ended
+        return self.num_enqueued - len(self.running) - len(self.stored.keys() - self.consumed.keys()) - ended
 
     @rule(data=st.data(), num_steps=st.integers(1, 5), stragglers=st.floats(0.0, 1.0))
     def steps_pass(self, data: st.DataObject, num_steps: int, stragglers: float) -> None:
         """Make steps in which newer groups finish before the oldest ones, until deadlines are close."""
         for _ in range(num_steps):
             self.enqueue(number=30, again=False)
-            self.lease(behind=data.draw(st.integers(0, 2)), number=30, worker=0, continues=True)
+            number = data.draw(st.sampled_from([1, 3, 30]))
+            self.lease(behind=data.draw(st.integers(0, 2)), number=number, worker=0, continues=True)
             last = sorted(self.running, key=lambda group_id: self.running[group_id][0].deadline)
             for group_id in last[int(stragglers * self.max_lag * self.size) :]:
                 lease, expires_at = self.running.pop(group_id)
@@ -250,7 +256,10 @@ class LedgerMachine(RuleBasedStateMachine):
         try:
             reserved = self.ledger.reserve(lease, size, host=host)
         except StoreFull:
-            due_first = [group_id for group_id, (_, deadline) in self.stored.items() if deadline <= lease.deadline]
+            new = [
+                (group_id, deadline) for group_id, (_, deadline) in self.stored.items() if group_id not in self.consumed
+            ]
+            due_first = [group_id for group_id, deadline in new if deadline <= lease.deadline]
             held = [sum(self._size(g) for g in due_first if self.places[g] == place) for place in self.hosts]
             assert may_move or min(held) + size > self.max_bytes, "the groups that are due first would have fitted"
             return False
@@ -262,6 +271,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.lost_prefixes.add((group_id, other.attempt))
             elif group_id in self.prefixes:
                 del self.prefixes[group_id]
+            elif group_id in self.consumed:
+                del self.stored[group_id]
             else:
                 assert self.stored.pop(group_id)[1] > lease.deadline
         self.places[lease.group_id] = reserved.store
@@ -505,17 +516,30 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.checkpoint(self.version + 1)
         assert not self.ledger.checkpoint(self.version + 1)
         assert self.ledger.commit(self.version) == ids
+        batch: dict[int, tuple[GroupSummary, int]] = {}
         for group_id in ids:
             summary, deadline = self.stored.pop(group_id)
             assert self.version - summary.oldest_version <= self.max_lag
             assert self.version <= deadline
-            assert group_id not in self.consumed
-            self.consumed[group_id] = summary, self.version
+            uses = self.uses.setdefault(group_id, [])
+            assert len(uses) == summary.num_uses < self.max_uses
+            uses.append(self.version)
+            assert (group_id in self.consumed) == (summary.num_uses > 0)
+            self.consumed.setdefault(group_id, (summary, self.version))
+            batch[group_id] = summary, deadline
         if again:
             assert self.ledger.commit(self.version) == []
         self.version += 1
+        self._stay_for_further_uses(batch)
         self.marked[self.version] = self._finished()
         self.marked = {version: self.marked[version] for version in sorted(self.marked)[-MAX_MARKS:]}
+
+    def _stay_for_further_uses(self, batch: dict[int, tuple[GroupSummary, int]]) -> None:
+        """A group of a batch stays if all deadlines can be met with one more group of its age."""
+        for group_id, (summary, deadline) in batch.items():
+            may_stay = summary.num_uses + 1 < self.max_uses and self.places[group_id] in self.hosts
+            if may_stay and self._admits(deadline - self.max_lag, self._open_deadlines()):
+                self.stored[group_id] = replace(summary, num_uses=summary.num_uses + 1), deadline
 
     @precondition(lambda self: self.stored)
     @rule(data=st.data())
@@ -534,7 +558,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 5))
     def the_learner_goes_back(self, back: int) -> None:
-        """Groups and prefixes without a token of a lost version stay. Groups of lost steps are queued again."""
+        """Groups and prefixes without a token of a lost version stay. Other groups of lost steps are queued again."""
         version = sorted(self.marked)[max(0, len(self.marked) - 1 - back)]
         again = self._finished() - self.marked[version]
         dropped = again - set(self.consumed)
@@ -542,7 +566,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.attempts.drain_revocations()
         self.ledger.rewind(version)
         assert self.ledger.account.tokens_trained == sum(summary.num_tokens for summary, _ in kept)
-        assert self.ledger.account.lags == Counter(at - summary.oldest_version for summary, at in kept)
+        self.uses = {group_id: [at for at in uses if at < version] for group_id, uses in self.uses.items()}
+        assert self.ledger.account.lags == Counter(
+            at - self.consumed[group_id][0].oldest_version for group_id, uses in self.uses.items() for at in uses
+        )
         self.marked = {known: ids for known, ids in self.marked.items() if known <= version}
         self.num_dropped -= len(dropped)
         self.num_reopened += len(dropped)
@@ -552,17 +579,22 @@ class LedgerMachine(RuleBasedStateMachine):
         for lease in leases:
             self._hand_on(lease)
         self._end(leases)
-        self._lose_versions_above(version)
         self.consumed = {group_id: found for group_id, found in self.consumed.items() if group_id not in again}
-        assert self.ledger.enqueue(range(self.num_enqueued)) == sorted(again)
+        self._lose_versions_above(version, again)
+        assert self.ledger.enqueue(range(self.num_enqueued)) == sorted(again - self.stored.keys() - self.lost_by_rewind)
 
-    def _lose_versions_above(self, version: int) -> None:
+    def _lose_versions_above(self, version: int, again: set[int]) -> None:
         """No store has the groups of a batch on a store that is gone either."""
         planned = {group_id for ids in self.planned.values() for group_id in ids}
         gone = {group_id for group_id in planned if self.places[group_id] not in self.hosts}
         lost = {group_id for group_id, (summary, _) in self.stored.items() if summary.newest_version > version}
         self.version, self.planned = version, {}
-        self.stored = {group_id: found for group_id, found in self.stored.items() if group_id not in gone | lost}
+        self.lost_by_rewind = again & (gone | lost) & self.stored.keys()
+        self.stored = {
+            group_id: (replace(summary, num_uses=len(self.uses.get(group_id, ()))), deadline)
+            for group_id, (summary, deadline) in self.stored.items()
+            if group_id not in gone | lost
+        }
         self.prefixes = {g: prefix for g, prefix in self.prefixes.items() if prefix.newest_version <= version}
 
     def _finished(self) -> set[int]:
@@ -616,14 +648,20 @@ class LedgerMachine(RuleBasedStateMachine):
         assert stats.tokens_trained == sum(summary.num_tokens for summary, _ in self.consumed.values())
         prefixes = [*self.prefixes.values(), *(self.inherited[key] for key in self._prefixes_in_use())]
         in_prefixes = sum(prefix.num_tokens for prefix in prefixes)
-        assert stats.tokens_buffered == sum(summary.num_tokens for summary, _ in self.stored.values()) + in_prefixes
+        new = [summary for group_id, (summary, _) in self.stored.items() if group_id not in self.consumed]
+        assert stats.tokens_buffered == sum(summary.num_tokens for summary in new) + in_prefixes
+        further = {group_id: len(uses[1:]) for group_id, uses in self.uses.items()}
+        assert stats.groups_reused == sum(further.values())
+        assert stats.tokens_reused == sum(
+            self.consumed[group_id][0].num_tokens * number for group_id, number in further.items() if number
+        )
         accounted = stats.tokens_trained + stats.tokens_buffered + sum(stats.tokens_dropped.values())
         assert accounted == sum(self.own_tokens.values())
         owner_of = {(lease.group_id, lease.attempt): lease.owner for lease in self.granted}
         for owner in set(owner_of.values()):
             own = sum(number for key, number in self.own_tokens.items() if owner_of[key] == owner)
             assert self.ledger.account.settled_by(owner) == own
-        assert sum(stats.lag_histogram.values()) == len(self.consumed)
+        assert sum(stats.lag_histogram.values()) == len(self.consumed) + stats.groups_reused
         assert all(0 <= lag <= self.max_lag for lag in stats.lag_histogram)
 
     @invariant()

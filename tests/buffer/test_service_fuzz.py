@@ -97,8 +97,10 @@ class Life:
         self.clock = LoopClock(lambda: self.now)
         self.size, self.max_lag = rng.randint(1, 4), rng.randint(0, 3)
         num_open = (self.max_lag + 1) * self.size
+        self.max_uses = rng.randint(1, min(3, self.max_lag + 1))
         self.config = BufferConfig(
             max_lag=self.max_lag,
+            max_uses=self.max_uses,
             on_stale=rng.choice([*OnStale]),
             order=rng.choice(["fifo", "earliest_deadline", "freshest_first", "shortest_first"]),
             lease_s=LEASE_S,
@@ -359,7 +361,10 @@ class Life:
         for key in self.planned[version]:
             assert 0 <= version - self.written[key].oldest <= self.max_lag, "the bound"
             assert key not in self.lost, "a token of a lost version"
-            assert key not in {key for keys in self.trained.values() for key in keys}
+            uses = [key for keys in self.trained.values() for key in keys].count(key)
+            assert uses < self.max_uses
+            assert uses == next(group.num_uses for group in reply.body.groups if group.group_id == key[0])
+        assert {*self.planned[version]}.isdisjoint(self.planned.get(version - 1, ()))
 
     def a_step_is_made(self) -> None:
         if self.version not in self.planned:
@@ -374,8 +379,10 @@ class Life:
         self.trained[self.version] = self.planned.pop(self.version)
         self.version += 1
 
-    def tokens_trained(self) -> int:
-        return sum(self.written[key].num_tokens for keys in self.trained.values() for key in keys)
+    def tokens_trained(self, *, is_reuse: bool = False) -> int:
+        """Tokens of the trained groups, once per group, or once per use after the first."""
+        uses = Counter(key for keys in self.trained.values() for key in keys)
+        return sum(self.written[key].num_tokens * (uses[key] - 1 if is_reuse else 1) for key in uses)
 
     def the_learner_goes_back(self) -> None:
         version = self.rng.choice(self.checkpoints[-2:])
@@ -486,6 +493,9 @@ class Life:
         stats = self.stats()
         balanced_account(stats, FleetCounters(tokens_generated=self.ended_generated))
         assert stats.tokens_trained == self.tokens_trained()
+        assert stats.tokens_reused == self.tokens_trained(is_reuse=True)
+        self.counts["uses after the first"] = stats.groups_reused
+        assert len({group_id for keys in self.trained.values() for group_id, _ in keys}) == stats.groups["consumed"]
         assert stats.learner_version == self.version
         assert max(stats.lag_histogram, default=0) <= self.max_lag
         self.server.close()
@@ -523,7 +533,7 @@ def check_lives(seeds: range, tmp_path: Path) -> None:
     for seed in seeds:
         life = live(seed, tmp_path / str(seed))
         totals.update(life.counts, kills=life.server.num_kills, rewinds=life.incarnation, steps=life.version)
-    seldom = min(totals[name] for name in ("kills", "rewinds", "steps", "LeaseExpired"))
+    seldom = min(totals[name] for name in ("kills", "rewinds", "steps", "LeaseExpired", "uses after the first"))
     assert len(seeds) == 1 or seldom > len(seeds), f"too little happens in a life: {totals}"
 
 
