@@ -19,7 +19,9 @@ from .records import Key, Row
 from .rule import Preference, StalenessRule, rank_of
 
 MAX_MARKS = 8
-"""Marks that the ledger remembers. At most two checkpoints are being written at a time."""
+"""Marks that the ledger remembers."""
+MAX_WRITING = 2
+"""Checkpoints that a run lets the buffer write at a time, so that the newest complete one has a mark."""
 
 
 class Mark(Row, frozen=True, kw_only=True):

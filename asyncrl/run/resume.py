@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
@@ -24,6 +25,7 @@ from asyncrl.core.ports import ControlBuffer, FleetPort, LearnerPort, PromptSour
 from asyncrl.core.types import BufferStats, Prompt
 from asyncrl.data.prompts import PromptStream
 from buffer.checkpoint_parts import LEDGER_PART, MARKS
+from buffer.checkpoints import MAX_WRITING
 from buffer.config import BufferConfig, Durability
 from buffer.journal import read_values
 from buffer.keys import BufferRole, client_keys, server_keys
@@ -37,6 +39,8 @@ from learner.checkpoint_folder import (
     read_progress,
     whole_checkpoints,
 )
+
+logger = logging.getLogger(__name__)
 
 BUFFER = "buffer"
 """Folder beside the ranks' checkpoints with the buffer's parts."""
@@ -124,7 +128,8 @@ class Resumed:
 class Checkpointer:
     """Saves the due checkpoints of a run.
 
-    A save is queued on the ranks directly after the update that makes the version.
+    A save is queued on the ranks directly after the update that makes the version. While the buffer writes its parts
+    of `MAX_WRITING` checkpoints, the next one waits for a later step: the ledger goes back to recent checkpoints only.
     """
 
     def __init__(
@@ -145,6 +150,7 @@ class Checkpointer:
         self._resumed = resumed
         self._queued: dict[int, RunState] = {}
         self._writes: set[asyncio.Future[Any]] = set()
+        self._is_due = False
         self._requests: list[asyncio.Future[Path]] = []
         self._copied: list[tuple[Path, list[asyncio.Future[Path]]]] = []
 
@@ -182,8 +188,20 @@ class Checkpointer:
     async def save_if_due(self, version: int) -> Awaitable[str] | None:
         """Queue a checkpoint of ``version`` on the ranks if one is due. Its result is the written folder."""
         is_last, every = version == self._config.total_steps, self._config.checkpoint.every_steps
-        is_due = bool(self._requests) or (every > 0 and (version % every == 0 or is_last))
-        return await self.save(version, wait=is_last) if is_due else None
+        is_new = every > 0 and (version % every == 0 or is_last)
+        if not (is_new or self._is_due or self._requests):
+            return None
+        if not is_last and sum(not write.done() for write in self._writes) >= MAX_WRITING:
+            if not self._is_due:
+                logger.warning(
+                    "the checkpoint of step %d waits: the buffer still writes its parts of two earlier ones; if this "
+                    "happens often, raise checkpoint.every_steps, or look for a store server that is slow",
+                    version,
+                )
+            self._is_due = True
+            return None
+        self._is_due = False
+        return await self.save(version, wait=is_last)
 
     async def save(self, version: int, *, wait: bool) -> Awaitable[str]:
         """Queue a checkpoint of ``version``, which the ranks are at after the calls queued so far."""

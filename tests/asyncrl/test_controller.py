@@ -23,10 +23,14 @@ TOKENS_PER_STEP = 10
 
 
 class ScriptedBuffer(OffersInMemory):
-    """Like the real ledger, this buffer may plan one version ahead of the last commit."""
+    """Like the real ledger, this buffer may plan one version ahead of the last commit.
 
-    def __init__(self, trained_per_step=TOKENS_PER_STEP, version=0, earlier=None):
+    ``slow_parts`` are versions of checkpoints whose part it writes after the commit of another version.
+    """
+
+    def __init__(self, trained_per_step=TOKENS_PER_STEP, version=0, earlier=None, slow_parts=()):
         super().__init__(version)
+        self.slow_parts = dict(slow_parts)
         self.earlier = earlier
         self.parts = []
         self.version = version
@@ -68,6 +72,8 @@ class ScriptedBuffer(OffersInMemory):
         return [(0, self.version)]
 
     async def checkpoint(self, folder, version, *, key):
+        async with self.committed:
+            await self.committed.wait_for(lambda: self.version > self.slow_parts.get(version, -1))
         self.events.append(("buffer saved", version))
         self.parts.append((str(folder), version, key))
 
@@ -400,6 +406,22 @@ async def test_both_parts_of_a_checkpoint_are_queued_between_two_updates():
         assert (state.version, state.prompts, state.tokens_generated) == (version, {"position": 99}, 60)
         assert state.options["algorithm.groups_per_step"] == "32"
     assert len({key for *_, key in buffer.parts}) == 3
+
+
+async def test_checkpoints_wait_while_the_buffer_writes_two(caplog):
+    """A store server that cannot be reached keeps the first two parts from their ends until step 9 is committed."""
+    saved = []
+    buffer = ScriptedBuffer(slow_parts={1: 9, 2: 9})
+    controller, _, fleet, _ = make_controller(
+        buffer=buffer, overrides=["checkpoint.every_steps=1"], steps=14, saved=saved
+    )
+    await train(controller, fleet)
+    versions = [version for version, _, _ in saved]
+    assert versions[:2] == [1, 2]
+    assert 9 < versions[2] < 14, "with a step after that"
+    assert versions[-1] == 14
+    (warning,) = [record.message for record in caplog.records if "checkpoint" in record.message]
+    assert "the checkpoint of step 3 waits: the buffer still writes its parts of two earlier ones" in warning
 
 
 async def test_a_run_goes_on_at_the_version_and_the_account_of_its_checkpoint():
