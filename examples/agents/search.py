@@ -70,7 +70,9 @@ async def main(
             messages += await asyncio.gather(*map(texts.call, message.tool_calls))
             if sum(len(str(entry.get("content"))) for entry in messages) > max_chars:
                 request = [*messages, {"role": "user", "content": SUMMARIZE}]
-                summary = await client.chat.completions.create(model="policy", messages=request)
+                summary = await client.chat.completions.create(  # the same tools: the request continues the history
+                    model="policy", messages=request, tools=TOOLS, tool_choice="none"
+                )
                 found = {"role": "user", "content": f"You found out before: {summary.choices[0].message.content}"}
                 messages, num_compactions = [*question, found], num_compactions + 1
     reward = float(str(prompt.ground_truth).lower() in answer.lower())

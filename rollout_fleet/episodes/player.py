@@ -116,6 +116,7 @@ def session_metrics(run: EpisodeRun, counts: SessionCounts) -> dict[str, float]:
         "episode.repeated_requests": float(counts.repeated),
         "episode.malformed_calls": float(counts.malformed_calls),
         "episode.reused_prompt": counts.reused_tokens / max(1, counts.prompt_tokens),
+        "episode.retokenised_tokens": float(counts.retokenised_tokens),
         "episode.replayed_tokens": float(run.episode.num_replayed),
         "episode.dropped_tokens": float(run.episode.num_dropped),
     }

@@ -32,7 +32,17 @@ from asyncrl.core.types import FinishReason, Prompt
 from rollout_fleet.config import SamplingConfig
 
 from .episode import PROMPT, Episode
-from .messages import Message, ReadImage, chain, follow, images_in, read_message, same_reasoning, with_reasoning
+from .messages import (
+    Message,
+    ReadImage,
+    canonical,
+    chain,
+    follow,
+    images_in,
+    read_message,
+    same_reasoning,
+    with_reasoning,
+)
 from .renderer import ChatRenderer, ParsedAnswer
 
 NEUTRAL: Mapping[str, Any] = {
@@ -163,6 +173,8 @@ class SessionCounts:
         overridden: Sampling options that differed from the run's, by name.
         malformed_calls: Tool calls that could not be read.
         prompt_tokens: Tokens of all prompts; ``reused_tokens`` of them were on the path before their request.
+        retokenised_tokens: Sampled tokens of answers that a request gave back without continuing them: their text was
+            encoded again, as context of the branch. The learner does not train on this context.
     """
 
     requests: int = 0
@@ -172,6 +184,7 @@ class SessionCounts:
     malformed_calls: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    retokenised_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +249,7 @@ class Session:
         self._on_calls = on_calls
         self._histories: dict[bytes, list[_History]] = defaultdict(list)
         self._seen: set[bytes] = set()
+        self._answers: dict[str, list[int]] = defaultdict(list)
         self._texts: list[tuple[str, int]] = []
         self._children: dict[int, dict[int, None]] = {ROOT: {PROMPT: None}}
         self._by_key: dict[str, _Call] = {}
@@ -340,6 +354,7 @@ class Session:
             reason = "tool_calls" if parsed.calls and answer.finish_reason == "stop" else answer.finish_reason
             answers[place_of_answer] = replace(answer, message=message, finish_reason=reason)
             history = [*place.messages, read_message(message, "answer")]
+            self._answers[canonical(history[-1], {})].append(answer.turn)
             ids = frozenset(call["id"] for call in message.get("tool_calls", ()))
             self._histories[follow(digests[-1], history[-1], {})].append(
                 _History(
@@ -365,6 +380,9 @@ class Session:
             prompt_ids = self._sampler.episode.path(turn.parent).tolist()
             suffix = self._renderer.extend(prompt_ids, turn.token_ids.tolist(), known, new, tools)
             if suffix is not None:
+                has_answers = any(message["role"] == "assistant" for message in new)
+                if has_answers and self._count_retokenised(messages, history.turn):
+                    self.counts.branches["edited"] += 1
                 suffix, images = self._with_images(suffix, new)
                 return _Place(parent=history.turn, new_tokens=suffix, messages=messages, images=images)
             cause = "unparseable" if history.num_malformed else "template"
@@ -372,8 +390,24 @@ class Session:
         parent, num_shared = self._deepest(tokens, images)
         if cause or parent == ROOT:
             self.counts.branches[cause or "new_root"] += 1
+        self._count_retokenised(messages, parent)
         new_images = moved((placed for placed in images if placed.offset >= num_shared), -num_shared)
         return _Place(parent=parent, new_tokens=tokens[num_shared:], messages=messages, images=new_images)
+
+    def _count_retokenised(self, messages: Sequence[Message], parent: int) -> bool:
+        """Count the tokens of the answers in ``messages`` that the path of ``parent`` lacks; return if any are."""
+        on_path: set[int] = set()
+        while parent != ROOT:
+            on_path.add(parent)
+            parent = self._sampler.episode.turn(parent).parent
+        num_tokens = 0
+        for message in messages:
+            turns = self._answers.get(canonical(message, {}), []) if message["role"] == "assistant" else []
+            kept = on_path.intersection(turns)
+            on_path.difference_update([*kept][:1])  # the next equal answer is another turn
+            num_tokens += len(self._sampler.episode.turn(turns[-1]).token_ids) if turns and not kept else 0
+        self.counts.retokenised_tokens += num_tokens
+        return num_tokens > 0
 
     def _with_images(self, tokens: list[int], messages: Sequence[Message]) -> tuple[list[int], tuple[PlacedImage, ...]]:
         """Rendered tokens with as many placeholders as the images of the messages have tokens, and the images."""

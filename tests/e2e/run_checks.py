@@ -90,8 +90,8 @@ def model_of_version(run: RunningTraining, version: int):
 
 @torch.no_grad()
 def response_logprobs(model, row: dict) -> np.ndarray:
-    """[R] float32 log-probs of the response from a plain Hugging Face forward."""
+    """[R] float32 log-probs of the response from a plain Hugging Face forward; 0 for a token without one before it."""
     ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-    logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1]
-    chosen = torch.tensor(row["response_ids"])
-    return logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0].numpy()
+    logits = model(ids).logits[0, :-1]
+    chosen = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return np.concatenate([np.zeros(1, dtype=np.float32), chosen.numpy()])[len(row["prompt_ids"]) :]

@@ -99,21 +99,38 @@ async def test_a_session_knows_its_answer_however_a_client_writes_it(renderers, 
 
 
 @pytest.mark.parametrize(
-    ("edit", "cause"),
+    ("edit", "cause", "is_given_back"),
     [
-        (lambda ms: [ms[0], {**ms[1], "content": "Cold."}, ms[2]], "edited"),
-        (lambda ms: [ms[0], {**ms[1], "reasoning_content": "other"}, ms[2]], "edited"),
-        (lambda ms: [{"role": "user", "content": "A summary."}, ms[2]], "new_root"),
-        (lambda ms: [ms[0], {"role": "user", "content": "Be quick."}, ms[1], ms[2]], "edited"),
+        (lambda ms: [ms[0], {**ms[1], "content": "Cold."}, ms[2]], "edited", False),
+        (lambda ms: [ms[0], {**ms[1], "reasoning_content": "other"}, ms[2]], "edited", True),
+        (lambda ms: [{"role": "user", "content": "A summary."}, ms[2]], "new_root", False),
+        (lambda ms: [ms[0], {"role": "user", "content": "Be quick."}, ms[1], ms[2]], "edited", True),
     ],
 )
-async def test_a_session_branches_by_cause_when_the_history_changes(renderers, edit, cause):
+async def test_a_session_branches_by_cause_when_the_history_changes(renderers, edit, cause, is_given_back):
     talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Yes.<|im_end|>")
     (first,) = await talk.chat(USER)
     (second,) = await talk.chat(*edit([USER, first.message, MORE]))
     assert talk.session.counts.branches == {cause: 1}
+    assert talk.session.counts.retokenised_tokens == (len(first.token_ids) if is_given_back else 0)
     above = talk.turns.episode.path(talk.turns.episode.turn(second.turn).parent)
     assert above.tolist() == talk.renderer.render([*edit([USER, first.message, MORE])], [])
+    talk.check()
+
+
+async def test_a_session_counts_the_tokens_of_each_answer_that_a_branch_renders_again(renderers):
+    """The branch keeps the first answer as it was sampled; the second and the third one, with equal texts, differ."""
+    answers = ["Warm.<|im_end|>", "it is warm<|im_end|>", "it is warm<|im_end|>", "Yes.", "Yes."]
+    talk = Talk(renderers("chatml"), *answers)
+    messages = [USER]
+    for _ in range(3):
+        (answer,) = await talk.chat(*messages)
+        messages += [answer.message, MORE]
+    await talk.chat(*messages)
+    assert talk.session.counts.retokenised_tokens == 0
+    await talk.chat(*messages[:2], {"role": "user", "content": "And at night?"}, *messages[3:])
+    assert talk.session.counts.retokenised_tokens == 2 * len(answer.token_ids) > 0
+    assert talk.session.counts.branches == {"edited": 1}
     talk.check()
 
 

@@ -43,12 +43,13 @@ def _words_of(process: psutil.Process) -> str:
 
 
 class RunningTraining(ProcessOutput):
-    """``python -m asyncrl train`` with its output read line by line."""
+    """``python -m asyncrl train`` with its output read line by line; ``python_path`` has modules for its processes."""
 
-    def __init__(self, output_dir: Path, *overrides: str, cwd: Path = ROOT) -> None:
+    def __init__(self, output_dir: Path, *overrides: str, cwd: Path = ROOT, python_path: Path | None = None) -> None:
         self.output_dir = output_dir
         self.scratch = Path(tempfile.mkdtemp(prefix="run-"))  # a short path, because sockets are in it
         self.family: dict[int, psutil.Process] = {}
+        paths = [str(path) for path in (python_path, ROOT) if path is not None]
         process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl", "train", f"output_dir={output_dir}", *overrides],
             cwd=cwd,
@@ -57,7 +58,12 @@ class RunningTraining(ProcessOutput):
             text=True,
             start_new_session=True,
             env=os.environ
-            | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.scratch), "RAY_TMPDIR": "/tmp"},
+            | {
+                "PYTHONPATH": os.pathsep.join(paths),
+                "OMP_NUM_THREADS": "1",
+                "TMPDIR": str(self.scratch),
+                "RAY_TMPDIR": "/tmp",
+            },
         )
         super().__init__(process)
 

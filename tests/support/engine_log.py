@@ -1,0 +1,151 @@
+"""A log of what a run sent to SGLang and what SGLang sampled, from the raw answers of its servers.
+
+`LOGGING` is a ``sitecustomize`` module: with its folder as ``python_path`` of a `RunningTraining`, each rollout worker
+appends one line per chunk of an answer to ``engine.jsonl`` beside the module.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LOGGING = """
+import sys
+
+if any("default_worker" in word for word in sys.orig_argv):  # a process of Ray
+    import json, os
+    from pathlib import Path
+    from rollout_fleet.engines.sglang import _StreamedSample
+
+    file = os.open(Path(__file__).with_name("engine.jsonl"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    inner = _StreamedSample.add
+
+    def add(self, chunk):
+        meta = chunk["meta_info"]
+        line = {
+            "id": self.request.id, "pid": os.getpid(), "prompt_ids": self.request.prompt_ids.tolist(),
+            "num_tokens": meta["completion_tokens"], "triples": meta.get("output_token_logprobs") or [],
+            "spans": meta.get("weight_versions") or [], "finish_reason": (meta["finish_reason"] or {}).get("type"),
+        }
+        os.write(file, json.dumps(line).encode() + b"\\n")
+        return inner(self, chunk)
+
+    _StreamedSample.add = add
+"""
+
+
+@dataclass(kw_only=True)
+class EngineAnswer:
+    """What SGLang answered to one request.
+
+    Attributes:
+        id: Id of the request: group, attempt, sample, turn, number.
+        pid: The rollout worker.
+        prompt_ids: What was sent; ``token_ids``, ``logprobs``, ``versions``: what was sampled. The versions come with
+            the last chunk.
+        finish_reason: None: the answer was cut off by the death of its server or worker.
+    """
+
+    id: str
+    pid: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str | None
+
+    @property
+    def names(self) -> tuple[int, int, int, int, int]:
+        """Group, attempt, sample, turn, and number of the request."""
+        group, attempt, sample, turn, number = map(int, self.id.split("-"))
+        return group, attempt, sample, turn, number
+
+    @property
+    def path(self) -> list[int]:
+        """The prompt and the answer."""
+        return self.prompt_ids + self.token_ids
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer is whole."""
+        return self.finish_reason in ("stop", "length")
+
+
+def read_engine_log(folder: Path) -> list[EngineAnswer]:
+    """The answers of all requests, in the order of their first chunks."""
+    answers: dict[tuple[int, str], EngineAnswer] = {}
+    for line in (folder / "engine.jsonl").read_text().splitlines():
+        chunk = json.loads(line)
+        if chunk["id"].startswith("warm-up"):
+            continue
+        nothing: Any = {"token_ids": [], "logprobs": [], "versions": [], "finish_reason": None}
+        known = {name: chunk[name] for name in ("id", "pid", "prompt_ids")}
+        answer = answers.setdefault((chunk["pid"], chunk["id"]), EngineAnswer(**known, **nothing))
+        num_new = chunk["num_tokens"] - len(answer.token_ids)
+        for logprob, token, _ in chunk["triples"][len(chunk["triples"]) - num_new :]:
+            answer.token_ids.append(token)
+            answer.logprobs.append(logprob)
+        answer.finish_reason = chunk["finish_reason"]
+        if answer.finish_reason is not None:
+            answer.versions = [int(s["version"]) for s in chunk["spans"] for _ in range(s["start"], s["end"])]
+    return list(answers.values())
+
+
+def assert_trained_tokens_were_sampled(rows: Iterable[dict[str, Any]], answers: Sequence[EngineAnswer]) -> int:
+    """Check that SGLang sampled every trained token after exactly the tokens before it; returns their number.
+
+    Its log-prob and its version are those of SGLang. The tokens before it are those of a request, so that every other
+    id was sent.
+    """
+    by_prompt: dict[bytes, list[EngineAnswer]] = defaultdict(list)
+    for answer in answers:
+        by_prompt[_key(answer.prompt_ids)].append(answer)
+    num_checked = 0
+    for row in rows:
+        begin = len(row["prompt_ids"])
+        ids = [*row["prompt_ids"], *row["response_ids"]]
+        logprobs, versions = ([None] * begin + row[name] for name in ("behavior_logprobs", "versions"))
+        for first, last in _stretches([False] * begin + row["response_mask"]):
+            assert _is_sampled(by_prompt, ids, logprobs, versions, first, last), (
+                f"group {row['group_id']}, attempt {row['attempt']}: tokens {ids[first:last]} at {first} of versions "
+                f"{versions[first:last]} were not sampled after {ids[:first]}; sampled there: "
+                f"{[(a.id, a.token_ids, a.versions) for a in by_prompt[_key(ids[:first])]]}"
+            )
+            num_checked += last - first
+    return num_checked
+
+
+def _is_sampled(by_prompt: Any, ids: list[int], logprobs: list, versions: list, first: int, last: int) -> bool:
+    """Whether answers, each of which continues the one before it, make up the tokens from ``first`` to ``last``."""
+    if first == last:
+        return True
+    for answer in by_prompt.get(_key(ids[:first]), ()):
+        end = first + len(answer.token_ids)
+        ends = [end] if answer.is_finished else range(end, first, -1)  # a part of an answer that was cut off
+        for place in ends:
+            num = place - first
+            if (
+                num
+                and place <= last
+                and ids[first:place] == answer.token_ids[:num]
+                and np.allclose(logprobs[first:place], answer.logprobs[:num], atol=1e-6)
+                and (not answer.versions or versions[first:place] == answer.versions[:num])
+                and _is_sampled(by_prompt, ids, logprobs, versions, place, last)
+            ):
+                return True
+    return False
+
+
+def _stretches(mask: list[bool]) -> Iterator[tuple[int, int]]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int)))
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+
+
+def _key(ids: Sequence[int]) -> bytes:
+    return np.asarray(ids, dtype=np.int32).tobytes()
