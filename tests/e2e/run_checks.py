@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 from asyncrl.core.trajectory import UNVERSIONED
@@ -81,7 +82,8 @@ def model_of_version(run: RunningTraining, version: int):
     """The published weights of a version; the run must have kept them."""
     if version == 0:
         warm = next((path.parent for path in run.output_dir.glob("*/sft/*/sft.json")), None)
-        path = warm or next(path.parent for path in run.output_dir.glob("*/assets/**/config.json"))
+        made = next((path.parent for path in run.output_dir.glob("*/assets/**/config.json")), None)
+        path = warm or made or yaml.safe_load((run.run_dir / "config.yaml").read_text())["model"]["path"]
     else:
         path = run.run_dir / "snapshots" / f"v{version:08d}"
     assert Path(path, "config.json").is_file(), f"no weights of version {version}: {json.dumps(str(path))}"

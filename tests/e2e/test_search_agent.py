@@ -8,7 +8,8 @@ SGLang and each answer that an agent gets is logged.
 import json
 import os
 import signal
-from collections import Counter, defaultdict
+from collections import defaultdict
+from dataclasses import dataclass
 
 import psutil
 import pyarrow as pa
@@ -29,10 +30,10 @@ from tests.support.training_run import RunningTraining
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-STEPS = 12
+STEPS = 16
 AGENT_PROCESS, ENGINE, WORKER = "environment_child", "sglang::scheduler", "ray::RolloutWorker"
-KILLS = {2: AGENT_PROCESS, 5: ENGINE, 8: WORKER}
-"""The part that is killed after each of these steps."""
+KILLED = (AGENT_PROCESS, ENGINE, WORKER)
+"""The parts that are killed, in this order, two steps after the part before is up again."""
 WHAT_HAPPENED = [
     *("episode.branches", "episode.repeated_requests", "episode.replayed_tokens", "episode.retokenised_tokens"),
     *("compactions",),
@@ -73,7 +74,7 @@ class Lossy(httpx.AsyncHTTPTransport):
 
 class SlowTexts(search.Texts):
     async def call(self, call):
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.6)
         return await super().call(call)
 
 
@@ -120,7 +121,7 @@ def run(tmp_path_factory):
         "algorithm.groups_per_step=4",
         "algorithm.samples_per_prompt=2",
         "buffer.max_lag=4",
-        "rollout_fleet.groups_in_flight=8",
+        "rollout_fleet.groups_in_flight=4",
         "rollout_fleet.reward=environment",
         "rollout_fleet.save_progress=at_updates",
         "rollout_fleet.sampling.max_new_tokens=16",
@@ -137,15 +138,24 @@ def run(tmp_path_factory):
     running.workers = []
     try:
         running.wait_for_line("step 1/", 400)
-        for step, part in KILLS.items():
+        for part in KILLED:
+            step = running.num_steps + 2
             running.wait_until(lambda step=step: running.num_steps >= step, f"step {step}", 400)
-            running.workers.append(running.wait_for_process("ray::RolloutWorker"))
-            pid = pids_of_agents(running)[-1] if part == AGENT_PROCESS else running.pid_at(part)
+            worker = worker_of_last_answer(folder)
+            running.workers.append(worker)
+            pid = {AGENT_PROCESS: pids_of_agents(running)[-1], WORKER: worker}.get(part) or running.pid_at(part)
             os.kill(pid, signal.SIGKILL)
+            if part == ENGINE:
+                running.wait_until(lambda old=worker: worker_of_last_answer(folder) != old, "another engine", 400)
         assert running.finish(timeout_s=600) == 0, running.output
         yield running
     finally:
         running.end()
+
+
+def worker_of_last_answer(folder):
+    """Pid of the rollout worker that got the last answer of SGLang."""
+    return json.loads((folder / "engine.jsonl").read_text().splitlines()[-1])["pid"]
 
 
 def begins(path, beginning):
@@ -203,47 +213,76 @@ def test_the_agent_branches_compacts_repeats_requests_and_gives_back_no_answer_i
     assert any(len(line["said"][1]) > 1 for line in agents_answers(run)), "calls in parallel"
 
 
-def test_an_agent_that_begins_again_gets_the_answers_that_it_had(run):
+@dataclass(frozen=True)
+class Replay:
+    """An episode that began again.
+
+    Attributes:
+        cause: The part that was killed.
+        saved: The finished turns before the death that the agent had got; an agent has got an answer if it asks
+            further. A killed worker loses what it sampled since its last weight update, when it saved its progress.
+        after: What SGLang sampled after the death.
+        is_kept: Which of the saved turns were trained, token for token.
+    """
+
+    cause: str
+    group: int
+    sample: int
+    saved: list
+    after: list
+    is_kept: list
+
+
+@pytest.fixture(scope="module")
+def replays(run, rows, answers):
+    """Without those that lost all turns because these were too old for another attempt (``stale_prefix``)."""
+    trained, attempts = defaultdict(list), defaultdict(list)
+    for row in rows:
+        trained[row["group_id"]].append(row["prompt_ids"] + row["response_ids"])
+    for answer in answers:
+        attempts[answer.names[:3]].append(answer)
+    killed = run.workers[2]
+    newest = max(version for answer in answers if answer.pid == killed for version in answer.versions)
+    replays = []
+    for (group, attempt, sample), before in attempts.items():
+        after, pid = attempts.get((group, attempt + 1, sample)), before[0].pid
+        if group in trained and after is not None:
+            cause = WORKER if pid == killed else AGENT_PROCESS if after[0].pid == pid else ENGINE
+            saved = [
+                answer
+                for answer in before
+                if answer.is_finished
+                and any(begins(other.prompt_ids, answer.path) and other.prompt_ids != answer.path for other in before)
+                and (cause != WORKER or max(answer.versions) < newest)
+            ]
+            is_kept = [any(begins(path, answer.path) for path in trained[group]) for answer in saved]
+            replays.append(Replay(cause, group, sample, saved, after, is_kept))
+    stale = [replay for replay in replays if replay.saved and not any(replay.is_kept)]
+    num_stale = sum(len(answer.token_ids) for replay in stale for answer in replay.saved)
+    assert num_stale <= run.summary["tokens"]["dropped_by_reason"].get("stale_prefix", 0), stale
+    groups = {replay.group for replay in stale}
+    return [replay for replay in replays if replay.group not in groups]
+
+
+def test_turns_of_killed_parts_are_trained_token_for_token_after_the_replay(run, replays):
+    assert run.workers[0] == run.workers[1] != run.workers[2], "the death of an agent's process costs no worker"
+    for replay in replays:
+        assert all(replay.is_kept), replay
+    assert {replay.cause for replay in replays if replay.saved} == {*KILLED}
+
+
+def test_an_agent_that_begins_again_gets_the_answers_that_it_had(run, replays):
     lives = defaultdict(lambda: defaultdict(list))
     for line in agents_answers(run):
         lives[line["group"], line["sample"]][line["life"], line["worker"]].append(line["said"])
     num_again = 0
-    for of_episode in lives.values():
-        for ((_, worker), before), after in zip(of_episode.items(), [*of_episode.values()][1:], strict=False):
-            if worker != run.workers[2]:  # see the next test
-                assert [*zip(before, after, strict=False)] == [*zip(before, before, strict=False)][: len(after)]
-                num_again += len(before)
+    for replay in replays:
+        of_episode = lives[replay.group, replay.sample]
+        for ((_, worker), had), got in zip(of_episode.items(), [*of_episode.values()][1:], strict=False):
+            if worker != run.workers[2]:
+                assert got[: len(had)] == had[: len(got)], replay
+                num_again += len(had)
     assert num_again > 0
-
-
-def test_turns_of_killed_parts_are_trained_token_for_token_after_the_replay(run, rows, answers):
-    """An agent has got an answer if it asks further.
-
-    A killed worker loses what it sampled since its last weight update, when it saved its progress.
-    """
-    assert run.workers[0] == run.workers[1], "the death of an agent's process costs the worker nothing"
-    newest = max(version for answer in answers if answer.pid == run.workers[2] for version in answer.versions)
-    trained, asked, num_again = defaultdict(list), defaultdict(list), Counter()
-    for row in rows:
-        trained[row["group_id"]].append(row)
-    for answer in answers:
-        asked[answer.names[:3]].append(answer)
-    for (group, attempt, sample), of_attempt in asked.items():
-        after = asked.get((group, attempt + 1, sample))
-        if group not in trained or after is None:
-            continue
-        paths = [row["prompt_ids"] + row["response_ids"] for row in trained[group]]
-        is_of_worker = of_attempt[0].pid == run.workers[2]
-        cause = WORKER if is_of_worker else AGENT_PROCESS if after[0].pid == of_attempt[0].pid else ENGINE
-        for answer in of_attempt:
-            own = answer.path
-            was_got = any(len(other.prompt_ids) > len(own) and begins(other.prompt_ids, own) for other in of_attempt)
-            if answer.is_finished and was_got and not (is_of_worker and max(answer.versions) == newest):
-                assert any(begins(path, own) for path in paths), (
-                    f"lost by {cause}: {answer}; sampled later: {after}; trained: {trained[group]}"
-                )
-                num_again[cause] += 1
-    assert len(num_again) == len(KILLS), num_again
 
 
 def test_no_process_of_an_agent_outlives_the_run(run):

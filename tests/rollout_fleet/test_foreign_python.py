@@ -18,6 +18,7 @@ from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.episodes.config import EnvironmentConfig
 from rollout_fleet.episodes.environment import EpisodeFailure, FailureKind, Outcome
 from rollout_fleet.episodes.environment_processes import EnvironmentProcesses
+from tests.support.foreign_python import ADDITION, python_with
 from tests.support.policy_endpoint import PolicyEndpoint
 
 pytestmark = pytest.mark.timeout(600)
@@ -69,24 +70,6 @@ async def test_an_adapter_whose_package_the_python_lacks_names_package_and_pytho
         await play(bare_python, "openenv", options={"url": "http://127.0.0.1:1"}, prompt=make_prompt())
 
 
-ADDITION = """
-import verifiers.v1 as vf
-
-class AdditionData(vf.TaskData):
-    answer: str
-
-class AdditionTask(vf.Task[AdditionData]):
-    @vf.reward(weight=2.0)
-    async def exact(self, trace) -> float:
-        return float(self.data.answer in trace.last_reply)
-
-class AdditionTaskset(vf.Taskset[AdditionTask, vf.TasksetConfig]):
-    def load(self):
-        for a in range(3):
-            yield AdditionTask(AdditionData(prompt=f"{a} + 1", answer=str(a + 1)), self.config.task)
-
-__all__ = ["AdditionTaskset"]
-"""
 MCP_SERVER = """
 import sys
 from mcp.server.mcpserver import MCPServer
@@ -107,14 +90,7 @@ server.run()
 @pytest.fixture(scope="module")
 def full_python(tmp_path_factory) -> str:
     """A Python with verifiers, mcp and gymnasium, from the package index."""
-    folder = tmp_path_factory.mktemp("full")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    python = str(folder / "bin" / "python")
-    command = [sys.executable, "-m", "uv", "pip", "install", "-q", "-p", python, "verifiers==0.4.0", "mcp", "gymnasium"]
-    installed = subprocess.run(command, capture_output=True, text=True)
-    if installed.returncode != 0:
-        pytest.skip(f"verifiers cannot be installed here: {installed.stderr[-300:]}")
-    return python
+    return python_with(tmp_path_factory.mktemp("full"), "verifiers==0.4.0", "mcp", "gymnasium")
 
 
 async def wait_for_port(port: int, timeout_s: float = 60.0) -> None:
