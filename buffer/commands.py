@@ -217,13 +217,23 @@ class Space(Push, frozen=True):
 # Commands: operations that the ledger decides
 
 
-class Enqueue(Command[Queued, Done], frozen=True):
-    """Queue prompts; known prompts are ignored. ``counts`` are the frames of each prompt in the message."""
+class Enqueued(Answer, frozen=True):
+    """The prompts are queued. ``outcomes``: groups that were finished since the last answer, if they are wanted."""
+
+    outcomes: tuple[GroupSummary, ...] = ()
+
+
+class Enqueue(Command[Queued, Enqueued], frozen=True):
+    """Queue prompts; known prompts are ignored. ``counts`` are the frames of each prompt in the message.
+
+    From the first request with ``wants_outcomes`` on, the server keeps the newest finished groups for the answer.
+    """
 
     roles = _CONTROLLER
     is_held = True
     group_ids: tuple[Int64, ...]
     counts: tuple[Int64, ...] = ()
+    wants_outcomes: bool = False
 
 
 class LeaseGroups(Command[Granted, Leased], frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ from asyncrl.core.errors import (
     WireError,
 )
 from asyncrl.core.trajectory import TrajectoryGroup
-from asyncrl.core.types import BufferStats, Lease, Plan, Prompt, WeightOffer
+from asyncrl.core.types import BufferStats, GroupSummary, Lease, Plan, Prompt, WeightOffer
 
 from . import commands, outcomes
 from .client import BufferClient, ClientSocket
@@ -147,12 +147,13 @@ class WorkerClient:
         for start in range(0, len(keys), MAX_LEASES):
             await self._client.call(commands.Renew(tuple(keys[start : start + MAX_LEASES])))
 
-    async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0) -> None:
+    async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0, data_source: str = "") -> None:
         """Store a finished group. While the store is full, the client waits until a batch leaves, and sends again."""
+        summary = replace(group.summary, data_source=data_source) if data_source else group.summary
         async with self._window:
             payload: Sequence[Any] = group_frames(group)
             key = group.group_id, group.attempt
-            put = commands.Put(summary=group.summary, continued=self._has_continued(key), num_left_out=num_left_out)
+            put = commands.Put(summary=summary, continued=self._has_continued(key), num_left_out=num_left_out)
             if self._puts_elsewhere is None:
                 self._puts_elsewhere = (await self._client.hello(commands.Hello(), "put")).is_elsewhere
             if not self._puts_elsewhere:
@@ -461,24 +462,32 @@ class ControlClient:
     def __init__(self, client: BufferClient) -> None:
         self._client = client
 
-    async def enqueue(self, prompts: Sequence[Prompt]) -> None:
+    async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> list[GroupSummary]:
         """Queue prompts, as many at once as fit into one chunk.
 
-        While the store is full, the client waits until groups leave, and sends again.
+        While the store is full, the client waits until groups leave, and sends again. Returns the groups that were
+        finished since the last call with ``wants_outcomes``.
         """
+        outcomes: list[GroupSummary] = []
+
+        async def send() -> None:
+            enqueue = commands.Enqueue(tuple(group_ids), tuple(counts), wants_outcomes)
+            outcomes.extend((await self._client.call_with_space(enqueue, payload)).outcomes)
+
         group_ids: list[int] = []
         counts: list[int] = []
         payload: list[Any] = []
         for prompt in prompts:
             frames = prompt_frames(prompt)
             if group_ids and (len(group_ids) == _PROMPTS_AT_ONCE or size_of(payload) + size_of(frames) > CHUNK_BYTES):
-                await self._client.call_with_space(commands.Enqueue(tuple(group_ids), tuple(counts)), payload)
+                await send()
                 group_ids, counts, payload = [], [], []
             group_ids.append(prompt.group_id)
             counts.append(len(frames))
             payload += frames
         if group_ids:
-            await self._client.call_with_space(commands.Enqueue(tuple(group_ids), tuple(counts)), payload)
+            await send()
+        return outcomes
 
     async def plan(self, version: int) -> Plan:
         """Wait for the batch that the learner consumes at ``version``."""

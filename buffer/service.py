@@ -344,6 +344,7 @@ class BufferService:
         result = self.ledger.apply(put, sender=client, frames=frames).result
         if result in (PutResult.filtered, PutResult.stored):
             self._admission.ended(client, put)
+            self._intake.note_finished(put.summary)
         if result is PutResult.filtered:
             self._batches.note_filtered()
         elif result is PutResult.stored:
@@ -623,6 +624,8 @@ def check_counts(summary: GroupSummary) -> None:
     counts = (*versions, summary.num_prompt_tokens, summary.num_tokens, summary.num_truncated, *map(sum, lists))
     if summary.num_uses:
         raise WireError(f"num_uses of a group must be 0 in a put, got {summary.num_uses}; the ledger counts the uses")
+    if len(summary.data_source) > commands.MAX_REASON:
+        raise WireError(f"data_source of a group must have at most {commands.MAX_REASON} characters")
     least = min(summary.group_id, summary.attempt, *counts, *lists[0], *lists[1], *lists[2])
     most = max(summary.group_id >> 23, summary.attempt >> 23, *counts)
     if least < 0 or most > commands.MAX_COUNT:

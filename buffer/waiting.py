@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
+from asyncrl.core.types import GroupSummary
 
 from . import commands, outcomes
 from .commands import Answer, Done, NothingYet
@@ -257,7 +258,19 @@ class PromptIntake:
         self._ledger, self._store = shared.ledger, shared.store
         self._queue_size = shared.config.queue_size
         self._held = shared.held()
+        self._outcomes: deque[GroupSummary] | None = None  # None until the controller wants them
         self.close = self._held.close
+
+    def note_finished(self, group: GroupSummary) -> None:
+        """Keep the outcome of a finished group for the next answer, if the controller wants it."""
+        if self._outcomes is not None:
+            self._outcomes.append(group)
+
+    def _answer(self) -> Answer:
+        outcomes = tuple(self._outcomes or ())
+        if self._outcomes:
+            self._outcomes.clear()
+        return commands.Enqueued(outcomes)
 
     @property
     def num_waiting(self) -> int:
@@ -273,6 +286,8 @@ class PromptIntake:
         """Hold prompts until the queue has room for them. Prompts that are known already are ignored."""
         if len(enqueue.group_ids) != len(enqueue.counts) or sum(enqueue.counts) != len(request.payload):
             raise WireError("enqueue must name one group per prompt")
+        if enqueue.wants_outcomes and self._outcomes is None:
+            self._outcomes = deque(maxlen=_MAX_REMEMBERED)
         self._held.remove(request.client, request.request_id)
         frames = iter(request.payload)
         prompts = {
@@ -295,7 +310,7 @@ class PromptIntake:
                 request.body.popleft()
             if request.body:
                 return
-            self._held.answer(lambda request: Done(), [request])
+            self._held.answer(lambda request: self._answer(), [request])
 
     def _queue(self, prompts: Sequence[tuple[int, Frames]]) -> None:
         new = {group_id: frames for group_id, frames in prompts if not self._ledger.knows(group_id)}

@@ -202,7 +202,9 @@ class Settlement:
         self._num_failures_in_a_row = 0
         self._note(group, stored)
         try:
-            await self._buffer.put(stored, num_left_out=group.num_tokens - stored.summary.num_tokens)
+            num_left_out = group.num_tokens - stored.summary.num_tokens
+            source = group.lease.prompt.data_source
+            await self._buffer.put(stored, num_left_out=num_left_out, data_source=source)
         except (LeaseExpired, VersionTooOld) as error:
             logger.warning("prompt group %d was refused: %s", group.lease.prompt.group_id, error)
             self._meter.add(tokens_in_flight=-group.num_own_tokens, groups_refused=1)

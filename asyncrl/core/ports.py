@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.core.trajectory import TrajectoryGroup
-from asyncrl.core.types import BufferStats, Lease, Plan, Prompt, WeightOffer
+from asyncrl.core.types import BufferStats, GroupSummary, Lease, Plan, Prompt, WeightOffer
 
 
 class RolloutBuffer(Protocol):
@@ -36,12 +36,13 @@ class RolloutBuffer(Protocol):
         """Extend the leases that are still valid. `revocation` reports the others."""
         ...
 
-    async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0) -> None:
+    async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0, data_source: str = "") -> None:
         """Store a finished group and wait until it is stored. The client retries; the buffer stores the group once.
 
         ``num_left_out`` are tokens of trajectories that the worker omitted from the group. They count as dropped for
-        the reason ``reward``. Raises `LeaseExpired` if the attempt is no longer current; its tokens count as dropped.
-        Raises `VersionTooOld` if the group has a token that is older than its lease.
+        the reason ``reward``. ``data_source`` is that of the prompt. Raises `LeaseExpired` if the attempt is no longer
+        current; its tokens count as dropped. Raises `VersionTooOld` if the group has a token that is older than its
+        lease.
         """
         ...
 
@@ -132,8 +133,12 @@ class LearnerBuffer(WeightLog, Protocol):
 class ControlBuffer(Protocol):
     """The replay buffer for the controller."""
 
-    async def enqueue(self, prompts: Sequence[Prompt]) -> None:
-        """Queue prompts. Waits while the queue is full. Idempotent per group id."""
+    async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> Sequence[GroupSummary]:
+        """Queue prompts. Waits while the queue is full. Idempotent per group id.
+
+        With ``wants_outcomes`` it returns the groups that workers have finished since the last such call, with those
+        that filters dropped; otherwise nothing.
+        """
         ...
 
     async def plan(self, version: int) -> Plan:
@@ -343,8 +348,17 @@ class ColocatedFleetPort(FleetPort, Protocol):
 class PromptSource(Protocol):
     """The source of the run's prompts."""
 
+    @property
+    def wants_outcomes(self) -> bool:
+        """Whether the choice of prompts may depend on `note`."""
+        ...
+
     def take(self, count: int) -> Sequence[Prompt]:
         """Return the next ``count`` prompts of an endless order."""
+        ...
+
+    def note(self, groups: Sequence[GroupSummary]) -> None:
+        """Take the outcomes of finished groups."""
         ...
 
     def state(self) -> Mapping[str, Any]:

@@ -111,6 +111,7 @@ class GroupSummary:
         has_unlike_turns: Whether single turns have rewards, and these differ between trajectories or are of branches.
         digest: `receipts.token_digest` of the tokens that the policy wrote, without baselines.
         num_uses: Number of earlier learner steps that trained on the group; the buffer counts them.
+        data_source: As in `Prompt`.
     """
 
     group_id: int
@@ -128,6 +129,7 @@ class GroupSummary:
     has_unlike_turns: bool = False
     digest: int = 0
     num_uses: int = 0
+    data_source: str = ""
 
     @property
     def is_scored(self) -> bool:

@@ -1,10 +1,13 @@
 """Options of the prompt data."""
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from asyncrl.core.errors import check_bounds
+
+from .samplers import UNIFORM
 
 
 class OverlongPrompts(StrEnum):
@@ -40,6 +43,12 @@ class DataConfig:
         overlong_prompts: What happens to a longer prompt.
         shuffle: Use a new seeded order in each epoch. False: the order of the files in each epoch.
         eval_max_prompts: Number of held-out prompts from the beginning of the files; 0 uses all.
+        sampler: How the prompts are chosen (docs/sources.md): ``uniform`` takes each row once per epoch, ``weighted``
+            takes sources by ``source_weights``, ``difficulty`` also prefers rows by their success rate, or your own
+            class as ``file.py:Class`` or ``module:Class``.
+        sampler_options: Further arguments of the sampler. Example: ``{target: 0.3}``.
+        source_weights: Weight of each data source, by the names in ``data_source_key``; empty: the same weight.
+            Example: ``{gsm8k: 3, apps: 1}``.
     """
 
     train_files: list[str] = field(default_factory=list)
@@ -59,6 +68,9 @@ class DataConfig:
     overlong_prompts: OverlongPrompts = OverlongPrompts.error
     shuffle: bool = True
     eval_max_prompts: int = 0
+    sampler: str = UNIFORM
+    sampler_options: dict[str, Any] = field(default_factory=dict)
+    source_weights: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("train_files", "eval_files"):
@@ -81,6 +93,19 @@ class DataConfig:
                 f"data.overlong_prompts must be error or filter, got {self.overlong_prompts!r}; "
                 "filter leaves out long prompts and counts them"
             )
+        self._check_sampler()
+
+    def _check_sampler(self) -> None:
+        for name in ("sampler_options", "source_weights"):
+            if self.sampler == UNIFORM and getattr(self, name):
+                raise ValueError(
+                    f"data.{name}={getattr(self, name)} needs a sampler that uses it, got data.sampler={UNIFORM}; set "
+                    "data.sampler=weighted or another one"
+                )
+        if bad := {name: weight for name, weight in self.source_weights.items() if not 0 < weight < math.inf}:
+            raise ValueError(f"data.source_weights must be > 0, got {bad}; leave the rows of a source out of the files")
+        if self.source_weights and not self.data_source_key:
+            raise ValueError("data.source_weights needs data.data_source_key, the column with a row's source, got ''")
 
     @property
     def keys(self) -> list[str]:

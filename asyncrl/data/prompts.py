@@ -6,6 +6,7 @@ torch is imported.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.core.image_files import VISION_FAMILIES, ImageReader, content_of, with_placeholders
-from asyncrl.core.types import Prompt
+from asyncrl.core.types import GroupSummary, Prompt
 
 from .chat import (
     Message,
@@ -30,15 +31,20 @@ from .chat import (
 )
 from .config import DataConfig, OverlongPrompts
 from .row_files import Rows, read_rows
+from .samplers import UNIFORM, Sampler, make_sampler
 from .tokenizer import Tokenizer
+
+_OF_SAMPLER = {"sampler", "chosen", "sampler_state"}
 
 
 class PromptStream:
-    """An endless stream of the training prompts, shuffled in each epoch.
+    """An endless stream of the training prompts, shuffled in each epoch, or chosen by ``data.sampler``.
 
     The group id of a prompt is its position in the stream. The same seed, files and options give the same order on
     every machine. A restored stream continues with the next prompt of the saved stream. ``num_filtered`` prompts are
     left out because they are longer than ``max_prompt_tokens``.
+
+    With a sampler, the stream remembers the row of each position, so a position always names the same prompt.
     """
 
     def __init__(
@@ -66,6 +72,18 @@ class PromptStream:
         self._shuffle = config.shuffle
         self._position = 0
         self._order = lru_cache(maxsize=1)(self._draw_order)
+        self._chosen: list[int] = []
+        self._sampler: Sampler | None = None
+        self._sampler_name = config.sampler
+        if config.sampler != UNIFORM:
+            self._sampler = make_sampler(
+                config.sampler,
+                [prompt.data_source for prompt in self._prompts],
+                seed=seed,
+                shuffle=config.shuffle,
+                weights=config.source_weights,
+                options=config.sampler_options,
+            )
 
     @property
     def num_prompts(self) -> int:
@@ -75,22 +93,50 @@ class PromptStream:
     def take(self, count: int) -> list[Prompt]:
         """Return the next ``count`` prompts; ``count`` >= 0."""
         self._position += count
+        if self._sampler is not None:
+            self._chosen += [self._checked(self._sampler.choose()) for _ in range(count)]
         return self.at(range(self._position - count, self._position))
 
     def at(self, positions: Sequence[int]) -> list[Prompt]:
         """Return the prompts with these group ids; the stream's position does not change."""
-        places = [(position, *divmod(position, self.num_prompts)) for position in positions]
-        return [_loaded(self._prompts[self._order(epoch)[index]], group_id) for group_id, epoch, index in places]
+        return [_loaded(self._prompts[self._row(position)], position) for position in positions]
+
+    def _row(self, position: int) -> int:
+        if self._sampler is not None:
+            return self._chosen[position]
+        epoch, index = divmod(position, self.num_prompts)
+        return self._order(epoch)[index]
+
+    def _checked(self, row: Any) -> int:
+        if isinstance(row, (int, np.integer)) and 0 <= row < self.num_prompts:
+            return int(row)
+        raise ValueError(
+            f"data.sampler={self._sampler_name} must choose a row in 0..{self.num_prompts - 1}, got {row!r}"
+        )
+
+    @property
+    def wants_outcomes(self) -> bool:
+        """Whether the sampler gets the outcomes of groups."""
+        return self._sampler is not None
+
+    def note(self, groups: Sequence[GroupSummary]) -> None:
+        """Report finished groups to the sampler."""
+        if self._sampler is not None:
+            for group in groups:
+                self._sampler.note(self._chosen[group.group_id], group)
 
     def state(self) -> dict[str, Any]:
-        """Return the position and a description of the files, as JSON values."""
-        return {
+        """Return the position, the sampler's state and a description of the files, as JSON values."""
+        state = {
             "seed": self._seed,
             "position": self._position,
             "shuffle": self._shuffle,
             "num_prompts": self.num_prompts,
             "files": self._files,
         }
+        if self._sampler is not None:
+            state |= {"sampler": self._sampler_name, "chosen": self._chosen, "sampler_state": self._sampler.state()}
+        return copy.deepcopy(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state.
@@ -99,7 +145,8 @@ class PromptStream:
             ValueError: the state belongs to other files or options; the message names the difference.
         """
         now = self.state()
-        if missing := sorted(set(now) - set(state)):
+        needed = set(now) if state.get("sampler", UNIFORM) == self._sampler_name else set(now) - _OF_SAMPLER
+        if missing := sorted(needed - set(state)):
             raise ValueError(f"prompt stream: the saved state must have {missing}, got none; use the result of state()")
         saved, files = state["files"], now["files"]
         if len(saved) != len(files):
@@ -117,15 +164,20 @@ class PromptStream:
             ("seed", "the seed"),
             ("shuffle", "data.shuffle"),
             ("num_prompts", "the number of prompts"),
+            ("sampler", "data.sampler"),
         ):
-            if state[key] != now[key]:
+            before, current = (values.get(key, UNIFORM) for values in (state, now))
+            if before != current:
                 raise ValueError(
-                    f"prompt stream: {option} was {state[key]} when the state was saved, got {now[key]}; resume with "
+                    f"prompt stream: {option} was {before} when the state was saved, got {current}; resume with "
                     "the options and the tokenizer of the saved run, or start a new run"
                 )
         if not isinstance(state["position"], int) or state["position"] < 0:
             raise ValueError(f"prompt stream: position must be an integer >= 0, got {state['position']!r}")
         self._position = state["position"]
+        if self._sampler is not None:
+            self._chosen = list(state["chosen"])
+            self._sampler.restore(state["sampler_state"])
 
     def _draw_order(self, epoch: int) -> np.ndarray:
         if not self._shuffle:

@@ -163,7 +163,9 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             """Queue the stream's prompts. Start with the prompts that a cancelled call did not queue."""
             while True:
                 self._unqueued = self._unqueued or self._prompts.take(self._config.algorithm.groups_per_step)
-                await self._buffer.enqueue(self._unqueued)
+                wants_outcomes = self._prompts.wants_outcomes
+                outcomes = await self._buffer.enqueue(self._unqueued, wants_outcomes=wants_outcomes)
+                self._prompts.note(outcomes)
                 self._unqueued = ()
 
         async with asyncio.TaskGroup() as tasks:

@@ -191,6 +191,9 @@ class Reporter:
         metrics: dict[str, list[float]] = {}
         for name, value in (metric for group in groups for metric in group.metrics):
             metrics.setdefault(name, []).append(value)
+        for group in groups:
+            for name, values in self._numbers_of_source(group).items():
+                metrics.setdefault(f"source.{group.data_source}.{name}", []).extend(values)
         return {
             "reward": statistics.fmean(rewards),
             "reward_std": statistics.pstdev(rewards),
@@ -207,6 +210,12 @@ class Reporter:
             "lag_max": max(lags),
             "lags": dict(Counter(lags)),
         }
+
+    def _numbers_of_source(self, group: GroupSummary) -> dict[str, Sequence[float]]:
+        """The numbers of a group that are reported by data source; none without a source."""
+        if not group.data_source:
+            return {}
+        return {"reward": group.rewards[self._trained], "response_length": group.response_lengths[self._trained]}
 
     def _learner_numbers(self, plan: Plan, metrics: Mapping[str, float]) -> dict[str, Any]:
         """The fields of a record that the learner's step determines."""

@@ -22,7 +22,7 @@ from typing import Any
 from asyncrl.config import RunConfig
 from asyncrl.core.errors import CheckpointError, ReplayBufferError
 from asyncrl.core.ports import ControlBuffer, FleetPort, LearnerPort, PromptSource
-from asyncrl.core.types import BufferStats, Prompt
+from asyncrl.core.types import BufferStats, GroupSummary, Prompt
 from asyncrl.data.prompts import PromptStream
 from buffer.checkpoint_parts import LEDGER_PART, MARKS
 from buffer.checkpoints import MAX_WRITING
@@ -328,8 +328,9 @@ def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
     """The buffer's options of a run that resumes: the buffer begins with its part of the checkpoint.
 
     If the journal of the earlier life knows the checkpoint, the buffer begins with this journal instead, because it
-    holds more groups. Any other journal belongs to another run; its folder is renamed, not deleted. Raises `ValueError`
-    if the checkpoint has no part of the buffer.
+    holds more groups. Not with a sampler: the restored sampler may choose other prompts for the positions after the
+    checkpoint than the journal has. The folder of any other journal is renamed, not deleted. Raises `ValueError` if the
+    checkpoint has no part of the buffer.
     """
     state, part = resumed.state, resumed.buffer_part
     if not part.is_dir():
@@ -343,7 +344,7 @@ def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
         return options
     with suppress(ReplayBufferError, ValueError):  # no journal, or of another release
         values = read_values(kept / LEDGER_PART)
-        if state.key in (values.get(MARKS) or ()):
+        if state.key in (values.get(MARKS) or ()) and "sampler" not in state.prompts:
             return replace(options, checkpoint="", earlier_epoch=values["epoch"])
     kept.rename(kept.with_name(f"{kept.name}.before-resume-{time.strftime('%Y%m%d-%H%M%S')}"))
     return options
@@ -390,6 +391,15 @@ class RepeatedPrompts:
         """The next ``count`` prompts."""
         again, self._again = self._again[:count], self._again[count:]
         return [*self._stream.at(again), *self._stream.take(count - len(again))]
+
+    @property
+    def wants_outcomes(self) -> bool:
+        """See `PromptStream.wants_outcomes`."""
+        return self._stream.wants_outcomes
+
+    def note(self, groups: Sequence[GroupSummary]) -> None:
+        """See `PromptStream.note`."""
+        self._stream.note(groups)
 
     def state(self) -> Mapping[str, Any]:
         """The state of the stream."""

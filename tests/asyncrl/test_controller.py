@@ -39,7 +39,7 @@ class ScriptedBuffer(OffersInMemory):
         self.events = []
         self.trained_per_step = trained_per_step
 
-    async def enqueue(self, prompts):
+    async def enqueue(self, prompts, *, wants_outcomes=False):
         await asyncio.sleep(3600)
 
     async def plan(self, version):
@@ -189,6 +189,11 @@ class ScriptedFleet:
 
 
 class Prompts:
+    wants_outcomes = False
+
+    def note(self, groups):
+        assert not groups
+
     def take(self, count):
         return []
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.asyncrl.test_controller import make_controller
+from tests.asyncrl.test_controller import Prompts, make_controller
 from tests.asyncrl.test_learner_restarts import LosingLearner, RewindingBuffer, RewindingFleet
 from tests.support.buffer_groups import prompt, running
 
@@ -13,7 +13,7 @@ GROUPS_PER_STEP = 16
 TIMEOUT_S = 1.0
 
 
-class CountingStream:
+class CountingStream(Prompts):
     """Prompts with ascending group ids."""
 
     position = 0

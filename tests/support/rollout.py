@@ -155,7 +155,7 @@ class InMemoryBuffer(OffersInMemory):
     async def renew(self, leases: Sequence[Lease]) -> None:
         self.renewals += len(leases)
 
-    async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0) -> None:
+    async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0, data_source: str = "") -> None:
         await asyncio.sleep(0)
         self.ledger.apply(Put(summary=group.summary, num_left_out=num_left_out), self._now)
         self.groups.append(group)

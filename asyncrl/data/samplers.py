@@ -1,0 +1,218 @@
+"""Samplers choose the row of the training files for each prompt group; `SAMPLERS` names them for ``data.sampler``.
+
+The prompt stream asks a sampler for a row when the buffer has room for a prompt, and reports finished groups to it. A
+sampler uses no clock and no random numbers but those of its seed: the same calls in the same order give the same rows.
+Its state is part of each checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from asyncrl.core.registry import Registry
+from asyncrl.core.types import GroupSummary
+
+UNIFORM = "uniform"
+"""The sampler that takes each row once per epoch, in a new order, without any state."""
+
+
+class Sampler(Protocol):
+    """Chooses rows.
+
+    The class is called with ``sources``, [N] names of the rows' data sources, and by keyword with:
+
+    - ``seed``: the run's seed;
+    - ``shuffle``: ``data.shuffle``;
+    - ``weights``: ``data.source_weights``, with a weight for each source;
+    - ``data.sampler_options``.
+    """
+
+    def choose(self) -> int:
+        """Return the row of the next prompt group, in 0 … N - 1."""
+        ...
+
+    def note(self, row: int, group: GroupSummary) -> None:
+        """Take the outcome of a finished group of a row, also of a group that a filter dropped.
+
+        ``group`` has the rewards, lengths and versions. The buffer may lose outcomes when its server restarts, and
+        reports a group again that it generates again.
+        """
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the state as JSON values."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        ...
+
+
+SAMPLERS: Registry[Any] = Registry("data.sampler")
+"""Sampler classes by name; `UNIFORM` is not one of them."""
+
+
+@SAMPLERS.register("weighted")
+class WeightedSampler:
+    """Takes data sources in proportion to their weights, and the rows of a source in a new order per epoch of it.
+
+    Example: with weights 3 and 1, each four prompts hold three of the first source and one of the second.
+    """
+
+    def __init__(self, sources: Sequence[str], *, seed: int, shuffle: bool, weights: Mapping[str, float]) -> None:
+        self._rows: dict[str, list[int]] = {name: [] for name in weights}
+        for row, name in enumerate(sources):
+            self._rows[name].append(row)
+        self._weights = weights
+        self._seed, self._shuffle = seed, shuffle
+        self._num_chosen = dict.fromkeys(weights, 0)
+        self._num_in_order = dict.fromkeys(weights, 0)
+        self._order = lru_cache(maxsize=2 * len(weights))(self._draw_order)
+
+    def choose(self) -> int:
+        """See `Sampler.choose`."""
+        return self._next_in_order(self._next_source())
+
+    def note(self, row: int, group: GroupSummary) -> None:
+        """See `Sampler.note`: outcomes have no effect."""
+
+    def _next_source(self) -> str:
+        """The source that is furthest behind its share; the first of several."""
+        source = min(self._weights, key=lambda name: (self._num_chosen[name] + 1) / self._weights[name])
+        self._num_chosen[source] += 1
+        return source
+
+    def _next_in_order(self, source: str) -> int:
+        rows = self._rows[source]
+        epoch, place = divmod(self._num_in_order[source], len(rows))
+        self._num_in_order[source] += 1
+        return rows[self._order(source, epoch)[place]]
+
+    def _draw_order(self, source: str, epoch: int) -> Sequence[int]:
+        number = len(self._rows[source])
+        if not self._shuffle:
+            return range(number)
+        return np.random.default_rng([self._seed, epoch, *source.encode()]).permutation(number).tolist()
+
+    def state(self) -> dict[str, Any]:
+        """See `Sampler.state`."""
+        return {"num_chosen": self._num_chosen, "num_in_order": self._num_in_order}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Sampler.restore`."""
+        self._num_chosen, self._num_in_order = dict(state["num_chosen"]), dict(state["num_in_order"])
+
+
+@SAMPLERS.register("difficulty")
+class DifficultySampler(WeightedSampler):
+    """Prefers rows whose success rate is near a target: 0.5 teaches most, a lower target prefers harder rows.
+
+    Each source has a *pool* of rows whose estimated success rate is within ``width`` of ``target``. A row enters and
+    leaves the pool when a group of it is finished. A row that is taken from the pool waits for its outcome. A share
+    ``explore`` of the prompts, and every prompt while the pool is empty, goes through all rows of the source in order,
+    so that rows can enter the pool at any time.
+
+    Args:
+        target: Success rate, in [0, 1]. Example: 0.8 prefers easy rows, 0.2 hard ones.
+        width: Largest distance of a rate in the pool from ``target``; > 0.
+        explore: Share of the prompts that is taken in order, in (0, 1].
+        success: Smallest reward of a successful trajectory.
+        memory: Weight of the earlier estimate when a group is finished, in [0, 1).
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[str],
+        *,
+        target: float = 0.5,
+        width: float = 0.3,
+        explore: float = 0.25,
+        success: float = 1.0,
+        memory: float = 0.5,
+        **given: Any,
+    ) -> None:
+        super().__init__(sources, **given)
+        for name, value, is_valid, expected in (
+            ("target", target, 0 <= target <= 1, "in [0, 1]"),
+            ("width", width, width > 0, "> 0"),
+            ("explore", explore, 0 < explore <= 1, "in (0, 1]: rows enter the pool only after a first outcome"),
+            ("memory", memory, 0 <= memory < 1, "in [0, 1)"),
+        ):
+            if not is_valid:
+                raise ValueError(f"data.sampler_options.{name} must be {expected}, got {value}")
+        self._sources = sources
+        self._target, self._width, self._explore = target, width, explore
+        self._success, self._memory = success, memory
+        self._rates: dict[int, float] = {}
+        self._pools: dict[str, deque[int]] = {name: deque() for name in self._rows}
+
+    def choose(self) -> int:
+        """See `Sampler.choose`."""
+        source = self._next_source()
+        number, pool = self._num_chosen[source], self._pools[source]
+        explores = math.floor(number * self._explore) > math.floor((number - 1) * self._explore)
+        if pool and not explores:
+            return pool.popleft()
+        row = self._next_in_order(source)
+        if row in pool:
+            pool.remove(row)
+        return row
+
+    def note(self, row: int, group: GroupSummary) -> None:
+        """See `Sampler.note`."""
+        if not group.rewards or not group.is_scored:
+            return
+        rate = sum(reward >= self._success for reward in group.rewards) / len(group.rewards)
+        rate += self._memory * (self._rates.get(row, rate) - rate)
+        self._rates[row], pool = rate, self._pools[self._sources[row]]
+        is_near = abs(rate - self._target) <= self._width
+        if is_near and row not in pool:
+            pool.append(row)
+        elif not is_near and row in pool:
+            pool.remove(row)
+
+    def state(self) -> dict[str, Any]:
+        """See `Sampler.state`."""
+        pools = {name: list(pool) for name, pool in self._pools.items()}
+        return super().state() | {"rates": [list(item) for item in self._rates.items()], "pools": pools}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Sampler.restore`."""
+        super().restore(state)
+        self._rates = {int(row): rate for row, rate in state["rates"]}
+        self._pools = {name: deque(rows) for name, rows in state["pools"].items()}
+
+
+def make_sampler(
+    name: str,
+    sources: Sequence[str],
+    *,
+    seed: int,
+    shuffle: bool,
+    weights: Mapping[str, float],
+    options: Mapping[str, Any],
+) -> Sampler:
+    """Make the sampler ``name`` for rows of ``sources``; sources have the same weight if ``weights`` is empty.
+
+    Raises:
+        ValueError: a source has no weight or a weight has no rows, or the class does not take the ``options``.
+    """
+    found = dict.fromkeys(sources)
+    given = weights or dict.fromkeys(found, 1.0)
+    if found.keys() != given.keys():
+        raise ValueError(
+            f"data.source_weights must have a weight for each data source {sorted(found)} of the training rows, got "
+            f"{dict(given)}; name exactly these sources"
+        )
+    try:
+        return SAMPLERS.get(name)(
+            sources, seed=seed, shuffle=shuffle, weights={source: given[source] for source in found}, **options
+        )
+    except TypeError as error:
+        raise ValueError(f"data.sampler={name} cannot be made with data.sampler_options={options}: {error}") from error
