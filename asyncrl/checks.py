@@ -49,10 +49,11 @@ _READ_AS_JSON = {"config.json", "generation_config.json", "tokenizer_config.json
 def check_options(config: RunConfig) -> None:
     """Check the options that need no file; `check_files` checks the others."""
     algorithm = config.algorithm
-    if algorithm.samples_per_prompt < 2 and algorithm.advantage in GROUP_ADVANTAGES:
+    compared = GROUP_ADVANTAGES & {algorithm.advantage, *algorithm.advantage_by_source.values()}
+    if algorithm.samples_per_prompt < 2 and compared:
         raise ValueError(
             "algorithm.samples_per_prompt must be >= 2 for a group advantage, "
-            f"got {algorithm.samples_per_prompt} with algorithm.advantage={algorithm.advantage}"
+            f"got {algorithm.samples_per_prompt} with algorithm.advantage={min(compared)}"
         )
     drops = config.rollout_fleet.on_reward_failure is OnRewardFailure.drop_trajectory
     if drops and algorithm.greedy_baseline:

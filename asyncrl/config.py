@@ -614,7 +614,7 @@ def role_model(config: RunConfig, role: str) -> str:
 
 def may_play_episodes(config: RunConfig) -> bool:
     """Whether the run or a row of its data may have an environment."""
-    return has_environment(config) or bool(config.data.environment_key)
+    return has_environment(config) or config.data.has_environments
 
 
 def longest_sequence(config: RunConfig) -> int:

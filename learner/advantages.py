@@ -361,12 +361,25 @@ class BatchAdvantages:
         self._algorithm = algorithm
         self._mesh = mesh
         self._estimator = ADVANTAGES.get(algorithm.advantage)
+        self._numbers = {source: number for number, source in enumerate(sorted(algorithm.advantage_by_source), start=1)}
+        self._by_number = [
+            self._estimator,
+            *(ADVANTAGES.get(algorithm.advantage_by_source[one]) for one in self._numbers),
+        ]
+        if len(self._by_number) > 1 and any(is_token_level(one) or is_turn_level(one) for one in self._by_number):
+            raise ValueError(
+                "algorithm.advantage_by_source needs estimators with one reward per trajectory, got a token-level or "
+                f"turn-level one in {[algorithm.advantage, *algorithm.advantage_by_source.values()]}; name another"
+            )
         self.kl_coefficient = AdaptiveKLCoefficient(
             initial=algorithm.kl_reward_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon
         )
 
     def assign(
-        self, sequences: Sequence[TokenSequence], rewards: Mapping[SampleKey, float]
+        self,
+        sequences: Sequence[TokenSequence],
+        rewards: Mapping[SampleKey, float],
+        sources: Mapping[int, str] | None = None,
     ) -> tuple[list[TokenSequence], dict[str, float]]:
         """Compute the advantages of this rank's sequences.
 
@@ -374,6 +387,7 @@ class BatchAdvantages:
             sequences: This rank's share. They have ``behavior_logprobs`` and ``reference_logprobs`` if
                 ``kl_reward_coef`` is set, and ``values`` if there is a critic.
             rewards: Rewards of this rank's trajectories; each sequence is a branch of one trajectory.
+            sources: Data source of each group, for ``advantage_by_source``.
 
         Returns:
             The sequences with ``advantages`` at the tokens in the loss, and with ``returns`` for an estimator of tokens
@@ -397,7 +411,9 @@ class BatchAdvantages:
             return with_turns(assigned, "returns", returns), metrics
         places = {key: place for place, key in enumerate(rewards)}
         trajectory = torch.tensor([places[s.trajectory] for s in sequences], dtype=torch.int64)
-        keys = torch.tensor(list(rewards), dtype=torch.int64).view(-1, 2)
+        numbers = {group_id: self._numbers.get(source, 0) for group_id, source in (sources or {}).items()}
+        rows = [(group_id, index, numbers.get(group_id, 0)) for group_id, index in rewards]
+        keys = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
         outcomes = torch.tensor(list(rewards.values()), dtype=torch.float64)
         of_token = trajectory.repeat_interleave(lengths)
         if not is_token_level(self._estimator):
@@ -437,15 +453,18 @@ class BatchAdvantages:
     def _over_the_batch(self, outcomes: Tensor, keys: Tensor) -> Tensor:
         """Advantages of this rank's trajectories, [B] float32, estimated on the trajectories of all ranks.
 
-        ``outcomes`` are [B] float64, ``keys`` [B, 2] int64: prompt group and index in the group.
+        ``outcomes`` are [B] float64, ``keys`` [B, 3] int64: prompt group, index in the group, number of the estimator.
         """
-        estimator = cast("OutcomeEstimator", self._estimator)
         shares, own = self._gathered((outcomes, keys))
         all_outcomes, all_keys = (torch.cat(parts) for parts in zip(*shares, strict=True))
         # Sorted by group and by index in the group, independent of the ranks.
         order = torch.from_numpy(np.lexsort((all_keys[:, 1].numpy(), all_keys[:, 0].numpy())))
         everything = torch.empty(len(order), dtype=torch.float32)
-        everything[order] = estimator(all_outcomes[order], all_keys[order, 0])
+        for number in range(len(self._by_number)):
+            own_rows = order[all_keys[order, 2] == number]
+            if len(own_rows):
+                estimator = cast("OutcomeEstimator", self._by_number[number])
+                everything[own_rows] = estimator(all_outcomes[own_rows], all_keys[own_rows, 0])
         return everything.split([len(share[0]) for share in shares])[own]
 
     def _gathered(self, rows: tuple[Tensor, Tensor]) -> tuple[list[tuple[Tensor, Tensor]], int]:

@@ -96,6 +96,7 @@ def rank_batches(
                     samples=samples,
                     rewards=rewards[index][list(samples)],
                     mini_batch=mini_batch,
+                    data_source=plan.groups[index].data_source,
                 )
                 for index, samples in part
             ]

@@ -184,6 +184,8 @@ class AlgorithmConfig:
             ``module:function``.
         critic: Train a critic and pass its values to your own token-level or turn-level estimator. ``gae`` and
             ``turn_gae`` have a critic without this option.
+        advantage_by_source: Other estimators for the prompt groups of a data source. They and ``advantage`` get one
+            reward per trajectory; each sees the groups of its sources only. Example: ``{gsm8k: rloo}``.
         gamma: Discount of returns, in [0, 1]; per token, and per turn with a turn-level advantage.
         gae_lambda: Lambda of ``gae`` (per token) and ``turn_gae`` (per turn), in [0, 1].
         whiten_advantages: Standardize the advantages of ``gae`` over the batch's tokens, and those of ``turn_gae`` over
@@ -224,6 +226,7 @@ class AlgorithmConfig:
     samples_per_prompt: int = 8
     num_mini_batches: int = 1
     advantage: str = "grpo"
+    advantage_by_source: dict[str, str] = field(default_factory=dict)
     loss: str = "ppo_clip"
     critic: bool = False
     gamma: float = 1.0
@@ -349,6 +352,13 @@ class AlgorithmConfig:
             self.loss != "reinforce" or self.anchor is Anchor.behavior or self.corrects,
             f"algorithm.anchor must be behavior with algorithm.loss=reinforce, got {self.anchor}: this loss does not "
             f"have a ratio; remove the option, or set algorithm.loss to one of {sorted(ANCHORED_LOSSES)}",
+        )
+        estimators = {"advantage": self.advantage, **self.advantage_by_source}
+        discounted = {name for name in estimators.values() if name in TOKEN_ADVANTAGES | TURN_ADVANTAGES | {"remax"}}
+        _require(
+            not (self.advantage_by_source and discounted),
+            "algorithm.advantage_by_source needs estimators with one reward per trajectory, without a baseline, got "
+            f"{estimators}; name others than {sorted(discounted)}",
         )
         own = ":" in self.advantage
         _require(

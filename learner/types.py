@@ -28,12 +28,14 @@ class GroupShare:
         samples: [S] indices of the trajectories in the group, ascending.
         rewards: [S] float32, including a length penalty.
         mini_batch: Index of the optimizer update that trains on them, from 0.
+        data_source: Of the group's prompt.
     """
 
     group_id: int
     samples: tuple[int, ...]
     rewards: np.ndarray
     mini_batch: int
+    data_source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,11 @@ class RankBatch:
     def sample_keys(self) -> list[SampleKey]:
         """Group id and index in the group of each sample, in the order of the shares."""
         return [(share.group_id, sample) for share in self.shares for sample in share.samples]
+
+    @property
+    def sources(self) -> dict[int, str]:
+        """The data source of each group."""
+        return {share.group_id: share.data_source for share in self.shares}
 
     @property
     def rewards(self) -> dict[SampleKey, float]:

@@ -286,7 +286,7 @@ class ModelWorker(Worker):
         fetched_at = time.time()
         sequences = self._with_columns(batch, own.sequences, sent)
         with self._offload.updating(), self._torch_trace(batch.version):
-            sequences, metrics = self._advantages.assign(sequences, batch.rewards)
+            sequences, metrics = self._advantages.assign(sequences, batch.rewards, batch.sources)
             readable = self._for_people(batch.version, sequences)
             learn = self._step.measure if batch.version < self._measured_steps else self._step.run
             metrics |= learn(sequences, own.step)

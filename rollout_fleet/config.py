@@ -12,6 +12,7 @@ from .episodes.config import EnvironmentConfig
 
 CLEANUP_S = 2.0
 """Seconds to clean up after a killed server, or to close a log."""
+_BY_SOURCE = frozenset({"max_new_tokens", "stop", "stop_token_ids"})
 FLOAT32_NAMES = ("float32", "float")
 """SGLang's names of float32."""
 
@@ -269,6 +270,8 @@ class RolloutFleetConfig:
             only the tokens since then; useful if a rollout outlasts many updates. ``never`` saves nothing.
         environment: The environment between the turns of an episode; by default a rollout is a single answer.
         sampling: How training rollouts are sampled.
+        sampling_by_source: Other ``max_new_tokens``, ``stop`` and ``stop_token_ids`` for the prompts of a data source.
+            ``max_new_tokens`` may only be smaller. Example: ``{gsm8k: {max_new_tokens: 256}}``.
         samples: Which samples are kept for reading.
         sglang: How SGLang servers are launched.
         transformers: Options of the in-process engine.
@@ -304,6 +307,7 @@ class RolloutFleetConfig:
     save_progress: SaveProgress = SaveProgress.at_stop
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sampling_by_source: dict[str, dict[str, Any]] = field(default_factory=dict)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     transformers: TransformersConfig = field(default_factory=TransformersConfig)
@@ -337,8 +341,9 @@ class RolloutFleetConfig:
     @property
     def needs_server_tokenizer(self) -> bool:
         """Whether an SGLang server needs a tokenizer, for stop texts and JSON schemas."""
-        sampling = self.sampling
-        return bool(self.sglang.tokenizer or self.environment.name or sampling.stop or sampling.json_schema)
+        samplings = [self.sampling, *map(self.sampling_for, self.sampling_by_source)]
+        asks = any(sampling.stop or sampling.json_schema for sampling in samplings)
+        return bool(self.sglang.tokenizer or self.environment.name or asks)
 
     @property
     def server_stop_timeout_s(self) -> float:
@@ -373,6 +378,24 @@ class RolloutFleetConfig:
         entries = self.rewards_by_source.get(data_source)
         return self.reward_weights if entries is None else dict(map(_weighted, entries))
 
+    def sampling_for(self, data_source: str) -> SamplingConfig:
+        """How rollouts for the prompts of a data source are sampled."""
+        return replace(self.sampling, **self.sampling_by_source.get(data_source, {}))
+
+    def _check_sampling(self) -> None:
+        for source, own in self.sampling_by_source.items():
+            where = f"rollout_fleet.sampling_by_source.{source}"
+            if wrong := sorted(own.keys() - _BY_SOURCE):
+                raise ValueError(
+                    f"{where} must have options of {sorted(_BY_SOURCE)}, got {wrong}: the learner computes all "
+                    "log-probs under one temperature; set the others in rollout_fleet.sampling"
+                )
+            if self.sampling_for(source).max_new_tokens > (most := self.sampling.max_new_tokens):
+                raise ValueError(
+                    f"{where}.max_new_tokens must be at most rollout_fleet.sampling.max_new_tokens={most}, the bound "
+                    f"of all sequences, got {own['max_new_tokens']}; raise that one"
+                )
+
     def options_of(self, reward: str) -> dict[str, Any]:
         """The options of a reward."""
         return dict(self.reward_options.get(reward_label(reward), {}))
@@ -403,6 +426,7 @@ class RolloutFleetConfig:
 
     def __post_init__(self) -> None:
         self._check_rewards()
+        self._check_sampling()
         _check_least(
             "rollout_fleet", self, reward_processes=1, max_attempts=1, max_failures_in_a_row=1, max_image_pixels=1
         )

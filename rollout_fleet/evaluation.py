@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,14 +53,13 @@ class _Answer:
 class HeldOutAnswers:
     """Answers held-out prompts on one engine, with ``sampling`` and greedily, and scores the answers.
 
-    The parts' ``samples`` keep all answers for reading.
+    The parts' ``samples`` keep all answers for reading. ``sampling`` maps a data source to its options.
     """
 
-    def __init__(self, parts: AnsweringParts, *, sampling: SamplingConfig) -> None:
+    def __init__(self, parts: AnsweringParts, *, sampling: Callable[[str], SamplingConfig]) -> None:
         self._engine, self._rewards, self._decode = parts.engine, parts.rewards, parts.decode
         self._player, self._images, self._log = parts.player, parts.images, parts.samples
         self._sampling = sampling
-        self._greedy = sampling.greedy()
         self._num_rounds = 0
 
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
@@ -78,7 +77,7 @@ class HeldOutAnswers:
         left = list(prompts)
         for _ in range(_ROUNDS):
             if left and self._engine.version == version:
-                outputs = await self._sample(left, [self._sampling] * num_samples + [self._greedy])
+                outputs = await self._sample(left, num_samples)
                 mixed = {
                     group_id
                     for group_id, answers in outputs.items()
@@ -92,9 +91,14 @@ class HeldOutAnswers:
             )
         return answered
 
-    async def _sample(self, prompts: Sequence[Prompt], each: Sequence[SamplingConfig]) -> dict[int, list[_Answer]]:
+    async def _sample(self, prompts: Sequence[Prompt], num_samples: int) -> dict[int, list[_Answer]]:
         """The answers to each prompt by its group id; the greedy answer is last."""
         self._num_rounds += 1
+
+        def each(prompt: Prompt) -> list[SamplingConfig]:
+            sampling = self._sampling(prompt.data_source)
+            return [sampling] * num_samples + [sampling.greedy()]
+
         player = self._player
         images = {prompt.group_id: await prompt_images(self._images, prompt) for prompt in prompts}
         played = [prompt for prompt in prompts if player is not None and player.plays(prompt)]
@@ -107,12 +111,12 @@ class HeldOutAnswers:
                 images=images[prompt.group_id],
             )
             for prompt in single
-            for index, sampling in enumerate(each)
+            for index, sampling in enumerate(each(prompt))
         ]
         episodes = [
             self._play(player, prompt, index, sampling, images[prompt.group_id])
             for prompt in played
-            for index, sampling in enumerate(each)
+            for index, sampling in enumerate(each(prompt))
             if player is not None
         ]
         playing = asyncio.gather(*episodes)
@@ -121,7 +125,7 @@ class HeldOutAnswers:
             answers = iter([*[self._single(outputs[request.id]) for request in requests], *await playing])
         finally:
             playing.cancel()
-        return {prompt.group_id: [next(answers) for _ in each] for prompt in (*single, *played)}
+        return {prompt.group_id: [next(answers) for _ in range(num_samples + 1)] for prompt in (*single, *played)}
 
     def _single(self, sample: SampleOutput) -> _Answer:
         text = self._decode(sample.token_ids.tolist())

@@ -105,7 +105,6 @@ class RolloutLoop:
         self._begin_group = partial(
             InflightGroup.begin,
             num_samples=samples_per_prompt,
-            sampling=config.sampling,
             greedy_baseline=greedy_baseline,
             seed=seed,
         )
@@ -427,6 +426,7 @@ class RolloutLoop:
             player = self._player if self._player is not None and self._player.plays(lease.prompt) else None
             group = self._begin_group(
                 lease,
+                sampling=self._config.sampling_for(lease.prompt.data_source),
                 budget=player.budget if player else None,
                 progress=self._buffer.take_progress(lease),
                 images=own_images,
@@ -461,7 +461,8 @@ class RolloutLoop:
     async def _play(self, group: InflightGroup, index: int, player: Player) -> None:
         """Play one episode. The end of the last episode lets the group leave the engine."""
         run = group.runs[index]
-        sampling = self._config.sampling if index < len(group.trained) else self._config.sampling.greedy()
+        own = self._config.sampling_for(group.lease.prompt.data_source)
+        sampling = own if index < len(group.trained) else own.greedy()
         try:
             await player.play(group.lease.prompt, run, sampling=sampling, index=index)
             await self._engine.abort([name for name in group.outstanding if group.belongs_to(name, index)])

@@ -88,7 +88,7 @@ class RolloutWorker(Worker):
         self._stager = WeightStager(
             f"engine-{self.rank}", memory=Path(staging_dir), copies=copy_weights, timeout_s=config.load_timeout_s
         )
-        self._held_out = HeldOutAnswers(self._parts, sampling=config.sampling)
+        self._held_out = HeldOutAnswers(self._parts, sampling=config.sampling_for)
         self._make_loop = partial(
             RolloutLoop,
             config,

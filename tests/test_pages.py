@@ -24,7 +24,7 @@ CODE = [
 ]
 PAGES = {
     name: (ROOT / "docs" / f"{name}.md").read_text()
-    for name in ("metrics", "rewards", "tuning", "troubleshooting", "profiling", "several_hosts", "gpus")
+    for name in ("metrics", "rewards", "sources", "tuning", "troubleshooting", "profiling", "several_hosts", "gpus")
 }
 GUARANTEES = (ROOT / "docs" / "guarantees.md").read_text()
 
@@ -66,7 +66,9 @@ def test_the_metrics_page_and_the_code_have_the_same_metrics():
     of_episodes = {name for name in documented if name.startswith("episode.")}
     an_episode.later_prompts = PromptTokens(num_tokens=4, num_cached=1)
     assert of_episodes == {*session_metrics(an_episode, SessionCounts()), *(f"episode.{name}" for name in EpisodeCount)}
-    assert {name for name in documented - of_episodes if not name.startswith(("learner.", "reward.", "alarm."))} <= own
+    assert {
+        name for name in documented - of_episodes if not name.startswith(("learner.", "reward.", "alarm.", "source."))
+    } <= own
     source = "\n".join(path.read_text() for path in (ROOT / "learner").glob("*.py"))
     ends = {name.rpartition(".")[2] for name in documented if name.startswith("learner.")}
     ends -= {f"{mode}_device_bytes_{when}" for mode in ("rollout", "trainer") for when in ("before", "after")}

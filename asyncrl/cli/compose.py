@@ -214,9 +214,17 @@ def _with_whole_paths(config: RunConfig) -> RunConfig:
         rewards_by_source={source: whole(entries) for source, entries in fleet.rewards_by_source.items()},
         environment=replace(fleet.environment, name=absolute_name(fleet.environment.name), python=python),
     )
+    estimators = {source: absolute_name(name) for source, name in algorithm.advantage_by_source.items()}
+    environments = {source: absolute_name(name) for source, name in config.data.environment_by_source.items()}
     return replace(
         config,
-        algorithm=replace(algorithm, loss=absolute_name(algorithm.loss), advantage=absolute_name(algorithm.advantage)),
+        data=replace(config.data, environment_by_source=environments),
+        algorithm=replace(
+            algorithm,
+            loss=absolute_name(algorithm.loss),
+            advantage=absolute_name(algorithm.advantage),
+            advantage_by_source=estimators,
+        ),
         rollout_fleet=fleet,
         buffer=replace(buffer, order=absolute_name(buffer.order), filters=list(map(absolute_name, buffer.filters))),
     )

@@ -199,7 +199,7 @@ async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
     )
     try:
         await parts.start()
-        fleet = OneEngine(HeldOutAnswers(parts, sampling=config.rollout_fleet.sampling))
+        fleet = OneEngine(HeldOutAnswers(parts, sampling=config.rollout_fleet.sampling_for))
         evaluator = HeldOutEvaluator(config, fleet=fleet, prompts=prompts)
         evaluation = await evaluator.evaluate_all(parts.engine.version)
     finally:

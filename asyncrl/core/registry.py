@@ -1,7 +1,7 @@
 """Look up functions by name: a registered short name, or ``file.py:function`` or ``module:function`` of the user.
 
 The registries are `learner.losses.LOSSES`, `learner.advantages.ADVANTAGES`, `rollout_fleet.rewards.REWARDS`,
-`buffer.rule.FILTERS` and `buffer.rule.ORDERS`.
+`buffer.rule.FILTERS`, `buffer.rule.ORDERS` and `asyncrl.data.samplers.SAMPLERS`.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ class DataConfig:
         environment_key: Column of the row's own environment, null for the run's; empty without one.
         environment_options_key: Column of further options of the row's environment: a mapping, or its JSON text; null
             for none. Empty without one.
+        environment_by_source: Environment of the rows of a data source that have none of their own. Example:
+            ``{sums: calculator}``.
         max_prompt_tokens: Longest prompt, in tokens.
         overlong_prompts: What happens to a longer prompt.
         shuffle: Use a new seeded order in each epoch. False: the order of the files in each epoch.
@@ -64,6 +66,7 @@ class DataConfig:
     images_key: str = ""
     environment_key: str = ""
     environment_options_key: str = ""
+    environment_by_source: dict[str, str] = field(default_factory=dict)
     max_prompt_tokens: int = 1024
     overlong_prompts: OverlongPrompts = OverlongPrompts.error
     shuffle: bool = True
@@ -104,8 +107,14 @@ class DataConfig:
                 )
         if bad := {name: weight for name, weight in self.source_weights.items() if not 0 < weight < math.inf}:
             raise ValueError(f"data.source_weights must be > 0, got {bad}; leave the rows of a source out of the files")
-        if self.source_weights and not self.data_source_key:
-            raise ValueError("data.source_weights needs data.data_source_key, the column with a row's source, got ''")
+        for name in ("source_weights", "environment_by_source"):
+            if getattr(self, name) and not self.data_source_key:
+                raise ValueError(f"data.{name} needs data.data_source_key, the column with a row's source, got ''")
+
+    @property
+    def has_environments(self) -> bool:
+        """Whether rows may have environments of their own."""
+        return bool(self.environment_key or self.environment_by_source)
 
     @property
     def keys(self) -> list[str]:

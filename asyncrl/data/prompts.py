@@ -251,6 +251,8 @@ class _PromptReader:
         environments = _names(
             rows, config.environment_key, "an environment's name, or null for the run's", may_be_null=True
         )
+        by_source = config.environment_by_source
+        environments = [own or by_source.get(source, "") for own, source in zip(environments, sources, strict=True)]
         options = _options(rows, config.environment_options_key)
         tools: Sequence[tuple[Message, ...]] = [()] * len(rows)
         if config.tools_key:

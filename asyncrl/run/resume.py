@@ -104,7 +104,8 @@ def learning_options(config: RunConfig) -> dict[str, str]:
         for key in ("max_lag", "max_uses", "on_stale", "order", "filters")
     }
     fleet = config.rollout_fleet
-    more = [part for part in (fleet.rewards_by_source, fleet.reward_options) if part]
+    by_source = (fleet.rewards_by_source, fleet.sampling_by_source, fleet.reward_options)
+    more = [part for part in by_source if part]
     return found | buffer | {"rollout_fleet.reward": " ".join(map(str, [fleet.reward_weights, *more]))}
 
 

@@ -265,7 +265,7 @@ class GreedyAccuracy:
         self._parts = AnsweringParts.of(
             fleet, model_path=config.model.path, seed=config.seed, episode_context=episode_context(config)
         )
-        self._answers = HeldOutAnswers(self._parts, sampling=fleet.sampling)
+        self._answers = HeldOutAnswers(self._parts, sampling=fleet.sampling_for)
 
     async def __aenter__(self) -> GreedyAccuracy:
         if self._is_first:

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -152,6 +153,12 @@ def test_a_position_of_the_stream_always_names_the_prompt_that_was_chosen_for_it
     assert [prompt.ground_truth for prompt in restored.take(9)] == [prompt.ground_truth for prompt in stream.take(9)]
 
 
+def test_a_source_gives_its_rows_an_environment(make_stream):
+    stream = make_stream(shuffle=False, environment_by_source={"odd": "sums.py:Sums"})
+    assert [prompt.environment for prompt in stream.take(3)] == ["", "sums.py:Sums", ""]
+    assert [bool(prompt.messages) for prompt in stream.at([0, 1])] == [False, True]
+
+
 def test_a_stream_refuses_the_state_of_another_sampler(make_stream):
     for saved, own in (("uniform", "weighted"), ("weighted", "uniform"), ("weighted", "difficulty")):
         with pytest.raises(ValueError, match=f"data.sampler was {saved} when the state was saved, got {own}"):
@@ -179,3 +186,15 @@ def test_ones_own_sampler_is_named_by_its_file_and_gets_the_outcomes(make_stream
     wrong = make_stream(sampler=f"{tmp_path}/mine.py:Longest", sampler_options={"first": 10})
     with pytest.raises(ValueError, match=r"mine.py:Longest must choose a row in 0..9, got 10"):
         wrong.take(1)
+
+
+def test_the_sampler_on_the_page_takes_the_row_of_the_lowest_reward_first(make_stream, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "sources.md").read_text()
+    (tmp_path / "page.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    stream = make_stream(sampler=f"{tmp_path}/page.py:HardestFirst")
+    first = stream.take(10)
+    stream.note([outcome(prompt.group_id, 1.0, float(prompt.group_id != 6)) for prompt in first])
+    assert stream.take(1)[0].ground_truth == first[6].ground_truth
+    restored = make_stream(sampler=f"{tmp_path}/page.py:HardestFirst")
+    restored.restore(stream.state())
+    assert restored.take(3)[0].ground_truth == stream.take(3)[0].ground_truth

@@ -159,6 +159,38 @@ def assign_share(dp_size: int, shares: list[list[int]]) -> dict[str, tuple[dict,
     return outcome
 
 
+def assign_by_source(dp_size: int, shares: list[list[int]]) -> dict:
+    """Advantages of this rank's sequences; the groups 1 and 3 are of another source with its own estimator."""
+    mesh = open_mesh(LearnerConfig(device=Device.cpu, num_ranks=dp_size))
+    sequences, rewards = random_batch()
+    own = [sequences[index] for index in shares[mesh.dp_rank]]
+    algorithm = AlgorithmConfig(
+        advantage="leave_one_out_batch", advantage_by_source={"b": "reinforce_plus_plus_baseline"}
+    )
+    sources = {one.trajectory[0]: "ab"[one.trajectory[0] % 2] for one in own}
+    own_rewards = {one.trajectory: rewards[one.trajectory] for one in own}
+    got, _ = BatchAdvantages(algorithm, mesh).assign(own, own_rewards, sources)
+    return {one.trajectory: of_tokens(one) for one in got}
+
+
+def test_each_data_source_has_its_estimator_over_its_own_groups_on_any_ranks():
+    sequences, rewards = random_batch()
+    want = {}
+    for parity, name in ((0, "leave_one_out_batch"), (1, "reinforce_plus_plus_baseline")):
+        own = [one for one in sequences if one.trajectory[0] % 2 == parity]
+        got, _ = computed_by(advantage=name).assign(own, {one.trajectory: rewards[one.trajectory] for one in own})
+        want |= {one.trajectory: of_tokens(one) for one in got}
+    assert assign_by_source(1, [list(range(12))]) == want
+    halves = run_on_ranks(2, assign_by_source, 2, [[8, 7, 6, 0, 1, 2], [3, 4, 5, 9, 10, 11]])
+    assert halves[0] | halves[1] == want
+
+
+@pytest.mark.parametrize("options", [{"advantage_by_source": {"a": "gae"}}, {"advantage": "remax"}])
+def test_estimators_that_cannot_be_of_one_source_are_refused_by_name(options: dict):
+    with pytest.raises(ValueError, match="advantage_by_source needs estimators with one reward per trajectory"):
+        AlgorithmConfig(**{"advantage_by_source": {"a": "rloo"}, **options})
+
+
 def assign_all(dp_size: int, splits: list[list[list[int]]]) -> list[dict]:
     return [assign_share(dp_size, shares) for shares in splits]
 

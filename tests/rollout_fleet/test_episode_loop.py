@@ -427,7 +427,8 @@ async def test_a_greedy_baseline_is_an_episode_too(make_buffer):
 def held_out(engine, environment: Play) -> HeldOutAnswers:
     rewards = WeightedRewards(RolloutFleetConfig(reward="environment"))
     return HeldOutAnswers(
-        AnsweringParts(engine=engine, rewards=rewards, decode=digits, player=Playing(environment)), sampling=SAMPLING
+        AnsweringParts(engine=engine, rewards=rewards, decode=digits, player=Playing(environment)),
+        sampling=lambda source: SAMPLING,
     )
 
 

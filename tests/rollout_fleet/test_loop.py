@@ -17,7 +17,7 @@ from asyncrl.core.errors import (
     WeightsGone,
     WorkerDiedError,
 )
-from rollout_fleet.config import OnRewardFailure, RolloutFleetConfig
+from rollout_fleet.config import OnRewardFailure, RolloutFleetConfig, SamplingConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.inflight import InflightGroups
 from rollout_fleet.member import Member, member_limits
@@ -40,6 +40,47 @@ async def test_every_leased_group_is_generated_scored_and_stored(make_buffer):
     assert counters.groups_finished == 20
     assert counters.tokens_generated == 60 == buffer.num_tokens
     assert counters.tokens_in_flight == 0
+
+
+async def test_a_data_source_has_its_own_length_limit_and_names_its_groups(make_buffer):
+    buffer, sources = make_buffer(4), []
+    for group_id, prompt in buffer._prompts.items():
+        buffer._prompts[group_id] = replace(prompt, data_source="short" if group_id % 2 else "long")
+    put = buffer.put
+
+    async def note(group, *, data_source, **given):
+        sources.append((group.group_id, data_source))
+        await put(group, **given)
+
+    buffer.put = note
+    config = {"sampling": SamplingConfig(max_new_tokens=5), "sampling_by_source": {"short": {"max_new_tokens": 2}}}
+
+    def longest(request, version):
+        return ScriptedAnswer(response=[WRITTEN] * request.sampling.max_new_tokens)
+
+    async with running_loop(buffer, longest, **config) as (loop, _, _):
+        await buffer.stored(4)
+        await loop.stop()
+    assert {group.group_id: {*group.summary.response_lengths} for group in buffer.groups} == {
+        0: {5},
+        1: {2},
+        2: {5},
+        3: {2},
+    }
+    assert sorted(sources) == [(0, "long"), (1, "short"), (2, "long"), (3, "short")]
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"temperature": 0.5}, r"sampling_by_source.short must have options of .*, got \['temperature'\]"),
+        ({"max_new_tokens": 6}, "max_new_tokens must be at most rollout_fleet.sampling.max_new_tokens=5"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be >= 1"),
+    ],
+)
+def test_sampling_of_a_source_that_training_cannot_use_is_refused_by_name(own, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutFleetConfig(sampling=SamplingConfig(max_new_tokens=5), sampling_by_source={"short": own})
 
 
 async def test_no_more_groups_are_held_than_the_config_allows(make_buffer):

@@ -261,7 +261,7 @@ async def test_the_loop_and_an_evaluation_read_the_images_of_prompts(model_path,
         rewards = WeightedRewards(RolloutFleetConfig())
         held_out = HeldOutAnswers(
             AnsweringParts(engine=engine, rewards=rewards, decode=str, images=reader),
-            sampling=SamplingConfig(max_new_tokens=3),
+            sampling=lambda source: SamplingConfig(max_new_tokens=3),
         )
         answered = await held_out.answer(prompts, version=0, num_samples=1)
     finally:

@@ -123,7 +123,7 @@ class FailingRewards:
 def held_out(engine, *failing_rewards):
     return HeldOutAnswers(
         AnsweringParts(engine=engine, rewards=FailingRewards(*failing_rewards), decode=digits),
-        sampling=SamplingConfig(),
+        sampling=lambda source: SamplingConfig(),
     )
 
 

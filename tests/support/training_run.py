@@ -28,10 +28,13 @@ def documented_metrics() -> set[str]:
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """Names of metrics that the page does not explain; a critic has those of the policy, and alarms one row."""
+    """Names of metrics that the page does not explain.
+
+    A critic has those of the policy. Alarms have one row, and so have data sources.
+    """
     known = documented_metrics()
     known |= {name.replace("learner.", "learner.critic.", 1) for name in known}
-    return sorted(name for name in names if name not in known and not name.startswith("alarm."))
+    return sorted(name for name in names if name not in known and not name.startswith(("alarm.", "source.")))
 
 
 def _words_of(process: psutil.Process) -> str:
