@@ -437,6 +437,8 @@ def resolve_devices(config: RunConfig, num_gpus: float, say: Callable[[str], Non
 
     if config.placement.colocated and named:
         resolved = with_auto(named.pop())
+    elif not num_gpus:
+        resolved = with_auto("cpu")
     else:
         resolved = with_auto("cuda")
         if (needed := requested_gpus(resolved)) > num_gpus:

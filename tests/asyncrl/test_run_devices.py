@@ -403,3 +403,10 @@ async def test_a_reward_does_not_see_the_gpu_of_its_engine(monkeypatch, tmp_path
         assert (await rewards.score(prompt, ["x"])).total.tolist() == [1.0]
     finally:
         await rewards.close()
+
+
+def test_float32_engines_are_on_the_cpu_where_no_gpu_is_visible():
+    config = resolve_devices(run("rollout_fleet.sglang.dtype=float32"), 0, print)
+    assert (config.learner.device, config.rollout_fleet.device) == (Device.cpu, EngineDevice.cpu)
+    with pytest.raises(ValueError, match=r"rollout_fleet\.sglang\.dtype must be auto, bfloat16 or float16"):
+        resolve_devices(run("rollout_fleet.sglang.dtype=float32"), 8, print)
