@@ -20,6 +20,7 @@ from asyncrl.config import (
     has_environment,
     learner_pools,
     learner_roles,
+    longest_rollout,
     may_play_episodes,
     num_positions,
     requested_cpus,
@@ -139,20 +140,22 @@ def check_files(config: RunConfig) -> None:
             "data.eval_files must name at least one file while evaluation.enabled is true, got none; "
             "set it, or evaluation.enabled=false"
         )
-    limit = num_positions(config)
+    limit, reserved = longest_rollout(config), config.rollout_fleet.num_reserved_positions
+    positions = f"the model's {num_positions(config)} positions{why_positions_end(config)}"
+    positions += f" less {reserved} that SGLang reserves" if reserved else ""
     prompt, response = config.data.max_prompt_tokens, config.rollout_fleet.sampling.max_new_tokens
     context = config.rollout_fleet.environment.max_context
     if may_play_episodes(config) and not context:
         _check_path(config, {role: role_options(config, role) for role in learner_roles(config)})
     if may_play_episodes(config) and context > limit:
         raise ValueError(
-            f"rollout_fleet.environment.max_context must be <= the model's {limit} positions{why_positions_end(config)}"
-            f", got {context}; lower it, or set 0 for all positions"
+            f"rollout_fleet.environment.max_context must be <= {positions}, got {context}; lower it, or set 0 for all "
+            "positions"
         )
     if prompt + response > limit and not has_environment(config):
         raise ValueError(
-            f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens must be <= the model's {limit} positions"
-            f"{why_positions_end(config)}, got {prompt} + {response} = {prompt + response}"
+            f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens must be <= {positions}, got {prompt} + "
+            f"{response} = {prompt + response}"
         )
     for role in ("critic", "reward_model"):
         path = getattr(config.learner, role).path

@@ -593,7 +593,7 @@ def episode_context(config: RunConfig) -> int:
     if config.rollout_fleet.environment.max_context:
         return config.rollout_fleet.environment.max_context
     budgets = [role_options(config, role) for role in learner_roles(config)]
-    return int(min(num_positions(config), *(one.max_tokens_per_micro_batch * one.sp_size for one in budgets)))
+    return int(min(longest_rollout(config), *(one.max_tokens_per_micro_batch * one.sp_size for one in budgets)))
 
 
 def has_environment(config: RunConfig) -> bool:
@@ -635,6 +635,15 @@ def num_positions(config: RunConfig) -> float:
     settings = model_settings(config.model.path)
     limits = (settings.get("max_position_embeddings"), rope_limit(settings))
     return min((limit for limit in limits if limit is not None), default=math.inf)
+
+
+def longest_rollout(config: RunConfig) -> float:
+    """Longest sequence that the engine may sample, in tokens: `num_positions` without those that the engine reserves.
+
+    A shorter prompt would do for a new request. But a rollout that a weight update cuts off continues with its tokens
+    so far as prompt.
+    """
+    return num_positions(config) - config.rollout_fleet.num_reserved_positions
 
 
 def why_positions_end(config: RunConfig) -> str:

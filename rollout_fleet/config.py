@@ -16,6 +16,9 @@ _BY_SOURCE = frozenset({"max_new_tokens", "stop", "stop_token_ids"})
 FLOAT32_NAMES = ("float32", "float")
 """SGLang's names of float32."""
 
+SGLANG_RESERVED_POSITIONS = 6
+"""SGLang 0.5.21 refuses a prompt that leaves fewer than 7 positions of the context: these, and one for a token."""
+
 
 class EngineKind(StrEnum):
     """Kinds of engines: an SGLang server, transformers in process, or a script of answers for tests."""
@@ -317,6 +320,11 @@ class RolloutFleetConfig:
     def is_elastic(self) -> bool:
         """Whether engines may join and leave during the run."""
         return isinstance(self.num_engines, Mapping)
+
+    @property
+    def num_reserved_positions(self) -> int:
+        """Positions at the end of the model's context that the engine does not use."""
+        return SGLANG_RESERVED_POSITIONS if self.engine is EngineKind.sglang else 0
 
     @property
     def fewest_engines(self) -> int:

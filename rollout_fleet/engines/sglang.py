@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
@@ -268,6 +269,8 @@ class SGLangEngine(Engine):
         if "error" in event:
             raise RequestRefused(f"{self._name} answered POST /generate with {str(event['error'])[:500]}")
         try:
+            if (reason := event["meta_info"]["finish_reason"] or {}).get("status_code") == HTTPStatus.BAD_REQUEST:
+                raise RequestRefused(f"{self._name} refuses a request: {reason.get('message', reason)}")
             sample = samples[event.get("index", 0)]
             had_begun = sample.num_tokens > 0
             output = sample.add(event)

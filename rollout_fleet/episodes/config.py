@@ -82,8 +82,8 @@ class EnvironmentConfig:
         memory_limit_gb: A process that uses more, its own children included, is killed, and its episodes fail.
         max_turns: Sampled turns per episode.
         max_tokens: Sampled tokens per episode; 0 is ``max_turns`` times ``sampling.max_new_tokens``.
-        max_context: Tokens on any path of an episode, prompt and answer included; 0 is what the model and a
-            micro-batch of each learner role hold.
+        max_context: Tokens on any path of an episode, prompt and answer included; 0 is what the model, without the 6
+            positions that SGLang reserves, and a micro-batch of each learner role hold.
         max_tree_tokens: Tokens of all paths of an episode together, each with its whole history; 0 is no limit. A loss,
             weight or mask of whole trajectories needs a limit, because the learner then reads all paths at once.
         start_timeout_s: Deadline for a process to start, and for loading an environment in it.

@@ -274,7 +274,7 @@ def assets(tmp_path_factory):
         (["data.train_files=[{train}]"], "data.eval_files must name at least one"),
         (
             ["data.train_files=[{train}]", "evaluation.enabled=false", "data.max_prompt_tokens=200"],
-            r"must be <= the model's 128 positions, got 200 \+ 512",
+            r"must be <= the model's 128 positions less 6 that SGLang reserves, got 200 \+ 512",
         ),
         (
             [

@@ -20,7 +20,8 @@ from rollout_fleet.episodes import Episode, EpisodeBudget
 from rollout_fleet.episodes.player import EpisodePlayer
 
 BASE = (
-    *("experiment=custom", "data.max_prompt_tokens=20", "rollout_fleet.sampling.max_new_tokens=200"),
+    *("experiment=custom", "rollout_fleet.engine=transformers"),
+    *("data.max_prompt_tokens=20", "rollout_fleet.sampling.max_new_tokens=200"),
     *("learner.max_tokens_per_micro_batch=128", "rollout_fleet.environment.name=game.py:Game"),
 )
 CONTEXT = "rollout_fleet.environment.max_context=128"
@@ -79,6 +80,18 @@ def test_an_answer_may_be_longer_than_the_context_of_an_episode_since_its_budget
 def test_a_path_that_does_not_fit_every_role_is_refused_with_the_options(model, overrides, message):
     with pytest.raises(ValueError, match=message):
         check(compose(model, *overrides))
+
+
+def test_a_path_leaves_the_positions_that_sglang_reserves(model):
+    sglang = "rollout_fleet.engine=sglang"
+    assert longest_sequence(compose(model, sglang)) == 122
+    check(compose(model, sglang, "rollout_fleet.environment.max_context=122"))
+    words = r"must be <= the model's 128 positions less 6 that SGLang reserves, got"
+    with pytest.raises(ValueError, match=rf"max_context {words} 123"):
+        check(compose(model, sglang, "rollout_fleet.environment.max_context=123"))
+    answer = ["rollout_fleet.environment.name=", "rollout_fleet.sampling.max_new_tokens=103"]
+    with pytest.raises(ValueError, match=rf"max_new_tokens {words} 20 \+ 103 = 123"):
+        check(compose(model, sglang, *answer))
 
 
 def test_sequence_parallel_ranks_share_a_path(model):

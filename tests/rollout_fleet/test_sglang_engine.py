@@ -20,9 +20,15 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from asyncrl.core.errors import AsyncRLError, DeadlineError, EngineError, WorkerDiedError
+from asyncrl.core.errors import AsyncRLError, DeadlineError, EngineError, RequestRefused, WorkerDiedError
 from asyncrl.core.types import FinishReason
-from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
+from rollout_fleet.config import (
+    SGLANG_RESERVED_POSITIONS,
+    EngineDevice,
+    RolloutFleetConfig,
+    SamplingConfig,
+    SGLangConfig,
+)
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.sglang import SGLangEngine
 from rollout_fleet.engines.sglang_server import DEATH_GRACE_S
@@ -169,6 +175,15 @@ async def test_a_refused_request_says_why_and_the_server_lives(engine):
     with pytest.raises(EngineError, match="tokenized with another model"):
         await answer(engine, [replace(request, prompt_ids=request.prompt_ids + 90)])
     assert len((await answer(engine, requests_of(1)))[0].token_ids) > 0
+
+
+async def test_a_prompt_may_use_all_positions_but_those_that_sglang_reserves_and_one(engine):
+    (request,) = requests_of(1, num_samples=1, name="whole", max_new_tokens=1)
+    longest = np.resize(request.prompt_ids, 512 - SGLANG_RESERVED_POSITIONS - 1)
+    with pytest.raises(RequestRefused, match="refuses a request: Input length"):
+        await answer(engine, [replace(request, id="longer", prompt_ids=np.append(longest, longest[0]))])
+    assert not engine.has_failed
+    assert len((await answer(engine, [replace(request, prompt_ids=longest)]))[0].token_ids) == 1
 
 
 CHANGES = {"differs": lambda tensors: {**tensors, "model.norm.weight": tensors["model.norm.weight"] + 1e-6}}
