@@ -468,9 +468,10 @@ class Session:
             message["reasoning_content"] = parsed.reasoning
         if parsed.calls:
             message["content"] = content or None
+            name_of_turn = self._name_of(answer.turn)
             message["tool_calls"] = [
                 {
-                    "id": f"call_{answer.turn}_{place}",
+                    "id": f"call_{name_of_turn}_{place}",
                     "type": "function",
                     "function": {
                         "name": name,
@@ -482,6 +483,17 @@ class Session:
                 for place, (name, arguments) in enumerate(parsed.calls)
             ]
         return message
+
+    def _name_of(self, turn: int) -> str:
+        """A name of a sampled turn that is the same in a replay, where turns may have other indices.
+
+        It follows from the tokens of the path, and tells apart siblings of equal tokens.
+        """
+        episode = self._sampler.episode
+        own = episode.turn(turn)
+        siblings = (other for other in self._children[own.parent] if other < turn and episode.turn(other).sampled)
+        num_equal = sum(np.array_equal(episode.turn(other).token_ids, own.token_ids) for other in siblings)
+        return hashlib.blake2b(episode.path(turn).tobytes(), digest_size=4).hexdigest() + f"{num_equal or ''}"
 
     # Texts
 

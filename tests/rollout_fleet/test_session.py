@@ -8,10 +8,11 @@ import pytest
 from asyncrl.core.errors import EpisodeOverflow
 from asyncrl.core.trajectory import ROOT
 from rollout_fleet.config import SamplingConfig
+from rollout_fleet.episodes import PROMPT
 from rollout_fleet.episodes.config import RendererConfig
 from rollout_fleet.episodes.renderer import load_renderer
 from rollout_fleet.episodes.session import ChatRequest, SampleOptions, Session, TextRequest
-from tests.support.chat_models import save_chat_model
+from tests.support.chat_models import CHATML, save_chat_model
 from tests.support.scripted_turns import USER, Talk
 
 MORE = {"role": "user", "content": "And in the city?"}
@@ -261,6 +262,25 @@ async def test_siblings_that_say_the_same_are_told_apart_by_the_ids_of_their_cal
         (after,) = await talk.chat(USER, answer.message, result, tools=[TOOL])
         episode = talk.turns.episode
         assert episode.turn(episode.turn(after.turn).parent).parent == answer.turn
+
+
+async def test_calls_of_a_session_have_the_same_ids_when_it_is_replayed(tmp_path):
+    """Some templates render the ids. The first life has a turn that is not saved, so later turns have other indices."""
+    template = CHATML.replace("{{- '<|im_start|>' + m.role", "{{- '<|im_start|>' + m.role + (m.tool_call_id or '')")
+    renderer = load_renderer(save_chat_model(tmp_path, "chatml", template=template), RendererConfig())
+
+    async def play(talk):
+        (call,) = await talk.chat(USER, tools=[TOOL])
+        result = {"role": "tool", "tool_call_id": call.message["tool_calls"][0]["id"], "content": "21"}
+        (answer,) = await talk.chat(USER, call.message, result, tools=[TOOL])
+        return answer.message["content"]
+
+    first = Talk(renderer, CALL, "Warm.<|im_end|>")
+    first.session.give(PROMPT, [5])
+    assert await play(first) == "Warm."
+    again = Talk(renderer, "Cold.<|im_end|>", recorded=first.turns.episode.progress())
+    assert await play(again) == "Warm."
+    assert again.turns.episode.num_dropped == 0
 
 
 async def test_sampling_options_that_the_learner_cannot_follow_are_overridden_and_counted(renderers, caplog):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +25,9 @@ class ScriptedTurns:
         gate: Turns finish only while this event is set.
     """
 
-    def __init__(self, prompt_ids: Sequence[int], script: Script, **budget: int) -> None:
+    def __init__(self, prompt_ids: Sequence[int], script: Script, recorded: Any = None, **budget: int) -> None:
         most = EpisodeBudget(**{"max_turns": 1000, "max_tokens": 1 << 20, "max_context": 1 << 20, **budget})
-        self.episode = Episode("7-0-0", np.asarray(prompt_ids, dtype=np.int32), most)
+        self.episode = Episode("7-0-0", np.asarray(prompt_ids, dtype=np.int32), most, recorded=recorded)
         self.requests: list[tuple[np.ndarray, int]] = []
         self.samplings: list[SamplingConfig] = []
         self.gate = asyncio.Event()
@@ -53,13 +54,16 @@ class ScriptedTurns:
 
 
 class Talk:
-    """A session whose turns are texts, one after the other, encoded letter by letter unless ``encoded``."""
+    """A session whose turns are texts, one after the other, encoded letter by letter.
 
-    def __init__(self, renderer, *texts, prompt=(USER,), tools=(), most=512, **budget):
+    ``recorded`` is the progress of an earlier attempt.
+    """
+
+    def __init__(self, renderer, *texts, prompt=(USER,), tools=(), most=512, recorded=None, **budget):
         self.renderer = renderer
         self.texts = list(texts)
         ids = np.asarray(renderer.render(list(prompt), list(tools)), dtype=np.int32)
-        self.turns = ScriptedTurns(ids, self.write, **budget)
+        self.turns = ScriptedTurns(ids, self.write, recorded, **budget)
         self.prompt = Prompt(group_id=7, prompt_ids=ids)
         self.session = Session(self.turns, renderer, sampling=SamplingConfig(max_new_tokens=most), prompt=self.prompt)
 
