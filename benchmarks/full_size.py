@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
@@ -214,6 +215,7 @@ def fake_update(
         with ExitStack() as stack:
             on_gpu = mock.patch.object(heads, "multiplies_halves", lambda tensor: tensor.dtype is torch.bfloat16)
             stack.enter_context(on_gpu)
+            stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _sdpa_with_mask))
             fake, allocate = FakeTensorMode(allow_non_fake_inputs=True), fsdp._allocate
 
             def allocate_fake(*args: Any) -> None:
@@ -262,6 +264,13 @@ def peak_at_full_depth(settings: dict[str, Any], learner: LearnerConfig) -> int:
     """Peak bytes of a rank with all layers, extrapolated from four and six: each adds the same number."""
     first, second = (fake_update(settings | {"num_hidden_layers": n}, learner).peak_bytes for n in (4, 6))
     return first + (settings["num_hidden_layers"] - 4) * (second - first) // 2
+
+
+def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor, scale: float, dropout_p: float) -> Tensor:
+    """SDPA's kernel on CUDA for calls with a mask, which the layers with windows or sinks make."""
+    bias = torch.zeros_like(attn_mask, dtype=q.dtype).expand(*q.shape[:2], *attn_mask.shape)
+    out, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, scale=scale)
+    return out
 
 
 def _batch(config: LearnerConfig, num_sequences: int) -> PackedBatch:

@@ -10,6 +10,7 @@ import statistics
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig
@@ -43,10 +44,10 @@ TARGETS = {
 }
 
 
-def planned_bytes(name: str, learner: LearnerConfig) -> int:
-    """The peak of a rank that the planner predicts."""
+def planned_bytes(settings: dict[str, Any], learner: LearnerConfig) -> int:
+    """The peak of a rank that the planner predicts for a model with these settings."""
     with tempfile.TemporaryDirectory() as folder:
-        AutoConfig.for_model(**MODELS[name]).save_pretrained(folder)
+        AutoConfig.for_model(**settings).save_pretrained(folder)
         size = ModelSize.of(folder)
     setup = RankSetup(
         num_shards=learner.num_ranks,
@@ -79,7 +80,7 @@ def main() -> None:
     for case, (name, options) in CASES.items():
         recomputed = options.activation_checkpointing or True
         learner = replace(options, activation_checkpointing=recomputed, gradient_sync=GradientSync.micro_batch)
-        peaks[case], planned = peak_at_full_depth(MODELS[name], learner), planned_bytes(name, learner)
+        peaks[case], planned = peak_at_full_depth(MODELS[name], learner), planned_bytes(MODELS[name], learner)
         errors.append(abs(planned / peaks[case] - 1))
         rows[case] = f"{peaks[case] / 1e9:.1f} GB by the tracker, {planned / 1e9:.1f} GB by the planner"
     waits, fits = waits_of_experiments(), experiments_that_fit()

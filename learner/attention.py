@@ -53,6 +53,8 @@ CAPPED_QUERIES = 512
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 128, 1024
 """Queries per call with a sliding window or sinks: the window size, within these limits."""
+MAX_FLASH_DIM = 256
+"""Largest head of SDPA's FlashAttention on CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,18 +194,24 @@ def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManag
 
     This is a ``context_fn`` of `torch.utils.checkpoint.checkpoint`. The forward pass keeps what attention saves for its
     own backward pass: queries, keys, values and output. The recomputation takes the kept output. So attention of any
-    kernel runs once, and so do its collectives. A policy of `torch.utils.checkpoint` on single operations would not see
-    kernels outside of torch's dispatcher, such as flash-attn 4, or the operations inside compiled code.
+    kernel runs once, and so do its collectives; attention with sinks is computed again. A policy of
+    `torch.utils.checkpoint` on single operations would not see kernels outside of torch's dispatcher, such as flash-
+    attn 4, or the operations inside compiled code.
     """
     outputs: deque[Tensor] = deque()
 
     def keep(attend: Callable[[], Tensor]) -> Tensor:
-        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # instead of the checkpoint's
+        with saved_tensors_hooks(_alone, lambda tensor: tensor):  # instead of the checkpoint's
             out = attend()
         outputs.append(out.detach().requires_grad_(out.requires_grad))
         return out
 
     return _attending(keep), _attending(lambda _: outputs.popleft())
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if it is part of a larger one: values may be a slice of queries, keys and values."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 @contextmanager
@@ -251,7 +259,8 @@ def packed_attention(
         raise ValueError(f"packed attention takes sinks or a soft cap, got both in {type(module).__name__}")
     options = {"scaling": scaling, "dropout": dropout, "cap": cap, "sinks": extra.get("s_aux")}
     attend = partial(_attended, module, query, key, value, packed, sliding_window=sliding_window, **options)
-    return attend() if _layer.attend is None else _layer.attend(attend), None
+    # With sinks, the blocks of keys and values would be kept, which are several times as large.
+    return attend() if _layer.attend is None or options["sinks"] is not None else _layer.attend(attend), None
 
 
 def _attended(
@@ -353,6 +362,8 @@ def _bucketed(
         elif sinks is not None or span < length:
             out = _windowed(*batched, scale=scale, dropout=dropout, window=span, sinks=sinks)
         else:
+            if not takes_fewer_keys(q.device, q.dtype, q.size(2)):
+                batched[1:] = _repeated(*batched)
             out = F.scaled_dot_product_attention(
                 *batched, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=True
             )
@@ -372,14 +383,28 @@ def _windowed(
     needed.
     """
     outputs = []
+    k, v = _repeated(q, k, v)
     for queries, keys, values, seen in _blocks(q, k, v, window, min(max(window, BLOCK_QUERIES), MAX_BLOCK_QUERIES)):
         block, mask = [queries, keys, values], seen
         if sinks is not None:
             block, mask = _with_sinks(*block, mask=seen, sinks=sinks / scale)
-        outputs.append(
-            F.scaled_dot_product_attention(*block, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=True)
-        )
+        outputs.append(F.scaled_dot_product_attention(*block, attn_mask=mask, dropout_p=dropout, scale=scale))
     return torch.cat(outputs, dim=2)
+
+
+def takes_fewer_keys(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether SDPA's fused kernels for causal attention take fewer heads of keys than of queries.
+
+    Of those on CUDA, only FlashAttention does. It takes no mask, no float32, and heads of at most `MAX_FLASH_DIM`. In
+    all other cases SDPA would compute, and keep for the backward pass, the weights of all pairs of tokens.
+    """
+    return device.type != "cuda" or (dtype is not torch.float32 and head_dim <= MAX_FLASH_DIM)
+
+
+def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with as many heads as the queries have."""
+    groups = q.size(1) // k.size(1)
+    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, window: int, cap: float) -> Tensor:
@@ -388,8 +413,7 @@ def _capped(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, wi
     q is [count, H, L, D], k [count, kv heads, L, D], v [count, kv heads, L, Dv]. The backward pass recomputes each
     block, so that only the scores of one block are in memory.
     """
-    groups = q.size(1) // k.size(1)
-    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    k, v = _repeated(q, k, v)
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
         scores = torch.tanh((queries @ keys.transpose(2, 3)).float() * (scale / cap)) * cap
@@ -424,8 +448,8 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor)
     """Add a key that all tokens attend to: its score is the head's sink, its value zero.
 
     An additional dimension of the queries holds the sink; only the added key is nonzero there. Eight dimensions are
-    added, since GPU kernels need a multiple of eight. q is [count, H, queries, D], k [count, kv heads, L, D], v [count,
-    kv heads, L, Dv], the mask [queries, L] bool, and sinks [H], divided by the scale of the scores.
+    added, since GPU kernels need a multiple of eight. q is [count, H, queries, D], k [count, H, L, D], v [count, H, L,
+    Dv], the mask [queries, L] bool, and sinks [H], divided by the scale of the scores.
     """
     count, _, length, _ = q.shape
     added = F.pad(sinks.to(q.dtype).view(1, -1, 1, 1).expand(count, -1, length, 1), (0, 7))

@@ -36,6 +36,9 @@ _PLAIN_HEADS = frozenset({"gemma", "gemma2", "llama", "mistral", "mixtral", "phi
 """Types of models that do not normalize queries and keys; other types are assumed to do so."""
 _WEIGHT_CHUNK_TOKENS = 4096
 """Tokens per product of the output layer's gradient on a GPU: ``learner.heads.WEIGHT_CHUNK_TOKENS``."""
+_WITH_SINKS = frozenset({"deepseek_v4", "gpt_oss", "openai_privacy_filter"})
+_ALL_EXPERTS = frozenset({"llama4", "llama4_text"})
+"""Types of mixtures whose implementation in transformers computes every token with every expert."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
@@ -65,6 +68,7 @@ class ModelSize:
         num_experts: Number of experts per layer; 0 for a dense model.
         experts_per_token: Number of experts that compute a token; 0 for a dense model.
         norms_heads: Whether queries and keys are normalized, as in Qwen3.
+        has_sinks: Whether attention has sinks; then ``activation_checkpointing=selective`` keeps no attention.
     """
 
     num_parameters: int
@@ -81,6 +85,7 @@ class ModelSize:
     num_experts: int = 0
     experts_per_token: int = 0
     norms_heads: bool = True
+    has_sinks: bool = False
 
     @property
     def root(self) -> int:
@@ -137,6 +142,8 @@ class ModelSize:
             num_experts = _first_of(settings, _EXPERTS)
             width = settings.get("moe_intermediate_size") or settings["intermediate_size"]
             visited = (_first_of(settings, _CHOSEN) or 1) if num_experts else 0
+            if settings.get("model_type") in _ALL_EXPERTS:
+                visited = num_experts
             shared = _first_of(settings, _SHARED_WIDTH) or _first_of(settings, _SHARED) * width
             vocabulary = settings["vocab_size"]
         except KeyError as error:
@@ -166,6 +173,7 @@ class ModelSize:
             num_experts=num_experts,
             experts_per_token=visited,
             norms_heads=settings.get("model_type") not in _PLAIN_HEADS,
+            has_sinks=settings.get("model_type") in _WITH_SINKS,
         )
 
 
@@ -238,7 +246,8 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     reduced = gathers * (not setup.whole_gradients) * _FLOAT32_BYTES
     # With checkpointing, the layers keep their inputs, and one layer at a time is computed again.
     whole_layer = _layer_per_token(model, size)
-    attention = size * 2 * (model.query + model.key) if setup.checkpointing and setup.keeps_attention else 0
+    keeps_attention = setup.checkpointing and setup.keeps_attention and not model.has_sinks
+    attention = size * 2 * (model.query + model.key) if keeps_attention else 0
     in_each = size * model.hidden + attention if setup.checkpointing else whole_layer
     kept = setup.tokens * model.num_layers * in_each
     in_layer = _layer_per_token(model, size, in_backward=True) - (attention if setup.checkpointing else whole_layer)

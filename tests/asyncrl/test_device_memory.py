@@ -84,7 +84,7 @@ def test_parameters_of_dense_and_mixture_models_follow_from_the_config(tmp_path)
         (GptOssConfig(num_hidden_layers=24, num_local_experts=32), 20.91, (32, 4), 4 * 2880, 24 * 1024, 8),
         (Qwen3NextConfig(), 79.67, (512, 10), 11 * 512, 12 * 1024, 2),  # attention in every fourth layer
         (Glm4MoeConfig(head_dim=128), 106.85, (128, 8), 9 * 1408, 46 * 2 * 8 * 128, 8),
-        (Llama4TextConfig(), 107.77, (16, 1), 8192, 48 * 2048, 8),
+        (Llama4TextConfig(), 107.77, (16, 16), 16 * 8192, 48 * 2048, 8),  # every expert computes every token
         (Ernie4_5_MoeConfig(), 21.83, (64, 6), 8 * 1536, 28 * 2 * 512, 4),
     ],
     ids=lambda value: getattr(value, "model_type", None),

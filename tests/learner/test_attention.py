@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learner import attention_kernels
+from learner import attention, attention_kernels
 from learner.attention import packed_attention, packed_layout
 from learner.attention_kernels import AttentionShape, attention_kernel, check_kernel, first_right
 from learner.config import AttentionKernel
@@ -179,6 +179,47 @@ def test_attention_by_blocks_is_attention_with_a_dense_mask(window, has_sinks):
     ours, theirs = (torch.autograd.grad((x * factor[0]).sum(), leaves) for x in (out[0], torch.cat(expected)))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("window", "has_sinks"), [(7, False), (None, True)])
+def test_sdpa_gets_a_mask_only_with_keys_for_every_head(window, has_sinks, monkeypatch):
+    """Otherwise SDPA on CUDA keeps the weights of all pairs of tokens."""
+    calls = []
+
+    def record(q, k, v, attn_mask=None, **options):
+        calls.append((attn_mask is not None, k.size(1), v.size(1)))
+        return q[..., : v.size(3)]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    q, k, v = (torch.zeros(1, heads, 300, 8) for heads in (4, 2, 2))
+    layout = packed_layout((300,), CPU, AttentionKernel.sdpa)
+    sinks = torch.zeros(4) if has_sinks else None
+    packed_attention(nn.Module(), q, k, v, None, packed=layout, sliding_window=window, s_aux=sinks)
+    assert set(calls) == {(True, 4, 4)}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "takes"),
+    [
+        (CUDA, torch.bfloat16, 256, True),
+        (CUDA, torch.bfloat16, 512, False),
+        (CUDA, torch.float32, 64, False),
+        (CPU, torch.float32, 64, True),
+    ],
+)
+def test_kernels_without_grouped_queries_get_keys_for_every_head(device, dtype, head_dim, takes, monkeypatch):
+    assert attention.takes_fewer_keys(device, dtype, head_dim) == takes
+    monkeypatch.setattr(attention, "takes_fewer_keys", lambda *_: takes)
+    heads = []
+
+    def record(q, k, v, **options):
+        heads.append((k.size(1), v.size(1)))
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    q, k, v = (torch.zeros(1, num_heads, 20, 8) for num_heads in (4, 2, 2))
+    packed_attention(nn.Module(), q, k, v, None, packed=packed_layout((20,), CPU, AttentionKernel.sdpa))
+    assert heads == [(2, 2) if takes else (4, 4)]
 
 
 def both_outputs(

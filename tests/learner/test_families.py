@@ -112,7 +112,7 @@ def test_layers_that_carry_a_state_are_recomputed_on_the_same_sequences(family, 
 
 @pytest.mark.parametrize("family", TRAINED_FAMILIES)
 def test_layers_are_recomputed_without_their_attention(family, paths, monkeypatch):
-    """The same update, with as many calls of attention as without recomputation."""
+    """The same update, with as many calls of attention as without recomputation; twice as many with sinks."""
     calls, attended = [], attention._attended
 
     def counted(*args: Any, **options: Any) -> torch.Tensor:
@@ -125,7 +125,7 @@ def test_layers_are_recomputed_without_their_attention(family, paths, monkeypatc
     without = calls.count(True)
     calls.clear()
     recomputed = packed(paths[family], 1, 1, activation_checkpointing="selective", **options)
-    assert calls.count(True) == without
+    assert calls.count(True) == (2 if family == "gpt_oss" else 1) * without
     assert_equal_to_the_plain_loop(paths[family], [recomputed], 1, 1)
 
 

@@ -8,7 +8,8 @@ import torch
 
 from asyncrl.cli.compose import CONFIG_DIR, compose_run
 from benchmarks.full_size import MODELS, QUICKSTART, fake_update
-from learner.config import LearnerConfig
+from benchmarks.gpu_paper import planned_bytes
+from learner.config import SELECTIVE, GradientSync, LearnerConfig
 from learner.packing import MicroBatch
 from tests.support.ranks import run_on_ranks
 
@@ -49,6 +50,27 @@ def test_layers_recomputed_without_attention_exchange_heads_once_and_do_not_wait
     assert update.recomputes
     assert update.waits == []
     assert update.collectives["alltoall_base"] == 4 * update.num_micro_batches * LAYERS * 2
+
+
+FAMILIES = {
+    "phi3": {"hidden_size": 5120, "intermediate_size": 17920, "num_attention_heads": 40, "num_key_value_heads": 10},
+    "gpt_oss": {"num_local_experts": 32},
+}
+"""Queries, keys and values from one product; windows and sinks."""
+
+
+def planned_and_tracked(family: str) -> tuple[int, int]:
+    """The peaks of a rank with six layers that keep their attention: the planner's, and the tracker's."""
+    settings = {"model_type": family, "num_hidden_layers": 6, "vocab_size": 32_000, "pad_token_id": 0}
+    learner = LearnerConfig(num_ranks=8, activation_checkpointing=SELECTIVE, gradient_sync=GradientSync.micro_batch)
+    update = fake_update(settings | FAMILIES[family], learner, num_sequences=16)
+    return planned_bytes(settings | FAMILIES[family], learner), update.peak_bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_attention_takes_what_the_planner_says(family):
+    ((planned, tracked),) = run_on_ranks(1, planned_and_tracked, family)
+    assert planned == pytest.approx(tracked, rel=0.08)
 
 
 def waits_with(change: str) -> list[str]:
