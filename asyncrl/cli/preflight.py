@@ -94,7 +94,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
         finished_warm_start(config)  # raises if the output path contains other files
     prompts, held_out = await asyncio.to_thread(read_prompts, config)
     await asyncio.to_thread(check_own_functions, config)
-    first = prompts.at([0])[0]
+    first = prompts.first()
     shown = load_decoder(config.model.path, special_tokens=True)(first.prompt_ids.tolist())
     say(f"first prompt ({len(first.prompt_ids)} tokens): {_shortened(shown)!r}")
     if left_out := prompts.num_filtered:

@@ -30,6 +30,7 @@ from asyncrl.core.registry import absolute_name
 from asyncrl.core.types import FinishReason, Prompt
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.row_files import read_rows
+from asyncrl.data.samplers import UNIFORM
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.samples import printable, read_samples
 from rollout_fleet.rewards import Rollout, WeightedRewards
@@ -206,6 +207,11 @@ def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[Give
     if is_held_out:
         prompts = {prompt.group_id: prompt for prompt in load_eval_prompts(config.data, tokenizer, images=images)}
     else:
+        if config.data.sampler != UNIFORM:
+            raise ValueError(
+                f"training samples need data.sampler={UNIFORM}, got {config.data.sampler}: the file does not tell "
+                "which row a sampler chose for a group; name one of data.eval_files to score held-out samples"
+            )
         data = replace(config.data, train_files=[options.data])
         stream = PromptStream(data, tokenizer, seed=config.seed, images=images)
         numbers = sorted({sample["group_id"] for sample in samples})
@@ -218,7 +224,7 @@ def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[Give
         if prompt is None or decode(prompt.prompt_ids.tolist()) != group[0]["prompt"]:
             raise ValueError(
                 f"{options.data} must be the file of the run's prompts, got another prompt for group {number} of "
-                f"{options.samples}; name the run's data.train_files or data.eval_files"
+                f"{options.samples}; name the run's data.train_files, if it has no data.sampler, or data.eval_files"
             )
         rollouts = [
             Rollout.answer(

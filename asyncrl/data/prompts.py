@@ -97,8 +97,16 @@ class PromptStream:
             self._chosen += [self._checked(self._sampler.choose()) for _ in range(count)]
         return self.at(range(self._position - count, self._position))
 
+    def first(self) -> Prompt:
+        """Return the first prompt of a new stream, for a check of the run; nothing changes."""
+        row = self._order(0)[0] if self._sampler is None else self._checked(copy.deepcopy(self._sampler).choose())
+        return _loaded(self._prompts[row], 0)
+
     def at(self, positions: Sequence[int]) -> list[Prompt]:
-        """Return the prompts with these group ids; the stream's position does not change."""
+        """Return the prompts with these group ids; the stream's position does not change.
+
+        With a sampler, the prompts must have been taken before.
+        """
         return [_loaded(self._prompts[self._row(position)], position) for position in positions]
 
     def _row(self, position: int) -> int:

@@ -183,6 +183,8 @@ def test_ones_own_sampler_is_named_by_its_file_and_gets_the_outcomes(make_stream
     assert [prompt.ground_truth for prompt in stream.take(2)] == ["4", "4"]
     stream.note([outcome(0, 1.0, 0.0, 0.0)])
     assert [prompt.ground_truth for prompt in stream.take(1)] == ["7"]
+    new = make_stream(sampler=f"{tmp_path}/mine.py:Longest", sampler_options={"first": 4})
+    assert (new.first().ground_truth, new.state()["position"]) == ("4", 0)
     wrong = make_stream(sampler=f"{tmp_path}/mine.py:Longest", sampler_options={"first": 10})
     with pytest.raises(ValueError, match=r"mine.py:Longest must choose a row in 0..9, got 10"):
         wrong.take(1)
