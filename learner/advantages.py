@@ -401,19 +401,12 @@ class BatchAdvantages:
         penalties, metrics = self._penalties(sequences, lengths, num_trajectories=len(rewards))
         if is_turn_level(self._estimator):
             rows = turn_rows(_with_column(sequences, "penalties", penalties), rewards)
-            shares, own = self._gathered(rows)
-            turns, order = joined_turns(shares)
-            estimated = self._estimator(turns, self._algorithm)
-            each = torch.empty(len(order), 2, dtype=torch.float64)
-            each[order] = torch.stack([estimated.advantages, estimated.returns], dim=1)
-            advantages, returns = each.split([len(share[0]) for share in shares])[own].unbind(1)
+            advantages, returns = self._over_the_turns(self._estimator, rows)
             assigned = with_turns(sequences, "advantages", advantages)
             return with_turns(assigned, "returns", returns), metrics
         places = {key: place for place, key in enumerate(rewards)}
         trajectory = torch.tensor([places[s.trajectory] for s in sequences], dtype=torch.int64)
-        numbers = {group_id: self._numbers.get(source, 0) for group_id, source in (sources or {}).items()}
-        rows = [(group_id, index, numbers.get(group_id, 0)) for group_id, index in rewards]
-        keys = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
+        keys = self._keys(rewards, sources or {})
         outcomes = torch.tensor(list(rewards.values()), dtype=torch.float64)
         of_token = trajectory.repeat_interleave(lengths)
         if not is_token_level(self._estimator):
@@ -430,6 +423,12 @@ class BatchAdvantages:
         estimated = self._estimator(batch, self._algorithm, self._total)
         assigned = _with_column(sequences, "advantages", estimated.advantages)
         return _with_column(assigned, "returns", estimated.returns), metrics
+
+    def _keys(self, rewards: Iterable[SampleKey], sources: Mapping[int, str]) -> Tensor:
+        """[B, 3] int64: prompt group, index in the group, and number of the estimator of the group's data source."""
+        numbers = {group_id: self._numbers.get(source, 0) for group_id, source in sources.items()}
+        rows = [(group_id, index, numbers.get(group_id, 0)) for group_id, index in rewards]
+        return torch.tensor(rows, dtype=torch.int64).view(-1, 3)
 
     def _penalties(
         self, sequences: Sequence[TokenSequence], lengths: Tensor, *, num_trajectories: int
@@ -450,10 +449,20 @@ class BatchAdvantages:
             self.kl_coefficient.update(mean, int(num_samples))
         return coefficient * divergence, {"reward_kl": mean, "kl_reward_coef": coefficient}
 
+    def _over_the_turns(self, estimator: TurnEstimator, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Advantages and returns of this rank's turns, [K] float64, estimated on the turns of all ranks."""
+        shares, own = self._gathered(rows)
+        turns, order = joined_turns(shares)
+        estimated = estimator(turns, self._algorithm)
+        each = torch.empty(len(order), 2, dtype=torch.float64)
+        each[order] = torch.stack([estimated.advantages, estimated.returns], dim=1)
+        advantages, returns = each.split([len(share[0]) for share in shares])[own].unbind(1)
+        return advantages, returns
+
     def _over_the_batch(self, outcomes: Tensor, keys: Tensor) -> Tensor:
         """Advantages of this rank's trajectories, [B] float32, estimated on the trajectories of all ranks.
 
-        ``outcomes`` are [B] float64, ``keys`` [B, 3] int64: prompt group, index in the group, number of the estimator.
+        ``outcomes`` are [B] float64, ``keys`` [B, 3] int64, see `_keys`.
         """
         shares, own = self._gathered((outcomes, keys))
         all_outcomes, all_keys = (torch.cat(parts) for parts in zip(*shares, strict=True))

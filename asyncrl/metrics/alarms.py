@@ -206,7 +206,7 @@ def _length_bias(window: Sequence[StepRecord], _: RunLimits) -> str:
 
 
 def _lag(window: Sequence[StepRecord], limits: RunLimits) -> str:
-    if limits.max_lag == 0 or any(record.lag_mean < limits.max_lag for record in window):
+    if limits.max_lag == 0 or any(r.lag_mean < limits.max_lag or r.reused_groups for r in window):
         return ""
     return (
         f"every trained group has the largest lag that buffer.max_lag={limits.max_lag} allows: the learner is the "

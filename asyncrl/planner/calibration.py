@@ -148,8 +148,9 @@ class _Reading:
 
     @cached_property
     def trained(self) -> list[GroupLife]:
-        """The groups that the steps trained on."""
-        return [life for life in self._trace.groups.values() if life.step >= self._first_step]
+        """The groups that the steps trained on, once per use."""
+        uses = (use for life in self._trace.groups.values() for use in life.uses())
+        return [use for use in uses if use.step >= self._first_step]
 
     @cached_property
     def _written(self) -> list[Stamp]:

@@ -546,7 +546,7 @@ class OverlapReport:
         attribution = Attribution.of(trace)
         steps = [step for step in trace.steps if not step.is_open]
         lags: dict[int, list[tuple[int, int, int]]] = {step.version: [] for step in steps}
-        for group in trace.groups.values():
+        for group in (use for life in trace.groups.values() for use in life.uses()):
             if group.step in lags and group.last(GroupEvent.stored) is not None:  # not stored by an earlier run
                 lags[group.step].append((group.lag, group.lag_before_queue, group.lag_in_queue))
         num_lanes = {pool: attribution.num_lanes(pool) for pool in POOLS}

@@ -128,8 +128,9 @@ def lag(trace: Trace, *, bound: int) -> Chart:
 
 
 def trained_groups(trace: Trace) -> list[GroupLife]:
-    """The trained groups, without those that a process of an earlier run stored."""
-    return [life for life in trace.groups.values() if life.step >= 0 and life.last(GroupEvent.stored) is not None]
+    """The trained groups, once per use, without those that a process of an earlier run stored."""
+    uses = (use for life in trace.groups.values() for use in life.uses())
+    return [use for use in uses if use.last(GroupEvent.stored) is not None]
 
 
 def lengths(trace: Trace) -> Chart:

@@ -70,9 +70,9 @@ class _Events:
                 yield {**place, "ph": "X", "name": span.kind, **times, "args": args}
 
     def groups(self) -> Iterator[dict[str, Any]]:
-        """An arrow per trained group, from its lease to the step that consumed it."""
+        """An arrow per use of a trained group, from its lease to the step that consumed it."""
         updates = {span.step: span for span in reversed(self._trace.spans_of("update"))}
-        for group in self._trace.groups.values():
+        for group in (use for life in self._trace.groups.values() for use in life.uses()):
             update = updates.get(group.step)
             if update is not None:
                 yield from self._arrow(group, update)
@@ -89,7 +89,7 @@ class _Events:
     def lags(self) -> Iterator[dict[str, Any]]:
         """The mean lag of each step's groups."""
         lags: dict[int, list[int]] = defaultdict(list)
-        for group in self._trace.groups.values():
+        for group in (use for life in self._trace.groups.values() for use in life.uses()):
             if group.last(GroupEvent.stored) is not None:
                 lags[group.step].append(group.lag)
         for step in self._trace.steps:

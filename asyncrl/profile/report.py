@@ -184,6 +184,10 @@ def _rewards(record: Mapping[str, Any] | str | None) -> Iterator[dict[str, str]]
         yield _figure("reward", "not known", record)
     elif record is not None:
         yield _figure("reward", f"{record['reward']:.3f}", f"of the batch of step {record['step']}")
+        if reused := record.get("reused_groups"):
+            yield _figure(
+                "groups trained again", str(reused), f"of the batch of step {record['step']} (buffer.max_uses)"
+            )
         yield _figure("tokens generated", f"{record['generated_tokens']:,}", "policy tokens, since training began")
 
 

@@ -135,6 +135,20 @@ class GroupLife:
         stamp = self.last(event)
         return None if stamp is None else stamp.time
 
+    def uses(self) -> list[GroupLife]:
+        """The group's life until each learner step that trained on its last trajectories, one per use.
+
+        Each use has its own `step` and `lag`. A step that the learner made again, after it went back, counts once.
+        """
+        found: list[GroupLife] = []
+        for number, stamp in enumerate(self.stamps, start=1):
+            if stamp.event == GroupEvent.stored:
+                found.clear()
+            elif stamp.event == GroupEvent.trained:
+                found = [use for use in found if use.step < stamp.version]
+                found.append(GroupLife(group=self.group, stamps=self.stamps[:number]))
+        return found
+
     @property
     def lag(self) -> int:
         """Learner steps between the group's oldest token and the step that consumed it; -1 if no step did."""

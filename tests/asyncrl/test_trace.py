@@ -4,7 +4,7 @@ import pytest
 
 from asyncrl.core.record import Pool, Recorder, clock_id
 from asyncrl.profile import Trace, TraceReader
-from asyncrl.profile.trace import FOLDER, UNMEASURED_ERROR_NS, ClockOffsets, Span
+from asyncrl.profile.trace import FOLDER, UNMEASURED_ERROR_NS, ClockOffsets, GroupLife, Span, Stamp
 from tests.support.traces import record_run, trace_of
 
 
@@ -66,6 +66,20 @@ def test_a_trained_group_has_its_events_in_order_and_its_lag_in_two_parts(tmp_pa
         assert group.lag == group.lag_before_queue + group.lag_in_queue
         assert group.lag == group.step - group.last("stored").version
     assert max(group.lag for group in trained) == 2
+
+
+def test_a_group_has_a_life_per_use_of_its_last_trajectories_and_a_repeated_step_counts_once():
+    def stamp(event, version, **details):
+        return Stamp(event=event, group=7, attempt=0, lane="buffer", time=len(stamps), version=version, details=details)
+
+    stamps = []
+    for event, version in (("stored", 0), ("trained", 1), ("requeued", -1), ("stored", 2)):
+        stamps.append(stamp(event, version, learner=version))
+    for step in (3, 5, 6, 5):  # the learner goes back from 7 to 4
+        stamps.append(stamp("trained", step))
+    life = GroupLife(group=7, stamps=tuple(stamps))
+    assert [(use.step, use.lag, use.lag_in_queue) for use in life.uses()] == [(3, 1, 1), (5, 3, 3)]
+    assert GroupLife(group=7, stamps=tuple(stamps[:4])).uses() == []
 
 
 def test_a_serial_run_has_no_lag(tmp_path):

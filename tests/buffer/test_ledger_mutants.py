@@ -117,6 +117,7 @@ def test_a_changed_comparison_is_noticed(mutant: Comparison, tmp_path: Path):
         "test_room.py",
         "test_worker_deaths.py",
         "test_rewind.py",
+        "test_uses.py",
     )
     tests = [str(ROOT / "tests" / "buffer" / name) for name in names]
     done = subprocess.run(
