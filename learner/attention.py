@@ -287,9 +287,12 @@ def _attended(
         packed = packed.cut(chunk)
     is_plain = dropout == 0.0 and sinks is None and (cap is None or takes_soft_cap(packed.kernel))
     if packed.kernel is not AttentionKernel.sdpa and is_plain:
-        q, k, v = (_laid_out(x, packed) for x in (q, k, v))
+        if packed.token_index is not None:  # full sequences, including their shared tokens: [sum of lengths, H, D]
+            q, k, v = (x.index_select(0, packed.token_index) for x in (q, k, v))
         spans = {"starts": packed.cu_seqlens, "longest": packed.max_length}
-        out = _own(call_kernel(packed.kernel, q, k, v, **spans, scale=scaling, window=window, soft_cap=cap), packed)
+        out = call_kernel(packed.kernel, q, k, v, **spans, scale=scaling, window=window, soft_cap=cap)
+        if packed.first_index is not None:  # the copies of a shared token are equal
+            out = out.index_select(0, packed.first_index)
     else:
         out = _bucketed(q, k, v, packed, scaling=scaling, dropout=dropout, window=window, sinks=sinks, cap=cap)
     return gather_heads_scatter_seq(out.unsqueeze(0), head_dim=2, seq_dim=1)
@@ -456,16 +459,6 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor)
     sink_key = F.one_hot(torch.tensor(k.size(3), device=k.device), k.size(3) + 8).to(k.dtype)
     keys = torch.cat((F.pad(k, (0, 8)), sink_key.expand(count, k.size(1), 1, -1)), dim=2)
     return [torch.cat((q, added), dim=3), keys, F.pad(v, (0, 0, 0, 1))], F.pad(mask, (0, 1), value=True)
-
-
-def _laid_out(tokens: Tensor, packed: PackedLayout) -> Tensor:
-    """Copy packed tokens [N, H, D] to full sequences, including their shared tokens: [sum of lengths, H, D]."""
-    return tokens if packed.token_index is None else tokens.index_select(0, packed.token_index)
-
-
-def _own(laid_out: Tensor, packed: PackedLayout) -> Tensor:
-    """The inverse of `_laid_out`: [N, H, D]. The copies of a shared token are equal."""
-    return laid_out if packed.first_index is None else laid_out.index_select(0, packed.first_index)
 
 
 # Not compiled: its calls differ from batch to batch, and torch.compile would recompile it each time.

@@ -129,52 +129,58 @@ class ModelSize:
             ValueError: the settings lack the usual names of a decoder's sizes; the message has the model's name.
         """
         try:
-            hidden, num_layers = settings["hidden_size"], settings["num_hidden_layers"]
-            heads = settings["num_attention_heads"]
-            head_dim = settings.get("head_dim") or hidden // heads
-            cache_heads = settings.get("num_key_value_heads") or heads
-            query, key = heads * head_dim, cache_heads * head_dim
-            cached = 2 * key
-            if rank := settings.get("kv_lora_rank"):  # multi-head latent attention (arXiv 2405.04434, section 2.1)
-                rotated, plain = settings["qk_rope_head_dim"], settings["qk_nope_head_dim"]
-                query = key = heads * max(rotated + plain, settings["v_head_dim"])
-                cached, cache_heads = rank + rotated, 1
-            num_experts = _first_of(settings, _EXPERTS)
-            width = settings.get("moe_intermediate_size") or settings["intermediate_size"]
-            visited = (_first_of(settings, _CHOSEN) or 1) if num_experts else 0
-            if settings.get("model_type") in _ALL_EXPERTS:
-                visited = num_experts
-            shared = _first_of(settings, _SHARED_WIDTH) or _first_of(settings, _SHARED) * width
-            vocabulary = settings["vocab_size"]
+            hidden, num_layers, vocabulary = (
+                settings[size] for size in ("hidden_size", "num_hidden_layers", "vocab_size")
+            )
+            attention, mixture = _attention_sizes(settings), _mixture_sizes(settings)
         except KeyError as error:
             raise ValueError(
                 f"{name}: the memory of its model cannot be estimated, config.json lacks {error}"
             ) from error
         is_tied = bool(settings.get("tie_word_embeddings"))
-        attention = hidden * (2 * query + 2 * key)
-        mlp = 3 * hidden * width * max(1, num_experts) + hidden * num_experts
-        embeddings = vocabulary * hidden * (1 if is_tied else 2)
-        linear = num_layers * (4 * hidden + 2 * query + 2 * key + 3 * (hidden + width) * max(1, num_experts))
-        computed = width * visited + shared if num_experts else width
-        kinds = settings.get("layer_types") or ()
-        num_caching = num_layers - sum(kind.startswith("linear") or "attention" not in kind for kind in kinds)
+        query, key, num_experts = attention["query"], attention["key"], mixture["num_experts"]
+        width = settings.get("moe_intermediate_size") or settings["intermediate_size"]
+        per_layer = hidden * (2 * query + 2 * key + 2 + 3 * width * max(1, num_experts) + num_experts)
+        rows = 4 * hidden + 2 * query + 2 * key + 3 * (hidden + width) * max(1, num_experts)
         return cls(
-            num_parameters=num_stored or num_layers * (attention + mlp + 2 * hidden) + embeddings + hidden,
+            num_parameters=num_stored or num_layers * per_layer + vocabulary * hidden * (1 if is_tied else 2) + hidden,
             num_layers=num_layers,
             hidden=hidden,
-            intermediate=computed,
-            query=query,
-            key=key,
-            cached=cached * num_caching,
-            cache_heads=cache_heads,
             vocabulary=vocabulary,
-            linear_rows=linear,
+            linear_rows=num_layers * rows,
             is_tied=is_tied,
-            num_experts=num_experts,
-            experts_per_token=visited,
             norms_heads=settings.get("model_type") not in _PLAIN_HEADS,
             has_sinks=settings.get("model_type") in _WITH_SINKS,
+            **attention,
+            **mixture,
         )
+
+
+def _attention_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
+    """Widths of queries and keys, and the numbers in the KV caches. Raises `KeyError` for a missing size."""
+    heads = settings["num_attention_heads"]
+    head_dim = settings.get("head_dim") or settings["hidden_size"] // heads
+    cache_heads = settings.get("num_key_value_heads") or heads
+    query, key = heads * head_dim, cache_heads * head_dim
+    cached = 2 * key
+    if rank := settings.get("kv_lora_rank"):  # multi-head latent attention (arXiv 2405.04434, section 2.1)
+        rotated, plain = settings["qk_rope_head_dim"], settings["qk_nope_head_dim"]
+        query = key = heads * max(rotated + plain, settings["v_head_dim"])
+        cached, cache_heads = rank + rotated, 1
+    kinds = settings.get("layer_types") or ["attention"] * settings["num_hidden_layers"]
+    num_caching = sum("attention" in kind and not kind.startswith("linear") for kind in kinds)
+    return {"query": query, "key": key, "cached": cached * num_caching, "cache_heads": cache_heads}
+
+
+def _mixture_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
+    """Number of experts, and the width that computes a token. Raises `KeyError` for a missing size."""
+    width = settings.get("moe_intermediate_size") or settings["intermediate_size"]
+    num_experts = _first_of(settings, _EXPERTS)
+    if not num_experts:
+        return {"num_experts": 0, "experts_per_token": 0, "intermediate": width}
+    chosen = num_experts if settings.get("model_type") in _ALL_EXPERTS else _first_of(settings, _CHOSEN) or 1
+    shared = _first_of(settings, _SHARED_WIDTH) or _first_of(settings, _SHARED) * width
+    return {"num_experts": num_experts, "experts_per_token": chosen, "intermediate": width * chosen + shared}
 
 
 def _first_of(settings: Mapping[str, Any], names: Sequence[str]) -> int:
