@@ -83,6 +83,10 @@ class WeightsGone(WeightsError):
     """An offered version was removed because newer versions exist. Request the newest version."""
 
 
+class SamplerError(AsyncRLError):
+    """A sampler of prompts raised an error, or chose a row that does not exist."""
+
+
 class RewardError(AsyncRLError):
     """A reward function raised an exception, timed out, or did not return a number."""
 

@@ -7,13 +7,14 @@ torch is imported.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from asyncrl.core.errors import SamplerError
 from asyncrl.core.image_files import VISION_FAMILIES, ImageReader, content_of, with_placeholders
 from asyncrl.core.types import GroupSummary, Prompt
 
@@ -94,12 +95,12 @@ class PromptStream:
         """Return the next ``count`` prompts; ``count`` >= 0."""
         self._position += count
         if self._sampler is not None:
-            self._chosen += [self._checked(self._sampler.choose()) for _ in range(count)]
+            self._chosen += [self._choose(self._sampler) for _ in range(count)]
         return self.at(range(self._position - count, self._position))
 
     def first(self) -> Prompt:
         """Return the first prompt of a new stream, for a check of the run; nothing changes."""
-        row = self._order(0)[0] if self._sampler is None else self._checked(copy.deepcopy(self._sampler).choose())
+        row = self._order(0)[0] if self._sampler is None else self._choose(copy.deepcopy(self._sampler))
         return _loaded(self._prompts[row], 0)
 
     def at(self, positions: Sequence[int]) -> list[Prompt]:
@@ -115,12 +116,21 @@ class PromptStream:
         epoch, index = divmod(position, self.num_prompts)
         return self._order(epoch)[index]
 
-    def _checked(self, row: Any) -> int:
+    def _choose(self, sampler: Sampler) -> int:
+        row = self._asked("choose", sampler.choose)
         if isinstance(row, (int, np.integer)) and 0 <= row < self.num_prompts:
             return int(row)
-        raise ValueError(
+        raise SamplerError(
             f"data.sampler={self._sampler_name} must choose a row in 0..{self.num_prompts - 1}, got {row!r}"
         )
+
+    def _asked(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of the sampler, which may be the user's. Raises `SamplerError` with the name of the sampler."""
+        try:
+            return method(*arguments)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise SamplerError(f"data.sampler={self._sampler_name}: {name} raised {what}; correct the class") from error
 
     @property
     def wants_outcomes(self) -> bool:
@@ -131,7 +141,7 @@ class PromptStream:
         """Report finished groups to the sampler."""
         if self._sampler is not None:
             for group in groups:
-                self._sampler.note(self._chosen[group.group_id], group)
+                self._asked("note", self._sampler.note, self._chosen[group.group_id], group)
 
     def state(self) -> dict[str, Any]:
         """Return the position, the sampler's state and a description of the files, as JSON values."""
@@ -143,7 +153,11 @@ class PromptStream:
             "files": self._files,
         }
         if self._sampler is not None:
-            state |= {"sampler": self._sampler_name, "chosen": self._chosen, "sampler_state": self._sampler.state()}
+            state |= {
+                "sampler": self._sampler_name,
+                "chosen": self._chosen,
+                "sampler_state": self._asked("state", self._sampler.state),
+            }
         return copy.deepcopy(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -185,7 +199,7 @@ class PromptStream:
         self._position = state["position"]
         if self._sampler is not None:
             self._chosen = list(state["chosen"])
-            self._sampler.restore(state["sampler_state"])
+            self._asked("restore", self._sampler.restore, state["sampler_state"])
 
     def _draw_order(self, epoch: int) -> np.ndarray:
         if not self._shuffle:

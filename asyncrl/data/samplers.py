@@ -211,8 +211,14 @@ def make_sampler(
             f"{dict(given)}; name exactly these sources"
         )
     try:
-        return SAMPLERS.get(name)(
+        sampler = SAMPLERS.get(name)(
             sources, seed=seed, shuffle=shuffle, weights={source: given[source] for source in found}, **options
         )
     except TypeError as error:
         raise ValueError(f"data.sampler={name} cannot be made with data.sampler_options={options}: {error}") from error
+    needed = ("choose", "note", "state", "restore")
+    if missing := [method for method in needed if not callable(getattr(sampler, method, None))]:
+        raise ValueError(
+            f"data.sampler={name} must have the methods {', '.join(needed)}, got none of {missing}; add them"
+        )
+    return sampler

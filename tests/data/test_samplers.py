@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.core.errors import SamplerError
 from asyncrl.core.types import GroupSummary
 from asyncrl.data import DataConfig, PromptStream
 from asyncrl.data.samplers import make_sampler
@@ -186,8 +187,19 @@ def test_ones_own_sampler_is_named_by_its_file_and_gets_the_outcomes(make_stream
     new = make_stream(sampler=f"{tmp_path}/mine.py:Longest", sampler_options={"first": 4})
     assert (new.first().ground_truth, new.state()["position"]) == ("4", 0)
     wrong = make_stream(sampler=f"{tmp_path}/mine.py:Longest", sampler_options={"first": 10})
-    with pytest.raises(ValueError, match=r"mine.py:Longest must choose a row in 0..9, got 10"):
+    with pytest.raises(SamplerError, match=r"mine.py:Longest must choose a row in 0..9, got 10"):
         wrong.take(1)
+
+
+def test_a_sampler_without_a_method_or_with_an_error_is_named(make_stream, tmp_path):
+    lines = "class Broken:\n    def __init__(self, sources, **given):\n"
+    lines += "        self.note = self.state = self.restore = print\n"
+    (tmp_path / "short.py").write_text(lines)
+    with pytest.raises(ValueError, match=r"short.py:Broken must have the methods .*, got none of \['choose'\]"):
+        make_stream(sampler=f"{tmp_path}/short.py:Broken")
+    (tmp_path / "wrong.py").write_text(lines + "    def choose(self):\n        return {}['row']\n")
+    with pytest.raises(SamplerError, match=r"wrong.py:Broken: choose raised KeyError: 'row'; correct the class"):
+        make_stream(sampler=f"{tmp_path}/wrong.py:Broken").first()
 
 
 def test_the_sampler_on_the_page_takes_the_row_of_the_lowest_reward_first(make_stream, tmp_path):
