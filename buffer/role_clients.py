@@ -466,7 +466,7 @@ class ControlClient:
         """Queue prompts, as many at once as fit into one chunk.
 
         While the store is full, the client waits until groups leave, and sends again. Returns the groups that were
-        finished since the last call with ``wants_outcomes``.
+        finished since the last call with ``wants_outcomes``. Without prompts, this call returns at once.
         """
         outcomes: list[GroupSummary] = []
 
@@ -485,7 +485,7 @@ class ControlClient:
             group_ids.append(prompt.group_id)
             counts.append(len(frames))
             payload += frames
-        if group_ids:
+        if group_ids or wants_outcomes:
             await send()
         return outcomes
 

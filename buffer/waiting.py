@@ -282,12 +282,17 @@ class PromptIntake:
         """Bytes of the waiting prompts."""
         return self._held.num_bytes
 
-    def on_enqueue(self, request: Message, enqueue: commands.Enqueue) -> None:
-        """Hold prompts until the queue has room for them. Prompts that are known already are ignored."""
+    def on_enqueue(self, request: Message, enqueue: commands.Enqueue) -> Answer | None:
+        """Hold prompts until the queue has room for them. Prompts that are known already are ignored.
+
+        A request without prompts, for the outcomes alone, is answered at once.
+        """
         if len(enqueue.group_ids) != len(enqueue.counts) or sum(enqueue.counts) != len(request.payload):
             raise WireError("enqueue must name one group per prompt")
         if enqueue.wants_outcomes and self._outcomes is None:
             self._outcomes = deque(maxlen=_MAX_REMEMBERED)
+        if not enqueue.group_ids:
+            return self._answer()
         self._held.remove(request.client, request.request_id)
         frames = iter(request.payload)
         prompts = {
@@ -299,6 +304,7 @@ class PromptIntake:
         self._store.check_prompts(size_of(payload), num_waiting_bytes=self._held.num_bytes)
         key = {"client": request.client, "request_id": request.request_id}
         self._held.hold(Message(**key, body=new, payload=payload))
+        return None
 
     def fill(self) -> None:
         """Queue waiting prompts in order of arrival while the queue has room."""

@@ -137,7 +137,7 @@ class ControlBuffer(Protocol):
         """Queue prompts. Waits while the queue is full. Idempotent per group id.
 
         With ``wants_outcomes`` it returns the groups that workers have finished since the last such call, with those
-        that filters dropped; otherwise nothing.
+        that filters dropped; otherwise nothing. Without prompts it returns at once.
         """
         ...
 

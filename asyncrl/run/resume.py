@@ -213,6 +213,8 @@ class Checkpointer:
         self._writes.add(write)
         await asyncio.sleep(0)  # the request is sent
         await self._buffer.stats()  # the buffer has it; the tokens in its snapshot are generated
+        if self._prompts.wants_outcomes:  # the sampler's state has the outcome of each group in the snapshot
+            self._prompts.note(await self._buffer.enqueue((), wants_outcomes=True))
         state = self._queued[version] = RunState(
             version=version,
             key=key,

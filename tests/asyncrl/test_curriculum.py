@@ -5,6 +5,7 @@ from collections import Counter
 
 from asyncrl.data import DataConfig, PromptStream
 from asyncrl.run.resume import RepeatedPrompts, RunState
+from buffer import Durability
 from tests.asyncrl.test_resume import Letters
 from tests.support.buffer_groups import AnyRole, rollout, running
 
@@ -49,15 +50,19 @@ async def test_a_curriculum_generates_the_groups_that_filters_keep(tmp_path):
 
 
 async def test_a_curriculum_continues_from_the_state_of_a_checkpoint_with_the_same_prompts(tmp_path):
-    async def lives(*ends: int) -> list[int]:
-        state, start = None, 0
-        async with running(groups_per_step=SIZE, max_lag=0, filters=["equal_rewards"]) as run:
-            client = run.client()
-            for end in ends:
+    async def lives(name: str, *, restarts: bool) -> list[int]:
+        kept = {"durability": Durability.disk, "directory": str(tmp_path / name)}
+        prompts, start = RepeatedPrompts(stream_of(tmp_path, "difficulty")), 0
+        while start < 12:
+            async with running(groups_per_step=SIZE, max_lag=0, filters=["equal_rewards"], **kept) as run:
+                client = run.client()
+                for end in (start + 3,) if restarts else range(3, 13, 3):
+                    await train(client, prompts, range(start, end))
+                    prompts.note(await client.enqueue([], wants_outcomes=True))  # as for a checkpoint
+                    start = end
+            if restarts:
+                state = RunState(prompts=json.loads(json.dumps(prompts.state())))
                 prompts = RepeatedPrompts(stream_of(tmp_path, "difficulty"), state)
-                await train(client, prompts, range(start, end))
-                state, start = RunState(prompts=json.loads(json.dumps(prompts.state()))), end
-        assert state is not None
-        return state.prompts["chosen"]
+        return list(prompts.state()["chosen"])
 
-    assert await lives(6, 12) == await lives(12)
+    assert await lives("many", restarts=True) == await lives("one", restarts=False)
