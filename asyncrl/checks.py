@@ -157,6 +157,9 @@ def check_files(config: RunConfig) -> None:
             f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens must be <= {positions}, got {prompt} + "
             f"{response} = {prompt + response}"
         )
+    judge = config.rollout_fleet.judge_model
+    if judge and not Path(judge, "config.json").is_file():
+        raise ValueError(f"rollout_fleet.judge_model must hold a Hugging Face model, got {judge} without config.json")
     for role in ("critic", "reward_model"):
         path = getattr(config.learner, role).path
         if path and not Path(path, "config.json").is_file():

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from asyncrl.core.image_files import ImageReader, image_reader
 
-from .config import RolloutFleetConfig
-from .engines import make_engine
-from .engines.engine import Engine
+from .config import EngineDevice, EngineKind, RolloutFleetConfig, SGLangConfig
+from .engines import check_engine_installed, make_engine, resolve_device
+from .engines.engine import Engine, read_model_facts
+from .engines.sglang_server import SGLangServer
 from .episodes.episode_run import Player
 from .episodes.player import EpisodePlayer
+from .reward_judge import KEY_VARIABLE, URL_VARIABLE
 from .rewards import WeightedRewards
 from .sample_log import Decode, SampleLog, load_decoder
 
@@ -29,6 +31,7 @@ class AnsweringParts:
         player: Plays the episodes of prompts that have an environment; None if no prompt has one.
         images: Reads the images of prompts; None for a model without.
         samples: Keeps some scored samples for reading; None keeps none.
+        judge: Serves ``rollout_fleet.judge_model`` to the reward ``judge``; None without one.
     """
 
     engine: Engine
@@ -37,6 +40,7 @@ class AnsweringParts:
     player: Player | None = None
     images: ImageReader | None = None
     samples: SampleLog | None = None
+    judge: SGLangServer | None = None
 
     @classmethod
     def of(
@@ -77,13 +81,18 @@ class AnsweringParts:
             samples=SampleLog(Path(sample_dir), rank=rank, config=config.samples, decode=decode)
             if sample_dir
             else None,
+            judge=_judge(config, rank=rank, log_dir=log_dir, seed=seed) if config.judge_model else None,
         )
 
     async def start(self) -> None:
         """Start the engine and all other parts. Raises the errors of their starts."""
-        beside = [part.start() for part in (self.samples, self.player) if part is not None]
+        beside = [part.start() for part in (self.samples, self.player, self.judge) if part is not None]
         await asyncio.gather(self.engine.start(), *beside)
-        await self.rewards.start()
+        variables = {}
+        if self.judge is not None:
+            key = self.judge.headers["Authorization"].removeprefix("Bearer ")
+            variables = {URL_VARIABLE: f"{self.judge.url}/v1", KEY_VARIABLE: key}
+        await self.rewards.start(variables)
 
     async def close(self) -> None:
         """Stop all parts; an engine that does not stop does not keep the others."""
@@ -91,5 +100,29 @@ class AnsweringParts:
             await self.engine.stop()
         finally:
             await self.rewards.close()
+            if self.judge is not None:
+                await self.judge.stop()
             if self.player is not None:
                 await self.player.close()
+
+
+def _judge(config: RolloutFleetConfig, *, rank: int, log_dir: str, seed: int) -> SGLangServer:
+    """The server of the judge. Raises `ValueError` on a GPU, or without SGLang or the model."""
+    if resolve_device(config) is not EngineDevice.cpu:
+        raise ValueError(
+            f"rollout_fleet.judge_model must be empty with engines on GPUs, got {config.judge_model!r}: the engine has "
+            "their memory; serve the model elsewhere (python -m sglang.launch_server), and set reward_options.judge.url"
+        )
+    own = replace(config, engine=EngineKind.sglang, sglang=SGLangConfig(tokenizer=True))
+    check_engine_installed(own)
+    facts = read_model_facts(config.judge_model)
+    return SGLangServer(
+        own,
+        model_path=config.judge_model,
+        device=EngineDevice.cpu,
+        rank=rank,
+        log_dir=log_dir,
+        seed=seed,
+        head_dim=facts.head_dim,
+        name="judge",
+    )

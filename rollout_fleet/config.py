@@ -237,6 +237,8 @@ class RolloutFleetConfig:
             ``reward``. Example: ``{gsm8k: [math_verify], apps: [code, 0.1*length]}``.
         reward_options: Options of rewards, by their names in reports. Example: ``{length: {max_tokens: 512,
             buffer_tokens: 128}}``.
+        judge_model: Folder of a frozen model that each rollout worker serves with SGLang beside its engine, for the
+            reward ``judge`` without a ``url``. ``${model.path}`` is the model with which the run begins. On CPUs only.
         pass_secrets: Variables of the environment that reward processes and inference servers get although their names
             say that they hold secrets: ``*_TOKEN``, ``*_KEY``, ``*_SECRET``, ``*_PASSWORD``, ``AWS_*`` and the like
             (`rollout_fleet.engines.process_guard`). Example: ``[OPENAI_API_KEY]`` for a judge.
@@ -291,6 +293,7 @@ class RolloutFleetConfig:
     rewards: list[str] = field(default_factory=list)
     rewards_by_source: dict[str, list[str]] = field(default_factory=dict)
     reward_options: dict[str, Any] = field(default_factory=dict)
+    judge_model: str = ""
     pass_secrets: list[str] = field(default_factory=list)
     reward_processes: int = 1
     reward_timeout_s: float = 30.0
@@ -432,8 +435,23 @@ class RolloutFleetConfig:
                 f"rollout_fleet.rewards_by_source must have different names, got {labels}; rename a function"
             )
 
+    def _check_judge(self) -> None:
+        options = self.reward_options.get("judge")
+        has_url = isinstance(options, Mapping) and bool(options.get("url"))
+        if "judge" in self.reward_names and has_url == bool(self.judge_model):
+            raise ValueError(
+                "the reward judge must have either reward_options.judge.url, the URL of a server, or "
+                f"rollout_fleet.judge_model, a folder that the run serves, got {'both' if has_url else 'none'}; set one"
+            )
+        if self.judge_model and "judge" not in self.reward_names:
+            raise ValueError(
+                f"rollout_fleet.judge_model must be empty without the reward judge, got {self.judge_model!r}; add "
+                "judge to rollout_fleet.rewards"
+            )
+
     def __post_init__(self) -> None:
         self._check_rewards()
+        self._check_judge()
         self._check_sampling()
         _check_least(
             "rollout_fleet", self, reward_processes=1, max_attempts=1, max_failures_in_a_row=1, max_image_pixels=1

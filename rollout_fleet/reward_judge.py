@@ -33,6 +33,8 @@ Think briefly. End with one line "Score: N", where N is a number from {low:g} (w
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _LONGEST_PAUSE_S = 30.0
 _SHOWN_CHARACTERS = 200
+URL_VARIABLE, KEY_VARIABLE = "ASYNCRL_JUDGE_URL", "ASYNCRL_JUDGE_KEY"
+"""Where scoring processes find the server of ``rollout_fleet.judge_model``."""
 
 
 @REWARDS.register("judge")
@@ -40,8 +42,8 @@ class Judge:
     """The score of a response by a model, scaled to 0.0 to 1.0. The responses to a prompt are judged concurrently.
 
     Args:
-        url: Base URL of the server. Example: ``https://api.openai.com/v1``, or ``http://localhost:30000/v1`` for an
-            SGLang server of a frozen model.
+        url: Base URL of the server. Example: ``https://api.openai.com/v1``. Empty: the server of
+            ``rollout_fleet.judge_model``.
         model: Name of the model on the server.
         template: Text of the request, with the fields ``{question}``, ``{response}``, ``{ground_truth}``, ``{low}``,
             ``{high}`` and ``{extra[COLUMN]}``.
@@ -58,8 +60,8 @@ class Judge:
     def __init__(
         self,
         *,
-        url: str,
-        model: str,
+        url: str = "",
+        model: str = "judge",
         template: str = _TEMPLATE,
         api_key: str = "",
         low: float = 0.0,
@@ -74,10 +76,11 @@ class Judge:
             raise ValueError(f"low must be below high, got {low} and {high}; 0 and 10 are the default")
         if re.compile(pattern).groups < 1:
             raise ValueError(f"pattern must have a group, the score, got {pattern!r}; write Score: (\\d+), for one")
-        self._url = url.rstrip("/") + "/chat/completions"
+        self._base = url or os.environ.get(URL_VARIABLE, "")
+        self._url = self._base.rstrip("/") + "/chat/completions"
         self._model = model
         self._template = template
-        self._key_name = api_key
+        self._key_name = api_key if url else KEY_VARIABLE
         self._low, self._high = low, high
         self._pattern = re.compile(pattern)
         self._options = dict(options or {})
@@ -88,6 +91,8 @@ class Judge:
 
     async def __call__(self, prompt: Prompt, response_text: str) -> float:
         """Score one response. Raises `ConnectionError` or `ValueError` if all attempts give no score."""
+        if not self._base:
+            raise ValueError("the judge has no server here: only a run serves rollout_fleet.judge_model; set its url")
         question = "\n\n".join(f"{one.get('role')}: {one.get('content')}" for one in prompt.messages)
         if not question and "{question}" in self._template:
             question = prompt.extra.get("question") or prompt.extra.get("prompt")

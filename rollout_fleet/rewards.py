@@ -66,12 +66,14 @@ class RewardProcesses:
         self._reward = BoundReward(name, self._options, is_made=is_builtin)
         self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()  # None: start one
         self._processes: set[ChildProcess] = set()
+        self._variables: Mapping[str, str] = {}
 
-    async def start(self) -> None:
-        """Start the processes of a user's function.
+    async def start(self, variables: Mapping[str, str] | None = None) -> None:
+        """Start the processes of a user's function, with more ``variables`` in their environments.
 
         Raises `WorkerDiedError` or `DeadlineError` if a process does not start.
         """
+        self._variables = variables or {}
         if self._needs_process:
             for process in await asyncio.gather(*(self._start_process() for _ in range(self._config.reward_processes))):
                 self._free.put_nowait(process)
@@ -141,7 +143,7 @@ class RewardProcesses:
         path = os.pathsep.join(path for path in sys.path if path)
         process = await ChildProcess.start(
             [sys.executable, "-m", "rollout_fleet.rewards", self._name, str(os.getpid()), json.dumps(self._options)],
-            {**child_environment(self._config), "PYTHONPATH": path},
+            {**child_environment(self._config), **self._variables, "PYTHONPATH": path},
             what=f"a scoring process of reward {self._name!r}",
             timeout_s=START_TIMEOUT_S,
         )
@@ -204,9 +206,9 @@ class WeightedRewards:
         self._config = config
         self._rewards = {name: RewardProcesses(name, config) for name in config.reward_names}
 
-    async def start(self) -> None:
-        """Start the scoring processes. Raises as `RewardProcesses.start` does."""
-        await asyncio.gather(*(reward.start() for reward in self._rewards.values()))
+    async def start(self, variables: Mapping[str, str] | None = None) -> None:
+        """Start the scoring processes. Arguments and errors as in `RewardProcesses.start`."""
+        await asyncio.gather(*(reward.start(variables) for reward in self._rewards.values()))
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout | str], *, may_fail: bool = False) -> Scores:
         """Score a prompt group by every reward of its data source.

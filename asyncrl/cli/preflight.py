@@ -255,7 +255,8 @@ async def try_reward(config: RunConfig, prompt: Prompt) -> None:
     rollout = replace(Rollout.answer(text, num_tokens=0), outcome=Outcome(reward=0.0))  # as if it had an environment
     try:
         await rewards.start()
-        await rewards.score(prompt, [rollout])
+        if not fleet.judge_model or "judge" not in fleet.weights_for(prompt.data_source):  # its server starts later
+            await rewards.score(prompt, [rollout])
     except AsyncRLError as error:
         raise ValueError(
             f"{option} must return one finite number for the first prompt and the response {_shortened(text)!r}: "

@@ -74,7 +74,7 @@ _LOGGING = {
 class SGLangServer:
     """One server process group, reachable at `url` with `headers` after `start`.
 
-    Its log is ``sglang-<rank>.log`` in ``log_dir``; ``head_dim`` is that of `ModelFacts`. With ``fp32_head`` the output
+    Its log is ``<name>-<rank>.log`` in ``log_dir``; ``head_dim`` is that of `ModelFacts`. With ``fp32_head`` the output
     layer computes in float32; None: on a GPU.
     """
 
@@ -89,8 +89,9 @@ class SGLangServer:
         seed: int,
         head_dim: int = 0,
         fp32_head: bool | None = None,
+        name: str = "sglang",
     ) -> None:
-        self.name = f"sglang-{rank}"
+        self.name = f"{name}-{rank}"
         self.log_path = Path(log_dir) / f"{self.name}.log"
         self._fleet, self._config = config, config.sglang
         self._model_path = model_path

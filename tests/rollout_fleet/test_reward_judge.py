@@ -5,6 +5,7 @@ from aiohttp.test_utils import TestServer
 
 from asyncrl.core.types import Prompt
 from rollout_fleet.config import RolloutFleetConfig
+from rollout_fleet.reward_judge import KEY_VARIABLE, URL_VARIABLE
 from rollout_fleet.reward_protocol import BoundReward
 from rollout_fleet.rewards import Rollout, WeightedRewards
 
@@ -150,3 +151,33 @@ async def test_the_template_of_a_judge_may_name_columns_and_plain_text_needs_a_q
 def test_wrong_options_of_a_judge_are_refused_by_name(options, words):
     with pytest.raises(ValueError, match=words):
         BoundReward("judge", {"url": "http://localhost/v1", "model": "m", **options})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"reward": "judge"}, "either reward_options.judge.url, .* or rollout_fleet.judge_model, .* got none"),
+        (
+            {"reward": "judge", "judge_model": "m", "reward_options": {"judge": {"url": "http://x", "model": "m"}}},
+            "got both; set one",
+        ),
+        ({"judge_model": "m"}, "judge_model must be empty without the reward judge, got 'm'; add judge"),
+    ],
+)
+def test_a_judge_needs_a_server_of_its_own_or_one_of_the_run(fields, words):
+    with pytest.raises(ValueError, match=words):
+        RolloutFleetConfig(**fields)
+
+
+async def test_a_judge_of_the_run_has_the_url_and_the_key_that_the_worker_gives(judge, monkeypatch):
+    scripted, options = await judge("Score: 10")
+    rewards = WeightedRewards(RolloutFleetConfig(reward="judge", judge_model="m"))
+    await rewards.start({URL_VARIABLE: options["url"], KEY_VARIABLE: "k3y"})
+    try:
+        scores = await rewards.score(prompt_of(messages=(QUESTION,)), ["a"])
+    finally:
+        await rewards.close()
+    assert scores.total.tolist() == [1.0]
+    assert [key for _, key in scripted.requests] == ["Bearer k3y"]
+    (failure,) = await answers({}, ["a"])
+    assert "only a run serves rollout_fleet.judge_model; set its url" in failure

@@ -63,6 +63,11 @@ def test_the_options_of_the_rewards_page_compose(tmp_path):
     assert fleet.options_of("code") == yaml.safe_load(text)["rollout_fleet"]["reward_options"]["code"]
     pytest.importorskip("math_verify", reason="the extra `math` is not installed")
     WeightedRewards(fleet)
-    (command,) = re.findall(r"asyncrl train … (.*?)\n```", PAGE, flags=re.DOTALL)
-    overrides = [word.strip("'") for word in command.replace("\\\n", " ").split()]
-    assert compose_run(overrides).rollout_fleet.options_of("length") == {"max_tokens": 1024, "buffer_tokens": 256}
+    weighted, judged = (
+        compose_run(
+            [word.strip("'") for word in command.replace("\\\n", " ").split()] + ["model.path=warm"]
+        ).rollout_fleet
+        for command in re.findall(r"asyncrl train … (.*?)\n```", PAGE, flags=re.DOTALL)
+    )
+    assert weighted.options_of("length") == {"max_tokens": 1024, "buffer_tokens": 256}
+    assert (judged.reward, judged.judge_model) == ("judge", "warm")
