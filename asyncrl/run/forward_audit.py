@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from asyncrl.core.image_files import is_vision_model
 from asyncrl.core.trajectory import UNVERSIONED
 from asyncrl.run.audit import Audit, BadReceipt
 from asyncrl.run.run_lives import Life
@@ -45,6 +46,12 @@ def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
     life (``learner.keep_snapshots``).
     """
     stored = {version: place for life in lives for version, place in _weights(life)}
+    models = [*stored.values(), *(_options(life)["model"]["path"] for life in lives)]
+    if any(is_vision_model(str(model)) for model in models):
+        result.unchecked.append(
+            f"log-probs of {count} samples: they are of a model with images, and no image is stored"
+        )
+        return
     chosen: list[StoredSample] = []
     gone: Counter[int] = Counter()
     for sample in _samples(lives):
@@ -84,7 +91,8 @@ def _gaps(samples: Sequence[StoredSample], stored: Mapping[int, Path]) -> list[f
             for sample, own in zip(samples, logprobs, strict=True):
                 if version in sample.versions:
                     is_own = np.array(sample.row["versions"]) == version
-                    own[is_own] = _logprobs(model, sample.row, _temperature(sample.life))[is_own]
+                    temperature = _options(sample.life)["rollout_fleet"]["sampling"]["temperature"]
+                    own[is_own] = _logprobs(model, sample.row, temperature)[is_own]
     return [
         float(np.abs(own - sample.row["behavior_logprobs"])[np.array(sample.row["versions"]) != UNVERSIONED].mean())
         for sample, own in zip(samples, logprobs, strict=True)
@@ -112,9 +120,8 @@ def _samples(lives: Sequence[Life]) -> Iterator[StoredSample]:
                 break
 
 
-def _temperature(life: Life) -> float:
-    options = yaml.safe_load((life.folder / "config.yaml").read_text())
-    return options["rollout_fleet"]["sampling"]["temperature"]
+def _options(life: Life) -> dict[str, Any]:
+    return yaml.safe_load((life.folder / "config.yaml").read_text())
 
 
 @contextmanager

@@ -61,3 +61,11 @@ def test_a_sample_of_other_weights_than_it_names_is_found(run):
     assert "step 3, group 7: the mean distance of a sample's log-probs to those of versions [2, 3] must be" in str(
         fault
     )
+
+
+def test_samples_with_images_are_not_checked_and_the_audit_says_why(run):
+    (run / "snapshots" / "v00000002" / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    result = Audit()
+    check_forward(result, audited_lives(run), 5)
+    assert (result.bad, result.checked) == ([], [])
+    assert result.unchecked == ["log-probs of 5 samples: they are of a model with images, and no image is stored"]
