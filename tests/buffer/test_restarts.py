@@ -40,7 +40,7 @@ class Script:
     def run(self) -> None:
         frames = [prompt_frames(prompt(i)) for i in range(2 * NUM_STEPS)]
         enqueue = commands.Enqueue(tuple(range(len(frames))), tuple(map(len, frames)))
-        assert self.ask(CONTROLLER, enqueue, [part for parts in frames for part in parts]) == commands.Done()
+        assert self.ask(CONTROLLER, enqueue, [part for parts in frames for part in parts]) == commands.Enqueued()
         for version in range(NUM_STEPS):
             self.step(version)
 
