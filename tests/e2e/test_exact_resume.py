@@ -47,7 +47,7 @@ def trained(run_dir):
 
 @pytest.fixture(scope="module")
 def moments():
-    """Seconds after a step at which a run is stopped."""
+    """Draws the time from a step to the end of a run."""
     seed = int(os.environ.get("ASYNCRL_FAULT_SEED", time.time_ns() % 10**6))
     print(f"ASYNCRL_FAULT_SEED={seed}")  # noqa: T201 - repeats the moments
     return random.Random(seed)
@@ -59,8 +59,10 @@ def test_a_stopped_and_a_killed_run_end_with_the_bits_of_one_that_was_not(start,
     want = trained(straight.run_dir)
     for number, options in ((signal.SIGTERM, []), (signal.SIGKILL, ["checkpoint.every_steps=2"])):
         ended = start(*OPTIONS, *options, output_dir=tmp_path / number.name)
-        ended.wait_for_line("step 4/", 900)
-        time.sleep(moments.uniform(0.0, 2.0))
+        ended.wait_for_line("step 1/", 900)
+        ended.wait_for_step(4)
+        begin_s, end_s = (ended.records[step]["time_s"] for step in (1, 3))
+        time.sleep(moments.uniform(0.0, end_s - begin_s))  # the length of two steps: the run is not yet done
         ended.remember_family()
         if number is signal.SIGTERM:
             ended.process.terminate()
