@@ -19,6 +19,7 @@ from buffer import BufferConfig, BufferProcess, Durability, StoresOn, journal, s
 from buffer.commands import Command, Commit, LeaseGroups, Put
 from buffer.journal import AppendOnlyFile, Head, Journal, Value
 from buffer.outcomes import Committed, PutOutcome, PutResult
+from buffer.sockets import remove_socket_folder, with_socket_folder
 from tests.support.buffer_groups import AnyRole, chat_prompt, prompt, rollout, running
 
 
@@ -27,10 +28,11 @@ def on_disk(directory: Path, **options) -> BufferConfig:
 
 
 class Killable:
-    """A server process that can be killed and started again in the same place."""
+    """A server process that can be killed and started again in the same place, with the addresses of its stores."""
 
     def __init__(self, directory: Path, groups_per_step: int, **options) -> None:
-        self._config, self._size, self._log = on_disk(directory, **options), groups_per_step, directory / "log"
+        self._config, self._sockets = with_socket_folder(on_disk(directory, **options))
+        self._size, self._log = groups_per_step, directory / "log"
         self.process = self._start()
 
     def _start(self) -> BufferProcess:
@@ -42,6 +44,10 @@ class Killable:
         self.process.stop()
         self.process = self._start()
         assert self.process.address == address
+
+    def stop(self) -> None:
+        self.process.stop()
+        remove_socket_folder(self._sockets)
 
 
 async def test_acknowledged_work_survives_a_restart_exactly(tmp_path: Path):
@@ -164,7 +170,7 @@ async def train_through_kills(directory: Path, *, num_steps: int, kill_after: li
             task.cancel()
         for client in [*workers, control]:
             await client.close()
-        server.process.stop()
+        server.stop()
 
 
 @pytest.mark.parametrize("num_store_servers", [0, 2])
