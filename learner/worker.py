@@ -266,7 +266,8 @@ class ModelWorker(Worker):
                 process.
 
         Returns:
-            The same dict on each rank: the step's metrics, and of the slowest rank the seconds ``fetch_s`` of waiting
+            The same dict on each rank: the step's metrics, of the actor also the ``digest`` of the tokens that all
+            ranks have trained on (`receipts.token_digest`), and of the slowest rank the seconds ``fetch_s`` of waiting
             for the batch, ``prepare_s`` of preparing it and ``train_s`` of computing; ``started_at`` of the first rank
             and ``ended_at`` of the last rank (seconds since the epoch); ``lag_max`` (learner steps).
 
@@ -292,9 +293,13 @@ class ModelWorker(Worker):
             metrics |= learn(sequences, own.step)
         self._version = batch.version + 1
         ended_at = time.time()
-        if self.role is ACTOR and self._model.mesh.sp_rank == 0:
+        if self.role is ACTOR:
             trained = trained_groups(batch, own.groups, sequences)
-            receipts.note(receipts.Act.trained, step=batch.version, rank=self._model.mesh.dp_rank, groups=trained)
+            if self._model.mesh.sp_rank == 0:
+                receipts.note(receipts.Act.trained, step=batch.version, rank=self._model.mesh.dp_rank, groups=trained)
+            own_digest = sum(group["digest"] for group in trained) % (1 << receipts.DIGEST_BITS)
+            digest = self._model.mesh.sum_over_dp(torch.tensor(own_digest, device=self._model.mesh.device))
+            metrics["digest"] = int(digest) % (1 << receipts.DIGEST_BITS)
         if self._log is not None and self._model.mesh.sp_rank == 0:
             self._log.write(batch, own.groups, sequences, rank=self._model.mesh.dp_rank)
         if readable and self._token_log_options is not None and self.rank == 0:

@@ -24,7 +24,7 @@ class StalenessError(AsyncRLError):
 
 
 class AccountError(AsyncRLError):
-    """The token account does not balance, or a prompt group is missing."""
+    """The token account does not balance, a prompt group is missing, or a step trained on other tokens than planned."""
 
 
 class DeadlineError(AsyncRLError):

@@ -18,8 +18,16 @@ from typing import Any, NoReturn, TypeVar
 from ray.exceptions import RayError, RayTaskError
 
 from asyncrl.config import RunConfig, learner_pools, learner_roles, num_engine_hosts, role_model, role_options
-from asyncrl.core.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
+from asyncrl.core.errors import (
+    AccountError,
+    BatchLost,
+    ClusterDiedError,
+    DeadlineError,
+    LearnerDiedError,
+    WorkerDiedError,
+)
 from asyncrl.core.host import make_private_folder
+from asyncrl.core.receipts import DIGEST_BITS
 from asyncrl.core.remote import StepDeadline, death_among, raised_in_worker, refs_of, within
 from asyncrl.core.types import Carrier, Plan
 from asyncrl.run.cluster import finished_in_thread, learner_env, learner_layout
@@ -146,14 +154,29 @@ class LearnerGroup:
         return replace(plan, groups=groups)
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Queue the scores for the step, then the actor's step. Returns the metrics of the step."""
+        """Queue the scores for the step, then the actor's step. Returns the metrics of the step.
+
+        The result raises `AccountError` if the ranks have trained on other tokens than planned.
+        """
         unsent: list[Awaitable[Any]] = []
         readers = [role for role in ("actor", "critic") if role in self._roles]
         columns = sorted({column for role in readers for column in self._reads(role)})
         self._announce(plan, [*(scored_by(column, self._config.learner).name for column in columns), *readers])
         self._scores = {column: self._score(column, plan, unsent) for column in columns}
         step = self._roles["actor"].step(*self._step_arguments("actor", plan))
-        return self._after(unsent, step, f"the update of step {plan.version}", kind="update")
+
+        async def metrics() -> Mapping[str, float]:
+            found = await self._after(unsent, step, f"the update of step {plan.version}", kind="update")
+            planned = sum(group.digest for group in plan.groups if group.is_scored) % (1 << DIGEST_BITS)
+            if found["digest"] != planned:
+                raise AccountError(
+                    f"the ranks trained step {plan.version} on other tokens than planned: the digest of theirs is "
+                    f"{found['digest']:x}, the plan's is {planned:x}; this is a defect of the run; asyncrl audit names "
+                    "the groups of its steps, and a resume continues at the newest checkpoint"
+                )
+            return {name: value for name, value in found.items() if name != "digest"}
+
+        return metrics()
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """Queue the critic's step on the scores of the last `update`. Returns its metrics; empty without a critic."""

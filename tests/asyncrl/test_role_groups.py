@@ -20,7 +20,14 @@ from transformers import AutoModelForSequenceClassification
 from asyncrl.checks import check_options
 from asyncrl.cli.compose import compose_run
 from asyncrl.config import RunConfig, learner_pools, learner_roles, requested_cpus
-from asyncrl.core.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
+from asyncrl.core.errors import (
+    AccountError,
+    BatchLost,
+    ClusterDiedError,
+    DeadlineError,
+    LearnerDiedError,
+    WorkerDiedError,
+)
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import FinishReason, Plan, WeightOffer
 from asyncrl.run.learner_group import LearnerGroup, _or_death
@@ -176,6 +183,12 @@ async def next_step(learner: LearnerGroup) -> dict[str, float]:
     return {**await update, **await critic}
 
 
+async def train_on_other_tokens(learner: LearnerGroup) -> None:
+    plan = plan_of(3)
+    first = replace(plan.groups[0], digest=plan.groups[0].digest ^ 1)
+    await learner.update(replace(plan, groups=[first, *plan.groups[1:]]))
+
+
 async def fail(learner: LearnerGroup) -> None:
     plan = Plan(version=7, groups=[group(1).summary])  # the shares contain a sample that the group does not have
     batches = learner._shares(plan, "critic")
@@ -188,8 +201,8 @@ async def fail(learner: LearnerGroup) -> None:
 def fused(cluster, tmp_path_factory):
     """The results of a learner with all roles in one process, before a death and after a restart.
 
-    It makes two steps, a checkpoint, a third step, and a failing step. Then its process is killed, and it repeats the
-    third step from the checkpoint.
+    It makes two steps, a checkpoint, a third step, a step on other tokens than planned, and a failing step. Then its
+    process is killed, and it repeats the third step from the checkpoint.
     """
     learners = Learners(tmp_path_factory.mktemp("fused"))
     learner = learners.start()
@@ -202,6 +215,7 @@ def fused(cluster, tmp_path_factory):
             checkpoint=learner.checkpoints / "v00000002",
             third_step=await next_step(learner),
             pids=await asyncio.to_thread(pids, learner),
+            others=(await asyncio.gather(train_on_other_tokens(learner), return_exceptions=True))[0],
             failure=(await asyncio.gather(fail(learner), return_exceptions=True))[0],
         )
         os.kill(facts.pids["actor"], signal.SIGKILL)
@@ -306,6 +320,11 @@ def test_actor_and_critic_that_died_go_on_from_their_checkpoint_as_if_they_had_n
     for name in ("loss", "grad_norm", "reward_kl", "critic.value_loss", "critic.grad_norm", "critic.lr"):
         assert fused.third_step_again[name] == fused.third_step[name], name
     assert fused.published[-1] == "v00000002"
+
+
+def test_a_step_on_other_tokens_than_planned_is_an_error_that_names_the_step(fused) -> None:
+    assert isinstance(fused.others, AccountError)
+    assert "the ranks trained step 3 on other tokens than planned" in str(fused.others)
 
 
 def test_a_role_that_fails_is_the_error_that_is_seen(fused) -> None:
