@@ -294,12 +294,7 @@ class ModelWorker(Worker):
         self._version = batch.version + 1
         ended_at = time.time()
         if self.role is ACTOR:
-            trained = trained_groups(batch, own.groups, sequences)
-            if self._model.mesh.sp_rank == 0:
-                receipts.note(receipts.Act.trained, step=batch.version, rank=self._model.mesh.dp_rank, groups=trained)
-            own_digest = sum(group["digest"] for group in trained) % (1 << receipts.DIGEST_BITS)
-            digest = self._model.mesh.sum_over_dp(torch.tensor(own_digest, device=self._model.mesh.device))
-            metrics["digest"] = int(digest) % (1 << receipts.DIGEST_BITS)
+            metrics["digest"] = self._witness(batch, own.groups, sequences)
         if self._log is not None and self._model.mesh.sp_rank == 0:
             self._log.write(batch, own.groups, sequences, rank=self._model.mesh.dp_rank)
         if readable and self._token_log_options is not None and self.rank == 0:
@@ -311,6 +306,18 @@ class ModelWorker(Worker):
         times = {"fetch_s": fetch_s, "prepare_s": prepare_s, "train_s": train_s}
         times |= {"started_at": -minus_start, "ended_at": ended_at}
         return metrics | self._offload.metrics | times | {"lag_max": lag}
+
+    def _witness(
+        self, batch: RankBatch, groups: Mapping[int, TrajectoryGroup], sequences: Sequence[TokenSequence]
+    ) -> int:
+        """Note what this rank has trained on, and return the digest of the tokens of all ranks."""
+        import torch
+
+        trained, mesh = trained_groups(batch, groups, sequences), self._model.mesh
+        if mesh.sp_rank == 0:
+            receipts.note(receipts.Act.trained, step=batch.version, rank=mesh.dp_rank, groups=trained)
+        own = sum(group["digest"] for group in trained) % (1 << receipts.DIGEST_BITS)
+        return int(mesh.sum_over_dp(torch.tensor(own, device=mesh.device))) % (1 << receipts.DIGEST_BITS)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def publish_weights(self, version: int) -> None:

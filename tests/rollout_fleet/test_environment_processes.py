@@ -220,7 +220,7 @@ async def test_a_function_with_an_unmodified_openai_client_is_an_environment(age
         ("stubborn", FailureKind.environment, "episode_timeout_s = 2 s"),
         ("hang in a tool", FailureKind.tool, "tool search did not answer within .*tool_timeout_s = 0.3 s"),
         ("block", FailureKind.environment, "blocked its event loop for longer than .*blocked_timeout_s = 1.5 s"),
-        ("hog", FailureKind.environment, r"used 0\.[3-9] GB .*memory_limit_gb = 0.3; raise"),
+        ("hog", FailureKind.environment, r"used \d\.\d GB .*memory_limit_gb = 0.3; raise"),
         ("wrong key", FailureKind.infrastructure, "answered 401 to /chat/completions: wrong key"),
         ("nan", FailureKind.reward, "returned 'nan' .*one finite number"),
     ],
