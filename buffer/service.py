@@ -618,7 +618,10 @@ class LedgerNotes:
 
 
 def check_counts(summary: GroupSummary) -> None:
-    """Raise `WireError` if a count of a group is out of range: totals must fit into 63 bits, and uses are not put."""
+    """Raise `WireError` if a count of a group is out of range.
+
+    Totals must fit into 63 bits. The number of uses is 0 in a put, because the ledger counts them.
+    """
     lists = summary.response_lengths, summary.branch_tokens, summary.num_branches
     versions = summary.oldest_version, summary.newest_version
     counts = (*versions, summary.num_prompt_tokens, summary.num_tokens, summary.num_truncated, *map(sum, lists))

@@ -184,7 +184,7 @@ def _mixture_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _first_of(settings: Mapping[str, Any], names: Sequence[str]) -> int:
-    """The first of the named settings that is set; 0 if none is."""
+    """The value of the first of ``names`` that the settings have; 0 without one."""
     return next((settings[name] for name in names if settings.get(name)), 0)
 
 

@@ -28,7 +28,7 @@ def asked_of(tokenizer, response):
 
 
 def save_judge(folder):
-    """A model that most often says a verdict, and which one depends on what it reads; returns the folder."""
+    """Save a model that mostly writes verdicts, which depend on what it reads. Returns the folder."""
     path = save_calling_policy(folder, VERDICTS, p_call=0.15, p_stop=0.1)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     tokens = [tokenizer.convert_tokens_to_ids(f"<tool_call>{verdict}</tool_call>") for verdict in VERDICTS]
