@@ -8,7 +8,7 @@ Its state is part of each checkpoint.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
@@ -150,7 +150,7 @@ class DifficultySampler(WeightedSampler):
         self._target, self._width, self._explore = target, width, explore
         self._success, self._memory = success, memory
         self._rates: dict[int, float] = {}
-        self._pools: dict[str, deque[int]] = {name: deque() for name in self._rows}
+        self._pools: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in self._rows}
 
     def choose(self) -> int:
         """See `Sampler.choose`."""
@@ -158,10 +158,9 @@ class DifficultySampler(WeightedSampler):
         number, pool = self._num_chosen[source], self._pools[source]
         explores = math.floor(number * self._explore) > math.floor((number - 1) * self._explore)
         if pool and not explores:
-            return pool.popleft()
+            return pool.popitem(last=False)[0]
         row = self._next_in_order(source)
-        if row in pool:
-            pool.remove(row)
+        pool.pop(row, None)
         return row
 
     def note(self, row: int, group: GroupSummary) -> None:
@@ -171,11 +170,10 @@ class DifficultySampler(WeightedSampler):
         rate = sum(reward >= self._success for reward in group.rewards) / len(group.rewards)
         rate += self._memory * (self._rates.get(row, rate) - rate)
         self._rates[row], pool = rate, self._pools[self._sources[row]]
-        is_near = abs(rate - self._target) <= self._width
-        if is_near and row not in pool:
-            pool.append(row)
-        elif not is_near and row in pool:
-            pool.remove(row)
+        if abs(rate - self._target) <= self._width:
+            pool.setdefault(row)
+        else:
+            pool.pop(row, None)
 
     def state(self) -> dict[str, Any]:
         """See `Sampler.state`."""
@@ -186,7 +184,7 @@ class DifficultySampler(WeightedSampler):
         """See `Sampler.restore`."""
         super().restore(state)
         self._rates = {int(row): rate for row, rate in state["rates"]}
-        self._pools = {name: deque(rows) for name, rows in state["pools"].items()}
+        self._pools = {name: OrderedDict.fromkeys(rows) for name, rows in state["pools"].items()}
 
 
 def make_sampler(
