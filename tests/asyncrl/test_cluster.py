@@ -77,18 +77,17 @@ async def test_a_part_that_dies_cancels_the_work_and_its_error_is_raised():
 
 
 DAEMON_DIES = """
-import asyncio, os, signal, sys, psutil
+import asyncio, os, pathlib, signal, sys, psutil
 from asyncrl.cli.compose import compose_run
 from asyncrl.run.cluster import ray_cluster
 from asyncrl.single_controller import ray_death
 async def run():
-    loop, seen = asyncio.get_running_loop(), []
-    loop.add_signal_handler(signal.SIGTERM, seen.append, "SIGTERM")
+    loop, told = asyncio.get_running_loop(), []
+    loop.add_signal_handler(signal.SIGTERM, told.append, "SIGTERM")
     async with ray_cluster(compose_run([])):
         os.kill(os.getpid(), signal.SIGTERM)
-        while not seen:
+        while not told:
             await asyncio.sleep(0.01)
-        print(*seen, flush=True)
         for name in ("raylet", "gcs_server"):
             watch = asyncio.ensure_future(ray_death())
             done, _ = await asyncio.wait([watch], timeout=0.5)
@@ -98,23 +97,24 @@ async def run():
             try:
                 await asyncio.wait_for(watch, 30)
             except Exception as error:
-                told = str(error).splitlines()[0].replace(str(daemon.pid), "PID")
-                print(type(error).__name__, told, flush=True)
+                line = str(error).splitlines()[0].replace(str(daemon.pid), "PID")
+                told.append(f"{type(error).__name__} {line}")
+        pathlib.Path(sys.argv[1]).write_text("\\n".join(told))  # Ray prints into this process's output
         os._exit(0)
 asyncio.run(run())
 """
 
 
-def test_daemons_of_ray_that_die_are_named_and_a_signal_is_the_runs_own():
-    command = [sys.executable, "-c", textwrap.dedent(DAEMON_DIES)]
+def test_daemons_of_ray_that_die_are_named_and_a_signal_is_the_runs_own(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(DAEMON_DIES), str(tmp_path / "told")]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     output, errors = run.communicate(timeout=200)
-    own = [line for line in output.splitlines() if line.startswith(("SIGTERM", "ClusterDiedError"))]
-    signalled, raylet, control = own  # Ray may print the end of the raylet's log too
-    assert signalled == "SIGTERM", errors
-    assert raylet.startswith("ClusterDiedError Ray's node manager (raylet, pid PID) died"), output
+    assert run.returncode == 0, output + errors
+    signalled, raylet, control = (tmp_path / "told").read_text().splitlines()
+    assert signalled == "SIGTERM"
+    assert raylet.startswith("ClusterDiedError Ray's node manager (raylet, pid PID) died")
     assert raylet.endswith("raylet.out:")
-    assert control.startswith("ClusterDiedError Ray's control service (gcs_server, pid PID) died"), output
+    assert control.startswith("ClusterDiedError Ray's control service (gcs_server, pid PID) died")
     assert control.endswith("gcs_server.out:")
     assert "SIGTERM received" not in errors
 
