@@ -36,7 +36,7 @@ from asyncrl.config import RunConfig
 from asyncrl.core.errors import AsyncRLError, ClusterDiedError, root_cause, with_exit_status
 from asyncrl.core.host import gpu_memory_bytes, visible_gpus
 from asyncrl.core.remote import last_lines
-from asyncrl.metrics import TerminalView
+from asyncrl.metrics import TerminalView, read_life
 from asyncrl.planner.fit import with_recomputation
 from asyncrl.run import protect_own_cluster
 from asyncrl.run.resume import check_beginning
@@ -100,11 +100,11 @@ def _train(config: RunConfig, overrides: Sequence[str]) -> int:
     status = ending.status if ending.own else EXIT_FAILED
     end_life(run_dir, status)
     if not ending.own:
-        sys.stderr.write(_why_it_ended(ending, config, run_dir))
+        sys.stderr.write(_why_it_ended(ending, config, run_dir, overrides))
     return status
 
 
-def _why_it_ended(ending: Ending, config: RunConfig, run_dir: Path) -> str:
+def _why_it_ended(ending: Ending, config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> str:
     """The supervisor's message for a controller that did not end by itself."""
     if ending.fault:
         return f"{ending.fault} (the controller ended before it had stopped all processes; the others were killed)\n"
@@ -121,7 +121,8 @@ def _why_it_ended(ending: Ending, config: RunConfig, run_dir: Path) -> str:
             "(gcs_server, raylet) dies"
         )
     log = run_dir / "logs" / "controller.log"
-    return f"error: {what}; the end of {log}:\n{last_lines(str(log))}\n\nlogs: {log.parent}\nerror: {what}\n"
+    ends = [f"logs: {log.parent}", how_to_continue(config, run_dir, overrides), f"error: {what}"]
+    return f"error: {what}; the end of {log}:\n{last_lines(str(log))}\n\n" + "\n".join(filter(None, ends)) + "\n"
 
 
 def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> int:
@@ -146,9 +147,12 @@ async def _until_done_or_stopped(
     timeout_s = config.stop_timeout_s
     too_long = f"stopping took longer than stop_timeout_s={timeout_s:g} s; the remaining processes were killed"
 
+    def last_words_of(fault: BaseException) -> str:
+        return _last_words(fault, run_dir, how_to_continue(config, run_dir, overrides))
+
     def on_fault(fault: BaseException) -> None:
         if not isinstance(fault, asyncio.CancelledError):  # a signal has a separate deadline
-            last_words = _last_words(fault, run_dir)
+            last_words = last_words_of(fault)
             report_fault(last_words)
             if isinstance(fault, ClusterDiedError):  # stopping needs Ray, and Ray would end this process
                 _give_up(last_words, run_dir, EXIT_FAILED)
@@ -175,15 +179,25 @@ async def _until_done_or_stopped(
         return stopping.status, f"stopped by {stopping.cause}; {results()}"
     except Exception as error:
         logging.getLogger(__name__).error("the run failed", exc_info=error)
-        return EXIT_FAILED, _last_words(error, run_dir)
+        return EXIT_FAILED, last_words_of(error)
     finally:
         stopping.close()
     return 0, ""
 
 
 def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> str:
-    """The command that continues a run from its newest whole checkpoint; empty without one."""
-    checkpoint = newest_checkpoint(RunPaths.checkpoints_of(config, run_dir))
+    """The command that continues a run; empty if there is nothing to continue.
+
+    It names the newest whole checkpoint of this life, or without one the checkpoint that this life has continued.
+    """
+    try:
+        checkpoint = newest_checkpoint(RunPaths.checkpoints_of(config, run_dir))
+        life = read_life(run_dir)
+    except (OSError, ValueError) as error:  # the run's own end is the message to show
+        logging.getLogger(__name__).warning("no checkpoint to continue: %s", error)
+        return ""
+    if checkpoint is None and life is not None and life.resumed:
+        checkpoint = Path(life.resumed)
     if checkpoint is None:
         return ""
     own = ("checkpoint.resume=", "run_dir=")
@@ -191,8 +205,8 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
     return f"to continue: {shlex.join([*command, f'checkpoint.resume={checkpoint}'])}"
 
 
-def _last_words(error: BaseException, run_dir: Path) -> str:
-    """The complete message of the cause, and its first line again as the last line."""
+def _last_words(error: BaseException, run_dir: Path, continuing: str = "") -> str:
+    """The complete message of the cause, how to continue, and the message's first line again as the last line."""
     cause = root_cause(error)
     if isinstance(cause, OSError) and cause.errno in _FULL:
         cause = ValueError(_with_remedy(cause, run_dir))
@@ -200,7 +214,7 @@ def _last_words(error: BaseException, run_dir: Path) -> str:
     headline = f"error: {kind}{_headline(str(cause).strip())}"
     if not run_dir.exists():  # nothing was started
         return headline if "\n" not in str(cause).strip() else f"{kind}{cause}\n{headline}"
-    return f"{kind}{cause}\n\nlogs: {run_dir / 'logs'}\n{headline}"
+    return "\n".join(filter(None, [f"{kind}{cause}\n\nlogs: {run_dir / 'logs'}", continuing, headline]))
 
 
 def _with_remedy(error: OSError, run_dir: Path | None = None) -> str:

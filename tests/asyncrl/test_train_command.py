@@ -106,6 +106,29 @@ def test_the_death_of_ray_ends_the_run_at_once(start):
     assert "stopping" not in output
 
 
+@pytest.mark.parametrize("end", ['raise WorkerDiedError("gone")', "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize("saved_by", ["this life", "the life before"])
+def test_a_run_that_fails_names_the_command_that_continues_it(start, tmp_path, end, saved_by):
+    body = f"""
+        from asyncrl.run.run_lives import begin_life
+        from tests.support.checkpoints import save
+
+        earlier = save(Path(config.output_dir, "before/checkpoints"), 2)
+        begin_life(run_dir, earlier)
+        if {saved_by == "this life"}:
+            save(run_dir / "checkpoints", 4)
+        {end}
+    """
+    status, output = start("from pathlib import Path\n" + textwrap.dedent(body), "total_steps=9").end()
+    *_, command, headline = output.splitlines()
+    assert status == 1
+    assert headline.startswith("error: ")
+    assert command.startswith("to continue: asyncrl train output_dir=")
+    expected = "*/*/checkpoints/v00000004" if saved_by == "this life" else "before/checkpoints/v00000002"
+    [checkpoint] = tmp_path.glob(expected)
+    assert command.endswith(f" total_steps=9 checkpoint.resume={checkpoint}")
+
+
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_the_run_with_a_message(start, number, expected):
     command = start(READY.format(seconds=0))

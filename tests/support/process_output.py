@@ -5,6 +5,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 
 class ProcessOutput:
@@ -31,6 +32,16 @@ class ProcessOutput:
     def output(self) -> str:
         """All lines read so far."""
         return "\n".join(self.lines)
+
+    def read_lines(self) -> list[str]:
+        """The lines that have come since the last read, without waiting."""
+        fresh: list[str] = []
+        with suppress(queue.Empty):
+            while (line := self._fresh.get_nowait()) is not None:
+                fresh.append(line)
+            self._fresh.put(None)  # the end stays for `finish`
+        self.lines += fresh
+        return fresh
 
     def wait_for_line(self, words: str, timeout_s: float) -> str:
         """Wait for a line with ``words``."""

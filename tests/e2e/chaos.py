@@ -1,0 +1,415 @@
+"""A lineage of lives under random faults: draws faults, injects them, resumes, and watches for a silent stand-still.
+
+All draws come from one seed, so the same seed injects the same faults after the same pauses. The driver signals only
+processes of its own run. It finds them by the scratch folder in their environment, so that it also finds orphans.
+"""
+
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from asyncrl.core.errors import AsyncRLError
+from asyncrl.run.run_socket import ask_for_checkpoint
+from learner.checkpoint_folder import newest_checkpoint
+from tests.support.training_run import ROOT, RunningTraining
+
+DEADLINE_S = 12.0
+"""``buffer.request_timeout_s`` and ``learner.step_timeout_s`` of the lives."""
+START_TIMEOUT_S = 120.0
+SAVE_TIMEOUT_S, STOP_TIMEOUT_S = 60.0, 15.0
+SILENCE_S = START_TIMEOUT_S + SAVE_TIMEOUT_S + STOP_TIMEOUT_S
+"""A run that prints nothing and makes no step for so long stands still: all its deadlines are shorter."""
+NO_STEP_S = 900.0
+"""The lineage makes a step at least so often, over all its lives."""
+GROUPS_PER_STEP = 8
+TOTAL_STEPS = "1000000"
+"""More than a lineage makes before its last life."""
+FILLER = "filler"
+"""The file that fills the disk."""
+PARTS = {
+    "worker": "ray::RolloutWorker",
+    "engine": "sglang::scheduler",
+    "reward": "rollout_fleet.rewards",
+    "store": "buffer.server --store",
+    "buffer": "buffer.server --groups",
+    "learner": "ray::ActorWorker",
+    "raylet": "raylet/raylet",
+    "gcs": "gcs/gcs_server",
+    "controller": "asyncrl train",
+    "supervisor": "asyncrl train",
+}
+"""Words of the command lines of a run's processes. The supervisor is the parent of the controller."""
+OPTIONS = [
+    "sft.enabled=false",
+    "evaluation.enabled=false",
+    f"algorithm.groups_per_step={GROUPS_PER_STEP}",
+    f"rollout_fleet.reward={ROOT / 'tests/support/varied_reward.py'}:share_of_even_digits",
+    "rollout_fleet.restarts=20",
+    "rollout_fleet.restart_backoff_s=0.2",
+    "rollout_fleet.silence_timeout_s=6",
+    "rollout_fleet.load_timeout_s=15",
+    f"rollout_fleet.start_timeout_s={START_TIMEOUT_S:g}",
+    "buffer.durability=disk",
+    "buffer.num_store_servers=2",
+    "buffer.restarts=20",
+    f"buffer.request_timeout_s={DEADLINE_S:g}",
+    "learner.restarts=20",
+    f"learner.step_timeout_s={DEADLINE_S:g}",
+    f"learner.start_timeout_s={START_TIMEOUT_S:g}",
+    "checkpoint.every_steps=2",
+    f"save_timeout_s={SAVE_TIMEOUT_S:g}",
+    f"stop_timeout_s={STOP_TIMEOUT_S:g}",
+    f"total_steps={TOTAL_STEPS}",
+]
+ENGINES = {"transformers": ["rollout_fleet.num_engines=2"], "sglang": ["rollout_fleet.num_engines=1"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One fault or request.
+
+    Attributes:
+        kind: ``kill``, ``stall``, ``pair`` (two kills at once), ``stop`` (SIGTERM), ``checkpoint``, ``full`` (disk) or
+            ``kill all``.
+        parts: The parts that get the signal; for ``stop``, parts that are killed while the run stops.
+        share: Which of several such processes, in [0, 1).
+        in_training: Whether the pause begins with the first step of the life, instead of now.
+        pause_s: Pause before the event.
+        length_s: Length of a stall or of a full disk, or from SIGTERM to the kill.
+        stays: Whether the disk stays full until the life has ended and another one has been refused.
+    """
+
+    kind: str
+    parts: tuple[str, ...]
+    share: float
+    in_training: bool
+    pause_s: float
+    length_s: float
+    stays: bool
+
+    def __str__(self) -> str:
+        parts = f" of {' and '.join(self.parts)}" if self.parts else ""
+        return f"{self.kind}{parts}" + f" for {self.length_s:.1f} s" * (self.kind in ("stall", "full"))
+
+
+_KINDS = {"kill": 34, "stall": 20, "pair": 8, "stop": 12, "checkpoint": 10, "full": 9, "kill all": 7}
+_MOST_PARTS = {"kill": 1, "stall": 1, "pair": 2}
+_STOPS_DISTURBED = 0.3
+_SHARE_IN_TRAINING = 0.75
+
+
+def drawn_events(seed: int) -> Iterator[Event]:
+    """An endless sequence of events; each takes the same number of draws."""
+    draw = random.Random(seed)
+    while True:
+        (kind,) = draw.choices(list(_KINDS), list(_KINDS.values()))
+        parts = draw.sample(sorted(PARTS), 2)
+        number = _MOST_PARTS.get(kind, 0)
+        if (disturbed := draw.random() < _STOPS_DISTURBED) and kind == "stop":
+            number = 1
+        below, above = draw.uniform(0.5, 0.8 * DEADLINE_S), draw.uniform(DEADLINE_S, 1.6 * DEADLINE_S)
+        lengths = {"stall": draw.choice([below, above]), "full": below, "stop": below / 4}
+        yield Event(
+            kind=kind,
+            parts=tuple(parts[:number]),
+            share=draw.random(),
+            in_training=draw.random() < _SHARE_IN_TRAINING,
+            pause_s=draw.uniform(0.5, 14.0),
+            length_s=lengths.get(kind, 0.0),
+            stays=disturbed,
+        )
+
+
+@contextmanager
+def small_disk(folder: Path, size_mb: int) -> Iterator[Path]:
+    """A file system of limited size on ``folder``, for root only. After an error its files are copied beside it."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "chaos", folder], check=True)
+    try:
+        yield folder
+    except BaseException:
+        kept = folder.with_name(f"{folder.name}_at_failure")
+        shutil.copytree(folder, kept, symlinks=True, ignore=shutil.ignore_patterns(FILLER))
+        raise
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@dataclass(kw_only=True)
+class Lineage:
+    """One run over all its lives.
+
+    Attributes:
+        disk: A file system of limited size. The lives write to ``disk/out`` and ``disk/journal``.
+        seed: Draws everything.
+        start: Starts a life with these options.
+        say: Receives a line about each event.
+        counts: Number of events by kind and part, and of lives by end.
+        lives: Folders of the lives that have one, oldest first.
+    """
+
+    disk: Path
+    seed: int
+    start: Callable[..., RunningTraining]
+    say: Callable[[str], None]
+    counts: Counter[str] = field(default_factory=Counter)
+    lives: list[Path] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._events = drawn_events(self.seed)
+        self._engines = random.Random(self.seed + 1)
+        self._options = [*OPTIONS, f"buffer.directory={self.disk / 'journal'}"]
+        if self.seed % 2:  # all lives share a folder of checkpoints; otherwise each has its own
+            self._options.append(f"checkpoint.directory={self.disk / 'checkpoints'}")
+        self._command = [*self._options, "checkpoint.resume=never"]
+        self._stopped: list[tuple[float, psutil.Process]] = []
+        self._newest_step, self._step_s = -1, time.monotonic()
+        self._filled_until_s = 0.0
+        self.run: RunningTraining
+
+    def through(self, duration_s: float, sglang_share: float) -> RunningTraining:
+        """Inject events for ``duration_s``, resume after each end, then let the last life make its last steps."""
+        end_s = time.monotonic() + duration_s
+        self._begin("transformers")
+        self._await(lambda: bool(self.checkpoint()), "the first checkpoint", 240.0)
+        while time.monotonic() < end_s:
+            event = next(self._events)
+            if event.in_training:
+                self._watch(NO_STEP_S, until=self._trains)
+            self._watch(event.pause_s)
+            if self.run.process.poll() is None:
+                self._inject(event)
+            if self.run.process.poll() is not None:
+                self._end()
+                self._begin("sglang" if self._engines.random() < sglang_share else "transformers")
+        return self._last_life()
+
+    def _last_life(self) -> RunningTraining:
+        self._watch(0.0, until=lambda: not self._stopped and not self._filled_until_s)
+        if self.run.process.poll() is None:
+            self.run.process.send_signal(signal.SIGTERM)
+            self._note("stop, after the last event")
+        self._watch(SILENCE_S, until=lambda: False)
+        self._end()
+        checkpoint = self.checkpoint()
+        assert checkpoint is not None
+        self._begin("transformers", f"total_steps={int(checkpoint.name[1:]) + 20}")
+        self._watch(NO_STEP_S, until=lambda: False)
+        self._end(is_last=True)
+        assert self.run.process.returncode == 0, self._tail()
+        return self.run
+
+    def _begin(self, engine: str, *options: str) -> None:
+        """Start a life with the command that the last one named."""
+        resume = next(one for one in self._command if one.startswith("checkpoint.resume="))
+        self.run = self.start(
+            *self._command, f"rollout_fleet.engine={engine}", *ENGINES[engine], *options, output_dir=self.disk / "out"
+        )
+        self._heard_s = time.monotonic()
+        self._killed_by_us: set[str] = set()
+        self._has_folder = False
+        self._note(f"life {self.counts['lives']} begins with {engine}: {resume}")
+        self.counts["lives"] += 1
+
+    def _inject(self, event: Event) -> None:
+        self._note(str(event))
+        self.counts[event.kind] += 1
+        match event.kind:
+            case "kill" | "pair":
+                for part in event.parts:
+                    self._signal(part, signal.SIGKILL, event.share)
+            case "stall":
+                if (process := self._signal(event.parts[0], signal.SIGSTOP, event.share)) is not None:
+                    self._stopped.append((time.monotonic() + event.length_s, process))
+                    self._watch(event.length_s)
+            case "stop":
+                self._stop(event)
+            case "checkpoint":
+                self._ask_for_checkpoint()
+            case "full":
+                self._fill(event)
+            case "kill all":
+                self._kill_all()
+
+    def _stop(self, event: Event) -> None:
+        """Send SIGTERM, perhaps kill a part while the run stops, and wait for the end."""
+        self.run.process.send_signal(signal.SIGTERM)
+        self._watch(event.length_s)
+        for part in event.parts:
+            self._note(f"… and SIGKILL of the {part}")
+            self._signal(part, signal.SIGKILL, event.share)
+        self._watch(SILENCE_S)
+        assert self.run.process.poll() is not None, f"SIGTERM ended nothing within {SILENCE_S:g} s"
+
+    def _kill_all(self) -> None:
+        self._killed_by_us.add("supervisor")
+        while processes := self._processes():
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            time.sleep(0.05)
+
+    def _signal(self, part: str, number: signal.Signals, share: float) -> psutil.Process | None:
+        """Send a signal to one process of the run; None if the run has no such process at the moment."""
+        supervisor = psutil.Process(self.run.process.pid)
+        words = {process: _words_of(process) for process in self._processes()}
+        found = [process for process in words if PARTS[part] in words[process]]
+        if part == "engine" and not found:  # it generates in the worker
+            found = [process for process in words if PARTS["worker"] in words[process]]
+        if part in ("supervisor", "controller"):
+            found = [process for process in found if (process == supervisor) == (part == "supervisor")]
+        if not found:
+            self._note(f"… there is no {part}")
+            return None
+        process = found[int(share * len(found))]
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+        if number == signal.SIGKILL:
+            self._killed_by_us.add(part)
+        self.counts[f"{number.name} {part}"] += 1
+        return process
+
+    def _ask_for_checkpoint(self) -> None:
+        if not self._has_folder:
+            return
+        try:
+            self._note(f"… {ask_for_checkpoint(self.run.run_dir, timeout_s=30)}")
+        except (ValueError, AsyncRLError) as error:  # the run is not training, or its part has just died
+            self._note(f"… refused: {error}")
+
+    def _fill(self, event: Event) -> None:
+        """Fill the disk; free it after a while, or after the life has ended and another one has been refused."""
+        filler = self.disk / FILLER
+        free = os.statvfs(self.disk)
+        with filler.open("wb") as file, suppress(OSError):  # the run takes some of it meanwhile
+            os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
+        self._filled_until_s = time.monotonic() + event.length_s
+        self._watch(event.length_s)
+        if event.stays and self.run.process.poll() is not None:
+            self._end()
+            self._begin("transformers")
+            self._watch(SILENCE_S)
+            assert self.run.process.poll() not in (None, 0), "a run must not train on a full disk"
+            self.counts["refused on a full disk"] += 1
+        filler.unlink()
+        self._filled_until_s = 0.0
+
+    def _watch(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Pass ``seconds``, or less if the life ends: continue stopped processes and look for a stand-still."""
+        end_s = time.monotonic() + seconds
+        while True:
+            self._look()
+            now_s = time.monotonic()
+            ended = self.run.process.poll() is not None
+            if (ended or now_s >= end_s or until()) and not self._resume_stopped(everything=ended):
+                return
+            time.sleep(0.2)
+
+    def _resume_stopped(self, *, everything: bool) -> bool:
+        """Continue processes whose stall is over. Returns whether a stall still goes on."""
+        now_s = time.monotonic()
+        for until_s, process in list(self._stopped):
+            if everything or until_s <= now_s:
+                self._stopped.remove((until_s, process))
+                with suppress(psutil.NoSuchProcess):  # its supervisor has replaced it
+                    process.send_signal(signal.SIGCONT)
+        return bool(self._stopped)
+
+    def _look(self) -> None:
+        """Read the output and the steps; fail if neither has changed for too long."""
+        now_s = time.monotonic()
+        if self.run.read_lines():
+            self._heard_s = now_s
+        if not self._has_folder and any(" writing to " in line for line in self.run.lines):
+            self._has_folder = True
+            self.lives.append(self.run.run_dir)
+        if self._has_folder and (steps := self.run.num_steps - 1) != self._newest_step:
+            self._newest_step, self._step_s, self._heard_s = steps, now_s, now_s
+        with suppress(psutil.NoSuchProcess):
+            self.run.remember_family()
+        assert now_s - self._heard_s < SILENCE_S, f"nothing for {SILENCE_S:g} s:\n{self._tail()}"
+        assert now_s - self._step_s < NO_STEP_S, f"no step for {NO_STEP_S:g} s:\n{self._tail()}"
+
+    def _await(self, is_true: Callable[[], bool], what: str, timeout_s: float) -> None:
+        self._watch(timeout_s, until=is_true)
+        assert is_true(), f"no {what} within {timeout_s:g} s:\n{self._tail()}"
+
+    def _end(self, *, is_last: bool = False) -> None:
+        """Check how the life has ended, and take the command that continues it."""
+        self._resume_stopped(everything=True)
+        limit_s = SAVE_TIMEOUT_S + STOP_TIMEOUT_S + 15.0 if "supervisor" in self._killed_by_us else 5.0
+        deadline_s = time.monotonic() + limit_s
+        while (left := self._processes()) and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+        assert not left, f"{[_words_of(process)[:200] for process in left]} outlived their run:\n{self._tail()}"
+        status = self.run.finish(10)
+        self._look()
+        words = self.run.lines[-1] if self.run.lines else "no output"
+        self._note(f"life {self.counts['lives'] - 1} ended with status {status}: {words[:300]}")
+        self.counts[f"status {status}"] += 1
+        if "supervisor" in self._killed_by_us:
+            assert status in (-signal.SIGKILL, 1, 143), self._tail()
+        elif status == -signal.SIGTERM:
+            assert not self.run.lines, self._tail()  # before Python could handle it
+        elif status == 128 + signal.SIGTERM:
+            assert "stopped by SIGTERM" in words, self._tail()
+        elif not is_last or status != 0:
+            assert status == 1, self._tail()
+            assert words.startswith("error: "), self._tail()
+        if status != -signal.SIGKILL:
+            assert [path.name for path in self.run.scratch.glob("asyncrl-*")] == []
+        self._command = self._continued()
+        self.run.end()
+
+    def _continued(self) -> list[str]:
+        """The options of the command that the life named. A killed life names none: ``auto`` finds its checkpoint."""
+        named = [line.partition("to continue: asyncrl train ")[2] for line in self.run.lines]
+        if command := next(filter(None, reversed(named)), ""):
+            self.counts["named commands"] += 1
+            options = [one for one in shlex.split(command) if not one.startswith("rollout_fleet.num_engines=")]
+            return [one for one in options if not one.startswith(("rollout_fleet.engine=", "total_steps="))] + [
+                f"total_steps={TOTAL_STEPS}"
+            ]
+        return [*self._options, "checkpoint.resume=auto"]
+
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint of the newest life that has one."""
+        folders = [self.disk, *reversed(self.lives)]
+        return next(filter(None, (newest_checkpoint(folder / "checkpoints") for folder in folders)), None)
+
+    def _processes(self) -> list[psutil.Process]:
+        """All processes of the current life, orphans included."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                own = process.environ().get("TMPDIR") == str(self.run.scratch)
+                if own and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def _trains(self) -> bool:
+        """Whether the current life has reported a step of its own."""
+        return any(f"/{TOTAL_STEPS}" in line for line in self.run.lines)
+
+    def _note(self, words: str) -> None:
+        self.say(f"step {self._newest_step}: {words}")
+
+    def _tail(self) -> str:
+        return "\n".join(self.run.lines[-40:])
+
+
+def _words_of(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return process.name() + " " + " ".join(process.cmdline())
+    return ""

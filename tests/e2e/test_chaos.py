@@ -1,0 +1,116 @@
+"""A lineage under random faults of everything: whatever dies, hangs or fills up, its account and its prompts are right.
+
+``pytest -m slow tests/e2e/test_chaos.py`` takes an hour. ``ASYNCRL_CHAOS_S=N`` sets the seconds, and
+``ASYNCRL_FAULT_SEED=N`` repeats the events of a seed. ``ASYNCRL_CHAOS_SGLANG=0.1`` is the share of lives on real
+servers; the others generate in process, because their starts take a fifth of the time. The events are printed at the
+end, and appended to ``events.log`` in the test's folder.
+"""
+
+import json
+import os
+import random
+import time
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from asyncrl.core.receipts import FOLDER
+from asyncrl.metrics import read_life
+from asyncrl.run.audit import audit, audited_lives
+from asyncrl.run.resume import BUFFER
+from asyncrl.run.run_folder import shared_folder
+from buffer.exports import read_part
+from learner.checkpoint_folder import part_of, read_progress
+from tests.e2e.chaos import GROUPS_PER_STEP, Lineage, small_disk
+from tests.e2e.run_checks import assert_the_account_closes
+
+DURATION_S = float(os.environ.get("ASYNCRL_CHAOS_S", 3600))
+SEED = int(os.environ.get("ASYNCRL_FAULT_SEED", random.randrange(10**6)))
+SGLANG_SHARE = float(os.environ.get("ASYNCRL_CHAOS_SGLANG", 0.1))
+DISK_MB = 4096
+SHORT_SEED, SHORT_S = 7, 60.0
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.timeout(DURATION_S + 1800),
+    pytest.mark.skipif(os.geteuid() != 0, reason="the disk that fills up is a mount of its own, which needs root"),
+]
+
+
+@pytest.mark.parametrize(
+    ("seed", "duration_s", "sglang_share"),
+    [
+        pytest.param(SHORT_SEED, SHORT_S, 0.0, id="a_minute"),
+        pytest.param(SEED, DURATION_S, SGLANG_SHARE, id="an_hour"),
+    ],
+)
+def test_whatever_happens_to_the_lives_of_a_run_its_account_and_its_prompts_are_right(
+    start, tmp_path, seed, duration_s, sglang_share
+):
+    began_s = time.monotonic()
+
+    def say(words: str) -> None:
+        line = f"{time.monotonic() - began_s:7.1f} s  {words}"
+        print(line)  # noqa: T201 - pytest shows it when the test fails
+        with (tmp_path / "events.log").open("a") as file:
+            file.write(line + "\n")
+
+    say(f"ASYNCRL_FAULT_SEED={seed}")
+    with small_disk(tmp_path / "disk", DISK_MB) as disk:
+        lineage = Lineage(disk=disk, seed=seed, start=start, say=say)
+        run = lineage.through(duration_s, sglang_share)
+        say(json.dumps({"steps": run.num_steps, **lineage.counts, "tokens": run.summary["tokens"]}))
+        say("; ".join(assert_the_lineage_is_right(run, lineage)))
+
+
+def assert_the_lineage_is_right(run, lineage):
+    """Check the audit, account, steps and prompts of all lives, and what is left. Returns what the audit checked."""
+    lives = audited_lives(run.run_dir)
+    result = audit(lives)
+    assert not result.bad, "\n".join(map(str, result.bad[:20]))
+    assert not result.unchecked
+    assert_the_account_closes(run.summary)
+    assert [record["step"] for record in run.records] == list(range(run.num_steps))
+    for life in lineage.lives:
+        assert_steps_rise_by_one_between_rewinds(life)
+        assert not shared_folder(life).exists()
+    assert_each_prompt_is_finished_once_or_still_there(run, lives, lineage.checkpoint())
+    return result.checked
+
+
+def assert_steps_rise_by_one_between_rewinds(life):
+    """Check the committed steps of a life: each is the next one, or goes back to a checkpoint."""
+    path = life / FOLDER / "controller.jsonl"
+    record = read_life(life)
+    if record is None or not path.exists():
+        return
+    steps = [line["step"] for line in map(json.loads, path.read_text().splitlines()) if line["act"] == "committed"]
+    assert steps[:1] in ([], [record.first_step])
+    for before, step in pairwise(steps):
+        assert step == before + 1 or record.first_step <= step <= before, f"{life}: step {step} after {before}"
+
+
+def assert_each_prompt_is_finished_once_or_still_there(run, lives, checkpoint):
+    """Check that each prompt was consumed once, was dropped with a reason, or is in the last checkpoint."""
+    consumed = consumed_groups(lives)
+    assert max(Counter(consumed).values()) == 1
+    assert len(consumed) == GROUPS_PER_STEP * run.num_steps
+    contents = read_part(part_of(checkpoint, BUFFER))
+    there = {group.prompt.group_id for group in contents.groups}
+    missing = {*range(max(consumed) + 1)} - {*consumed} - there
+    assert len(missing) == sum(contents.groups_dropped.values()), f"{sorted(missing)[:20]} {contents.groups_dropped}"
+    assert read_progress(checkpoint).version == run.num_steps
+
+
+def consumed_groups(lives):
+    """The group of each line of a committed step that counts, in all lives."""
+    by_step = {}
+    for life in lives:
+        by_step = {step: groups for step, groups in by_step.items() if step < life.record.first_step}
+        for line in map(json.loads, (life.folder / FOLDER / "controller.jsonl").read_text().splitlines()):
+            if line["act"] == "committed":
+                by_step = {step: groups for step, groups in by_step.items() if step < line["step"]}
+                by_step[line["step"]] = [group["group"] for group in line["groups"]]
+    return [group for groups in by_step.values() for group in groups]
