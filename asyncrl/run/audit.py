@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from asyncrl.core.receipts import DIGEST_BITS, FOLDER, Act
-from asyncrl.metrics import lives_until
+from asyncrl.metrics import lives_until, read_life
 from asyncrl.run.run_lives import Life, life_of
 
 Line = Mapping[str, Any]
@@ -141,9 +141,25 @@ def audited_lives(run_dir: Path) -> list[Life]:
     return [life_of(folder, record) for folder, record in found]
 
 
+def lives_beside(lives: Sequence[Life]) -> list[Life]:
+    """Lives that continued one of ``lives`` and saved no checkpoint that another one continued, oldest first.
+
+    Their steps are lost, but the next life may have taken over their journal, with the groups of their engines.
+    """
+    folders = {life.folder for life in lives}
+    others = {path.parent.resolve() for folder in folders for path in folder.parent.glob("*/life.json")} - folders
+    found = [life_of(path, record) for path in others if (record := read_life(path)) is not None]
+    found = [life for life in found if life.record.before and Path(life.record.before) in folders]
+    newest_s = lives[-1].record.began_s
+    return sorted((one for one in found if one.record.began_s < newest_s), key=lambda life: life.record.began_s)
+
+
 def audit(lives: Sequence[Life]) -> Audit:
     """Compare the receipts of all lives of a run. Raises `ValueError` if a life has no receipts."""
-    own = [LifeReceipts(life.folder, life.record.first_step) for life in lives]
+    beside = lives_beside(lives)
+    by_time = sorted([*lives, *beside], key=lambda life: life.record.began_s)
+    every = {life.folder: LifeReceipts(life.folder, life.record.first_step) for life in by_time}
+    own = [every[life.folder] for life in lives]
     for one in own:
         if not (one.folder / FOLDER).is_dir():
             raise ValueError(
@@ -162,12 +178,14 @@ def audit(lives: Sequence[Life]) -> Audit:
         result.bad += [*_step_faults(life, step, trained), *_lag_faults(life, step, trained)]
         lags += Counter(step - min(group["versions"]) for group in trained.values() if group["versions"])
         for group in trained.values():
-            result.bad += _engine_faults(own, life, step, group)
+            result.bad += _engine_faults([*every.values()], life, step, group)
     _check_loss(result, own[-1], kept)
     _check_account(result, own[-1], kept, lags)
     num_tokens = sum(_num_tokens(life, step, is_reuse=use) for step, life in kept.items() for use in (False, True))
+    lost = f" (and engines of {len(beside)} more, whose steps were lost)" * bool(beside)
     result.checked.insert(
-        0, f"{len(own)} lives, {len(kept)} steps and {num_tokens} tokens, each from its engine to its learner step"
+        0,
+        f"{len(own)} lives{lost}, {len(kept)} steps and {num_tokens} tokens, each from its engine to its learner step",
     )
     return result
 

@@ -139,6 +139,22 @@ def test_a_receipt_that_is_wrong_or_missing_is_named(run, capsys, act, chosen, v
     assert words in capsys.readouterr().out
 
 
+def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, capsys):
+    """The killed life made a step that is lost; the next one took over its journal, with a group of its engine."""
+    checkpoint = run.parent / "1" / "checkpoints" / "v00000002"
+    killed = write_life(run.parent / "1b", {2: group_of(3, [2] * 4)}, resumed=checkpoint)
+    (killed / "summary.json").unlink()
+    newest = {2: group_of(2, [2] * 4), 3: group_of(3, [2] * 4)}
+    before = {step: group_of(step, [0] * 4) for step in range(2)}
+    last = write_life(run.parent / "3", newest, resumed=checkpoint, before=before.items())
+    change(last, Act.sampled, {"group": 3}, group=99)
+    assert main([str(last)]) == 0, capsys.readouterr().out
+    assert "2 lives (and engines of 2 more, whose steps were lost)" in capsys.readouterr().out
+    change(killed, Act.loaded, {"version": 2}, digest="d0")
+    assert main([str(last)]) == 1
+    assert "the digest of version 2 that engine-0 of life 1b verified" in capsys.readouterr().out
+
+
 def test_a_token_beyond_the_bound_is_found(run, capsys):
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("max_lag: 2", "max_lag: 0"))

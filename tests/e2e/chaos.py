@@ -41,7 +41,7 @@ PARTS = {
     "worker": "ray::RolloutWorker",
     "engine": "sglang::scheduler",
     "reward": "rollout_fleet.rewards",
-    "store": "buffer.server --store",
+    "store": "--store ",
     "buffer": "buffer.server --groups",
     "learner": "ray::ActorWorker",
     "raylet": "raylet/raylet",
@@ -265,6 +265,8 @@ class Lineage:
         supervisor = psutil.Process(self.run.process.pid)
         words = {process: _words_of(process) for process in self._processes()}
         found = [process for process in words if PARTS[part] in words[process]]
+        if part == "buffer":  # its stores have its words too
+            found = [process for process in found if PARTS["store"] not in words[process]]
         if part == "engine" and not found:  # it generates in the worker
             found = [process for process in words if PARTS["worker"] in words[process]]
         if part in ("supervisor", "controller"):
