@@ -37,6 +37,15 @@ make_venv() {
 
 at_least() { printf '%s\n%s\n' "$2" "$1" | sort --check=quiet --version-sort; } # at_least VERSION LEAST
 
+supports_cuda_13() { # Whether libcuda can: a package such as cuda-compat-13-0 brings a newer one than the driver's.
+    local python
+    read -r python < <(command -v python3 python3.11 python3.12 python3.13) && "$python" - 2>/dev/null <<'END'
+import ctypes
+cuda, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+raise SystemExit(cuda.cuInit(0) or cuda.cuDriverGetVersion(ctypes.byref(version)) or version.value < 13000)
+END
+}
+
 find_device() { # Sets DEVICE to cuda or cpu. Fails where there is a GPU that the CUDA wheels cannot use.
     local gpu name driver capability glibc failed=0
     DEVICE=cpu
@@ -50,8 +59,9 @@ find_device() { # Sets DEVICE to cuda or cpu. Fails where there is a GPU that th
     capability=${capability// /}
     glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null) && glibc=${glibc#glibc } || glibc=none
     say "found${name}, compute capability $capability, driver $driver, glibc $glibc"
-    if ! at_least "$driver" "$MIN_DRIVER"; then
-        say "the CUDA 13 wheels need a driver >= $MIN_DRIVER, found $driver; update the driver of the host"
+    if ! at_least "$driver" "$MIN_DRIVER" && ! supports_cuda_13; then
+        say "the CUDA 13 wheels need a driver >= $MIN_DRIVER, found $driver; update the driver of the host, or, on a" \
+            "data center GPU, install cuda-compat-13-0 and add its folder to LD_LIBRARY_PATH"
         failed=1
     fi
     if ! at_least "$capability" "$MIN_CAPABILITY"; then

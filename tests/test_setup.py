@@ -1,5 +1,6 @@
 """scripts/setup.sh, with fakes of Python, pip, uv, nvidia-smi and getconf."""
 
+import os
 import shutil
 import subprocess
 import tomllib
@@ -14,6 +15,7 @@ TOOLS = ("bash", "cat", "cp", "cut", "flock", "grep", "mkdir", "rm", "sha256sum"
 PYTHON = """#!/bin/sh
 # Acts as Python 3.{minor}: makes environments with itself in them, and writes down what pip is asked for.
 case "$1 $2" in
+"- ") [ "$LIBCUDA" = new ] ;;
 "-c "*) [ {minor} -ge 11 ] && [ {minor} -le 13 ] ;;
 "--version "*) echo "Python 3.{minor}.0" ;;
 "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
@@ -102,6 +104,27 @@ def test_setup_refuses_a_gpu_that_cuda_13_cannot_use_before_any_download(setup, 
     assert message in words
     assert "NEED_CUDA=0 installs for the CPU" in words
     assert calls == ""
+
+
+def test_setup_takes_an_older_driver_with_a_libcuda_for_cuda_13(setup):
+    status, words, calls = setup(gpu=H100 | {"DRIVER": "535.104.05", "LIBCUDA": "new"})
+    assert status == 0, words
+    assert ".[gpu]" in calls
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a libcuda is compiled here")
+@pytest.mark.parametrize(("result", "version", "is_enough"), [(0, 13000, True), (0, 12080, False), (803, 13000, False)])
+def test_setup_asks_the_libcuda_that_processes_load(tmp_path, result, version, is_enough):
+    initialize = f"int cuInit(unsigned flags) {{ return {result}; }}"
+    version_of = f"int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}"
+    (tmp_path / "cuda.c").write_text(f"{initialize}\n{version_of}\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "cuda.c"], check=True)
+    text = (ROOT / "scripts" / "setup.sh").read_text()
+    function = text[text.index("supports_cuda_13()") : text.index("find_device()")]
+    done = subprocess.run(
+        ["bash", "-c", f"{function}\nsupports_cuda_13"], env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    )
+    assert (done.returncode == 0) == is_enough
 
 
 def test_setup_names_everything_that_is_too_old_at_once(setup):
