@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,8 +14,13 @@ RESULT = tuple(range(20, 36))
 """Tokens of a tool's result."""
 
 
+def tool_seconds(mean: float) -> float:
+    """Duration of one tool, from half the mean to one and a half. With equal durations the episodes keep in step."""
+    return mean * random.uniform(0.5, 1.5)
+
+
 class ToolUser:
-    """Samples ``num_turns`` turns; after each but the last one, a tool takes ``tool_s`` seconds."""
+    """Samples ``num_turns`` turns; after each but the last one, a tool takes ``tool_s`` seconds on average."""
 
     def __init__(self, num_turns: int, tool_s: float = 0.0) -> None:
         self._num_turns = num_turns
@@ -24,6 +30,6 @@ class ToolUser:
         """Play one episode."""
         turn = await policy.sample([])
         for _ in range(self._num_turns - 1):
-            await policy.run_tool(asyncio.sleep(self._tool_s), name="wait")
+            await policy.run_tool(asyncio.sleep(tool_seconds(self._tool_s)), name="wait")
             turn = await policy.sample(RESULT, parent=turn.turn)
         return 0.0

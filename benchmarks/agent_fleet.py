@@ -1,9 +1,9 @@
 """Episodes with tools on one engine: the fleet against the same agent on the engine directly.
 
 The fleet has all its parts: a buffer server, a rollout loop, the endpoint, and a child process with the environment.
-The agent samples turns of equal length. The tools between the turns take a fifth of the episode's time. The bare agent
-sends token ids to the engine. It has as many episodes under way as the fleet may hold, and as many requests at once as
-the engine has places.
+The agent samples turns of equal length. The tools between the turns take a fifth of the episode's time on average. The
+bare agent sends token ids to the engine. It has as many episodes under way as the fleet may hold, and as many requests
+at once as the engine has places.
 
 On the scripted engine, which writes at a fixed pace, a stand-in for the learner consumes each batch at once and offers
 the next version. On SGLang the weights stay as they are.
@@ -29,7 +29,7 @@ from asyncrl.core.record import Pool, ProfileConfig
 from asyncrl.core.types import Prompt, WeightOffer
 from asyncrl.profile import Attribution, Trace
 from asyncrl.profile.trace import FOLDER
-from benchmarks.agent_environment import RESULT
+from benchmarks.agent_environment import RESULT, tool_seconds
 from benchmarks.fleet_scripted import LocalWorker
 from benchmarks.random_models import save_random_qwen3, save_tokenizer
 from benchmarks.saved_weights import describe_model
@@ -136,7 +136,7 @@ class _Bench:
                 ids = _PROMPT.tolist()
                 for turn in range(NUM_TURNS):
                     if turn:
-                        await asyncio.sleep(self.tool_s)
+                        await asyncio.sleep(tool_seconds(self.tool_s))
                         ids += RESULT
                     async with places:
                         ids += await self.ask(ids)

@@ -1,7 +1,7 @@
 """What a resume keeps of the work before it, and what checkpoints cost.
 
-``python -m benchmarks.resume`` trains the quickstart on the in-process engine: one life that SIGTERM stops, one whose
-processes are all killed, each between two checkpoints, and a resumed life after each. Work is policy
+``python -m benchmarks.resume`` trains the quickstart with large batches on the in-process engine: one life that SIGTERM
+stops, one whose processes are all killed, each between two checkpoints, and a resumed life after each. Work is policy
 tokens: kept is what a resumed life does not drop as lost. Then a buffer begins with a checkpoint of ``--payload-mb``,
 and its memory is compared with what it holds. Further options of the run may follow. Wall times hold for an idle
 machine.
@@ -38,7 +38,14 @@ EVERY_STEPS = 10
 LOST_REASONS = ("rewound", "resume", "lost")
 _TIMEOUT_S = 900.0
 _GROUP_TOKENS = 100_000
-_BASE = ["rollout_fleet.engine=transformers", "sft.enabled=false", "evaluation.enabled=false", "learner.restarts=0"]
+_BASE = [
+    "rollout_fleet.engine=transformers",
+    "sft.enabled=false",
+    "evaluation.enabled=false",
+    "learner.restarts=0",
+    "algorithm.groups_per_step=256",  # steps of about a second; those of the quickstart are as short as a checkpoint
+    "rollout_fleet.groups_in_flight=128",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +57,23 @@ class Kept:
         steps: Steps at the end of the first life, and of the checkpoint.
         start_s: From the command to the first learner step, of the first life.
         resume_s: The same of the resumed life.
-        stall_vs_step: Seconds that a rank waits for one checkpoint, as a share of a learner step. None without one.
+        stall_s: Seconds that a rank waits for one checkpoint, and of a learner step. None if not measured.
     """
 
     share: float
     steps: tuple[int, int]
     start_s: float
     resume_s: float
-    stall_vs_step: float | None
+    stall_s: tuple[float, float] | None
 
     def __str__(self) -> str:
         ended, saved = self.steps
+        stall = (
+            "; a checkpoint takes {:.3f} s of a rank, and a step {:.2f} s".format(*self.stall_s) if self.stall_s else ""
+        )
         return (
             f"{100 * self.share:.2f}% of the tokens kept; ended in step {ended}, continued at step {saved}; first step "
-            f"after {self.start_s:.1f} s, resumed after {self.resume_s:.1f} s"
+            f"after {self.start_s:.1f} s, resumed after {self.resume_s:.1f} s{stall}"
         )
 
 
@@ -156,12 +166,12 @@ def measure(number: signal.Signals, folder: Path, steps: int, overrides: Sequenc
         steps=(metrics[-1]["step"] + 1, saved),
         start_s=start_s,
         resume_s=resume_s,
-        stall_vs_step=stall,
+        stall_s=stall,
     )
 
 
-def _stall(summary: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> float | None:
-    """Seconds of one checkpoint in which a rank waits, as a share of the median time between two steps.
+def _stall(summary: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
+    """Seconds of one checkpoint in which a rank waits, and the median time between two steps.
 
     None if the run recorded no profile.
     """
@@ -169,7 +179,7 @@ def _stall(summary: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> float 
         return None
     idle_s = summary["overlap"]["idle_s"]["learner"].get("checkpoint", 0.0)
     step_s = statistics.median(late - early for early, late in pairwise(one["time_s"] for one in metrics))
-    return idle_s / max(1, len(metrics) // EVERY_STEPS) / step_s
+    return idle_s / max(1, len(metrics) // EVERY_STEPS), step_s
 
 
 async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
@@ -236,7 +246,7 @@ def main() -> int:
     figures = {
         "work_kept_at_sigterm": stopped.share,
         "work_kept_at_sigkill": killed.share,
-        "checkpoint_stall_vs_step": stopped.stall_vs_step,
+        "checkpoint_stall_vs_step": stopped.stall_s and stopped.stall_s[0] / stopped.stall_s[1],
         "resume_to_first_step_vs_start": stopped.resume_s / stopped.start_s,
         "restart_memory_vs_held": memory,
     }

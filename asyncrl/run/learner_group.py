@@ -165,18 +165,20 @@ class LearnerGroup:
         self._scores = {column: self._score(column, plan, unsent) for column in columns}
         step = self._roles["actor"].step(*self._step_arguments("actor", plan))
 
-        async def metrics() -> Mapping[str, float]:
+        async def finish() -> Mapping[str, float]:
             found = await self._after(unsent, step, f"the update of step {plan.version}", kind="update")
-            planned = sum(group.digest for group in plan.groups if group.is_scored) % (1 << DIGEST_BITS)
+            scored = [group for group in plan.groups if group.is_scored]
+            planned = sum(group.digest for group in scored) % (1 << DIGEST_BITS)
             if found["digest"] != planned:
                 raise AccountError(
                     f"the ranks trained step {plan.version} on other tokens than planned: the digest of theirs is "
                     f"{found['digest']:x}, the plan's is {planned:x}; this is a defect of the run; asyncrl audit names "
                     "the groups of its steps, and a resume continues at the newest checkpoint"
                 )
-            return {name: value for name, value in found.items() if name != "digest"}
+            metrics = {name: value for name, value in found.items() if name != "digest"}
+            return metrics | {"witnessed_tokens": sum(group.num_tokens for group in scored)}
 
-        return metrics()
+        return finish()
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """Queue the critic's step on the scores of the last `update`. Returns its metrics; empty without a critic."""

@@ -243,7 +243,7 @@ def test_fused_roles_share_a_process_and_compute_what_separate_pools_do(fused, s
     first, second = fused.steps[0]
     assert first["reward_kl"] != 0
     assert first["critic.value_loss"] > 0
-    assert first["critic.num_tokens"] == 4 * 7
+    assert first["critic.num_tokens"] == first["witnessed_tokens"] == 4 * 7
     assert second["critic.explained_variance"] != first["critic.explained_variance"]
     assert first["loss"] != pytest.approx(second["loss"], abs=1e-5)
 
