@@ -11,6 +11,7 @@ CONSTRAINTS=(--constraint constraints.txt)
 MIN_DRIVER=580       # CUDA 13, from which the wheels of torch 2.13.0 and SGLang are built
 MIN_GLIBC=2.34       # the platform tag of SGLang's wheel
 MIN_CAPABILITY=7.5   # CUDA 13 has no compiler for older GPUs
+NVIDIA_DEVICE=${NVIDIA_DEVICE:-/dev/nvidiactl}  # exists where processes can open NVIDIA GPUs
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
@@ -49,7 +50,13 @@ END
 find_device() { # Sets DEVICE to cuda or cpu. Fails where there is a GPU that the CUDA wheels cannot use.
     local gpu name driver capability glibc failed=0
     DEVICE=cpu
-    command -v nvidia-smi >/dev/null 2>&1 && [ "${NEED_CUDA:-1}" = 1 ] || return 0
+    [ "${NEED_CUDA:-1}" = 1 ] || return 0
+    if ! command -v nvidia-smi >/dev/null 2>&1; then
+        [ -e "$NVIDIA_DEVICE" ] || return 0
+        say "there are NVIDIA GPUs ($NVIDIA_DEVICE exists), and nvidia-smi, which lists them, is not on PATH; install it, or" \
+            "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility; NEED_CUDA=0 installs for the CPU"
+        return 1
+    fi
     if ! gpu=$(nvidia-smi --query-gpu=driver_version,compute_cap,name --format=csv,noheader 2>&1) || [ -z "$gpu" ]; then
         say "nvidia-smi finds no GPU, so this installs for the CPU; it says: ${gpu%%$'\n'*}"
         return 0

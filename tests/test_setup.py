@@ -127,6 +127,13 @@ def test_setup_asks_the_libcuda_that_processes_load(tmp_path, result, version, i
     assert (done.returncode == 0) == is_enough
 
 
+def test_setup_does_not_take_gpus_that_cannot_be_listed_for_none(setup, tmp_path):
+    status, words, calls = setup(NVIDIA_DEVICE=str(tmp_path))
+    assert (status, calls) == (1, "")
+    assert "nvidia-smi, which lists them, is not on PATH" in words
+    assert setup(NVIDIA_DEVICE=str(tmp_path), NEED_CUDA="0")[0] == 0
+
+
 def test_setup_names_everything_that_is_too_old_at_once(setup):
     words = setup(gpu={"DRIVER": "535.1", "CAPABILITY": "7.0", "GLIBC": "2.28"})[1]
     assert all(part in words for part in ("found 535.1", "found 7.0", "found 2.28"))

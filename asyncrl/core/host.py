@@ -34,6 +34,8 @@ WORKER_BYTES = 256 << 20
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """Environment of a process that computes on the CPU."""
 _DRIVER_TIMEOUT_S = 30.0
+_NVIDIA_DEVICE = Path("/dev/nvidiactl")
+"""Exists where processes can open NVIDIA GPUs."""
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # as in malloc.h
@@ -121,9 +123,9 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
 
     Raises:
         DeadlineError: the NVIDIA driver does not answer.
+        ValueError: there are GPUs, and nvidia-smi cannot list them.
     """
-    tool = shutil.which("nvidia-smi")
-    return len(_visible(_listed_uuids(tool), environment)) if tool is not None else 0
+    return len(_visible_uuids(environment))
 
 
 def gpu_memory_bytes(environment: Mapping[str, str] = os.environ) -> int:
@@ -132,14 +134,28 @@ def gpu_memory_bytes(environment: Mapping[str, str] = os.environ) -> int:
     Returns 0 without a GPU, with a MIG instance, or if the driver does not report it. The errors are those of
     `visible_gpus`.
     """
-    tool = shutil.which("nvidia-smi")
-    uuids = _visible(_listed_uuids(tool), environment) if tool is not None else []
+    uuids, tool = _visible_uuids(environment), shutil.which("nvidia-smi")
     if tool is None or not uuids:
         return 0
     listed = _answer(tool, "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits")
     rows = (line.partition(",") for line in listed)
     mib = {uuid.strip(): int(size) for uuid, _, size in rows if size.strip().isdecimal()}
     return min(mib.get(uuid, 0) for uuid in uuids) << 20
+
+
+def _visible_uuids(environment: Mapping[str, str]) -> list[str]:
+    if environment.get("CUDA_VISIBLE_DEVICES") == "":
+        return []
+    tool = shutil.which("nvidia-smi")
+    listed = _listed_uuids(tool) if tool is not None else []
+    if not listed and _NVIDIA_DEVICE.exists():
+        said = f"says {' '.join(_answer(tool, '-L')) or 'nothing'!r}" if tool is not None else "is not on PATH"
+        raise ValueError(
+            f"this machine has NVIDIA GPUs ({_NVIDIA_DEVICE} exists), and nvidia-smi, which lists them, {said}; repair "
+            "the driver, or start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility; an empty "
+            "CUDA_VISIBLE_DEVICES runs without GPUs"
+        )
+    return _visible(listed, environment)
 
 
 def _visible(listed: list[str], environment: Mapping[str, str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -325,6 +326,26 @@ def test_a_machine_without_a_driver_shows_no_gpus(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert visible_gpus() == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (None, "is not on PATH"),
+        ("echo Driver/library version mismatch; exit 18", "says 'Driver/library version mismatch'"),
+    ],
+)
+def test_gpus_that_cannot_be_listed_are_an_error_and_not_a_run_on_the_cpu(monkeypatch, tmp_path, script, said):
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("asyncrl.core.host._NVIDIA_DEVICE", tmp_path)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        visible_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == gpu_memory_bytes() == 0
 
 
 def test_a_hanging_driver_is_an_error_with_tool_and_deadline(monkeypatch, tmp_path, capsys):
