@@ -69,7 +69,8 @@ def test_the_metrics_page_and_the_code_have_the_same_metrics():
     assert {
         name for name in documented - of_episodes if not name.startswith(("learner.", "reward.", "alarm.", "source."))
     } <= own
-    source = "\n".join(path.read_text() for path in (ROOT / "learner").glob("*.py"))
+    files = [*(ROOT / "learner").glob("*.py"), ROOT / "asyncrl/run/learner_group.py"]
+    source = "\n".join(path.read_text() for path in files)
     ends = {name.rpartition(".")[2] for name in documented if name.startswith("learner.")}
     ends -= {f"{mode}_device_bytes_{when}" for mode in ("rollout", "trainer") for when in ("before", "after")}
     assert [name for name in sorted(ends) if f'"{name}"' not in source] == []
