@@ -4,8 +4,9 @@ import json
 from collections import Counter
 
 from asyncrl.data import DataConfig, PromptStream
-from asyncrl.run.resume import RepeatedPrompts, RunState
+from asyncrl.run.resume import RepeatedPrompts, Resumed, RunState, take_up
 from buffer import Durability
+from learner.checkpoint_folder import checkpoint_path, part_of
 from tests.asyncrl.test_resume import Letters
 from tests.support.buffer_groups import AnyRole, rollout, running
 
@@ -66,3 +67,51 @@ async def test_a_curriculum_continues_from_the_state_of_a_checkpoint_with_the_sa
         return list(prompts.state()["chosen"])
 
     assert await lives("many", restarts=True) == await lives("one", restarts=False)
+
+
+async def test_a_curriculum_whose_groups_train_twice_continues_from_a_checkpoint_as_if_it_had_not_ended(tmp_path):
+    """The ledger's part and the state of the sampler are saved between a plan and its commit, as a run does."""
+    options = {"groups_per_step": SIZE, "max_lag": 2, "max_uses": 2, "filters": ["equal_rewards"]}
+
+    async def step_of(client: AnyRole, prompts: RepeatedPrompts, step: int) -> list[tuple[int, int]]:
+        """Generate what the step lacks, one group at a time, and plan it; returns groups and their earlier uses."""
+        while (await client.stats()).groups["stored"] < SIZE:
+            prompts.note(await client.enqueue(prompts.take(1), wants_outcomes=True))
+            for lease in await client.lease(step, 1):
+                await client.put(rollout(lease, rewards=REWARDS[lease.prompt.ground_truth]))
+        return [(group.group_id, group.num_uses) for group in (await client.plan(step)).groups]
+
+    async def lives(*ends: int) -> tuple[list[list[tuple[int, int]]], dict, dict]:
+        """Live until each of these steps, and continue from a checkpoint there."""
+        planned, resumed, account = [], None, {}
+        for life, end in enumerate(ends):
+            prompts = RepeatedPrompts(stream_of(tmp_path, "difficulty"), resumed and resumed.state)
+            begin = {"checkpoint": str(resumed.buffer_part)} if resumed else {}
+            async with running(**options, **begin) as run:
+                client = run.client()
+                if resumed:
+                    resumed = await take_up(client, resumed)
+                    prompts.repeat_unfinished(await client.finished())
+                for step in range(len(planned), end):
+                    planned.append(await step_of(client, prompts, step))
+                    if step == end - 1:
+                        folder = checkpoint_path(tmp_path / f"life-{len(ends)}-{life}", end)
+                        await client.checkpoint(part_of(folder, "buffer"), end, key=str(end))
+                        prompts.note(await client.enqueue((), wants_outcomes=True))
+                        generated = (await client.stats()).num_tokens
+                        state = {"prompts": prompts.state(), "tokens_generated": generated, "lineage": "one"}
+                        values = RunState(version=end, key=str(end), **state).to_dict()
+                        resumed = Resumed(checkpoint=folder, state=RunState.from_dict(json.loads(json.dumps(values))))
+                    await client.commit(step)
+                stats = await client.stats()
+                account = {
+                    name: getattr(stats, name)
+                    for name in ("num_tokens", "tokens_trained", "tokens_reused", "tokens_dropped", "tokens_buffered")
+                } | {"lags": stats.lag_histogram, "groups_reused": stats.groups_reused}
+        return planned, account, dict(resumed.state.prompts)
+
+    planned, account, sampler = await lives(13)
+    assert account["groups_reused"] > 0
+    assert account["tokens_dropped"], "filters dropped groups"
+    assert any(uses for step in (4, 9) for _, uses in planned[step]), "a checkpoint below holds used groups"
+    assert await lives(4, 9, 13) == (planned, account, sampler)
