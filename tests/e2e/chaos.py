@@ -173,9 +173,7 @@ class Lineage:
         if self.seed % 2:  # all lives share a folder of checkpoints; otherwise each has its own
             self._options.append(f"checkpoint.directory={self.disk / 'checkpoints'}")
         self._command = [*self._options, "checkpoint.resume=never"]
-        self._stopped: list[tuple[float, psutil.Process]] = []
         self._newest_step, self._step_s = -1, time.monotonic()
-        self._filled_until_s = 0.0
         self.run: RunningTraining
 
     def through(self, duration_s: float, sglang_share: float) -> RunningTraining:
@@ -196,16 +194,16 @@ class Lineage:
         return self._last_life()
 
     def _last_life(self) -> RunningTraining:
-        self._watch(0.0, until=lambda: not self._stopped and not self._filled_until_s)
+        """Stop the current life, and let one more make 20 steps."""
         if self.run.process.poll() is None:
             self.run.process.send_signal(signal.SIGTERM)
             self._note("stop, after the last event")
-        self._watch(SILENCE_S, until=lambda: False)
+        self._watch(SILENCE_S)
         self._end()
         checkpoint = self.checkpoint()
         assert checkpoint is not None
         self._begin("transformers", f"total_steps={int(checkpoint.name[1:]) + 20}")
-        self._watch(NO_STEP_S, until=lambda: False)
+        self._watch(NO_STEP_S)
         self._end(is_last=True)
         assert self.run.process.returncode == 0, self._tail()
         return self.run
@@ -231,8 +229,9 @@ class Lineage:
                     self._signal(part, signal.SIGKILL, event.share)
             case "stall":
                 if (process := self._signal(event.parts[0], signal.SIGSTOP, event.share)) is not None:
-                    self._stopped.append((time.monotonic() + event.length_s, process))
                     self._watch(event.length_s)
+                    with suppress(psutil.NoSuchProcess):  # its supervisor has replaced it
+                        process.send_signal(signal.SIGCONT)
             case "stop":
                 self._stop(event)
             case "checkpoint":
@@ -296,7 +295,6 @@ class Lineage:
         free = os.statvfs(self.disk)
         with filler.open("wb") as file, suppress(OSError):  # the run takes some of it meanwhile
             os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
-        self._filled_until_s = time.monotonic() + event.length_s
         self._watch(event.length_s)
         if event.stays and self.run.process.poll() is not None:
             self._end()
@@ -305,28 +303,14 @@ class Lineage:
             assert self.run.process.poll() not in (None, 0), "a run must not train on a full disk"
             self.counts["refused on a full disk"] += 1
         filler.unlink()
-        self._filled_until_s = 0.0
 
     def _watch(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Pass ``seconds``, or less if the life ends: continue stopped processes and look for a stand-still."""
+        """Pass ``seconds``, or less if the life ends or ``until`` is true, and look for a stand-still."""
         end_s = time.monotonic() + seconds
-        while True:
-            self._look()
-            now_s = time.monotonic()
-            ended = self.run.process.poll() is not None
-            if (ended or now_s >= end_s or until()) and not self._resume_stopped(everything=ended):
-                return
+        self._look()
+        while self.run.process.poll() is None and time.monotonic() < end_s and not until():
             time.sleep(0.2)
-
-    def _resume_stopped(self, *, everything: bool) -> bool:
-        """Continue processes whose stall is over. Returns whether a stall still goes on."""
-        now_s = time.monotonic()
-        for until_s, process in list(self._stopped):
-            if everything or until_s <= now_s:
-                self._stopped.remove((until_s, process))
-                with suppress(psutil.NoSuchProcess):  # its supervisor has replaced it
-                    process.send_signal(signal.SIGCONT)
-        return bool(self._stopped)
+            self._look()
 
     def _look(self) -> None:
         """Read the output and the steps; fail if neither has changed for too long."""
@@ -349,7 +333,6 @@ class Lineage:
 
     def _end(self, *, is_last: bool = False) -> None:
         """Check how the life has ended, and take the command that continues it."""
-        self._resume_stopped(everything=True)
         limit_s = SAVE_TIMEOUT_S + STOP_TIMEOUT_S + 15.0 if "supervisor" in self._killed_by_us else 5.0
         deadline_s = time.monotonic() + limit_s
         while (left := self._processes()) and time.monotonic() < deadline_s:

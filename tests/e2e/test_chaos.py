@@ -29,7 +29,7 @@ DURATION_S = float(os.environ.get("ASYNCRL_CHAOS_S", 3600))
 SEED = int(os.environ.get("ASYNCRL_FAULT_SEED", random.randrange(10**6)))
 SGLANG_SHARE = float(os.environ.get("ASYNCRL_CHAOS_SGLANG", 0.1))
 DISK_MB = 4096
-SHORT_SEED, SHORT_S = 7, 60.0
+SHORT_SEED, SHORT_S = 16771, 75.0
 
 pytestmark = [
     pytest.mark.e2e,

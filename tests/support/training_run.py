@@ -139,7 +139,9 @@ class RunningTraining(ProcessOutput):
     @property
     def num_steps(self) -> int:
         """Number of steps that were made and not lost."""
-        return self.records[-1]["step"] + 1 if self.records else 0
+        path = self.run_dir / "metrics.jsonl"
+        whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
+        return json.loads(whole.rpartition("\n")[2])["step"] + 1 if whole else 0
 
     def survivors(self, timeout_s: float = 5.0) -> list[str]:
         """Processes that still run after the end of the run."""
