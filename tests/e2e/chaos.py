@@ -177,10 +177,10 @@ class Lineage:
         self.run: RunningTraining
 
     def through(self, duration_s: float, sglang_share: float) -> RunningTraining:
-        """Inject events for ``duration_s``, resume after each end, then let the last life make its last steps."""
-        end_s = time.monotonic() + duration_s
+        """Inject events for ``duration_s`` from the first checkpoint on, resume after each end, and end in order."""
         self._begin("transformers")
         self._await(lambda: bool(self.checkpoint()), "the first checkpoint", 240.0)
+        end_s = time.monotonic() + duration_s
         while time.monotonic() < end_s:
             event = next(self._events)
             if event.in_training:
