@@ -240,10 +240,8 @@ class CheckpointRequests:
             stores.append(asyncio.ensure_future(link.call(save)))
         await asyncio.sleep(0)  # the requests are sent
         values = {"lineage": self._lineage, "key": checkpoint.key, "owner": self._owner}
-        frames = [held for held in self._store.frames() if held[2]]  # the stores have the others
-        own = await self._writer.write(
-            folder / LEDGER_PART, values=values, snapshot=self._ledger.snapshot(), frames=frames
-        )
+        snapshot, frames = self._ledger.snapshot(), self._store.frames()
+        own = await self._writer.write(folder / LEDGER_PART, values=values, snapshot=snapshot, frames=frames)
         parts = await asyncio.gather(*map(_without_failure, stores))
         return Checkpointed(
             num_groups=own.num_groups + sum(part.num_groups for part in parts),

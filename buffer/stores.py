@@ -103,9 +103,11 @@ class PayloadStore:
         return self.payloads.get(group_id)
 
     def frames(self) -> Iterator[tuple[str, int, Frames]]:
-        """Kind, group id and frames of all held data, for a journal."""
-        prompts = (("prompt", self.prompts), ("prompt", self._stored_prompts))
-        for kind, table in (*prompts, ("progress", self.prefixes), ("payload", self.payloads)):
+        """Kind, group id and frames of all data that this server holds, for a journal."""
+        tables = [("prompt", self.prompts), ("prompt", self._stored_prompts), ("progress", self.prefixes)]
+        if not self.is_elsewhere:
+            tables.append(("payload", self.payloads))
+        for kind, table in tables:
             for group_id, frames in table:
                 yield kind, group_id, frames
 

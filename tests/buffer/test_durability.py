@@ -512,6 +512,35 @@ async def test_the_files_stay_small_while_groups_come_and_go_and_a_restart_finds
         assert [lease.prompt.group_id for lease in await client.lease(40, 1)] == [82]
 
 
+@pytest.mark.parametrize("num_store_servers", [0, 2])
+async def test_a_journal_is_compacted_while_groups_are_stored_wherever_their_frames_are(
+    tmp_path: Path, monkeypatch, num_store_servers: int
+):
+    monkeypatch.setattr(journal, "_COMPACT_BYTES", 0)
+    options = {"durability": Durability.disk, "directory": str(tmp_path), "num_store_servers": num_store_servers}
+    async with running(groups_per_step=2, max_lag=2, **options) as run:
+        client = run.client()
+        await client.enqueue([prompt(0), prompt(1)])
+        for version in range(30):
+            await client.enqueue([prompt(2 * version + i) for i in (2, 3)])
+            for lease in await client.lease(version, 2 + 2 * (version == 0)):
+                await client.put(rollout(lease))
+            await client.plan(version)
+            await client.commit(version)
+            retiring = run.server._service._journal._retiring
+            if retiring is not None:
+                await asyncio.to_thread(retiring.join)
+        before = await client.stats()
+    assert max(journal.numbers_of(tmp_path / "journal")) > 4, "it was compacted while the buffer held groups"
+    assert before.groups["stored"] == 2
+    async with running(groups_per_step=2, max_lag=2, **options) as run:
+        client = run.client()
+        assert await client.stats() == before
+        plan = await client.plan(30)
+        fetched = await client.fetch([group.group_id for group in plan.groups])
+        assert [group.summary for group in fetched] == list(plan.groups)
+
+
 def test_a_reference_to_frames_that_were_lost_never_finds_others(tmp_path: Path):
     first = Journal(tmp_path / "journal")
     first.note({("payload", 1): 1})  # its frames were lost
