@@ -87,7 +87,7 @@ class Event:
         in_training: Whether the pause begins with the first step of the life, instead of now.
         pause_s: Pause before the event.
         length_s: Length of a stall or of a full disk, or from SIGTERM to the kill.
-        stays: Whether the disk stays full until the life has ended and another one has been refused.
+        stays: Whether the disk is still full when the next life begins.
     """
 
     kind: str
@@ -290,18 +290,16 @@ class Lineage:
             self._note(f"… refused: {error}")
 
     def _fill(self, event: Event) -> None:
-        """Fill the disk; free it after a while, or after the life has ended and another one has been refused."""
+        """Fill the disk for a while; perhaps another life begins on the full disk."""
         filler = self.disk / FILLER
-        free = os.statvfs(self.disk)
-        with filler.open("wb") as file, suppress(OSError):  # the run takes some of it meanwhile
-            os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
+        _take_all_space(filler)
         self._watch(event.length_s)
         if event.stays and self.run.process.poll() is not None:
             self._end()
+            self._note("… and the disk stays full")
+            _take_all_space(filler)  # the end has freed some
             self._begin("transformers")
-            self._watch(SILENCE_S)
-            assert self.run.process.poll() not in (None, 0), "a run must not train on a full disk"
-            self.counts["refused on a full disk"] += 1
+            self._watch(2 * event.length_s)
         filler.unlink()
 
     def _watch(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
@@ -340,7 +338,8 @@ class Lineage:
         assert not left, f"{[_words_of(process)[:200] for process in left]} outlived their run:\n{self._tail()}"
         status = self.run.finish(10)
         self._look()
-        words = self.run.lines[-1] if self.run.lines else "no output"
+        last = [line for line in self.run.lines if line.startswith("error: ")] or self.run.lines  # Ray prints after it
+        words = last[-1] if last else "no output"
         self._note(f"life {self.counts['lives'] - 1} ended with status {status}: {words[:300]}")
         self.counts[f"status {status}"] += 1
         if "supervisor" in self._killed_by_us:
@@ -348,10 +347,10 @@ class Lineage:
         elif status == -signal.SIGTERM:
             assert not self.run.lines, self._tail()  # before Python could handle it
         elif status == 128 + signal.SIGTERM:
-            assert "stopped by SIGTERM" in words, self._tail()
+            assert any("stopped by SIGTERM" in line for line in self.run.lines[-60:]), self._tail()
         elif not is_last or status != 0:
             assert status == 1, self._tail()
-            assert words.startswith("error: "), self._tail()
+            assert any(line.startswith("error: ") for line in self.run.lines[-60:]), self._tail()
         if status != -signal.SIGKILL:
             assert [path.name for path in self.run.scratch.glob("asyncrl-*")] == []
         self._command = self._continued()
@@ -392,6 +391,13 @@ class Lineage:
 
     def _tail(self) -> str:
         return "\n".join(self.run.lines[-40:])
+
+
+def _take_all_space(filler: Path) -> None:
+    """Let a file take all free space of its disk."""
+    free = os.statvfs(filler.parent)
+    with filler.open("ab") as file, suppress(OSError):  # the run takes some of it meanwhile
+        os.posix_fallocate(file.fileno(), file.tell(), free.f_bavail * free.f_frsize)
 
 
 def _words_of(process: psutil.Process) -> str:
