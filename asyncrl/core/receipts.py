@@ -7,6 +7,7 @@ another one (`asyncrl.run.audit`).
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -29,13 +30,15 @@ class Act(StrEnum):
     """What a line tells, and its writer.
 
     ``published``: learner rank 0 offers a version, with the digest of its manifest. ``loaded``: an engine has compared
-    every byte of a version with that manifest. ``sampled``: an engine stores the tokens of a group so far. ``trained``:
-    a data-parallel rank has made its share of a step. ``committed``: the controller counts a step as made.
+    every byte of a version with that manifest. ``sampled``: an engine stores the tokens of a group so far. ``planned``:
+    the controller gives a batch to the ranks. ``trained``: a data-parallel rank has made its share of a step.
+    ``committed``: the controller counts a step as made.
     """
 
     published = "published"
     loaded = "loaded"
     sampled = "sampled"
+    planned = "planned"
     trained = "trained"
     committed = "committed"
 
@@ -66,7 +69,9 @@ def note(act: Act, **values: Any) -> None:
         with _lock:
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                os.write(descriptor, line)
+                if (written := os.write(descriptor, line)) < len(line):  # the disk is full; leave no part of a line
+                    os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(descriptor)
     except OSError as error:

@@ -1,8 +1,8 @@
 """The audit of a run: the receipts of all its lives, each act compared with those of other processes.
 
 The way of a trained token is: engine and version that sampled it (`sampled`), the digest of the weights that this
-engine verified (`loaded`) and the learner published, the group that the controller planned (`committed`), and the step
-in which a learner rank trained on it (`trained`); the names are those of `asyncrl.core.receipts.Act`.
+engine verified (`loaded`) and the learner published, the group that the controller planned (`planned`, `committed`),
+and the step in which a learner rank trained on it (`trained`); the names are those of `asyncrl.core.receipts.Act`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ class LifeReceipts:
         loaded: Digests that an engine verified, by engine and version.
         sampled: Receipts of engines, by group.
         trained: Receipts of a step by data-parallel rank; a repeated step replaces its receipts.
-        committed: Receipts of the controller, by step.
+        committed: The planned batches of the steps that were made. A step also counts if a later one was committed, or
+            if the next life continues a checkpoint after it: the controller was killed before it noted the commit.
     """
 
     def __init__(self, folder: Path, began_at: int = 0) -> None:
@@ -67,6 +69,7 @@ class LifeReceipts:
         self.sampled: dict[int, list[Line]] = defaultdict(list)
         self.trained: dict[int, dict[int, Line]] = defaultdict(dict)
         self.committed: dict[int, Line] = {}
+        self._planned: dict[int, Line] = {}
         for line in _lines(sorted((folder / FOLDER).glob("*.jsonl"))):
             self._take(line)
 
@@ -80,9 +83,19 @@ class LifeReceipts:
                 self.sampled[line["group"]].append(line)
             case Act.trained:
                 self.trained[line["step"]][line["rank"]] = line
-            case Act.committed:  # a learner that went back makes its later steps again
-                self.committed = {step: own for step, own in self.committed.items() if step < line["step"]}
-                self.committed[line["step"]] = line
+            case Act.planned:  # a learner that went back plans its later steps again
+                self._planned = {step: own for step, own in self._planned.items() if step < line["step"]}
+                self._planned[line["step"]] = line
+            case Act.committed:
+                step = line["step"]
+                self.committed = {made: own for made, own in self.committed.items() if made < step}
+                self.commit_before(step)
+                self.committed[step] = self._planned.pop(step, {"groups": []})
+
+    def commit_before(self, step: int) -> None:
+        """Count the planned steps before ``step`` as made."""
+        for made in [made for made in self._planned if made < step]:
+            self.committed[made] = self._planned.pop(made)
 
     @cached_property
     def max_lag(self) -> int:
@@ -166,6 +179,8 @@ def audit(lives: Sequence[Life]) -> Audit:
                 f"{one.folder / FOLDER} must hold the receipts of the life, and does not exist; the life made no step, "
                 "or an earlier version of asyncrl ran it"
             )
+    for one, after in pairwise(own):
+        one.commit_before(after.began_at)
     kept: dict[int, LifeReceipts] = {}
     for one in own:
         kept = {step: life for step, life in kept.items() if step < one.began_at}

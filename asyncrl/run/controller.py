@@ -336,6 +336,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 await self._steps.put(lost)
                 return
             self._queued_version = version + 1
+            self._reporter.planned(plan)
             is_published = (version + 1) % self._publish_every == 0 or version + 1 == self._versions.stop
             step = _QueuedStep(
                 plan=plan,
@@ -427,6 +428,7 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
             await self._learner.trainer_mode()
             plan = await self._learner.scored(plan)
             self._queued_version = version + 1
+            self._reporter.planned(plan)
             with record.span(record.SpanKind.dispatched, lane="/complete", step=version):
                 metrics = await self._learner.update(plan)
                 metrics = {**metrics, **await self._learner.update_critic(plan)}

@@ -106,6 +106,10 @@ class Reporter:
         self._step_span.close()
         self.engine_version = version
 
+    def planned(self, plan: Plan) -> None:
+        """Note the batch of a step before the ranks train on it: a checkpoint may be complete before the commit."""
+        receipts.note(receipts.Act.planned, step=plan.version, groups=[_planned(group) for group in plan.groups])
+
     def published(self, version: int, took_s: float) -> None:
         """Record that every engine serves ``version``, ``took_s`` seconds after the start of its publish."""
         self.engine_version = version
@@ -125,7 +129,7 @@ class Reporter:
         """
         self._step_span.close()
         self._step_span = record.span(record.SpanKind.step, step=plan.version + 1)
-        receipts.note(receipts.Act.committed, step=plan.version, groups=[_planned(group) for group in plan.groups])
+        receipts.note(receipts.Act.committed, step=plan.version)
         record.cpu()
         now_s = time.time()
         elapsed_s = now_s - self._last_record_s

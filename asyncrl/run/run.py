@@ -324,5 +324,8 @@ class Run:
         except ValueError as error:
             self._view.say(f"the metrics begin at step {resumed.state.version}: {error}")
             return
+        known = {record.step for record in history.steps}
+        if lost := sorted({*range(min(known, default=0), resumed.state.version)} - known):
+            self._view.say(f"the metrics lack the steps {lost}: their life was killed before it wrote them")
         writer.go_on(history.steps, history.evaluations)
         self._watching.go_on(history)

@@ -62,7 +62,8 @@ def write_life(folder, steps, *, resumed=None, before=()):
             note(Act.trained, step=step, rank=rank, groups=trained_on(group, step, (rank,)))
         summary = group.summary
         planned = {"group": group.group_id, "attempt": group.attempt, "tokens": 8, "digest": summary.digest}
-        note(Act.committed, step=step, groups=[planned | {"is_scored": True}])
+        note(Act.planned, step=step, groups=[planned | {"is_scored": True}])
+        note(Act.committed, step=step)
     receipts.stop()
     all_steps = {**dict(before), **steps}
     lines = [{"step": step, "learner.num_tokens": 8.0} for step in sorted(all_steps)]
@@ -125,7 +126,8 @@ def test_a_rank_that_trains_on_other_tokens_than_planned_is_found_by_step_and_gr
     [
         (Act.trained, {"step": 3, "rank": 1}, {"groups": []}, "group 3: what the ranks trained on must be"),
         (Act.trained, {"step": 2, "rank": 0}, {"step": 9}, "group 2: what the ranks trained on must be"),
-        (Act.committed, {"step": 3}, {"step": 4}, "step 3: the step must be on record, got no receipt"),
+        (Act.planned, {"step": 3}, {"step": 4}, "group 3: what the ranks trained on must be None"),
+        (Act.committed, {"step": 3}, {"step": 5}, "step 4: the step must be on record, got no receipt"),
         (Act.loaded, {"engine": "engine-0", "version": 3}, {"digest": "d0"}, "the digest of version 3 that engine-0"),
         (Act.loaded, {"engine": "engine-1", "version": 1}, {"version": 9}, "the digest of version 1 that engine-1"),
         (Act.published, {"version": 3}, {"digest": "dx"}, "must be ['dx'], got ['d3']"),
@@ -155,6 +157,31 @@ def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, cap
     assert "the digest of version 2 that engine-0 of life 1b verified" in capsys.readouterr().out
 
 
+def test_a_step_in_a_checkpoint_counts_though_its_controller_was_killed_before_it_noted_the_commit(run, capsys):
+    for life, step in ((run.parent / "1", 1), (run, 2)):  # before the next life, and before a later commit
+        path = life / "receipts" / "all.jsonl"
+        lines = path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if json.loads(line) != {"act": Act.committed, "step": step}]
+        assert len(kept) == len(lines) - 1
+        path.write_text("".join(kept))
+    assert main([str(run)]) == 0, capsys.readouterr().out
+    assert "4 steps and 32 tokens" in capsys.readouterr().out
+
+
+def test_a_receipt_that_does_not_fit_on_the_disk_leaves_no_part_of_its_line(tmp_path, monkeypatch, caplog):
+    receipts.start(tmp_path, "all")
+    note(Act.committed, step=0)
+    with monkeypatch.context() as patch:
+        write = receipts.os.write
+        patch.setattr(receipts.os, "write", lambda descriptor, line: write(descriptor, line[:9]))
+        note(Act.committed, step=1)
+    note(Act.committed, step=2)
+    receipts.stop()
+    lines = (tmp_path / "receipts" / "all.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 2]
+    assert "is not written to" in caplog.text
+
+
 def test_a_token_beyond_the_bound_is_found(run, capsys):
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("max_lag: 2", "max_lag: 0"))
@@ -179,9 +206,9 @@ def test_a_prompt_that_two_steps_consumed_is_found(run, capsys):
     line = next(
         json.loads(line)
         for line in (run.parent / "1" / "receipts" / "all.jsonl").read_text().splitlines()
-        if json.loads(line)["act"] == Act.committed
+        if json.loads(line)["act"] == Act.planned
     )
-    change(run, Act.committed, {"step": 3}, groups=line["groups"])
+    change(run, Act.planned, {"step": 3}, groups=line["groups"])
     assert main([str(run)]) == 1
     assert "step 3, group 0: the steps that consumed the prompt must be [0], got [0, 3]" in capsys.readouterr().out
 
@@ -189,7 +216,7 @@ def test_a_prompt_that_two_steps_consumed_is_found(run, capsys):
 def test_a_further_use_of_a_group_is_right_up_to_max_uses_and_with_the_same_tokens(run, capsys):
     group = group_of(2, [1, 1, 2, 2], attempt=1)
     again = {"group": 2, "attempt": 1, "tokens": 8, "digest": group.summary.digest, "is_scored": True, "use": 1}
-    change(run, Act.committed, {"step": 3}, groups=[again])
+    change(run, Act.planned, {"step": 3}, groups=[again])
     for rank in range(2):
         change(run, Act.trained, {"step": 3, "rank": rank}, groups=trained_on(group, 3, (rank,)))
     summary = json.loads((run / "summary.json").read_text())
@@ -202,7 +229,7 @@ def test_a_further_use_of_a_group_is_right_up_to_max_uses_and_with_the_same_toke
     config.write_text(config.read_text().replace("max_uses: 1", "max_uses: 2"))
     assert main([str(run)]) == 0, capsys.readouterr().out
     assert "29 tokens generated, 24 trained, 8 reused" in capsys.readouterr().out
-    change(run, Act.committed, {"step": 3}, groups=[again | {"use": 0}])
+    change(run, Act.planned, {"step": 3}, groups=[again | {"use": 0}])
     assert main([str(run)]) == 1
     assert "the steps that consumed the prompt must be [2], got [2, 3]" in capsys.readouterr().out
 
