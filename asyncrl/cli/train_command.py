@@ -158,14 +158,14 @@ async def _until_done_or_stopped(
                 _give_up(last_words, run_dir, EXIT_FAILED)
             give_up_after(timeout_s, lambda: _give_up(f"{last_words} ({too_long})", run_dir, EXIT_FAILED))
 
-    def results() -> str:
+    def results(note: str = "") -> str:
         names = ("policy", "summary.json", "reward.png", "checkpoints", "logs")
         found = [name for name in names if (run_dir / name).exists()]
         written = f"{', '.join(found)} in {run_dir}" if found else "nothing was started"
-        return "; ".join(filter(None, (written, how_to_continue(config, run_dir, overrides))))
+        return "; ".join(filter(None, (written + note, how_to_continue(config, run_dir, overrides))))
 
     def give_up() -> None:
-        _give_up(f"stopped by {stopping.cause}; {results()} ({too_long})", run_dir, stopping.status)
+        _give_up(f"stopped by {stopping.cause}; {results(f' ({too_long})')}", run_dir, stopping.status)
 
     def time_to_stop_s() -> float:
         return timeout_s + config.save_timeout_s * has_begun_training(run_dir)

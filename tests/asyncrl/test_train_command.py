@@ -149,6 +149,16 @@ def test_a_second_signal_kills_a_run_without_its_supervisor(start):
     controller.wait(60)
 
 
+def test_a_run_that_does_not_stop_in_time_names_a_command_that_can_be_copied(start):
+    save = 'from tests.support.checkpoints import save\nsave(run_dir / "checkpoints", 4)\n'
+    command = start(save + READY.format(seconds=3600), "stop_timeout_s=0.5")
+    command.line_with("ready")
+    command.process.send_signal(signal.SIGTERM)
+    last = command.end()[1].splitlines()[-1]
+    assert "stopping took longer than stop_timeout_s" in last
+    assert last.endswith("/checkpoints/v00000004")
+
+
 def test_a_run_without_its_supervisor_gives_up_at_the_stop_deadline(start):
     command = start(READY.format(seconds=3600), "stop_timeout_s=0.5")
     controller = psutil.Process(int(command.line_with("ready").split()[1]))
