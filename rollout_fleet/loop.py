@@ -140,8 +140,7 @@ class RolloutLoop:
         Raises `AsyncRLError` if the engine or the buffer fails, after all leases are released as far as the buffer
         still answers.
         """
-        if self._state is LoopState.stopping:  # the loop was stopped before it ran
-            self._state = LoopState.ended
+        if self._state is LoopState.ended:  # the loop was stopped before it ran
             return self.counters()
         self._state = LoopState.running
         leasing = self._spawn(self._keep_leasing)
@@ -176,12 +175,10 @@ class RolloutLoop:
 
     async def stop(self) -> FleetCounters:
         """End `run`. Returns the counters when all leases are released. May be called again, or before `run`."""
-        never_ran = self._state is LoopState.idle
         if self._state in (LoopState.idle, LoopState.running):
-            self._state = LoopState.stopping
+            self._state = LoopState.ended if self._state is LoopState.idle else LoopState.stopping
             await self._notify()
-        if not never_ran:
-            await self._until(lambda: self._state is LoopState.ended)
+        await self._until(lambda: self._state is LoopState.ended)
         return self.counters()
 
     async def load_next(self, after: int, *, keeps_on: bool = False) -> None:

@@ -42,6 +42,19 @@ async def test_every_leased_group_is_generated_scored_and_stored(make_buffer):
     assert counters.tokens_in_flight == 0
 
 
+async def test_a_loop_that_is_stopped_before_it_runs_may_be_stopped_again_and_never_runs(make_buffer):
+    """A worker that comes back while its run stops: the checkpoint, the account and the end stop its loop."""
+    engine, buffer = ScriptedEngine(), make_buffer(4)
+    await engine.start()
+    await engine.load_weights(bare_offer(0))
+    loop = make_loop(buffer, engine)
+    for _ in range(3):
+        assert (await asyncio.wait_for(loop.stop(), 5)).tokens_generated == 0
+    await asyncio.wait_for(loop.wait_ended(), 5)
+    assert (await asyncio.wait_for(loop.run(), 5)).tokens_generated == 0
+    await engine.stop()
+
+
 async def test_a_data_source_has_its_own_length_limit_and_names_its_groups(make_buffer):
     buffer, sources = make_buffer(4), []
     for group_id, prompt in buffer._prompts.items():
