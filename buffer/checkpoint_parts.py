@@ -21,10 +21,10 @@ from asyncrl.core.errors import AsyncRLError, ReplayBufferError
 from . import commands
 from .commands import Answer, Checkpointed
 from .encoding import Message
+from .frames import in_memory, size_of
 from .journal import AppendOnlyFile, Begin, Head, Journal, Recovered, Reference, read_contents
 from .records import Frames
 from .store_links import StoreLinks
-from .stores import size_of
 from .waiting import Collaborators, HeldRequests
 
 logger = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ class PartWriter:
     ) -> Awaitable[Checkpointed]:
         """Begin to write a part: its files are ``PATH.N.log`` and so on. The result comes when they are on the disk.
 
-        ``frames`` are kind, group id and frames of everything held. They must not change, and are in memory until they
-        are written. The result raises `ReplayBufferError` if the disk is full.
+        ``frames`` are kind, group id and frames of everything held. They must not change, and are kept until they are
+        written. The result raises `ReplayBufferError` if the disk is full.
         """
         held = list(frames)
         number, references = self._linked(path)
@@ -98,7 +98,12 @@ def _write_part(
     try:
         log, frames = (AppendOnlyFile(Path(f"{path}.{number}.{kind}")) for kind in ("log", "frames"))
         try:
-            for place, parts in copied:
+            for place, held in copied:
+                try:
+                    parts = in_memory(held)
+                except OSError as error:  # a resumed run generates the group again
+                    logger.error("the checkpoint's part %s lacks the frames of a group: %s", path, error)
+                    continue
                 frames.append([(Head(references=(("", 0, place, tuple(map(len, parts))),)), parts)])
             log.append([(begin, ())])
         finally:

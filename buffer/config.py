@@ -36,6 +36,7 @@ _MAY_BE_ZERO = {
     "max_lag": "use 0 for synchronous training",
     "max_filtered_steps": "0 sets no limit",
     "num_store_servers": "0 stores trajectories in the ledger's server",
+    "max_memory_bytes": "0 sets no limit below buffer.max_stored_bytes",
     "restarts": "0 ends the run when a server dies",
     "max_worker_deaths": "0 drops no group",
 }
@@ -61,6 +62,9 @@ class BufferConfig:
             gone. Its groups are then leased to other workers, even if its leases have not expired.
         max_stored_bytes: Bound on trajectories and saved prefixes, in bytes per server. A full server refuses leases
             until a batch leaves; it does not drop stored groups.
+        max_memory_bytes: Bound on the part of ``max_stored_bytes`` that a server holds in memory; 0 sets none. Payloads
+            that do not fit stay in the files of the journal, and are read when the learner fetches them. This needs
+            ``durability=disk``.
         max_prompt_bytes: Bound on prompts, in bytes, from before they are queued until their groups are stored.
             Enqueueing waits at this bound. A stored group contains its prompt and counts against ``max_stored_bytes``.
         request_timeout_s: Deadline of a client's call, and how long the server may hold a call before it answers.
@@ -115,6 +119,7 @@ class BufferConfig:
     queue_size: int = 256
     heartbeat_s: float = 5.0
     max_stored_bytes: int = 2 * 1024**3
+    max_memory_bytes: int = 0
     max_prompt_bytes: int = 256 * 1024**2
     request_timeout_s: float = 30.0
     filters: list[str] = field(default_factory=list)
@@ -149,13 +154,7 @@ class BufferConfig:
             if getattr(self, name) <= 0:
                 raise ValueError(f"buffer.{name} must be > 0, got {getattr(self, name)}; see buffer/config.py")
         StalenessRule(max_lag=self.max_lag, groups_per_step=1, max_uses=self.max_uses)
-        if self.durability == Durability.disk and not self.directory:
-            raise ValueError("buffer.durability=disk needs buffer.directory, got ''; name a directory on a local disk")
-        if self.stores_on is StoresOn.hosts and self.num_store_servers:
-            raise ValueError(
-                "buffer.num_store_servers must be 0 with buffer.stores_on=hosts, got "
-                f"{self.num_store_servers}; leave one of the two options out"
-            )
+        self._check_stores()
         if self.host in _EVERY_ADDRESS and not self.advertised_host:
             raise ValueError(
                 f"clients cannot connect to buffer.host={self.host}; set buffer.advertised_host, or buffer.host, to an "
@@ -166,6 +165,20 @@ class BufferConfig:
         for name in ("port", "bulk_port"):
             if not 0 <= getattr(self, name) < 65536:
                 raise ValueError(f"buffer.{name} must be in 0..65535, got {getattr(self, name)}; 0 takes a free port")
+
+    def _check_stores(self) -> None:
+        if self.durability == Durability.disk and not self.directory:
+            raise ValueError("buffer.durability=disk needs buffer.directory, got ''; name a directory on a local disk")
+        if self.max_memory_bytes and self.durability != Durability.disk:
+            raise ValueError(
+                f"buffer.max_memory_bytes={self.max_memory_bytes} needs buffer.durability=disk, got "
+                f"{self.durability.value}, because payloads beyond it are read from the journal; set both, or neither"
+            )
+        if self.stores_on is StoresOn.hosts and self.num_store_servers:
+            raise ValueError(
+                "buffer.num_store_servers must be 0 with buffer.stores_on=hosts, got "
+                f"{self.num_store_servers}; leave one of the two options out"
+            )
 
 
 def is_loopback(host: str) -> bool:

@@ -12,7 +12,6 @@ the old one.
 """
 
 import asyncio
-import errno
 import fcntl
 import logging
 import mmap
@@ -25,10 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from itertools import accumulate, pairwise
 from operator import or_
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import msgspec
 import xxhash
@@ -36,6 +34,7 @@ import xxhash
 from asyncrl.core.errors import ReplayBufferError
 
 from .commands import Command, Put, leaves
+from .frames import FramesOnDisk, Written, frames_at
 from .records import Frames, LedgerOutcome, LoggedFrames, Row
 
 logger = logging.getLogger(__name__)
@@ -91,12 +90,12 @@ class Recovered:
     """The contents of a journal when a server opens it.
 
     The ledger's last snapshot, None in a new journal; the commands since, in order, with their outcomes; and frames by
-    kind (``prompt``, ``payload``, ``progress``) and group id.
+    kind (``prompt``, ``payload``, ``progress``) and group id. The frames are still on disk.
     """
 
     snapshot: dict[str, Any] | None = None
     commands: Sequence[tuple[Command[Any, Any], LedgerOutcome]] = ()
-    frames: Mapping[str, dict[int, Frames]] = field(default_factory=dict)
+    frames: Mapping[str, dict[int, FramesOnDisk]] = field(default_factory=dict)
 
 
 class AppendOnlyFile:
@@ -150,23 +149,13 @@ class AppendOnlyFile:
 
     def frames_at(self, start: int, lengths: Sequence[int]) -> Frames:
         """Read consecutive frames from the file. Raises `OSError` if the file cannot be read."""
-        ends = [*accumulate(lengths, initial=start)]
-        return [self._bytes_at(begin, end - begin) for begin, end in pairwise(ends)]
+        return frames_at(self._descriptor, start, lengths, self.path)
 
-    def _bytes_at(self, start: int, num_bytes: int) -> bytes:
-        parts: list[bytes] = []
-        while num_bytes:
-            part = os.pread(self._descriptor, num_bytes, start)  # at most 2 GiB at once
-            if not part:
-                raise OSError(errno.EIO, "the file ends too early", str(self.path))
-            parts.append(part)
-            start, num_bytes = start + len(part), num_bytes - len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def append(self, records: Iterable[tuple[Any, Frames]]) -> None:
-        """Write all records, or none. Raises `OSError` if the disk is full."""
+    def append(self, records: Iterable[tuple[Any, Frames]]) -> list[Written]:
+        """Write all records, or none. Returns where the frames of each are. Raises `OSError` if the disk is full."""
         parts: list[Any] = [] if self.num_bytes else [_MAGIC]
         size = sum(map(len, parts))
+        written: list[Written] = []
         for head, frames in records:
             packed = _encode(head)
             checksum, num_bytes = xxhash.xxh3_64(packed), 0
@@ -174,10 +163,13 @@ class AppendOnlyFile:
                 checksum.update(frame)
                 num_bytes += len(frame)
             parts += (_HEADER.pack(checksum.intdigest(), len(packed), num_bytes), packed, *frames)
+            start = self.num_bytes + size + _HEADER.size + len(packed)
+            written.append(Written(start, len(packed), checksum.intdigest()))
             size += _HEADER.size + len(packed) + num_bytes
         self.reserve(size)
         write_all(self._descriptor, parts, self.num_bytes)
         self.num_bytes += size
+        return written
 
     def reserve(self, num_bytes: int) -> None:
         """Reserve ``num_bytes`` more bytes, and some in advance. Raises `OSError` if the disk is full."""
@@ -237,9 +229,10 @@ class _FramesInFile(NamedTuple):
     start: int
     lengths: Sequence[int]
 
-    def read(self) -> Frames:
-        """The frames."""
-        return self.file.frames_at(self.start, self.lengths)
+    def held(self, place: int) -> FramesOnDisk:
+        """The frames for a server that holds them; they stay in the file."""
+        read = self.file.frames_at(self.start, self.lengths)
+        return FramesOnDisk(self.file.path, Written.without_head(self.start, read), self.lengths, place=place)
 
 
 class Contents:
@@ -266,10 +259,10 @@ class Contents:
                     done += head.decided
             used += refer(self.places, head.references)
         self.next_place = max(used) + 1
-        frames: dict[str, dict[int, Frames]] = {}
+        frames: dict[str, dict[int, FramesOnDisk]] = {}
         for (name, key), place in self.places.items():
             if place in by_place:
-                frames.setdefault(name, {})[key] = by_place[place].read()
+                frames.setdefault(name, {})[key] = by_place[place].held(place)
         self.recovered = Recovered(snapshot=snapshot, commands=done, frames=frames)
 
 
@@ -325,10 +318,14 @@ def _read(path: Path, *, with_frames: bool) -> Contents:
 
 @dataclass(kw_only=True, slots=True)
 class _Write:
-    """Frames that the thread is writing, by place, and the callback that gets the place or an error."""
+    """Frames that the thread is writing, with their places.
+
+    ``then`` gets the same frames on disk, which are ``written``, or the error.
+    """
 
     frames: Sequence[tuple[int, Frames]]
-    then: Callable[[ReplayBufferError | None], None]
+    then: Callable[[Sequence[FramesOnDisk] | ReplayBufferError], None]
+    written: list[FramesOnDisk] = field(default_factory=list)
 
 
 class Journal:
@@ -413,7 +410,7 @@ class Journal:
         self.compact(None, ())
 
     def begin_from(self, recovered: Recovered) -> None:
-        """Begin with the state of another journal, and wait until it is on the disk.
+        """Begin with the state of another journal, and wait until it is on the disk. Its frames are then in this one.
 
         Raises `ReplayBufferError` if the disk is full.
         """
@@ -424,7 +421,7 @@ class Journal:
                 for key, frames in table.items():
                     place = self._places[kind, key] = self._place()
                     references.append((kind, key, place, ()))
-                    self._frames.append([(Head(references=(("", 0, place, tuple(map(len, frames))),)), frames)])
+                    _copy(self._frames, frames, place)
             self._frames.sync()
             begin = Begin(references=tuple(references), values=self._values, snapshot=recovered.snapshot)
             self._log.append([(begin, ()), (Decided(decided=tuple(recovered.commands)), ())])
@@ -466,7 +463,7 @@ class Journal:
         """
         num_bytes = self._num_later_bytes + _MAX_PUT_BYTES
         for parts in frames.values():
-            num_bytes += 0 if isinstance(parts, int) else sum(map(len, parts))
+            num_bytes += 0 if isinstance(parts, int | FramesOnDisk) else sum(map(len, parts))
         self._later.append((command, outcome, frames))
         try:
             if type(command) is not Put:
@@ -489,19 +486,34 @@ class Journal:
         self._write_log([(Head(references=references), inline)])
         refer(self._places, references)
 
-    def _write_log(self, records: list[tuple[Head, Frames]]) -> None:
-        """Write the waiting commands as one record, and the other records after it."""
+    def adopt(self, kind: str, key: int, frames: FramesOnDisk) -> FramesOnDisk:
+        """Write frames of another journal into this one. Returns them on disk here.
+
+        Raises `OSError` if they cannot be read, and `ReplayBufferError` if the disk is full.
+        """
+        read = frames.read()
+        references, inline = self._references([((kind, key), read)])
+        written = self._write_log([(Head(references=references), inline)])
+        refer(self._places, references)
+        return FramesOnDisk(self._log.path, written, map(len, read), place=self._places[kind, key])
+
+    def _write_log(self, records: list[tuple[Head, Frames]]) -> Written:
+        """Write the waiting commands as one record, and the other records after it.
+
+        Returns where the frames of the last one are.
+        """
         references: tuple[Reference, ...] = ()
         if self._later:
             references, inline = self._references(item for *_, frames in self._later for item in frames.items())
             decided = tuple((command, outcome) for command, outcome, _ in self._later)
             records.insert(0, (Decided(references=references, decided=decided), inline))
         try:
-            self._log.append(records)
+            *_, last = self._log.append(records)
         except OSError as error:
             raise self._error("written", error) from error
         refer(self._places, references)
         self._later, self._num_later_bytes = [], 0
+        return last
 
     def _references(
         self, frames: Iterable[tuple[tuple[str, int], Frames | int]]
@@ -510,7 +522,10 @@ class Journal:
         references: list[Reference] = []
         inline: list[Any] = []
         for (name, key), parts in frames:
-            place, written = (parts, ()) if isinstance(parts, int) else (self._place(), parts)
+            if isinstance(parts, FramesOnDisk):
+                place, written = parts.place, ()
+            else:
+                place, written = (parts, ()) if isinstance(parts, int) else (self._place(), parts)
             references.append((name, key, place, tuple(map(len, written))))
             inline += written
         return tuple(references), inline
@@ -519,14 +534,17 @@ class Journal:
         self._next_place += 1
         return self._next_place - 1
 
-    def keep(self, frames: Frames, then: Callable[[int, ReplayBufferError | None], None]) -> None:
+    def keep(self, frames: Frames, then: Callable[[FramesOnDisk | ReplayBufferError], None]) -> None:
         """Write frames on the thread, together with other waiting frames; they are not copied.
 
-        The loop then calls ``then`` with the frames' place, which a command can refer to, and with the error, if any.
+        The loop then calls ``then`` with the frames on disk, to which a command can refer, or with the error.
         """
-        place = self._place()
         views = [memoryview(frame) for frame in frames]
-        self._pending.append(_Write(frames=[(place, views)], then=partial(then, place)))
+
+        def finish(kept: Sequence[FramesOnDisk] | ReplayBufferError) -> None:
+            then(kept if isinstance(kept, ReplayBufferError) else kept[0])
+
+        self._pending.append(_Write(frames=[(self._place(), views)], then=finish))
         self._schedule()
 
     def _schedule(self) -> None:
@@ -546,7 +564,7 @@ class Journal:
             return
         self._start()
         for write, error in zip(writes, written.result(), strict=True):
-            write.then(None if error is None else self._error("written", error))
+            write.then(write.written if error is None else self._error("written", error))
         self.on_written()
 
     def _error(self, what: str, error: OSError) -> ReplayBufferError:
@@ -581,7 +599,10 @@ class Journal:
         Raises `ReplayBufferError` if the disk is full; the journal then continues with the old files.
         """
         self.flush()
-        held = {(kind, key): [*map(memoryview, parts)] for kind, key, parts in frames}
+        held = {
+            (kind, key): parts if isinstance(parts, FramesOnDisk) else [*map(memoryview, parts)]
+            for kind, key, parts in frames
+        }
         pair: Sequence[AppendOnlyFile] = ()
         try:
             pair = self._pair(self._number + 1)
@@ -600,16 +621,22 @@ class Journal:
         self._number += 1
         self._places = {key: self._places[key] for key in held}
         self._is_compacting = True
-        self._pending.insert(0, _Write(frames=base, then=self._retire))
+        self._pending.insert(0, _Write(frames=base, then=partial(self._retire, self._writing)))
         self._schedule()
 
-    def _retire(self, error: ReplayBufferError | None) -> None:
-        """Delete the old files in a thread when the new files are complete and on the disk."""
+    def _retire(self, meanwhile: Sequence[_Write], kept: Sequence[FramesOnDisk] | ReplayBufferError) -> None:
+        """Delete the old files in a thread when the new files are complete and on the disk.
+
+        ``meanwhile`` was being written to the old files when the compaction began; the new ones have it too.
+        """
         self._is_compacting = False
         self._base_bytes = self._log.num_bytes + self._frames.num_bytes
-        if error is not None:
-            logger.warning("the old files of the journal were not deleted: %s", error)
+        if isinstance(kept, ReplayBufferError):
+            logger.warning("the old files of the journal were not deleted: %s", kept)
             return
+        copies = {frames.place: frames for frames in kept}
+        for frames in (frames for write in meanwhile for frames in write.written):
+            frames.move_to(copies[frames.place])
         self._retiring = threading.Thread(target=self._replace, args=(self._log, self._frames), daemon=True)
         self._retiring.start()
 
@@ -653,14 +680,46 @@ def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> I
 
 
 def _write(file: AppendOnlyFile, writes: Sequence[_Write]) -> list[OSError | None]:
-    """Write frames in one call; if the call fails, write the frames that fit. Returns the result of each frame."""
-    records = (
-        (Head(references=(("", 0, place, tuple(map(len, frames))),)), frames)
-        for write in writes
-        for place, frames in write.frames
-    )
+    """Write frames in one call; if the call fails, write the frames that fit. Returns the result of each write.
+
+    Frames that are on disk already are copied one by one, so that they are never in memory together.
+    """
+    new = [(write, place, frames) for write in writes for place, frames in write.frames if not _is_on_disk(frames)]
     try:
-        file.append(records)
+        written = file.append((_record(place, frames), frames) for _, place, frames in new)
     except OSError as error:
         return [error] if len(writes) == 1 else [result for write in writes for result in _write(file, [write])]
-    return [None] * len(writes)
+    for (write, place, frames), where in zip(new, written, strict=True):
+        write.written.append(FramesOnDisk(file.path, where, map(len, frames), place=place))
+    return [_copied(file, write) for write in writes]
+
+
+def _copied(file: AppendOnlyFile, write: _Write) -> OSError | None:
+    """Copy the frames that are on disk already. Returns the error if they cannot be written."""
+    try:
+        for place, frames in write.frames:
+            if _is_on_disk(frames):
+                _copy(file, frames, place)
+    except OSError as error:
+        return error
+    return None
+
+
+def _is_on_disk(frames: Frames) -> TypeGuard[FramesOnDisk]:
+    return isinstance(frames, FramesOnDisk)
+
+
+def _copy(file: AppendOnlyFile, frames: FramesOnDisk, place: int) -> None:
+    """Copy frames to another file. Frames that cannot be read stay lost. Raises `OSError` if they cannot be written."""
+    try:
+        read = frames.read()
+    except OSError as error:
+        logger.error("a group's trajectories or saved prefix are lost: %s", error)
+        return
+    (written,) = file.append([(_record(place, read), read)])
+    frames.move(file.path, written, place=place)
+
+
+def _record(place: int, frames: Frames) -> Head:
+    """The head of a record with the frames of one place."""
+    return Head(references=(("", 0, place, tuple(map(len, frames))),))

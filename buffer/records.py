@@ -93,6 +93,6 @@ def leaves(base: type) -> list[Any]:
 
 
 Frames = Sequence[Any]
-"""Bytes that the buffer does not decode: a prompt, a prefix, or a trajectory group."""
+"""Bytes that the buffer does not decode: a prompt, a prefix, or a trajectory group; in memory, or `FramesOnDisk`."""
 LoggedFrames = Mapping[tuple[str, int], Frames | int]
 """Kind and group id to the frames of a command, or to their place in the journal; place 0 removes them."""

@@ -38,9 +38,10 @@ from . import commands, outcomes
 from .client import BufferClient, ClientSocket
 from .commands import Key
 from .encoding import CHUNK_BYTES, Message, group_frames, group_of, prompt_frames, prompt_of
+from .frames import size_of
 from .keys import client_keys
 from .records import MAX_LEASES, Reply
-from .stores import digest_of, size_of
+from .stores import digest_of
 
 logger = logging.getLogger(__name__)
 

@@ -26,6 +26,8 @@ from .commands import Answer, Done
 from .config import BufferConfig
 from .description import describe_group, plan_wait
 from .encoding import JOIN_BELOW_BYTES, Message, Send
+from .fetches import FetchReplies
+from .frames import FramesOnDisk, size_of
 from .journal import Journal, Recovered
 from .ledger import Ledger
 from .offers import OfferRequests
@@ -34,7 +36,7 @@ from .records import Frames
 from .rule import StalenessRule
 from .sockets import Deadline, LoopClock
 from .store_links import StoreJoins, StoreLinks
-from .stores import FetchWindow, PayloadStore, size_of
+from .stores import PayloadStore
 from .waiting import Admission, BatchRequests, Collaborators, PromptIntake, Replies, handlers_of
 
 logger = logging.getLogger(__name__)
@@ -76,7 +78,11 @@ class BufferService:
         self._links = links
         self._clock = LoopClock() if clock is None else clock
         self._replies = Replies(send)
-        self._store = PayloadStore(config.max_prompt_bytes, None if links is None else links.remove)
+        self._store = PayloadStore(
+            config.max_prompt_bytes,
+            None if links is None else links.remove,
+            max_memory_bytes=config.max_memory_bytes,
+        )
         shared = Collaborators(config=config, ledger=self.ledger, store=self._store, replies=self._replies)
         self._intake = PromptIntake(shared)
         self._admission = Admission(shared, clock=self._clock, settle=self.settle)
@@ -86,7 +92,7 @@ class BufferService:
         self._checkpoints = CheckpointRequests(shared, journal=journal, links=links)
         workers = WorkerRequests(shared, admission=self._admission, offers=self._offers, joins=self._joins)
         self._reserving = shared.held()
-        self._unread = FetchWindow(config.max_stored_bytes)
+        self._fetches = FetchReplies(self._replies, config.max_stored_bytes)
         self._refused_for_space: set[bytes] = set()
         self._refused_prompts: set[bytes] = set()
         self._journal = journal
@@ -98,7 +104,7 @@ class BufferService:
             self.ledger.on_applied = self._notes.note
         parts = self._intake, self._admission, self._batches, self._offers, self._joins, self._checkpoints, workers
         self._handlers = handlers_of((self, *parts))
-        self._closing = (self._reserving, *parts[:-1], self._expiry, self._silence, self._clock)
+        self._closing = (self._reserving, self._fetches, *parts[:-1], self._expiry, self._silence, self._clock)
         earlier = self._checkpoints.continue_earlier()
         if journal is not None:
             self.ledger.log, journal.on_written = journal, self.settle
@@ -128,17 +134,23 @@ class BufferService:
             refused.add(request.client)
         self._replies.fail(request, error)
 
-    def _when_kept(self, request: Message, store: Callable[[Frames | int], None]) -> None:
-        """Call ``store`` with small frames, or with the place of large frames after the journal has written them."""
-        if self._journal is None or size_of(request.payload) < JOIN_BELOW_BYTES:
+    def _is_written_first(self, num_bytes: int) -> bool:
+        """Whether the journal writes a payload before its command: it is large, or does not fit into memory."""
+        if self._journal is None:
+            return False
+        return num_bytes >= JOIN_BELOW_BYTES or not self._store.fits_in_memory(num_bytes)
+
+    def _when_kept(self, request: Message, store: Callable[[Frames], None]) -> None:
+        """Call ``store`` with the payload, or with the payload on disk after the journal has written it."""
+        if self._journal is None or not self._is_written_first(size_of(request.payload)):
             store(request.payload)
             return
 
-        def then(place: int, error: AsyncRLError | None) -> None:
+        def then(kept: FramesOnDisk | ReplayBufferError) -> None:
             try:
-                if error is not None:
-                    raise error
-                store(place)
+                if isinstance(kept, ReplayBufferError):
+                    raise kept
+                store(kept)
             except AsyncRLError as refusal:
                 self._refuse(request, refusal)
             except Exception as failure:
@@ -330,7 +342,7 @@ class BufferService:
             raise WireError("store servers keep the payloads here; a put must carry the size and the digest only")
         elif group is not None and not group.num_bytes:
             raise StoreLost(f"the store of group {put.key[0]} attempt {put.key[1]} does not hold it; send it again")
-        is_easy = (self._journal is None or put.num_bytes < JOIN_BELOW_BYTES) and self.ledger.room.fits(put.num_bytes)
+        is_easy = not self._is_written_first(put.num_bytes) and self.ledger.room.fits(put.num_bytes)
         if is_easy or group is None or self._store.is_elsewhere:
             self._store_group(request, put, request.payload)
         else:
@@ -338,7 +350,7 @@ class BufferService:
             self._make_room(request.client, reserve)
             self._when_kept(request, partial(self._store_group, request, put))
 
-    def _store_group(self, request: Message, put: commands.Put, kept: Frames | int) -> None:
+    def _store_group(self, request: Message, put: commands.Put, kept: Frames) -> None:
         client, group_id = request.client, put.key[0]
         frames = {} if self._store.is_elsewhere else {("payload", group_id): kept}
         result = self.ledger.apply(put, sender=client, frames=frames).result
@@ -348,7 +360,8 @@ class BufferService:
         if result is PutResult.filtered:
             self._batches.note_filtered()
         elif result is PutResult.stored:
-            self._store.keep_payload(group_id, request.payload, put.num_bytes)
+            in_memory = self._store.fits_in_memory(put.num_bytes)
+            self._store.keep_payload(group_id, request.payload if in_memory else kept, put.num_bytes)
             self._tell_of_space(self._refused_prompts)
             self._admission.heartbeats.count_put(client, put.summary.num_tokens)
         self._replies.answer(request, Done())
@@ -362,7 +375,7 @@ class BufferService:
     def on_save_prefix(self, request: Message, save: commands.SavePrefix) -> None:
         """Save a running group; its next attempt may continue it."""
 
-        def store(kept: Frames | int) -> None:
+        def store(kept: Frames) -> None:
             command = replace(save, num_bytes=size_of(request.payload))
             self.ledger.apply(command, sender=request.client, frames={("progress", save.group_id): kept})
             if save.longest_response >= 0:
@@ -381,9 +394,7 @@ class BufferService:
             places = tuple((group.store, group.result.attempt, group.digest) for group in groups)
             return commands.Places(tuple(self._links.addresses), places)
         parts = [self._store.trajectories(group_id) for group_id in fetch.group_ids]
-        payload: list[Any] = [frame for frames in parts for frame in frames]
-        self._unread.add(request.client, request.request_id, size_of(payload), read=fetch.read)
-        self._replies.answer(request, commands.Payloads(tuple(map(len, parts))), payload)
+        self._fetches.send(request, fetch, parts)
         return None
 
     def on_commit(self, request: Message, commit: commands.Commit) -> None:
@@ -450,6 +461,7 @@ class BufferService:
                 "max_lag": rule.max_lag,
                 "groups_per_step": rule.groups_per_step,
                 "max_stored_bytes": self.ledger.room.max_bytes,
+                "memory_bytes": self._store.memory_bytes,
                 **self._counters(),
                 "stores": self._joins.describe(),
                 "stats": to_builtins(self._totals()),

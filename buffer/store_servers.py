@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, UnknownGroup, WireError
 
@@ -21,9 +20,11 @@ from .checkpoint_parts import PartWriter, PendingWrites
 from .commands import Answer, Done, Key
 from .config import BufferConfig
 from .encoding import JOIN_BELOW_BYTES, Message, Send
+from .fetches import FetchReplies
+from .frames import in_memory, size_of
 from .journal import Journal, numbers_of, read_contents
 from .records import Frames
-from .stores import FetchWindow, size_of
+from .stores import FrameTable
 from .waiting import HeldRequests, Replies, handlers_of
 
 logger = logging.getLogger(__name__)
@@ -36,13 +37,13 @@ class StoreService:
         self._limit = config.max_stored_bytes
         self._replies = Replies(send)
         self._journal = journal
-        self._payloads: dict[Key, Frames] = {}
+        self._max_memory_bytes = config.max_memory_bytes
+        self._payloads = FrameTable[Key]()
         self._by_group: dict[int, set[Key]] = {}
-        self._unread = FetchWindow(self._limit)
+        self._fetches = FetchReplies(self._replies, self._limit)
         self._finished = IdSet()
         self._ended: dict[int, int] = {}  # maps an unfinished group to its last ended attempt
         self._unwritten_removals: set[int] = set()
-        self._stored_bytes = 0
         self._reserved: dict[Key, int] = {}
         self._reserving = HeldRequests(self._replies, config.request_timeout_s / 2)
         self._parts = PartWriter(journal)
@@ -51,7 +52,10 @@ class StoreService:
         if journal is not None:
             journal.on_written = self.settle
             for number, payload in journal.recover().frames.get("payload", {}).items():
-                self._keep((number >> 16, number & 0xFFFF), payload)
+                try:
+                    self._keep((number >> 16, number & 0xFFFF), payload)
+                except OSError as error:
+                    logger.error("group %d is lost: %s", number >> 16, error)
 
     def handle(self, request: Message) -> None:
         """Answer one request; an `AsyncRLError` becomes the answer."""
@@ -69,6 +73,7 @@ class StoreService:
         self._reserving.close()
         self._pending.close()
         self._parts.close()
+        self._fetches.close()
 
     def settle(self) -> None:
         """Reserve bytes for waiting requests, in order of arrival."""
@@ -85,7 +90,7 @@ class StoreService:
             self._reserving.answer(lambda request: commands.Reservation(), [request])
 
     def _compact(self, journal: Journal) -> None:
-        held = (("payload", number_of(key), frames) for key, frames in self._payloads.items())
+        held = (("payload", number_of(key), frames) for key, frames in self._payloads)
         try:
             journal.compact(None, held)
         except ReplayBufferError as error:
@@ -93,7 +98,7 @@ class StoreService:
 
     def _held_bytes(self, key: Key) -> int:
         """Bytes stored and reserved, without the reservation of this attempt."""
-        return self._stored_bytes + sum(self._reserved.values()) - self._reserved.get(key, 0)
+        return self._payloads.num_bytes + sum(self._reserved.values()) - self._reserved.get(key, 0)
 
     def on_hello(self, request: Message, hello: commands.Hello) -> Answer:
         """Show that the server answers."""
@@ -118,53 +123,53 @@ class StoreService:
             self._reserved.pop(key, None)
             return Done()
         if self._held_bytes(key) + size > self._limit:
-            raise StoreFull(f"{size} bytes do not fit beside {self._stored_bytes}, the limit is {self._limit}")
+            raise StoreFull(f"{size} bytes do not fit beside {self._payloads.num_bytes}, the limit is {self._limit}")
         self._reserved[key] = size
         then = partial(self._store, request, key)
-        if self._journal is None or size < JOIN_BELOW_BYTES:
-            then(request.payload, None)
+        if self._journal is None or (size < JOIN_BELOW_BYTES and self._fits_in_memory(size)):
+            then(request.payload)
         else:
             self._journal.keep(request.payload, then)
         return None
+
+    def _fits_in_memory(self, size: int) -> bool:
+        return not self._max_memory_bytes or self._payloads.memory_bytes + size <= self._max_memory_bytes
 
     def _is_wanted(self, key: Key) -> bool:
         """Whether an attempt is not stored here, and has not ended by the ledger's account."""
         is_over = key[0] in self._finished or key[1] <= self._ended.get(key[0], -1)
         return not is_over and key not in self._payloads
 
-    def _store(self, request: Message, key: Key, kept: Frames | int, error: ReplayBufferError | None) -> None:
-        """Store a payload. The journal's thread writes a large one; a small one is part of its record."""
+    def _store(self, request: Message, key: Key, kept: Frames | ReplayBufferError) -> None:
+        """Store a payload. The journal's thread has written a large one; a small one is part of its record."""
         self._reserved.pop(key, None)
         try:
-            if error is not None:
-                raise error
+            if isinstance(kept, ReplayBufferError):
+                raise kept
             if self._is_wanted(key):
                 if self._journal is not None:
                     self._journal.note({("payload", number_of(key)): kept})
-                self._keep(key, request.payload)
+                self._keep(key, request.payload if self._fits_in_memory(size_of(request.payload)) else kept)
             self._replies.answer(request, Done())
         except ReplayBufferError as failure:
             self._replies.fail(request, failure)
 
     def _keep(self, key: Key, payload: Frames) -> None:
-        self._payloads[key] = payload
+        """Keep a payload. One on disk is read if it fits into memory; raises `OSError` if it cannot be read."""
+        self._payloads.put(key, in_memory(payload) if self._fits_in_memory(size_of(payload)) else payload)
         self._by_group.setdefault(key[0], set()).add(key)
         self._unwritten_removals.discard(number_of(key))
-        self._stored_bytes += size_of(payload)
 
     def on_fetch(self, request: Message, fetch: commands.Fetch) -> None:
         """Send the payloads of some attempts."""
         if len(fetch.attempts) != len(fetch.group_ids):
             raise WireError("a fetch from a store server must name one attempt per group")
-        payload: list[Any] = []
-        counts: list[int] = []
+        parts: list[Frames] = []
         for key in zip(fetch.group_ids, fetch.attempts, strict=True):
             if key not in self._payloads:
                 raise UnknownGroup(f"no trajectories of group {key[0]} attempt {key[1]} are stored here")
-            counts.append(len(self._payloads[key]))
-            payload += self._payloads[key]
-        self._unread.add(request.client, request.request_id, size_of(payload), read=fetch.read)
-        self._replies.answer(request, commands.Payloads(tuple(counts)), payload)
+            parts.append(self._payloads.get(key))
+        self._fetches.send(request, fetch, parts)
 
     def on_reconcile(self, request: Message, expected: commands.Reconcile) -> Answer:
         """Drop payloads that the ledger no longer needs; reply with the groups that it expects and this store lacks.
@@ -173,7 +178,7 @@ class StoreService:
         """
         self._finished, self._ended = IdSet(expected.finished), dict(expected.ended)
         used_again = {group_id for group_id, _ in expected.attempts}
-        for group_id in {group_id for group_id, _ in (*self._payloads, *self._reserved)}:
+        for group_id in {*self._by_group, *(group_id for group_id, _ in self._reserved)}:
             if group_id in self._finished and group_id not in used_again:
                 self._forget(group_id)
             elif group_id in self._ended:
@@ -188,15 +193,17 @@ class StoreService:
         payloads = read_contents(part).recovered.frames.get("payload", {})
         for key in keys:
             if (payload := payloads.get(number_of(key))) is not None:
-                if self._journal is not None:
-                    self._journal.note({("payload", number_of(key)): payload})
-                self._keep(key, payload)
+                try:
+                    own = payload if self._journal is None else self._journal.adopt("payload", number_of(key), payload)
+                    self._keep(key, own)
+                except OSError as error:
+                    logger.error("the part of a checkpoint lacks group %d: %s", key[0], error)
 
     def on_save_part(self, request: Message, save: commands.SavePart) -> None:
         """Write the part of a checkpoint, and answer when it is on the disk."""
 
         async def write() -> commands.Checkpointed:
-            held = [("payload", number_of(key), frames) for key, frames in self._payloads.items()]
+            held = [("payload", number_of(key), frames) for key, frames in self._payloads]
             return await self._parts.write(Path(save.path), values={}, snapshot=None, frames=held)
 
         self._pending.wait(request, write)
@@ -216,7 +223,7 @@ class StoreService:
     def _forget(self, group_id: int, *, last: float = math.inf) -> None:
         """Drop the payload and the reservation of a group's attempts up to ``last``."""
         for key in [key for key in self._by_group.get(group_id, ()) if key[1] <= last]:
-            self._stored_bytes -= size_of(self._payloads.pop(key))
+            self._payloads.remove(key)
             self._by_group[group_id].discard(key)
             if self._journal is not None:
                 self._unwritten_removals.add(number_of(key))

@@ -4,18 +4,21 @@ Trajectories are kept in the ledger's server, in the form received from the sock
 the second case the ledger's server keeps only their sizes.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import xxhash
 
 from asyncrl.core.errors import ReplayBufferError, StoreFull, UnknownGroup
 
+from .frames import FramesOnDisk, in_memory, size_of
 from .ledger import Ledger
 from .records import Frames
 
-_MAX_CLIENTS = 4096
+logger = logging.getLogger(__name__)
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def digest_of(payload: Iterable[Any]) -> bytes:
@@ -26,39 +29,49 @@ def digest_of(payload: Iterable[Any]) -> bytes:
     return digest.digest()
 
 
-class FrameTable:
-    """Frames by group id, and their total size."""
+class FrameTable(Generic[Key]):
+    """Frames by group, or by group and attempt.
+
+    Attributes:
+        num_bytes: Total size of the frames.
+        memory_bytes: Total size of those that are in memory.
+    """
 
     def __init__(self) -> None:
-        self._frames: dict[int, tuple[Frames, int]] = {}
-        self.num_bytes = 0
+        self._frames: dict[Key, tuple[Frames, int, int]] = {}
+        self.num_bytes = self.memory_bytes = 0
 
-    def __contains__(self, group_id: int) -> bool:
-        return group_id in self._frames
+    def __contains__(self, key: Key) -> bool:
+        return key in self._frames
 
-    def __iter__(self) -> Iterator[tuple[int, Frames]]:
-        return ((group_id, frames) for group_id, (frames, _) in self._frames.items())
+    def __iter__(self) -> Iterator[tuple[Key, Frames]]:
+        return ((key, frames) for key, (frames, *_) in self._frames.items())
 
-    def put(self, group_id: int, frames: Frames, size: int | None = None) -> None:
+    def put(self, key: Key, frames: Frames, size: int | None = None) -> None:
         """Keep frames and replace earlier ones; ``size`` overrides the counted size."""
-        self.remove(group_id)
+        self.remove(key)
+        in_memory = 0 if isinstance(frames, FramesOnDisk) else size_of(frames)
         size = size_of(frames) if size is None else size
-        self._frames[group_id] = (frames, size)
+        self._frames[key] = (frames, size, in_memory)
         self.num_bytes += size
+        self.memory_bytes += in_memory
 
-    def get(self, group_id: int) -> Frames:
-        """The frames of a group; empty if the table has none."""
-        return self._frames.get(group_id, ((), 0))[0]
+    def get(self, key: Key) -> Frames:
+        """The frames of a key; empty if the table has none."""
+        return self._frames.get(key, ((), 0, 0))[0]
 
-    def remove(self, group_id: int) -> None:
-        """Remove the frames of a group, if there are any."""
-        self.num_bytes -= self._frames.pop(group_id, ((), 0))[1]
+    def remove(self, key: Key) -> None:
+        """Remove the frames of a key, if there are any."""
+        _, size, in_memory = self._frames.pop(key, ((), 0, 0))
+        self.num_bytes -= size
+        self.memory_bytes -= in_memory
 
-    def move_to(self, other: "FrameTable", group_id: int) -> None:
-        """Move the frames of a group to another table, if there are any."""
-        if group_id in self:
-            other.put(group_id, *self._frames[group_id])
-            self.remove(group_id)
+    def move_to(self, other: "FrameTable[Key]", key: Key) -> None:
+        """Move the frames of a key to another table, if there are any."""
+        if key in self:
+            frames, size, _ = self._frames[key]
+            other.put(key, frames, size)
+            self.remove(key)
 
 
 class PayloadStore:
@@ -66,16 +79,20 @@ class PayloadStore:
 
     Prompts count against ``max_prompt_bytes`` from before they are queued until their groups are stored. A stored group
     contains its prompt, so ``max_bytes`` bounds the prompts of stored groups, and they do not delay other prompts.
-    If store servers hold the trajectories, `forget` passes its arguments to ``remove_elsewhere``.
+    If store servers hold the trajectories, `forget` passes its arguments to ``remove_elsewhere``. Trajectories that do
+    not fit into ``max_memory_bytes`` stay on disk; 0 sets no limit.
     """
 
     def __init__(
         self,
         max_prompt_bytes: int,
         remove_elsewhere: Callable[[Sequence[int], Sequence[tuple[int, int]]], None] | None = None,
+        *,
+        max_memory_bytes: int = 0,
     ) -> None:
-        self.prompts, self.prefixes, self.payloads = FrameTable(), FrameTable(), FrameTable()
-        self._stored_prompts = FrameTable()
+        self.prompts, self.prefixes, self.payloads = FrameTable[int](), FrameTable[int](), FrameTable[int]()
+        self._stored_prompts = FrameTable[int]()
+        self._max_memory_bytes = max_memory_bytes
         self.max_prompt_bytes = max_prompt_bytes
         self._remove_elsewhere = remove_elsewhere
 
@@ -83,6 +100,15 @@ class PayloadStore:
     def held_bytes(self) -> int:
         """Bytes of trajectories and prefixes."""
         return self.prefixes.num_bytes + self.payloads.num_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of trajectories and prefixes in memory."""
+        return self.prefixes.memory_bytes + self.payloads.memory_bytes
+
+    def fits_in_memory(self, num_bytes: int) -> bool:
+        """Whether a payload of this size may be in memory."""
+        return not self._max_memory_bytes or self.memory_bytes + num_bytes <= self._max_memory_bytes
 
     @property
     def prompt_bytes(self) -> int:
@@ -115,20 +141,26 @@ class PayloadStore:
         """Load the frames of unfinished groups from a journal."""
         for group_id, parts in frames.get("prompt", {}).items():
             if group_id in ledger.groups:
-                self.prompts.put(group_id, parts)
+                self.prompts.put(group_id, in_memory(parts))
         payloads = frames.get("payload", {})
         for group in ledger.groups:
             if group.summary is not None and (self.is_elsewhere or group.group_id in payloads):
-                self.keep_payload(group.group_id, payloads.get(group.group_id, ()), group.num_bytes)
+                try:
+                    self.keep_payload(group.group_id, payloads.get(group.group_id, ()), group.num_bytes)
+                except OSError as error:
+                    logger.error("the trajectories of group %d are lost: %s", group.group_id, error)
         with_prefix = {group.group_id for group in ledger.groups if group.prefix_bytes}
         for group_id, parts in frames.get("progress", {}).items():
             if group_id in with_prefix:
-                self.prefixes.put(group_id, parts)
+                self.prefixes.put(group_id, in_memory(parts))
 
     def keep_payload(self, group_id: int, payload: Frames, size: int) -> None:
-        """Keep the trajectories of a group, ``size`` bytes; they contain its saved prefix, which is removed."""
-        self.payloads.put(group_id, payload, size)
+        """Keep the trajectories of a group, ``size`` bytes; they contain its saved prefix, which is removed.
+
+        Trajectories on disk are read if they fit into memory. Raises `OSError` if they cannot be read.
+        """
         self.prefixes.remove(group_id)
+        self.payloads.put(group_id, in_memory(payload) if self.fits_in_memory(size) else payload, size)
         self.prompts.move_to(self._stored_prompts, group_id)
 
     def evict(self, group_ids: Iterable[int]) -> None:
@@ -170,37 +202,3 @@ class PayloadStore:
                 f"{size} bytes of prompts do not fit beside {held} of others, buffer.max_prompt_bytes is {limit}; they "
                 "are sent again when groups are stored or have left"
             )
-
-
-def size_of(frames: Iterable[Any]) -> int:
-    """Total bytes of frames."""
-    return sum(map(len, frames))
-
-
-class FetchWindow:
-    """Limits the bytes of unread replies per client to ``limit``; each fetch names the last reply that was read."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._replies: OrderedDict[bytes, deque[tuple[int, int]]] = OrderedDict()
-
-    def add(self, client: bytes, request_id: int, num_bytes: int, *, read: int) -> None:
-        """Record a reply of ``num_bytes`` before it is sent.
-
-        ``read`` is the largest request id that the client has read.
-
-        Raises `StoreFull` if the client would have more than ``limit`` unread bytes.
-        """
-        replies = self._replies.setdefault(client, deque())
-        self._replies.move_to_end(client)
-        while replies and (replies[0][0] <= read or replies[0][0] == request_id):
-            replies.popleft()
-        waiting = sum(size for _, size in replies)
-        if replies and waiting + num_bytes > self._limit:
-            raise StoreFull(
-                f"this client has not read {waiting} fetched bytes, and {num_bytes} more exceed "
-                f"buffer.max_stored_bytes={self._limit}; read them first"
-            )
-        replies.append((request_id, num_bytes))
-        if len(self._replies) > _MAX_CLIENTS:
-            self._replies.popitem(last=False)

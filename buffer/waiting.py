@@ -21,12 +21,13 @@ from . import commands, outcomes
 from .commands import Answer, Done, NothingYet
 from .config import BufferConfig
 from .encoding import PUSH_ID, Message, Send, failure_of
+from .frames import size_of
 from .groups import Group
 from .ledger import Ledger
 from .pace import Heartbeats, RunningGroup, WorkerPaces
 from .records import Frames
 from .sockets import Deadline, LoopClock
-from .stores import PayloadStore, size_of
+from .stores import PayloadStore
 
 logger = logging.getLogger(__name__)
 

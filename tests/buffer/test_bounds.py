@@ -17,9 +17,9 @@ from buffer import BufferConfig, BufferProcess
 from buffer.client import ClientSocket
 from buffer.commands import Done, Fetch, NothingYet, Renew
 from buffer.encoding import Message, prompt_frames
+from buffer.frames import size_of
 from buffer.records import MAX_LEASES
 from buffer.sockets import Chunk, ChunkReceiver, ChunkSender
-from buffer.stores import size_of
 from buffer.waiting import HeldRequests, Replies
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 

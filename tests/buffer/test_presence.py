@@ -12,6 +12,7 @@ import pytest
 from asyncrl.core.errors import DeclaredDead, LeaseExpired, NotLeaseOwner, WireError
 from buffer import BufferConfig, BufferProcess, Durability
 from buffer.encoding import Message
+from buffer.frames import FramesOnDisk, Written
 from buffer.outcomes import GrantedLease
 from buffer.server import BufferServer
 from buffer.sockets import LoopClock
@@ -286,7 +287,7 @@ async def test_a_put_that_the_journal_still_writes_when_its_worker_is_buried_cou
             while not written:
                 await control.stats()
         assert await control.bury(name, 100_000) == 100_000
-        written[0](1, None)
+        written[0](FramesOnDisk(Path("journal.1.frames"), Written(0, 0, 0), [1], place=1))
         service.settle()
         with pytest.raises((LeaseExpired, DeclaredDead)):
             await asyncio.wait_for(putting, 20)

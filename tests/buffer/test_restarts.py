@@ -337,12 +337,12 @@ async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
     disk.is_full = False
     service, kept = start()
     if is_restarted_while_full:
-        assert service._stored_bytes == 200
+        assert service._payloads.num_bytes == 200
     missing = ask(service, commands.Reconcile(attempts=((1, 0),), finished=((0, 1),))).group_ids
-    assert (missing, service._stored_bytes) == ((), 100)
+    assert (missing, service._payloads.num_bytes) == ((), 100)
     assert ask(service, commands.Fetch((0,), (0,))).name == "UnknownGroup"
     ask(service, commands.PutPayload(0, 0), [b"late"])
-    assert service._stored_bytes == 100, "its group is finished"
+    assert service._payloads.num_bytes == 100, "its group is finished"
     service.close()
     kept.close()
 

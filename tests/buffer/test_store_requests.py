@@ -15,6 +15,7 @@ from buffer.commands import Put, PutPayload
 from buffer.encoding import group_frames
 from buffer.keys import BufferRole, client_keys
 from buffer.server import StoreServer
+from buffer.stores import FrameTable
 from tests.support.buffer_groups import AnyRole, Running, prompt, rollout, running
 
 ON_HOSTS = {"stores_on": StoresOn.hosts}
@@ -38,12 +39,17 @@ class Hosts:
     def held_by(self, host: str) -> dict[int, set[int]]:
         """The stored attempts of each group on the store of a host."""
         held: dict[int, set[int]] = {}
-        for group_id, attempt in self.payloads_of(host):
+        for (group_id, attempt), _ in self.payloads_of(host):
             held.setdefault(group_id, set()).add(attempt)
         return held
 
-    def payloads_of(self, host: str) -> dict:
+    def payloads_of(self, host: str) -> FrameTable:
         return self.stores[host]._endpoint._service._payloads
+
+    def lose(self, host: str) -> None:
+        """Remove everything that the store of a host holds."""
+        for key in [key for key, _ in self.payloads_of(host)]:
+            self.payloads_of(host).remove(key)
 
 
 @asynccontextmanager
@@ -218,7 +224,7 @@ async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_se
 
         async def report_after_the_store_came_back_empty(*arguments) -> None:
             monkeypatch.setattr(a.worker, "_report", report)
-            of.payloads_of("a").clear()
+            of.lose("a")
             await of.run.server._requeue_missing(0)
             await report(*arguments)
 
@@ -278,7 +284,7 @@ async def test_a_payload_that_was_lost_while_its_put_was_told_is_found_missing(m
         asked, reported, report = asyncio.Event(), asyncio.Event(), a.worker._report
 
         async def report_when_the_store_was_asked(*arguments) -> None:
-            of.payloads_of("a").clear()
+            of.lose("a")
             await asked.wait()
             await report(*arguments)
 
@@ -409,9 +415,9 @@ async def test_other_bytes_than_were_put_are_refused_by_whoever_fetches_them():
         [lease] = await a.lease(0, 1)
         await a.put(rollout(lease))
         held = of.payloads_of("a")
-        payload = bytearray(b"".join(held[0, 0]))
+        payload = bytearray(b"".join(held.get((0, 0))))
         payload[-1] ^= 1
-        held[0, 0] = [bytes(payload)]
+        held.put((0, 0), [bytes(payload)])
         with pytest.raises(WireError, match="sent other bytes for group 0 than were put"):
             await of.control.fetch([0])
 

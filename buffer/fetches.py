@@ -1,0 +1,102 @@
+"""Answers to fetches: payloads in memory at once, payloads on disk after a thread has read them."""
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from asyncrl.core.errors import AsyncRLError, StoreFull, UnknownGroup
+
+from . import commands
+from .encoding import Message
+from .frames import FramesOnDisk, in_memory, size_of
+from .records import Frames
+from .waiting import Replies
+
+logger = logging.getLogger(__name__)
+
+_MAX_CLIENTS = 4096
+
+
+class FetchReplies:
+    """Sends payloads. Each client may leave ``limit`` bytes of replies unread.
+
+    A payload on disk that cannot be read is logged, and the client gets `UnknownGroup`.
+    """
+
+    def __init__(self, replies: Replies, limit: int) -> None:
+        self._replies = replies
+        self._window = FetchWindow(limit)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="payloads")
+        self._reads: set[asyncio.Task[None]] = set()
+
+    def send(self, request: Message, fetch: commands.Fetch, parts: Sequence[Frames]) -> None:
+        """Answer a fetch with the payload of each group. Raises `StoreFull` if the client must read replies first."""
+        self._window.add(request.client, request.request_id, sum(map(size_of, parts)), read=fetch.read)
+        if any(isinstance(part, FramesOnDisk) for part in parts):
+            read = asyncio.get_running_loop().create_task(self._read(request, fetch.group_ids, parts))
+            self._reads.add(read)
+            read.add_done_callback(self._reads.discard)
+        else:
+            self._answer(request, parts)
+
+    async def _read(self, request: Message, group_ids: Sequence[int], parts: Sequence[Frames]) -> None:
+        def read() -> list[Frames]:
+            return [_read(group_id, part) for group_id, part in zip(group_ids, parts, strict=True)]
+
+        try:
+            self._answer(request, await asyncio.get_running_loop().run_in_executor(self._pool, read))
+        except AsyncRLError as error:
+            logger.warning("%s", error)
+            self._replies.fail(request, error)
+
+    def _answer(self, request: Message, parts: Sequence[Frames]) -> None:
+        payload: list[Any] = [frame for frames in parts for frame in frames]
+        self._replies.answer(request, commands.Payloads(tuple(map(len, parts))), payload)
+
+    def close(self) -> None:
+        """Answer no further fetch."""
+        for read in self._reads:
+            read.cancel()
+        self._pool.shutdown()
+
+
+def _read(group_id: int, frames: Frames) -> Frames:
+    try:
+        return in_memory(frames)
+    except OSError as error:
+        raise UnknownGroup(
+            f"the trajectories of group {group_id} cannot be read from {error.filename}: {error.strerror}; they are "
+            "generated again"
+        ) from error
+
+
+class FetchWindow:
+    """Limits the bytes of unread replies per client to ``limit``; each fetch names the last reply that was read."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._replies: OrderedDict[bytes, deque[tuple[int, int]]] = OrderedDict()
+
+    def add(self, client: bytes, request_id: int, num_bytes: int, *, read: int) -> None:
+        """Record a reply of ``num_bytes`` before it is sent.
+
+        ``read`` is the largest request id that the client has read.
+
+        Raises `StoreFull` if the client would have more than ``limit`` unread bytes.
+        """
+        replies = self._replies.setdefault(client, deque())
+        self._replies.move_to_end(client)
+        while replies and (replies[0][0] <= read or replies[0][0] == request_id):
+            replies.popleft()
+        waiting = sum(size for _, size in replies)
+        if replies and waiting + num_bytes > self._limit:
+            raise StoreFull(
+                f"this client has not read {waiting} fetched bytes, and {num_bytes} more exceed "
+                f"buffer.max_stored_bytes={self._limit}; read them first"
+            )
+        replies.append((request_id, num_bytes))
+        if len(self._replies) > _MAX_CLIENTS:
+            self._replies.popitem(last=False)

@@ -1,0 +1,121 @@
+"""Frames that stay in a file of a journal, and are read when they are needed."""
+
+import errno
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, Self, overload
+
+import xxhash
+
+from .records import Frames
+
+
+class Written(NamedTuple):
+    """Where a file holds frames.
+
+    Attributes:
+        start: Offset of the first frame.
+        head_bytes: Size of the record's head before it.
+        checksum: Checksum (xxh3) of this head and the frames.
+    """
+
+    start: int
+    head_bytes: int
+    checksum: int
+
+    @classmethod
+    def without_head(cls, start: int, frames: Frames) -> Self:
+        """Frames that are a part of their record."""
+        digest = xxhash.xxh3_64()
+        for frame in frames:
+            digest.update(frame)
+        return cls(start, 0, digest.intdigest())
+
+
+class FramesOnDisk(Sequence[Any]):
+    """Consecutive frames in a file. Each iteration reads them again and verifies their checksum.
+
+    Raises `OSError` where they cannot be read, or are damaged.
+
+    Attributes:
+        place: The place of the frames in their journal.
+        num_bytes: Their total size.
+    """
+
+    def __init__(self, path: Path, written: Written, lengths: Iterable[int], *, place: int) -> None:
+        self._at = path, written
+        self._lengths = tuple(lengths)
+        self.place = place
+        self.num_bytes = sum(self._lengths)
+
+    def move(self, path: Path, written: Written, *, place: int) -> None:
+        """Record that the frames were copied to another file. Another thread may be reading them."""
+        self._at, self.place = (path, written), place
+
+    def move_to(self, copy: "FramesOnDisk") -> None:
+        """Record that ``copy`` holds the same frames in another file."""
+        self._at, self.place = copy._at, copy.place
+
+    def read(self) -> Frames:
+        """The frames."""
+        while True:
+            path, written = at = self._at
+            begin, lengths = written.start - written.head_bytes, (written.head_bytes, *self._lengths)
+            try:
+                with path.open("rb", buffering=0) as file:
+                    head, *frames = frames_at(file.fileno(), begin, lengths, path)
+                break
+            except FileNotFoundError:
+                if at == self._at:  # otherwise they were copied, and the old file was deleted
+                    raise
+        digest = xxhash.xxh3_64(head)
+        for frame in frames:
+            digest.update(frame)
+        if digest.intdigest() != written.checksum:
+            message = f"the {self.num_bytes} bytes from byte {written.start} on are damaged"
+            raise OSError(errno.EIO, message, str(path))
+        return frames
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.read())
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Frames: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return self.read()[index]
+
+
+def frames_at(descriptor: int, start: int, lengths: Sequence[int], path: Path) -> Frames:
+    """Read consecutive frames from a file. Raises `OSError` if it cannot be read, or ends before."""
+    ends = [*accumulate(lengths, initial=start)]
+    return [_bytes_at(descriptor, begin, end - begin, path) for begin, end in pairwise(ends)]
+
+
+def _bytes_at(descriptor: int, start: int, num_bytes: int, path: Path) -> bytes:
+    parts: list[bytes] = []
+    while num_bytes:
+        part = os.pread(descriptor, num_bytes, start)  # at most 2 GiB at once
+        if not part:
+            raise OSError(errno.EIO, "the file ends too early", str(path))
+        parts.append(part)
+        start, num_bytes = start + len(part), num_bytes - len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def in_memory(frames: Frames) -> Frames:
+    """Read frames that are on disk; return others as they are. Raises `OSError` as `FramesOnDisk` does."""
+    return frames.read() if isinstance(frames, FramesOnDisk) else frames
+
+
+def size_of(frames: Iterable[Any]) -> int:
+    """Total bytes of frames."""
+    return frames.num_bytes if isinstance(frames, FramesOnDisk) else sum(map(len, frames))

@@ -1,0 +1,229 @@
+"""`buffer.max_memory_bytes`: payloads that do not fit into memory stay in the journal's files."""
+
+import asyncio
+import shutil
+import tempfile
+import time
+import tracemalloc
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.core.errors import UnknownGroup
+from buffer import BufferConfig, BufferSupervisor, ControlClient, LearnerClient, WorkerClient
+from buffer.encoding import group_frames
+from buffer.frames import FramesOnDisk
+from buffer.journal import Journal
+from tests.support.buffer_groups import prompt, rollout
+
+MB = 1 << 20
+NUM_GROUPS = 24
+TOKENS = 80_000
+"""Of a group: about a megabyte."""
+
+
+def options(directory: Path, **changes):
+    return {
+        "max_lag": 0,
+        "durability": "disk",
+        "directory": str(directory),
+        "max_memory_bytes": 4 * MB,
+        "request_timeout_s": 60.0,
+        **changes,
+    }
+
+
+def test_the_bound_on_memory_needs_a_journal():
+    with pytest.raises(ValueError, match=r"max_memory_bytes=5 needs buffer\.durability=disk, got memory"):
+        BufferConfig(max_memory_bytes=5)
+
+
+@contextmanager
+def serving(directory: Path, **changes):
+    """A server in a process of its own."""
+    config = BufferConfig(**options(directory, **changes))
+    with BufferSupervisor(config, groups_per_step=NUM_GROUPS, log_path=directory / "buffer.log") as server:
+        yield server.connection
+
+
+@asynccontextmanager
+async def clients(connection):
+    made = [kind(connection.client()) for kind in (ControlClient, WorkerClient, LearnerClient)]
+    try:
+        yield made
+    finally:
+        for client in made:
+            await client.close()
+
+
+def servers() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [one for one in children if "buffer.server" in " ".join(one.cmdline())]
+
+
+def memory() -> int:
+    """Resident bytes of all servers, without pages of files."""
+    return sum(one.memory_info().rss - one.memory_info().shared for one in servers())
+
+
+async def put_groups(control, worker, tokens=TOKENS):
+    """Store the groups of one step; returns them by id."""
+    await control.enqueue([prompt(group_id) for group_id in range(NUM_GROUPS)])
+    put = {}
+    for _ in range(NUM_GROUPS):
+        (lease,) = await worker.lease(0, 1)
+        put[lease.prompt.group_id] = group = rollout(lease, num_tokens=tokens)
+        await worker.put(group)
+    return put
+
+
+def assert_same(found, put):
+    assert b"".join(map(bytes, group_frames(found))) == b"".join(map(bytes, group_frames(put)))
+
+
+async def assert_fetched_as_put(control, learner, put):
+    plan = await control.plan(0)
+    fetched = await learner.fetch([group.group_id for group in plan.groups])
+    assert len(fetched) == NUM_GROUPS
+    for group in fetched:
+        assert_same(group, put[group.group_id])
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, TOKENS // 8], ids=["large", "small"])
+@pytest.mark.parametrize("changes", [{}, {"num_store_servers": 1}], ids=["ledger", "store"])
+async def test_memory_stays_within_the_bound_and_groups_are_fetched_as_they_were_put(tmp_path, changes, tokens):
+    bound = NUM_GROUPS * tokens * 3
+    with serving(tmp_path, max_memory_bytes=bound, **changes) as connection:
+        async with clients(connection) as (control, worker, learner):
+            before = memory()
+            put = await put_groups(control, worker, tokens)
+            assert (await control.stats()).held_bytes > 3.9 * bound
+            assert memory() - before < bound + 12 * MB
+            await assert_fetched_as_put(control, learner, put)
+
+
+async def test_a_killed_server_and_the_next_one_keep_the_bound(tmp_path):
+    with serving(tmp_path) as connection:
+        async with clients(connection) as (control, worker, _):
+            empty = memory()
+            put = await put_groups(control, worker)
+            for server in servers():
+                server.kill()
+    with serving(tmp_path) as connection:
+        async with clients(connection) as (control, _, learner):
+            await control.stats()
+            assert memory() - empty < 4 * MB + 12 * MB
+            await assert_fetched_as_put(control, learner, put)
+            await control.commit(0)
+            assert (await control.stats()).stored_bytes == 0
+
+
+def wait_for_one_pair(directory: Path) -> None:
+    """Wait for the end of a compaction."""
+    deadline = time.monotonic() + 30
+    while len([*directory.glob("journal.*.frames")]) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_store_servers": 1}], ids=["ledger", "store"])
+@pytest.mark.parametrize("disk", ["", "/dev/shm"], ids=["same disk", "other disk"])
+async def test_a_run_resumes_from_a_checkpoint_with_payloads_on_disk(tmp_path, changes, disk):
+    folder = Path(tempfile.mkdtemp(dir=disk or tmp_path))
+    try:
+        await resumes_from(folder / "v00000000", tmp_path, changes)
+    finally:
+        shutil.rmtree(folder)
+
+
+async def resumes_from(part: Path, tmp_path: Path, changes) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with serving(tmp_path / "a", **changes) as connection:
+        async with clients(connection) as (control, worker, _):
+            put = await put_groups(control, worker)
+            await control.checkpoint(part, 0, key="one")
+    with serving(tmp_path / "b", checkpoint=str(part), **changes) as connection:
+        async with clients(connection) as (control, _, learner):
+            await control.resume(0, key="one", tokens_generated=NUM_GROUPS * TOKENS)
+            await assert_fetched_as_put(control, learner, put)
+            shutil.rmtree(part)
+            await assert_fetched_as_put(control, learner, put)
+
+
+async def written(journal: Journal, frames) -> FramesOnDisk:
+    done = asyncio.get_running_loop().create_future()
+    journal.keep(frames, done.set_result)
+    return await done
+
+
+async def test_frames_on_disk_follow_the_journal_to_new_files_and_to_a_new_server(tmp_path):
+    journal = Journal(tmp_path / "journal")
+    kept = {key: await written(journal, [b"%d" % key * 1000, b"", b"end"]) for key in range(3)}
+    journal.note({("payload", key): frames for key, frames in kept.items()})
+    for _ in range(2):
+        journal.compact(None, [("payload", key, kept[key]) for key in (0, 2)])
+        await asyncio.to_thread(wait_for_one_pair, tmp_path)
+    assert [*kept[0]] == [b"0" * 1000, b"", b"end"]
+    with pytest.raises(FileNotFoundError):
+        kept[1].read()
+    journal.close()
+    found = Journal(tmp_path / "journal")
+    held = found.recover().frames["payload"]
+    assert {key: [*frames] for key, frames in held.items()} == {key: [*kept[key]] for key in (0, 2)}
+    found.close()
+
+
+async def test_frames_that_are_written_while_a_compaction_begins_are_found_in_the_new_file(tmp_path):
+    journal, done = Journal(tmp_path / "journal"), asyncio.get_running_loop().create_future()
+    journal.keep([b"x" * 50_000_000], done.set_result)
+    await asyncio.sleep(0)  # the thread begins
+    assert journal._writing
+    journal.compact(None, [])
+    kept = await done
+    journal.note({("payload", 1): kept})
+    await asyncio.to_thread(wait_for_one_pair, tmp_path)
+    assert [*kept] == [b"x" * 50_000_000]
+    journal.close()
+    found = Journal(tmp_path / "journal")
+    assert [len(frame) for frame in found.recover().frames["payload"][1]] == [50_000_000]
+    found.close()
+
+
+async def test_a_compaction_has_one_payload_on_disk_in_memory_at_a_time(tmp_path):
+    journal, size = Journal(tmp_path / "journal"), 2_000_000
+    kept = {key: await written(journal, [bytes([key]) * size]) for key in range(20)}
+    journal.note({("payload", key): frames for key, frames in kept.items()})
+    tracemalloc.start()
+    journal.compact(None, [("payload", key, frames) for key, frames in kept.items()])
+    await asyncio.to_thread(wait_for_one_pair, tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3 * size
+    assert all([*frames] == [bytes([key]) * size] for key, frames in kept.items())
+    journal.close()
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_store_servers": 1}], ids=["ledger", "store"])
+async def test_a_damaged_payload_on_disk_is_generated_again(tmp_path, changes):
+    with serving(tmp_path, max_memory_bytes=1, **changes) as connection:
+        async with clients(connection) as (control, worker, learner):
+            put = await put_groups(control, worker)
+            plan = await control.plan(0)
+            (file,) = [path for path in tmp_path.glob("*.frames") if path.stat().st_size > MB]
+            with file.open("r+b") as frames:
+                frames.seek(NUM_GROUPS * TOKENS // 2)
+                frames.write(b"damage")
+            fetches = [learner.fetch([group.group_id]) for group in plan.groups]
+            answers = await asyncio.gather(*fetches, return_exceptions=True)
+            answered = dict(zip((group.group_id for group in plan.groups), answers, strict=True))
+            lost = [group_id for group_id, answer in answered.items() if isinstance(answer, UnknownGroup)]
+            assert "are damaged" in str(answered[lost[0]])
+            for group_id in answered.keys() - {*lost}:
+                assert_same(answered[group_id][0], put[group_id])
+            assert len(lost) == 1
+            await control.lose(lost)
+            (lease,) = await worker.lease(0, 1)
+            assert lease.prompt.group_id == lost[0]
