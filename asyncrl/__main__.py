@@ -1,8 +1,6 @@
 """``python -m asyncrl COMMAND``: the same as ``asyncrl COMMAND``."""
 
-import sys
-
-from asyncrl.cli import main
+from asyncrl.cli import command_line
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line()

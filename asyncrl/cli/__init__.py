@@ -7,6 +7,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from types import FrameType
 from typing import NoReturn
@@ -32,6 +33,22 @@ _COMMANDS = {
     "check-gpu": ("asyncrl.gpu_check.program", "check this machine for training, part by part"),
     "export": ("learner.checkpoint", "convert a checkpoint to a model in Hugging Face layout"),
 }
+
+
+def command_line() -> NoReturn:
+    """End this process with the exit status of `main`.
+
+    A training ends without Python's own exit, which may wait for threads of libraries for ever: by then the supervisor
+    has ended all processes, and removed or written everything.
+    """
+    is_training = sys.argv[1:2] == ["train"]
+    status = main()
+    if is_training:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # nobody reads it
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -167,6 +167,17 @@ def test_a_run_without_its_supervisor_gives_up_at_the_stop_deadline(start):
     controller.wait(60)
 
 
+@pytest.mark.parametrize(
+    ("option", "status", "words"), [("--help", 0, "OPTION=VALUE"), ("nope=1", 2, "unknown option nope")]
+)
+def test_a_training_ends_though_a_library_hangs_at_the_exit_of_python(option, status, words):
+    code = "import atexit, time; atexit.register(time.sleep, 600); import asyncrl.cli; asyncrl.cli.command_line()"
+    command = [sys.executable, "-c", code, "train", option]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == status
+    assert words in done.stdout + done.stderr
+
+
 def test_the_command_lists_its_subcommands_and_refuses_others(capsys):
     assert asyncrl.cli.main([]) == 0
     assert "train" in capsys.readouterr().out
