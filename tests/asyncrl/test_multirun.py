@@ -62,10 +62,15 @@ SWEEP = """
     sys.exit(multirun(["buffer.max_lag=0,1,2", f"hydra.sweep.dir={sys.argv[2]}"]))
 """
 RUN = """
-    #!/bin/sh
-    trap 'kill $!; echo stopped; exit 143' TERM
-    echo "$@"
-    case "$*" in *buffer.max_lag=1*) sleep 600 & wait;; esac
+    #!{python}
+    import signal, sys
+    def stop(number, frame):
+        print("stopped", flush=True)
+        sys.exit(143)
+    signal.signal(signal.SIGTERM, stop)
+    print(*sys.argv[1:], flush=True)
+    while "buffer.max_lag=1" in sys.argv:
+        signal.pause()
 """
 """Stands in for a run: the one with ``buffer.max_lag=1`` waits for SIGTERM."""
 
@@ -73,7 +78,7 @@ RUN = """
 def test_a_multirun_starts_a_run_per_value_and_a_signal_stops_it_with_its_running_run(tmp_path):
     """With whole runs: `tests/e2e/test_multirun.py`."""
     run = tmp_path / "run"
-    run.write_text(textwrap.dedent(RUN).lstrip())
+    run.write_text(textwrap.dedent(RUN).lstrip().format(python=sys.executable))
     run.chmod(0o755)
     command = [sys.executable, "-c", textwrap.dedent(SWEEP), run, tmp_path / "sweep"]
     sweep = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
