@@ -21,6 +21,7 @@ from asyncrl.config import (
     learner_pools,
     learner_roles,
     longest_rollout,
+    longest_sequence,
     may_play_episodes,
     num_positions,
     requested_cpus,
@@ -157,6 +158,7 @@ def check_files(config: RunConfig) -> None:
             f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens must be <= {positions}, got {prompt} + "
             f"{response} = {prompt + response}"
         )
+    _check_cache(config)
     judge = config.rollout_fleet.judge_model
     if judge and not Path(judge, "config.json").is_file():
         raise ValueError(f"rollout_fleet.judge_model must hold a Hugging Face model, got {judge} without config.json")
@@ -166,6 +168,18 @@ def check_files(config: RunConfig) -> None:
             raise ValueError(f"learner.{role}.path must hold a Hugging Face model, got {path} without config.json")
         if path:
             _check_whole(f"learner.{role}.path", Path(path))
+
+
+def _check_cache(config: RunConfig) -> None:
+    """Check that the KV cache of an engine can hold the longest sequence; SGLang cuts or refuses a longer one."""
+    fleet = config.rollout_fleet
+    tokens, longest = fleet.sglang.max_total_tokens, longest_sequence(config) + fleet.num_reserved_positions
+    if fleet.engine is EngineKind.sglang and 0 < tokens < longest:
+        raise ValueError(
+            f"rollout_fleet.sglang.max_total_tokens must be >= {longest}, the longest sequence and "
+            f"{fleet.num_reserved_positions} positions that SGLang reserves, got {tokens}; raise it, or lower "
+            "data.max_prompt_tokens, rollout_fleet.sampling.max_new_tokens or rollout_fleet.environment.max_context"
+        )
 
 
 def check_model(config: RunConfig) -> None:

@@ -94,6 +94,13 @@ def test_a_path_leaves_the_positions_that_sglang_reserves(model):
         check(compose(model, sglang, *answer))
 
 
+def test_the_cache_of_an_engine_holds_the_longest_path(model):
+    sglang = ["rollout_fleet.engine=sglang", "rollout_fleet.environment.max_context=100"]
+    check(compose(model, *sglang, "rollout_fleet.sglang.max_total_tokens=106"))
+    with pytest.raises(ValueError, match=r"max_total_tokens must be >= 106, .* 6 positions that SGLang .*, got 105"):
+        check(compose(model, *sglang, "rollout_fleet.sglang.max_total_tokens=105"))
+
+
 def test_sequence_parallel_ranks_share_a_path(model):
     check(compose(model, CONTEXT, "learner.max_tokens_per_micro_batch=64", "learner.num_ranks=2", "learner.sp_size=2"))
 
