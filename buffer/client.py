@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import zmq
@@ -180,13 +181,16 @@ class ClientSocket:
         self._bulk_port = 0
         self._sender = ChunkSender(self._send_bulk)
         self._receiver = ChunkReceiver(_MAX_REPLY_BYTES)
-        self._control = Connection(
-            address,
+        self._control = self._connect()
+
+    def _connect(self) -> Connection:
+        return Connection(
+            self.address,
             identity=self.identity,
-            keys=keys,
+            keys=self._keys,
             on_message=self._on_message,
             on_change=self._on_control_change,
-            on_refused=self._on_refused,
+            on_refused=partial(self._on_refused, self._keys),
             silent_s=4 * _HEARTBEAT_MS / 1000,
         )
 
@@ -355,13 +359,39 @@ class ClientSocket:
             self._connect_id = next(self._ids)
             self._control.send(frames_of(self._epoch, [Message(request_id=self._connect_id, body=commands.Connect())]))
 
-    def _on_refused(self) -> None:
+    def _on_refused(self, used: ClientKeys | None) -> None:
+        """Connect anew if there are newer keys than those that the refused connection has ``used``."""
+        if used != self._keys or self._begin_with_newest_keys():
+            return
         self._refuse(
             NotAllowed(
                 f"the buffer at {self.address} refuses this client's key; pass the keys of its run (buffer.keys, or "
                 "--keys), or no keys to a run without keys"
             )
         )
+
+    def _begin_with_newest_keys(self) -> bool:
+        """Connect anew with the keys that the file of this client holds now. Returns whether they are other keys.
+
+        Requests without a reply are repeated on the new connections.
+        """
+        newest = self._keys and self._keys.newest()
+        if newest == self._keys:
+            return False
+        self._keys = newest
+        self.loop.call_soon(self._reconnect)  # not within a callback of the connections
+        return True
+
+    def _reconnect(self) -> None:
+        if self._closed:
+            return
+        self._control.close()
+        if self._bulk is not None:
+            self._bulk.close()
+            self._bulk = None
+        self._on_bulk_change(False)
+        self._on_control_change(False)
+        self._control = self._connect()
 
     def _refuse(self, refusal: Exception) -> None:
         """Fail every request until another server answers."""
@@ -391,7 +421,7 @@ class ClientSocket:
                 keys=self._keys,
                 on_message=self._on_chunk,
                 on_change=self._on_bulk_change,
-                on_refused=self._on_refused,
+                on_refused=partial(self._on_refused, self._keys),
                 silent_s=max(self._timeout_s, 4 * _HEARTBEAT_MS / 1000),
             )
         elif self._is_bulk_ready:
@@ -445,7 +475,9 @@ class ClientSocket:
             self.fail_all(error)
             return
         for answer in answers:
-            if isinstance(answer.body, commands.Push):
+            if isinstance(answer.body, commands.NewKeys):
+                self._begin_with_newest_keys()
+            elif isinstance(answer.body, commands.Push):
                 self._on_push(answer.body)
             elif answer.request_id == PUSH_ID and isinstance(answer.body, commands.Failure):
                 self.fail_all(error_of(answer.body))

@@ -210,6 +210,10 @@ class HandOn(Push, frozen=True):
     groups: tuple[Key, ...]
 
 
+class NewKeys(Push, frozen=True):
+    """The client's key was replaced: it must read its keys again and connect anew."""
+
+
 class Space(Push, frozen=True):
     """Groups have left: requests that did not fit may be sent again."""
 
@@ -458,6 +462,12 @@ class Hello(Operation[Welcome], frozen=True):
     roles = _EVERY
     produces: bool = False
     host: Text = ""
+
+
+class RenewKeys(Operation[Done], frozen=True):
+    """Let a server read the keys of its clients again."""
+
+    roles = _CONTROLLER
 
 
 class Stats(Operation[Totals], frozen=True):

@@ -2,14 +2,15 @@
 
 A directory holds ``server.json``, ``store.json`` for the store servers, and one file per role: ``rollout.json``,
 ``learner.json``, ``controller.json``, ``inspector.json`` and ``ledger.json``. Copy to each host only the files of
-the roles that run there. The server refuses unknown keys, and operations that do not belong to the role of a key.
+the roles that run there. The server refuses unknown keys, and operations that do not belong to the role of a key. The
+roles' keys can be replaced while the servers run; the servers' own keys stay, because they never leave their hosts.
 """
 
 import json
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from .sockets import Channel
 
 logger = logging.getLogger(__name__)
 
+SERVER_KEYS = "server.json"
 STORE_KEYS = "store.json"
 """The file of the store servers' keys."""
 _ZAP_DOMAIN = "buffer"
@@ -29,41 +31,64 @@ _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerKeys:
-    """A server's keys: its own key pair, and the accepted public keys by role. Z85 text."""
+    """A server's keys: its own key pair, and the accepted public keys by role. Z85 text.
+
+    ``former_publics`` are accepted too, while the keys are being replaced.
+    """
 
     public: str
     secret: str
     role_publics: dict[str, str]
+    former_publics: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientKeys:
-    """A client's keys: its own key pair, and the public keys of the server and of the store servers. Z85 text."""
+    """A client's keys: its own key pair, and the public keys of the server and of the store servers. Z85 text.
+
+    Attributes:
+        path: The file with these keys.
+        are_for_stores: Whether they are for a connection to a store server.
+    """
 
     public: str
     secret: str
     server_public: str
     store_public: str
+    path: Path | None = field(default=None, compare=False)
+    are_for_stores: bool = False
 
     def for_stores(self) -> "ClientKeys":
         """The keys for a connection to a store server."""
-        return replace(self, server_public=self.store_public)
+        return replace(self, server_public=self.store_public, are_for_stores=True)
+
+    def newest(self) -> "ClientKeys":
+        """The keys that the file holds now, or these ones if it cannot be read."""
+        if self.path is None:
+            return self
+        try:
+            found = _client_keys(self.path)
+        except (OSError, ValueError) as error:
+            logger.warning("the keys were not read again: %s", error)
+            return self
+        return found.for_stores() if self.are_for_stores else found
+
+
+_CLIENT_NAMES = ("public", "secret", "server_public", "store_public")
+_SERVER_NAMES = ("public", "secret", "role_publics")
 
 
 def make_keys(directory: Path) -> None:
     """Make a run's key pairs, in files that only their owner may read. Raises `ValueError` if a file exists."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     (server_public, server_secret), (store_public, store_secret) = _pair(), _pair()
-    publics: dict[str, str] = {}
-    files: dict[str, dict[str, Any]] = {}
-    for role in BufferRole:
-        publics[role.value], secret = _pair()
-        files[f"{role.value}.json"] = asdict(
-            ClientKeys(
-                public=publics[role.value], secret=secret, server_public=server_public, store_public=store_public
-            )
-        )
-    files["server.json"] = asdict(ServerKeys(public=server_public, secret=server_secret, role_publics=publics))
+    roles = {
+        role: ClientKeys(public=public, secret=secret, server_public=server_public, store_public=store_public)
+        for role, (public, secret) in ((role, _pair()) for role in BufferRole)
+    }
+    publics = {role.value: keys.public for role, keys in roles.items()}
+    files = {f"{role.value}.json": _plain(keys) for role, keys in roles.items()}
+    files[SERVER_KEYS] = asdict(ServerKeys(public=server_public, secret=server_secret, role_publics=publics))
     files[STORE_KEYS] = asdict(ServerKeys(public=store_public, secret=store_secret, role_publics=publics))
     for name, values in files.items():
         path = directory / name
@@ -73,6 +98,53 @@ def make_keys(directory: Path) -> None:
             raise ValueError(f"{path} exists; keys are made once per run, name a new directory") from None
         with os.fdopen(descriptor, "w") as file:
             json.dump(values, file)
+
+
+def _plain(keys: ClientKeys) -> dict[str, str]:
+    return {name: getattr(keys, name) for name in _CLIENT_NAMES}
+
+
+# The replacement of the roles' keys, in three steps. After a crash in any of them it can begin again.
+
+
+def add_keys(directory: Path) -> dict[str, ClientKeys]:
+    """Make new keys for all roles, and let the servers accept them beside the present ones. Returns them by role.
+
+    The servers must read their keys again, and `put_keys` must follow. Raises as `server_keys`.
+    """
+    new = {role.value: _pair() for role in BufferRole}
+    server, store = server_keys(directory), store_keys(directory)
+    for name, keys in ((SERVER_KEYS, server), (STORE_KEYS, store)):
+        former = {role: [*keys.former_publics.get(role, ()), public] for role, public in keys.role_publics.items()}
+        publics = {role: public for role, (public, _) in new.items()}
+        _replace(directory / name, asdict(replace(keys, role_publics=publics, former_publics=former)))
+    return {
+        role: ClientKeys(public=public, secret=secret, server_public=server.public, store_public=store.public)
+        for role, (public, secret) in new.items()
+    }
+
+
+def put_keys(directory: Path, keys: Mapping[str, ClientKeys]) -> None:
+    """Replace the files of the roles. Clients that connect from now on use the new keys."""
+    for role, own in keys.items():
+        _replace(directory / f"{role}.json", _plain(own))
+
+
+def retire_keys(directory: Path) -> None:
+    """Let the servers accept the newest keys only, when they have read their keys again."""
+    for name, read in ((SERVER_KEYS, server_keys), (STORE_KEYS, store_keys)):
+        _replace(directory / name, asdict(replace(read(directory), former_publics={})))
+
+
+def _replace(path: Path, values: Mapping[str, Any]) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(values, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
 def _pair() -> tuple[str, str]:
@@ -88,20 +160,24 @@ def ensure_keys(directory: Path) -> None:
 
 def server_keys(directory: Path) -> ServerKeys:
     """Read the server's keys. Raises ValueError if they are missing, or readable by others."""
-    return ServerKeys(**_read(directory / "server.json", ServerKeys))
+    return ServerKeys(**_read(directory / SERVER_KEYS, _SERVER_NAMES, optional=("former_publics",)))
 
 
 def store_keys(directory: Path) -> ServerKeys:
     """Read the store servers' keys. Raises ValueError if they are missing, or readable by others."""
-    return ServerKeys(**_read(directory / STORE_KEYS, ServerKeys))
+    return ServerKeys(**_read(directory / STORE_KEYS, _SERVER_NAMES, optional=("former_publics",)))
 
 
 def client_keys(directory: Path, role: BufferRole) -> ClientKeys:
     """Read the keys of a role. Raises ValueError if they are missing, or readable by others."""
-    return ClientKeys(**_read(directory / f"{role}.json", ClientKeys))
+    return _client_keys(directory / f"{role}.json")
 
 
-def _read(path: Path, kind: type) -> dict[str, Any]:
+def _client_keys(path: Path) -> ClientKeys:
+    return ClientKeys(**_read(path, _CLIENT_NAMES), path=path)
+
+
+def _read(path: Path, names: Collection[str], *, optional: Collection[str] = ()) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"no CURVE keys at {path}; make them with buffer.keys.make_keys({str(path.parent)!r})")
     if (owner := path.stat().st_uid) != os.geteuid():
@@ -109,7 +185,7 @@ def _read(path: Path, kind: type) -> dict[str, Any]:
     if path.stat().st_mode & 0o077:
         raise ValueError(f"{path} is readable by others (mode {path.stat().st_mode & 0o777:o}); chmod 600 {path}")
     values = json.loads(path.read_text())
-    if values.keys() != (names := {field.name for field in fields(kind)}):
+    if values.keys() - {*optional} != {*names}:
         raise ValueError(
             f"{path} must hold {sorted(names)}, got {sorted(values)}; remove the directory, and new keys are made"
         )
@@ -141,17 +217,32 @@ def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
 
 
 class KeyGate:
-    """Answers ZMQ's authentication requests (ZAP, RFC 27) with the role of a key; refuses unknown keys.
+    """Answers ZMQ's authentication requests (ZAP, RFC 27) with the public key of the client; refuses unknown keys.
 
-    Make it before the sockets of ``context`` are bound. ``on_refused`` is called for each refused key.
+    Make it before the sockets of ``context`` are bound. ``on_refused`` is called for each refused key. ZMQ asks once
+    per connection; `role_of` checks the key of each message.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: ServerKeys, on_refused: Callable[[], None]) -> None:
-        self._roles = {z85.decode(public): role for role, public in keys.role_publics.items()}
+        self.renew(keys)
         self._on_refused = on_refused
         socket = context.socket(zmq.ROUTER)
         socket.bind(_ZAP_ADDRESS)
         self._channel = Channel(socket, self._answer)
+
+    def renew(self, keys: ServerKeys) -> None:
+        """Accept these keys from now on."""
+        self._newest = {public: role for role, public in keys.role_publics.items()}
+        former = {public: role for role, publics in keys.former_publics.items() for public in publics}
+        self._roles = former | self._newest
+
+    def role_of(self, public: str) -> str | None:
+        """The role of a client's public key; None if the key is no longer accepted."""
+        return self._roles.get(public)
+
+    def is_newest(self, public: str) -> bool:
+        """Whether no newer key of the role is there."""
+        return public in self._newest
 
     def close(self) -> None:
         """Stop the authentication."""
@@ -161,9 +252,10 @@ class KeyGate:
         parts = [frame.bytes for frame in frames]
         sender, empty, version, request_id = parts[:4]
         is_curve = len(parts) == 9 and parts[7] == b"CURVE"
-        role = self._roles.get(parts[8]) if is_curve else None
-        if role is None:
+        public = z85.encode(parts[8]) if is_curve else b""
+        is_known = public.decode() in self._roles
+        if not is_known:
             self._on_refused()
             logger.warning("refused a client with an unknown key, from %s", parts[5].decode(errors="replace"))
-        status, text = (b"200", b"OK") if role is not None else (b"400", b"unknown key")
-        self._channel.send([sender, empty, version, request_id, status, text, (role or "").encode(), b""])
+        status, text = (b"200", b"OK") if is_known else (b"400", b"unknown key")
+        self._channel.send([sender, empty, version, request_id, status, text, public if is_known else b"", b""])

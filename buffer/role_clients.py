@@ -549,6 +549,13 @@ class ControlClient:
         """Write what a new life needs to ``folder``, an absolute path, and wait until it is complete."""
         return await self._client.call(commands.Checkpoint(folder=str(folder), version=version, key=key))
 
+    async def renew_keys(self) -> None:
+        """Let the server and the store servers read the keys of their clients again."""
+        await self._client.call(commands.RenewKeys())
+        stores = (await self._client.call(commands.Inspect())).values["stores"]
+        links = [self._client.store_link(store["address"]) for store in stores if store["address"]]
+        await asyncio.gather(*(link.call(commands.RenewKeys()) for link in links))
+
     async def stats(self) -> BufferStats:
         """Return the ledger's current counts."""
         return (await self._client.call(commands.Stats())).stats

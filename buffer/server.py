@@ -36,7 +36,7 @@ from asyncrl.core.errors import (
 from asyncrl.core.host import end_with_parent, keep_freed_memory, make_private_folder
 
 from .checkpoint_parts import store_part
-from .commands import Connect, Connected, Failure, Reconcile
+from .commands import Connect, Connected, Done, Failure, NewKeys, Reconcile, RenewKeys
 from .config import BufferConfig, Durability, OnStale, StoresOn
 from .encoding import (
     JOIN_BELOW_BYTES,
@@ -165,8 +165,9 @@ class ServerSocket:
                     journal.write(name, "")
         self._own_folder = ""
         self._listeners: dict[str, PortListener] = {}
-        read = server_keys if store is None else store_keys
-        keys = read(Path(config.keys)) if config.keys else None
+        self._read_keys = partial(server_keys if store is None else store_keys, Path(config.keys))
+        self._told: set[bytes] = set()
+        keys = self._read_keys() if config.keys else None
         if keys is not None:
             self._gate = KeyGate(self._context, keys, partial(self._count, "unknown_keys"))
         control = self._router(keys, silent_s=4 * config.heartbeat_s)
@@ -265,13 +266,17 @@ class ServerSocket:
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         if self._listeners:
             self._listeners["address"].received(frames[-1])
-        self._receive(frames[0].bytes, self._role_of(frames[-1]), frames[1:], MAX_FRAMES)
+        client = frames[0].bytes
+        if self._admits(client, frames[-1]):
+            self._receive(client, self._role_of(frames[-1]), frames[1:], MAX_FRAMES)
 
     def _on_chunk(self, frames: list[zmq.Frame]) -> None:
         """A chunk, its acknowledgement, or the greeting of a new bulk connection."""
         if self._listeners:
             self._listeners["bulk_address"].received(frames[-1])
         client = frames[0].bytes
+        if not self._admits(client, frames[-1]):
+            return
         if len(frames) == 2 and not len(frames[1]):
             self._peers.pop(client, None)
             self._send_bulk(client, [b""])
@@ -319,9 +324,33 @@ class ServerSocket:
 
     def _role_of(self, frame: zmq.Frame) -> str | None:
         """The role of the key of a message's sender; None without keys."""
+        return None if self._gate is None else self._gate.role_of(str(frame.get("User-Id")))
+
+    def _admits(self, client: bytes, frame: zmq.Frame) -> bool:
+        """Whether the key of a message's sender is accepted. A client with an old key is told that there is a new one.
+
+        A message with a retired key is dropped. Its client repeats it over a new connection.
+        """
         if self._gate is None:
-            return None
-        return str(frame.get("User-Id"))
+            return True
+        public = str(frame.get("User-Id"))
+        is_accepted = self._gate.role_of(public) is not None
+        if not is_accepted:
+            self._count("unknown_keys")
+        if not is_accepted or (not self._gate.is_newest(public) and client not in self._told):
+            self._told.add(client)
+            self.send(client, Message(request_id=PUSH_ID, body=NewKeys()))
+        return is_accepted
+
+    def _renew_keys(self) -> None:
+        """Read the clients' keys again. Raises `ReplayBufferError` if there are none, or they cannot be read."""
+        if self._gate is None:
+            raise ReplayBufferError("this buffer has no keys, see buffer.keys; there is nothing to replace")
+        try:
+            self._gate.renew(self._read_keys())
+        except (OSError, ValueError) as error:
+            raise ReplayBufferError(f"the keys were not read again: {error}") from error
+        self._told.clear()
 
     def _receive(self, client: bytes, role: str | None, frames: list[Any], max_frames: int) -> None:
         try:
@@ -354,6 +383,9 @@ class ServerSocket:
             if isinstance(operation, Connect):
                 connected = Connected(self.epoch, self.bulk_port)
                 self.send(request.client, Message(request_id=request.request_id, body=connected))
+            elif isinstance(operation, RenewKeys):
+                self._renew_keys()
+                self.send(request.client, Message(request_id=request.request_id, body=Done()))
             else:
                 self._service.handle(request)
         except AsyncRLError as error:

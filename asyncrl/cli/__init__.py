@@ -27,6 +27,7 @@ _COMMANDS = {
     "runs": ("asyncrl.cli.runs_command", "list runs, their lives and their checkpoints"),
     "audit": ("asyncrl.cli.audit_command", "follow every trained token of a run from its engine to its step"),
     "checkpoint": ("asyncrl.cli.checkpoint_command", "let a running training save a checkpoint"),
+    "keys": ("asyncrl.cli.keys_command", "replace the keys of a running training"),
     "buffer": ("asyncrl.cli.buffer_command", "export the groups of a run's buffer, and make demonstrations of them"),
     "inspect": ("buffer.inspect", "inspect the replay buffer of a running training"),
     "doctor": ("asyncrl.cli.doctor_command", "check this machine, or show the alarms and errors of a run"),

@@ -130,6 +130,7 @@ class NodeFolders:
 
     Attributes:
         apart: Addresses of the nodes with a separate folder, because they do not see the controller's folder.
+        keys: Directory of the buffer's keys; empty if there are none.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class NodeFolders:
         self._known = set(known)
         self._make = make or _node_actor
         self._admissions: dict[str, asyncio.Task[str]] = {}
-        self._model = self._keys = self._weights = ""
+        self._model = self.keys = self._weights = ""
         self._image_bytes = 0
         self._timeout_s = timeout_s
         self.apart: list[str] = []
@@ -177,7 +178,7 @@ class NodeFolders:
             ValueError: a node does not see a folder that must be shared, cannot make its own folder, or has too little
                 shared memory.
         """
-        self._model, self._keys, self._weights = config.model.path, keys, config.weights.directory
+        self._model, self.keys, self._weights = config.model.path, keys, config.weights.directory
         # The version that an engine serves, and the next one.
         self._image_bytes = 2 * weight_bytes(config) if config.weights.keeps_images else 0
         if not self._nodes:
@@ -242,10 +243,16 @@ class NodeFolders:
                 )
         if self._weights:
             await self.check_shared("weights.directory", _absolute(self._weights), by=addresses)
-        if self._keys:  # only the owner may read keys
-            held = await self._ask(addresses, "prints", self._keys)
-            lacking = [address for address, prints in held.items() if not {*_KEY_FILES} <= prints.keys()]
-            await self._send(Path(self._keys), _KEY_FILES, to=lacking, mode=FOLDER_MODE)
+        await self.send_keys(addresses)
+
+    async def send_keys(self, addresses: Collection[str] | None = None) -> None:
+        """Send the keys to the nodes, or to ``addresses``, that lack them or have others."""
+        if not self.keys:
+            return
+        own = file_prints(Path(self.keys))
+        held = await self._ask(self._nodes if addresses is None else addresses, "prints", self.keys)
+        lacking = [node for node, prints in held.items() if any(prints.get(name) != own[name] for name in _KEY_FILES)]
+        await self._send(Path(self.keys), _KEY_FILES, to=lacking, mode=FOLDER_MODE)  # only the owner may read keys
 
     async def bring(self, folder: Path, name: str, *, to: Collection[str] | None = None) -> Path:
         """Make a folder of files, such as a model, available on every node, or on the nodes ``to``.

@@ -1,7 +1,7 @@
-"""The socket of a running training, on which its user asks for a checkpoint (``asyncrl checkpoint RUN``).
+"""The socket of a running training, on which its user asks for a checkpoint, or for new keys of the buffer.
 
-It is a Unix socket in the run's folder in shared memory (`shared_folder`), which only the user of the run may open. A
-request is one line of JSON, and so is its answer. The controller's loops wake a request when its checkpoint is whole.
+The commands are ``asyncrl checkpoint RUN`` and ``asyncrl keys RUN``. It is a Unix socket in the run's folder in shared
+memory (`shared_folder`), which only the user of the run may open. A request is one line of JSON, and so is its answer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,16 +22,16 @@ from asyncrl.run.run_folder import SHARED_MEMORY, shared_folder
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT = "checkpoint"
+CHECKPOINT, KEYS = "checkpoint", "keys"
 _NAME = "training.sock"
 _CONNECT_S = 5.0
 
 
 @asynccontextmanager
-async def answered_requests(run_dir: Path, checkpoint: Callable[[], Awaitable[Path]]) -> AsyncIterator[None]:
+async def answered_requests(run_dir: Path, **work: Callable[[], Awaitable[Path]]) -> AsyncIterator[None]:
     """Answer requests inside the block; without effect on a host without shared memory.
 
-    ``checkpoint`` saves one and returns its folder when it is whole.
+    ``work`` does what a request of this name asks for, and returns the folder that the command prints.
     """
     if not SHARED_MEMORY.is_dir():
         yield
@@ -41,7 +41,7 @@ async def answered_requests(run_dir: Path, checkpoint: Callable[[], Awaitable[Pa
     pending: set[asyncio.Task[None]] = set()
 
     def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(_answer(reader, writer, checkpoint))
+        task = asyncio.create_task(_answer(reader, writer, work))
         pending.add(task)
         task.add_done_callback(pending.discard)
 
@@ -57,26 +57,26 @@ async def answered_requests(run_dir: Path, checkpoint: Callable[[], Awaitable[Pa
 
 
 async def _answer(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, checkpoint: Callable[[], Awaitable[Path]]
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, work: Mapping[str, Callable[[], Awaitable[Path]]]
 ) -> None:
     """Answer one request. It is withdrawn if the client disconnects."""
-    answer: dict[str, Any] = {"error": "the training ended before the checkpoint was complete"}
-    saving: asyncio.Future[Path] | None = None
+    answer: dict[str, Any] = {"error": "the training ended before the request was done"}
+    doing: asyncio.Future[Path] | None = None
     try:
-        request = json.loads(await reader.readline())
-        if request != {"request": CHECKPOINT}:
-            raise ValueError(f"the only request is {CHECKPOINT!r}, got {request!r}")
-        saving = asyncio.ensure_future(checkpoint())
+        name = json.loads(await reader.readline()).get("request")
+        if name not in work:
+            raise ValueError(f"the requests are {', '.join(work)}, got {name!r}")
+        doing = asyncio.ensure_future(work[name]())
         gone = asyncio.create_task(reader.read())
-        await asyncio.wait({saving, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
-        if saving.done():
-            answer = {CHECKPOINT: str(saving.result())}
+        if doing.done():
+            answer = {name: str(doing.result())}
     except (ValueError, AsyncRLError) as error:
         answer = {"error": str(error)}
     finally:
-        if saving is not None:
-            saving.cancel()
+        if doing is not None:
+            doing.cancel()
         with suppress(OSError):
             writer.write(json.dumps(answer).encode() + b"\n")
             writer.close()
@@ -90,6 +90,33 @@ def ask_for_checkpoint(run_dir: Path, *, timeout_s: float) -> Path:
         DeadlineError: the checkpoint is not whole in time. The training continues, and still saves it.
         AsyncRLError: the training did not save it; the message has its reason.
     """
+    return _ask(
+        run_dir,
+        CHECKPOINT,
+        timeout_s=timeout_s,
+        late="complete a checkpoint",
+        remedy="it is saved with the next learner step, so raise the deadline to more than one step",
+    )
+
+
+def ask_for_keys(run_dir: Path, *, timeout_s: float) -> Path:
+    """Ask the training in ``run_dir`` for new keys of the buffer; returns their folder when the old keys are retired.
+
+    Raises:
+        ValueError: no training of this folder runs on this host.
+        DeadlineError: the keys were not replaced in time. Nobody is shut out; ask again.
+        AsyncRLError: the keys were not replaced; the message has the reason.
+    """
+    return _ask(
+        run_dir,
+        KEYS,
+        timeout_s=timeout_s,
+        late="replace its keys",
+        remedy="the old keys are still accepted; look into its log, and call the command again",
+    )
+
+
+def _ask(run_dir: Path, request: str, *, timeout_s: float, late: str, remedy: str) -> Path:
     path = shared_folder(run_dir.resolve()) / _NAME
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(min(_CONNECT_S, timeout_s))
@@ -98,18 +125,17 @@ def ask_for_checkpoint(run_dir: Path, *, timeout_s: float) -> Path:
         except OSError as error:
             raise ValueError(_why_not(run_dir)) from error
         client.settimeout(timeout_s)
-        client.sendall(json.dumps({"request": CHECKPOINT}).encode() + b"\n")
+        client.sendall(json.dumps({"request": request}).encode() + b"\n")
         try:
             line = b"".join(iter(partial(client.recv, 4096), b""))
         except TimeoutError:
             raise DeadlineError(
-                f"the training in {run_dir} did not complete a checkpoint within --timeout-s={timeout_s:g} s; it is "
-                "saved with the next learner step, so raise the deadline to more than one step"
+                f"the training in {run_dir} did not {late} within --timeout-s={timeout_s:g} s; {remedy}"
             ) from None
     answer = json.loads(line or b'{"error": "the training ended"}')
     if "error" in answer:
         raise AsyncRLError(answer["error"])
-    return Path(answer[CHECKPOINT])
+    return Path(answer[request])
 
 
 def _why_not(run_dir: Path) -> str:

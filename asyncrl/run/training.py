@@ -37,6 +37,7 @@ from asyncrl.run.resume import RepeatedPrompts, Resumed, RunState
 from asyncrl.run.run_socket import answered_requests
 from asyncrl.samples import NewSamples, sample_line
 from buffer import ControlClient
+from buffer.keys import add_keys, put_keys, retire_keys
 
 if TYPE_CHECKING:
     from asyncrl.run.fleet_group import FleetGroup
@@ -85,7 +86,7 @@ class Training:
         all_answer: Callable[[], bool],
     ) -> None:
         self._config, self._run_dir, self._view = config, run_dir, view
-        self._learner, self._fleet, self._nodes = learner, fleet, nodes
+        self._buffer, self._learner, self._fleet, self._nodes = buffer, learner, fleet, nodes
         self._evaluator, self._writer, self._watching = evaluator, writer, watching
         self._count_restarts, self._all_answer = count_restarts, all_answer
         self._samples = NewSamples(run_dir)
@@ -113,7 +114,9 @@ class Training:
         self._start_s = self._view.elapsed_s
         training = asyncio.ensure_future(unless(self._restarts.through(self._train_and_save), [self._fleet.run()]))
         try:
-            async with answered_requests(self._run_dir, self._controller.checkpoint):
+            async with answered_requests(
+                self._run_dir, checkpoint=self._controller.checkpoint, keys=self._replace_keys
+            ):
                 await asyncio.shield(training)  # a signal stops it between two steps
             result = await self._controller.account()
             after = await self._evaluate(result.policy_version)
@@ -128,6 +131,29 @@ class Training:
             await asyncio.gather(training, return_exceptions=True)
             self._writer.close()
         return self._summarise(result, before, after, overlap)
+
+    async def _replace_keys(self) -> Path:
+        """Replace the keys of the buffer's clients on all nodes; returns their folder.
+
+        Until the last step the old keys are accepted, so a failure shuts nobody out. Raises `ValueError` if there are
+        no keys, and `AsyncRLError` if a server does not answer.
+        """
+        if not self._nodes.keys:
+            raise ValueError(
+                "this training has no keys, because its buffer binds no port (buffer.keys is empty); its Unix sockets "
+                "are open to its own user only"
+            )
+        directory = Path(self._nodes.keys)
+        keys = add_keys(directory)
+        await self._nodes.send_keys()
+        await self._buffer.renew_keys()
+        put_keys(directory, keys)
+        await self._nodes.send_keys()
+        retire_keys(directory)
+        await self._nodes.send_keys()
+        await self._buffer.renew_keys()
+        self._view.say(f"the keys in {directory} were replaced; the former ones are refused")
+        return directory
 
     async def _train_and_save(self) -> None:
         """Train, and save the policy at once, so that a later fault cannot lose it."""

@@ -25,7 +25,7 @@ async def test_the_command_prints_the_folder_of_the_checkpoint_that_it_asked_for
     async def checkpoint():
         return run_dir / "checkpoints" / "v00000007"
 
-    async with answered_requests(run_dir, checkpoint):
+    async with answered_requests(run_dir, checkpoint=checkpoint):
         assert await asyncio.to_thread(main, [str(run_dir)]) == 0
     assert capsys.readouterr().out == f"{run_dir}/checkpoints/v00000007\n"
 
@@ -42,10 +42,10 @@ async def test_a_checkpoint_that_fails_or_never_comes_is_an_error_of_the_command
         finally:
             withdrawn.set()
 
-    async with answered_requests(run_dir, fails):
+    async with answered_requests(run_dir, checkpoint=fails):
         with pytest.raises(AsyncRLError, match="no space left on device"):
             await ask(run_dir)
-    async with answered_requests(run_dir, waits):
+    async with answered_requests(run_dir, checkpoint=waits):
         with pytest.raises(DeadlineError, match=r"within --timeout-s=0\.1 s"):
             await ask(run_dir, timeout_s=0.1)
         await asyncio.wait_for(withdrawn.wait(), 10)

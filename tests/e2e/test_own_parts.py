@@ -118,6 +118,20 @@ def test_its_buffer_is_killed_and_started_again_and_training_goes_on(run):
     assert report["stats"]["tokens_dropped"] == {}, "no lease was lost"
 
 
+def test_its_keys_are_replaced_and_training_goes_on(run):
+    keys = run.output_dir.parent / "keys"
+    before = {path.name: path.read_text() for path in keys.iterdir()}
+    command = [sys.executable, "-m", "asyncrl", "keys", str(run.run_dir)]
+    asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert asked.stdout == f"replaced the keys in {keys}\n", asked.stderr
+    after = {path.name: path.read_text() for path in keys.iterdir()}
+    assert after.keys() == before.keys()
+    assert [name for name in before if before[name] == after[name]] == []
+    run.wait_for_step(run.num_steps + 10, timeout_s=60)
+    report = json.loads(inspect(*run.inspector, "--json").stdout)
+    assert report["stats"]["tokens_dropped"] == {}, "no lease was lost"
+
+
 def test_its_supervisors_death_ends_all_of_it_and_leaves_nothing(run):
     run.remember_family()
     shared_memory = shared_memory_of(run.family.values())

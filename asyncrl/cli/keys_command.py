@@ -1,0 +1,25 @@
+"""``asyncrl keys RUN``: replace the keys of a running training, and wait until the former ones are refused."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.core.errors import with_exit_status
+from asyncrl.run.run_socket import ask_for_keys
+
+
+@with_exit_status
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; prints the folder of the keys and returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl keys",
+        description="Replace the keys of the clients of a training's buffer on all its nodes. Training does not wait.",
+    )
+    parser.add_argument("run", type=Path, help="folder of the run, such as outputs/quickstart/<time>")
+    parser.add_argument("--timeout-s", type=float, default=120.0, help="deadline (default 120)")
+    options = parser.parse_args(arguments)
+    sys.stdout.write(f"replaced the keys in {ask_for_keys(options.run, timeout_s=options.timeout_s)}\n")
+    return 0
