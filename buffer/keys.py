@@ -48,7 +48,6 @@ class ClientKeys:
 
     Attributes:
         path: The file with these keys.
-        are_for_stores: Whether they are for a connection to a store server.
     """
 
     public: str
@@ -56,14 +55,13 @@ class ClientKeys:
     server_public: str
     store_public: str
     path: Path | None = field(default=None, compare=False)
-    are_for_stores: bool = False
 
     def for_stores(self) -> "ClientKeys":
         """The keys for a connection to a store server."""
-        return replace(self, server_public=self.store_public, are_for_stores=True)
+        return replace(self, server_public=self.store_public)
 
     def newest(self) -> "ClientKeys":
-        """The keys that the file holds now, or these ones if it cannot be read."""
+        """These keys with the key pair that the file holds now, or these ones if it cannot be read."""
         if self.path is None:
             return self
         try:
@@ -71,7 +69,7 @@ class ClientKeys:
         except (OSError, ValueError) as error:
             logger.warning("the keys were not read again: %s", error)
             return self
-        return found.for_stores() if self.are_for_stores else found
+        return replace(self, public=found.public, secret=found.secret)
 
 
 _CLIENT_NAMES = ("public", "secret", "server_public", "store_public")
