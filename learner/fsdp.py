@@ -22,7 +22,7 @@ from torch.distributed import FileStore, HashStore, ProcessGroup, TCPStore  # py
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
@@ -254,7 +254,9 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
     if mesh.num_ranks == 1 and held == {compute} and not config.offload_policy:
         _allocate(model, mesh.device)
         return
+    num_shards = mesh.fsdp_size
     policies: dict[str, Any] = {
+        "shard_placement_fn": lambda parameter: Shard(shard_dimension(parameter.shape, num_shards)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
         "reshard_after_forward": None if config.resharding is Resharding.layer else False,
     }
@@ -267,6 +269,15 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
     _allocate(model, torch.device("cpu") if config.offload_policy else mesh.device)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(mesh.device)
+
+
+def shard_dimension(shape: Sequence[int], num_shards: int) -> int:
+    """The dimension over which FSDP shards a parameter: 0, or 1 for stacked experts that the shards do not divide.
+
+    FSDP pads dimension 0 to a multiple of the shards: 16 experts on 64 ranks would take the memory of 64 experts. It
+    does not pad dimension 1, and accepts it only if the shards divide it.
+    """
+    return int(len(shape) > 2 and shape[0] % num_shards > 0 and shape[1] % num_shards == 0)
 
 
 def _allocate(model: nn.Module, home: torch.device) -> None:
@@ -322,12 +333,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def own_rows(tensor: Tensor) -> tuple[int, int]:
-    """First row of this rank's part of a tensor, and the row after the last. A scalar is one row."""
+def own_part(tensor: Tensor) -> tuple[slice, ...]:
+    """This rank's part of a tensor, as a slice of each dimension."""
     if not isinstance(tensor, DTensor):
-        return 0, len(tensor) if tensor.ndim else 1
+        return tuple(slice(0, size) for size in tensor.shape)
     shape, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return first[0], first[0] + shape[0]
+    return tuple(slice(start, start + size) for start, size in zip(first, shape, strict=True))
 
 
 def is_first_rank() -> bool:

@@ -25,7 +25,7 @@ from asyncrl.core.errors import WeightsError
 from asyncrl.weights.manifest import AdaptedLayer
 
 from .config import LoraConfig
-from .fsdp import is_first_rank, local_tensor, own_rows
+from .fsdp import is_first_rank, local_tensor, own_part
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -69,8 +69,7 @@ def fill_adapters(model: nn.Module) -> None:
     for _, layer in _layers(model):
         for part, init in (("A", partial(nn.init.kaiming_uniform_, a=math.sqrt(5))), ("B", nn.init.zeros_)):
             weight = cast("Any", getattr(layer, f"lora_{part}"))[_ADAPTER].weight.detach()
-            first, last = own_rows(weight)
-            local_tensor(weight).copy_(init(torch.empty(weight.shape))[first:last])
+            local_tensor(weight).copy_(init(torch.empty(weight.shape))[own_part(weight)])
 
 
 @contextmanager

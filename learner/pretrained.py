@@ -79,12 +79,13 @@ def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     return _prepared(model, dtype)
 
 
-def count_parameters(model_path: str) -> int:
-    """Number of parameters of a folder's causal language model, by its ``config.json`` alone.
+def parameter_sizes(model_path: str) -> dict[str, int]:
+    """Number of values of each parameter of a folder's causal language model, by its ``config.json`` alone.
 
     Raises as `load_causal_lm` does.
     """
-    return sum(parameter.numel() for parameter in load_causal_lm(model_path, torch.bfloat16).parameters())
+    model = load_causal_lm(model_path, torch.bfloat16)
+    return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
 
 @dataclass(frozen=True, kw_only=True)

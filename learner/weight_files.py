@@ -34,7 +34,7 @@ from transformers.core_model_loading import (
 
 from asyncrl.weights.manifest import DTYPES
 
-from .fsdp import is_first_rank, local_tensor, own_rows, stored_buffers
+from .fsdp import is_first_rank, local_tensor, own_part, stored_buffers
 from .lora import is_adapter, plain_name
 
 log = logging.getLogger(__name__)
@@ -210,8 +210,8 @@ def fill_weights(model: PreTrainedModel, model_path: str) -> set[str]:
             if not source.keeps_rows:
                 for target, values in source.read(name, None, described).items():
                     _check_shape(values.shape, held[target])
-                    first, last = own_rows(held[target])
-                    _put(held[target], first, values[first:last], filled)
+                    rows = own_part(held[target])[:1]
+                    _put(held[target], rows[0].start if rows else 0, values[rows], filled)
                     filled.add(id(held[target]))
                 continue
             _check_shape((source.num_rows(), *held[name].shape[1:]), held[name])
@@ -258,17 +258,20 @@ def _sources(
 
 
 def _blocks(tensor: Tensor) -> Iterator[slice]:
-    """The rows of this rank, in blocks of `BLOCK_BYTES`."""
-    first, last = own_rows(tensor)
+    """The rows of which this rank has a part, in blocks of `BLOCK_BYTES`."""
+    (rows, *_) = own_part(tensor) or (slice(0, 1),)
     step = max(1, BLOCK_BYTES * len(tensor) // max(1, tensor.nbytes)) if tensor.ndim else 1
-    for start in range(first, last, step):
-        yield slice(start, min(last, start + step))
+    for start in range(rows.start, rows.stop, step):
+        yield slice(start, min(rows.stop, start + step))
 
 
 def _put(tensor: Tensor, first: int, values: Tensor, filled: set[int]) -> None:
     """Write rows from ``first`` on into this rank's part. If a tied parameter was filled before, compare with it."""
-    local, start = local_tensor(tensor.detach()), own_rows(tensor)[0]
-    place = local[first - start : first - start + len(values)] if tensor.ndim else local
+    place = local_tensor(tensor.detach())
+    if tensor.ndim:
+        rows, *others = own_part(tensor)
+        place = place[first - rows.start : first - rows.start + len(values)]
+        values = values[:, *others]
     if id(tensor) not in filled:
         place.copy_(values)
     elif not torch.equal(place, values.to(place)):

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,8 @@ _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_exper
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
 """Names of the sizes of mixtures in the families' ``config.json``."""
+_LAYER = re.compile(r"^(?!.*(?:vision|visual)).*\b(?:layers|h)\.(\d+)\.")
+"""Name of a parameter of a decoder layer; not of a layer of a vision tower."""
 _GRAPH_SIZES = 58
 """CUDA graphs that SGLang captures for prefill, at 8 MiB each."""
 
@@ -54,7 +58,7 @@ class ModelSize:
 
     Attributes:
         num_parameters: Number of all parameters.
-        num_layers: Number of decoder layers.
+        layers: Number of parameters of each decoder layer.
         hidden: Width of the residual stream.
         intermediate: Width of the MLP; for a mixture of experts, the total width of the experts per token, with the
             shared ones.
@@ -67,12 +71,13 @@ class ModelSize:
         is_tied: Whether the output layer is the input embedding.
         num_experts: Number of experts per layer; 0 for a dense model.
         experts_per_token: Number of experts that compute a token; 0 for a dense model.
+        expert_width: Width of one expert; 0 for a dense model.
         norms_heads: Whether queries and keys are normalized, as in Qwen3.
         has_sinks: Whether attention has sinks; then ``activation_checkpointing=selective`` keeps no attention.
     """
 
     num_parameters: int
-    num_layers: int
+    layers: tuple[int, ...]
     hidden: int
     intermediate: int
     query: int
@@ -84,6 +89,7 @@ class ModelSize:
     is_tied: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
+    expert_width: int = 0
     norms_heads: bool = True
     has_sinks: bool = False
 
@@ -91,11 +97,6 @@ class ModelSize:
     def root(self) -> int:
         """Parameters outside the layers, which FSDP gathers as one unit: embeddings, output layer and last norm."""
         return self.vocabulary * self.hidden * (1 if self.is_tied else 2) + self.hidden
-
-    @property
-    def layer(self) -> int:
-        """Parameters of one layer."""
-        return max(0, self.num_parameters - self.root) // max(1, self.num_layers)
 
     @classmethod
     def of(cls, path: str) -> ModelSize:
@@ -110,20 +111,24 @@ class ModelSize:
         """
         if not Path(path, "config.json").is_file():
             raise ValueError(f"{path} holds no config.json: the memory of its model cannot be estimated")
-        num_stored = 0
+        stored: dict[str, int] = {}
         for file in Path(path).glob("*.safetensors"):
             with file.open("rb") as stream:
                 header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-            num_stored += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-        if not num_stored:
-            from learner.pretrained import count_parameters
+            stored |= {name: math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+        if not stored:
+            from learner.pretrained import parameter_sizes
 
-            num_stored = count_parameters(path)
-        return cls.from_settings(model_settings(path), path, num_stored=num_stored)
+            stored = parameter_sizes(path)
+        return cls.from_settings(model_settings(path), path, stored=stored)
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, Any], name: str, *, num_stored: int = 0) -> ModelSize:
-        """Compute the sizes from the settings of ``config.json``; ``num_stored`` replaces the computed parameters.
+    def from_settings(
+        cls, settings: Mapping[str, Any], name: str, *, stored: Mapping[str, int] | None = None
+    ) -> ModelSize:
+        """Compute the sizes from the settings of ``config.json``.
+
+        ``stored``, the number of values of each parameter by name, replaces the computed parameters.
 
         Raises:
             ValueError: the settings lack the usual names of a decoder's sizes; the message has the model's name.
@@ -141,10 +146,13 @@ class ModelSize:
         query, key, num_experts = attention["query"], attention["key"], mixture["num_experts"]
         width = settings.get("moe_intermediate_size") or settings["intermediate_size"]
         per_layer = hidden * (2 * query + 2 * key + 2 + 3 * width * max(1, num_experts) + num_experts)
+        root = vocabulary * hidden * (1 if is_tied else 2) + hidden
+        num_parameters = sum((stored or {}).values()) or num_layers * per_layer + root
+        average = max(0, num_parameters - root) // max(1, num_layers)
         rows = 4 * hidden + 2 * query + 2 * key + 3 * (hidden + width) * max(1, num_experts)
         return cls(
-            num_parameters=num_stored or num_layers * per_layer + vocabulary * hidden * (1 if is_tied else 2) + hidden,
-            num_layers=num_layers,
+            num_parameters=num_parameters,
+            layers=_layers_of(stored or {}, num_layers) or (average,) * num_layers,
             hidden=hidden,
             vocabulary=vocabulary,
             linear_rows=num_layers * rows,
@@ -154,6 +162,16 @@ class ModelSize:
             **attention,
             **mixture,
         )
+
+
+def _layers_of(stored: Mapping[str, int], num_layers: int) -> tuple[int, ...]:
+    """Parameters of each decoder layer by the names of the parameters; () if a layer has none."""
+    sizes = [0] * num_layers
+    for name, size in stored.items():
+        match = _LAYER.search(name)
+        if match and int(match[1]) < num_layers:  # the files may have layers that predict further tokens
+            sizes[int(match[1])] += size
+    return tuple(sizes) if all(sizes) else ()
 
 
 def _attention_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
@@ -177,10 +195,11 @@ def _mixture_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
     width = settings.get("moe_intermediate_size") or settings["intermediate_size"]
     num_experts = _first_of(settings, _EXPERTS)
     if not num_experts:
-        return {"num_experts": 0, "experts_per_token": 0, "intermediate": width}
+        return {"num_experts": 0, "experts_per_token": 0, "expert_width": 0, "intermediate": width}
     chosen = num_experts if settings.get("model_type") in _ALL_EXPERTS else _first_of(settings, _CHOSEN) or 1
     shared = _first_of(settings, _SHARED_WIDTH) or _first_of(settings, _SHARED) * width
-    return {"num_experts": num_experts, "experts_per_token": chosen, "intermediate": width * chosen + shared}
+    sizes = {"num_experts": num_experts, "experts_per_token": chosen, "expert_width": width}
+    return sizes | {"intermediate": width * chosen + shared}
 
 
 def _first_of(settings: Mapping[str, Any], names: Sequence[str]) -> int:
@@ -235,11 +254,12 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     The first five kinds stay during an update. The others are those of the largest of three moments of the backward
     pass: the output layer, a decoder layer, and the end, when FSDP reduces the root unit.
     """
+    model = _padded(model, setup.num_shards)
     size, shards, gathers = setup.compute_bytes, setup.num_shards, int(setup.gathers)
     trained = setup.lora_rank * model.linear_rows or model.num_parameters
     on_device = _FLOAT32_BYTES * trained // shards * (not setup.offloaded)
-    root, layer = (0, 0) if setup.lora_rank else (model.root, model.layer)  # parameters whose gradients a unit reduces
-    head = 0 if setup.lora_rank else model.vocabulary * model.hidden
+    trains_all = not setup.lora_rank  # the units of FSDP have gradients to reduce
+    head = model.vocabulary * model.hidden * trains_all
     gathered = model.num_parameters if setup.keeps_gathered else model.root
     held = {
         "parameters": on_device,
@@ -248,35 +268,55 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
         "gradients": _FLOAT32_BYTES * trained if setup.whole_gradients else on_device,
         "gathered root unit": gathers * size * gathered,
     }
-    prefetched = 0 if setup.keeps_gathered else gathers * size * model.layer
+    gathers_layers = 0 if setup.keeps_gathered else gathers * size
     reduced = gathers * (not setup.whole_gradients) * _FLOAT32_BYTES
     # With checkpointing, the layers keep their inputs, and one layer at a time is computed again.
     whole_layer = _layer_per_token(model, size)
     keeps_attention = setup.checkpointing and setup.keeps_attention and not model.has_sinks
     attention = size * 2 * (model.query + model.key) if keeps_attention else 0
     in_each = size * model.hidden + attention if setup.checkpointing else whole_layer
-    kept = setup.tokens * model.num_layers * in_each
-    in_layer = _layer_per_token(model, size, in_backward=True) - (attention if setup.checkpointing else whole_layer)
+    kept = setup.tokens * len(model.layers) * in_each
+    saved = attention if setup.checkpointing else whole_layer
+    in_layer = _layer_per_token(model, size, in_backward=True) - saved
+    in_experts = whole_layer + 3 * size * model.hidden * model.experts_per_token - saved
     chunk, of_logits = setup.chunk_tokens * model.vocabulary, 10 if setup.has_entropy_bonus else 6
     output_layer = max(8 * chunk, _FLOAT32_BYTES * head + max(_FLOAT32_BYTES * head + 6 * chunk, of_logits * chunk))
     if head and size == 2 and setup.chunk_tokens < _WEIGHT_CHUNK_TOKENS:  # the product of several chunks
         joined = size * min(setup.tokens, _WEIGHT_CHUNK_TOKENS) * model.vocabulary
         output_layer = _FLOAT32_BYTES * head + joined + max(size * head, of_logits * chunk)
-    moments = (
-        {
-            "gathered layers": prefetched,
-            "activations": kept + setup.tokens * (size + 2 * _FLOAT32_BYTES) * model.hidden,  # last norm, its input
-            "output layer": output_layer,
-        },
-        {
-            "gathered layers": 2 * prefetched,
-            "activations": kept + setup.tokens * in_layer,
-            "gradients in transit": size * head * gathers + (size * gathers + reduced) * layer,
-        },
-        {"gradients in transit": reduced * root},  # the gathered root unit is freed before
-    )
+    at_head = {
+        "gathered layers": gathers_layers * max(model.layers),
+        "activations": kept + setup.tokens * (size + 2 * _FLOAT32_BYTES) * model.hidden,  # last norm, its input
+        "output layer": output_layer,
+    }
+    at_end = {"gradients in transit": reduced * model.root * trains_all}  # the gathered root unit is freed before
+    moments = [at_head, at_end]
+    for layer, previous, following in {*zip(model.layers, (0, *model.layers), (*model.layers[1:], 0), strict=False)}:
+        in_transit = size * head * gathers + reduced * following * trains_all
+        gathered_layers = gathers_layers * (layer + previous)  # FSDP gathers the next one in the backward pass
+        for per_token, own in ((in_layer, size * gathers * layer * trains_all), (in_experts, 0)):
+            moments.append(
+                {
+                    "gathered layers": gathered_layers,
+                    "activations": kept + setup.tokens * per_token,
+                    "gradients in transit": in_transit + own,
+                }
+            )
     largest = max(moments, key=lambda moment: sum(moment.values()))
     return {name: number for name, number in {**held, **largest}.items() if number}
+
+
+def _padded(model: ModelSize, num_shards: int) -> ModelSize:
+    """The model with the experts that FSDP adds if it must shard them and the shards do not divide their number.
+
+    `learner.fsdp.shard_dimension` chooses another dimension if the shards divide it.
+    """
+    divides = not any(size % num_shards for size in (model.hidden, model.expert_width))
+    if not model.num_experts or divides:
+        return model
+    factor = -(-model.num_experts // num_shards) * num_shards / model.num_experts
+    layers = tuple(round(factor * size) for size in model.layers)
+    return replace(model, layers=layers, num_parameters=model.num_parameters - sum(model.layers) + sum(layers))
 
 
 def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) -> int:
@@ -367,13 +407,14 @@ def _kept(config: RunConfig, role: str, parts: Mapping[str, int], *, is_paused: 
 
 def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     """Peak memory of a frozen model, such as the reference: shards, gathered units, and one layer's forward pass."""
+    model = _padded(model, setup.num_shards)
     size = setup.compute_bytes
     gathers = int(setup.num_shards > 1 or setup.frozen_bytes != size or setup.offloaded)
     gathered = model.num_parameters if setup.keeps_gathered else model.root
     parts = {
         "frozen parameters": setup.frozen_bytes * model.num_parameters // setup.num_shards * (not setup.offloaded),
         "gathered root unit": gathers * size * gathered,
-        "gathered layers": 0 if setup.keeps_gathered else 2 * gathers * size * model.layer,
+        "gathered layers": 0 if setup.keeps_gathered else gathers * size * max(map(sum, pairwise((0, *model.layers)))),
         "activations": setup.tokens * (_layer_per_token(model, size) + size * model.hidden),
         "output layer": 8 * setup.chunk_tokens * model.vocabulary,
     }

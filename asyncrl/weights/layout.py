@@ -128,7 +128,8 @@ class ModelLayout:
         num_bytes: Size of the file.
         num_raw_bytes: Size of the raw copy; 0 if no tensor is computed.
 
-    Raises `WeightsError` if a parameter is not sharded by rows, or a tensor needs parameters of several layers.
+    Raises `WeightsError` if a parameter is sharded over a dimension above 1, or a tensor needs parameters of several
+    layers.
     """
 
     def __init__(self, shards: ModelShards, part: Part = Part.whole) -> None:
@@ -268,35 +269,43 @@ class ModelLayout:
 
         The range starts at byte ``start`` of the file.
         """
-        own_first, own_size = self._own_values(name)
-        begin, end = max(first, own_first), min(first + num_values, own_first + own_size)
-        if begin < end:
-            yield Region(
-                name=name,
-                parameter=self._held[name],
-                first=begin - own_first,
-                num_values=end - begin,
-                start=start + (begin - first) * dtype.itemsize,
-                dtype=dtype,
-            )
+        for own_first, held_first, size in self._own_values(name):
+            begin, end = max(first, own_first), min(first + num_values, own_first + size)
+            if begin < end:
+                yield Region(
+                    name=name,
+                    parameter=self._held[name],
+                    first=held_first + begin - own_first,
+                    num_values=end - begin,
+                    start=start + (begin - first) * dtype.itemsize,
+                    dtype=dtype,
+                )
 
-    def _own_values(self, name: str) -> tuple[int, int]:
-        """Return the first index and the number of values that this rank writes from a flattened parameter.
+    def _own_values(self, name: str) -> Iterator[tuple[int, int, int]]:
+        """Yield the contiguous ranges that this rank writes from a flattened parameter.
 
-        If several ranks hold the same shard, the first one writes it. Raises `WeightsError` if shards are not rows.
+        A range has its first index in the parameter, its first index in this rank's shard, and its number of values.
+        If several ranks hold the same shard, the first one writes it. Raises `WeightsError` for shards of a dimension
+        above 1.
         """
         parameter = self._held[name]
         if not isinstance(parameter, DTensor):
-            return 0, parameter.numel() if self._shards.rank == 0 else 0
+            if self._shards.rank == 0:
+                yield 0, 0, parameter.numel()
+            return
         mesh, placements = parameter.device_mesh, parameter.placements
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-        copies = [mesh.get_local_rank(axis) for axis, placement in enumerate(placements) if placement.is_replicate()]
-        if tuple(shape[1:]) != tuple(parameter.shape[1:]):
-            raise WeightsError(f"{name} is sharded as {placements}; weights are published from shards of dimension 0")
-        if any(copies):
-            return 0, 0
-        row = parameter.shape[1:].numel()
-        return (offset[0] if offset else 0) * row, int(torch.Size(shape).numel())
+        if tuple(shape[2:]) != tuple(parameter.shape[2:]):
+            raise WeightsError(f"{name} is sharded as {placements}; published are shards of dimension 0 or 1")
+        if any(mesh.get_local_rank(axis) for axis, kind in enumerate(placements) if kind.is_replicate()):
+            return
+        row, size = parameter.shape[1:].numel(), torch.Size(shape).numel()
+        if tuple(shape[1:]) == tuple(parameter.shape[1:]):
+            yield (offset[0] if offset else 0) * row, 0, size
+            return
+        part, skipped = torch.Size(shape[1:]).numel(), offset[1] * parameter.shape[2:].numel()
+        for index in range(shape[0]):
+            yield (offset[0] + index) * row + skipped, index * part, part
 
 
 def in_file(data: Tensor) -> Callable[[StoredTensor], Tensor]:

@@ -78,7 +78,11 @@ def two_ranks(model_path: str, directory: str, alone: str) -> tuple:
     return outcome, loaded
 
 
-def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(model_path, tmp_path):
+@pytest.mark.parametrize("num_experts", [0, 3])
+def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(num_experts, model_path, tmp_path):
+    """Two ranks divide three experts by their rows."""
+    if num_experts:
+        model_path = save_tiny_model(tmp_path / "model", "qwen3_moe", num_experts=num_experts)
     trainer = trainer_of(model_path)
     step(trainer, 7)
     alone = ShardedCheckpointer(trainer, str(tmp_path / "alone"))

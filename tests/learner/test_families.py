@@ -161,3 +161,12 @@ def test_four_sequence_parallel_ranks_equal_the_plain_loop(paths, families):
 @pytest.mark.parametrize("families", [FEW, pytest.param(FAMILIES, marks=pytest.mark.slow)], ids=["few", "all"])
 def test_two_data_parallel_ranks_equal_the_plain_loop(paths, families):
     compare_on_ranks([paths[family] for family in families], 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "ranks"),
+    [("qwen3_moe", {"num_experts": 3}, 2), ("gpt_oss", {"num_local_experts": 2}, 4), ("llama4_text", {}, 4)],
+)
+def test_ranks_that_cannot_divide_the_experts_equal_the_plain_loop(family, options, ranks, tmp_path):
+    path = save_tiny_model(tmp_path / "model", family, initializer_range=0.3, **options)
+    compare_on_ranks([path], ranks, 1, gradient_sync="micro_batch", activation_checkpointing=True)

@@ -52,24 +52,35 @@ def test_layers_recomputed_without_attention_exchange_heads_once_and_do_not_wait
     assert update.collectives["alltoall_base"] == 4 * update.num_micro_batches * LAYERS * 2
 
 
-FAMILIES = {
-    "phi3": {"hidden_size": 5120, "intermediate_size": 17920, "num_attention_heads": 40, "num_key_value_heads": 10},
-    "gpt_oss": {"num_local_experts": 32},
+PLANNED = {
+    "one-product": (
+        "phi3",
+        8,
+        {"hidden_size": 5120, "intermediate_size": 17920, "num_attention_heads": 40, "num_key_value_heads": 10},
+    ),
+    "windows-and-sinks": ("gpt_oss", 8, {"num_local_experts": 32}),
+    "one-dense-layer": (
+        "deepseek_v3",
+        8,
+        {"n_routed_experts": 32, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_attention_heads": 32},
+    ),
+    "experts-by-their-rows": ("qwen3_moe", 8, {"num_experts": 12, "head_dim": 128}),
+    "padded-experts": ("qwen3_moe", 7, {"num_experts": 12, "head_dim": 128}),
 }
-"""Queries, keys and values from one product; windows and sinks."""
+"""Family, ranks and sizes. The experts of the last two are sharded by their rows, or padded."""
 
 
-def planned_and_tracked(family: str) -> tuple[int, int]:
+def planned_and_tracked(family: str, num_ranks: int, sizes: dict[str, int]) -> tuple[int, int]:
     """The peaks of a rank with six layers that keep their attention: the planner's, and the tracker's."""
-    settings = {"model_type": family, "num_hidden_layers": 6, "vocab_size": 32_000, "pad_token_id": 0}
-    learner = LearnerConfig(num_ranks=8, activation_checkpointing=SELECTIVE, gradient_sync=GradientSync.micro_batch)
-    update = fake_update(settings | FAMILIES[family], learner, num_sequences=16)
-    return planned_bytes(settings | FAMILIES[family], learner), update.peak_bytes
+    settings = {"model_type": family, "num_hidden_layers": 6, "vocab_size": 32_000, "pad_token_id": 0, **sizes}
+    memory = {"activation_checkpointing": SELECTIVE, "gradient_sync": GradientSync.micro_batch}
+    learner = LearnerConfig(num_ranks=num_ranks, **memory)
+    return planned_bytes(settings, learner), fake_update(settings, learner, num_sequences=16).peak_bytes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_kept_attention_takes_what_the_planner_says(family):
-    ((planned, tracked),) = run_on_ranks(1, planned_and_tracked, family)
+@pytest.mark.parametrize("case", PLANNED)
+def test_kept_attention_takes_what_the_planner_says(case):
+    ((planned, tracked),) = run_on_ranks(1, planned_and_tracked, *PLANNED[case])
     assert planned == pytest.approx(tracked, rel=0.08)
 
 

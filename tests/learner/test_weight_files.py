@@ -71,6 +71,42 @@ def test_three_ranks_read_a_checkpoint_of_several_files(family: str, tmp_path: P
         assert max(read for _, read in ranks) < 0.5 * num_bytes
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3_moe", {"num_experts": 2, "num_experts_per_tok": 1}),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}),
+        ("llama4_text", {}),
+    ],
+)
+def test_ranks_that_cannot_divide_the_experts_divide_their_rows(family: str, options: dict, tmp_path: Path) -> None:
+    """Four ranks, two experts: FSDP would pad them to four."""
+    path = save_tiny_model(tmp_path / "model", family, **options)
+    shard_files(path)
+    ranks = run_on_ranks(4, loaded_with_shards, path, 4)
+    assert_equal(ranks[0][0], expected(path))
+    for _, held, sizes in ranks:
+        experts = {name: dimension for name, dimension in held.items() if name.endswith("_proj") and "experts" in name}
+        assert set(experts.values()) == {1}
+        assert set(held.values()) - {1} == {0}
+        assert all(
+            is_contiguous and local * 4 == whole for name in experts for local, whole, is_contiguous in [sizes[name]]
+        )
+
+
+def loaded_with_shards(model_path: str, num_ranks: int) -> tuple[dict[str, np.ndarray], dict[str, int], dict]:
+    """Whole weights, and for each parameter the sharded dimension, and the numbers of values here and in all."""
+    trainer = Trainer(replace(CONFIG, num_ranks=num_ranks), model_path=model_path, total_updates=1)
+    parameters = {name.removeprefix("pretrained."): each for name, each in trainer.head.named_parameters()}
+    dimensions = {name: each.placements[0].dim for name, each in parameters.items()}
+    sizes = {
+        name: (each.to_local().numel(), each.numel(), each.to_local().is_contiguous())
+        for name, each in parameters.items()
+    }
+    whole = {name.removeprefix("pretrained."): tensor.clone().numpy() for name, tensor in whole_tensors(trainer.head)}
+    return whole, dimensions, sizes
+
+
 def test_weights_that_torch_saved_are_read(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model")
     want = expected(path)

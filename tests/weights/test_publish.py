@@ -37,6 +37,8 @@ from tests.support.tiny_models import TRAINED_FAMILIES, random_sequences, save_t
 from tests.support.whole_weights import gather_weights, save_whole
 
 CONFIG = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=1e-2))
+THREE_EXPERTS = "qwen3_moe with three experts"
+"""Two ranks share the experts' second dimension, because they cannot divide three experts."""
 IN_BOTH_TYPES = ("qwen3", "qwen3_moe", "qwen3_next")
 
 
@@ -52,6 +54,13 @@ def publisher_of():
     yield make
     for publisher in made:
         publisher.close()
+
+
+def saved(folder: Path, family: str) -> str:
+    """Save a tiny model. Returns its path."""
+    if family == THREE_EXPERTS:
+        return save_tiny_model(folder / "model", "qwen3_moe", num_experts=3)
+    return save_tiny_model(folder / "model", family)
 
 
 def folder_of(offer) -> Path:
@@ -117,14 +126,15 @@ def published_by_a_rank(config, path, folder):
     [
         ("qwen3", {}),
         ("qwen3_moe", {}),
+        (THREE_EXPERTS, {}),
         ("qwen3", {"fsdp_size": 1}),
         ("qwen3", {"lora": LoraConfig(rank=2)}),
         ("qwen3_moe", {"lora": LoraConfig(rank=2, target_modules=["q_proj", "o_proj"])}),
     ],
-    ids=["dense", "experts", "copies", "adapters", "experts-with-adapters"],
+    ids=["dense", "experts", "three-experts", "copies", "adapters", "experts-with-adapters"],
 )
 def test_two_ranks_publish_their_shards_and_the_file_equals_the_gathered_weights(family, options, tmp_path):
-    path = save_tiny_model(tmp_path / "model", family)
+    path = saved(tmp_path, family)
     config = replace(CONFIG, num_ranks=2, **options)
     (offer, first, whole), (none, second, _) = run_on_ranks(2, published_by_a_rank, config, path, str(tmp_path / "p"))
     assert none is None
@@ -297,13 +307,14 @@ def deltas_of_a_rank(config, path, folder):
     [
         ("deepseek_v3", {"dtype": "bfloat16"}),
         ("qwen3", {}),
+        (THREE_EXPERTS, {}),
         ("qwen3", {"fsdp_size": 1}),
         ("qwen3_moe", {"lora": LoraConfig(rank=2, target_modules=["q_proj", "o_proj"])}),
     ],
-    ids=["two-dtypes", "dense", "copies", "experts-with-adapters"],
+    ids=["two-dtypes", "dense", "three-experts", "copies", "experts-with-adapters"],
 )
 def test_deltas_of_two_ranks_result_in_the_gathered_weights(family, options, tmp_path):
-    path = save_tiny_model(tmp_path / "model", family)
+    path = saved(tmp_path, family)
     config = replace(CONFIG, num_ranks=2, **options)
     seen, nothing = run_on_ranks(2, deltas_of_a_rank, config, path, str(tmp_path / "p"))
     assert nothing == []
