@@ -78,11 +78,8 @@ class BufferService:
         self._links = links
         self._clock = LoopClock() if clock is None else clock
         self._replies = Replies(send)
-        self._store = PayloadStore(
-            config.max_prompt_bytes,
-            None if links is None else links.remove,
-            max_memory_bytes=config.max_memory_bytes,
-        )
+        remove = None if links is None else links.remove
+        self._store = PayloadStore(config.max_prompt_bytes, remove, max_memory_bytes=config.max_memory_bytes)
         shared = Collaborators(config=config, ledger=self.ledger, store=self._store, replies=self._replies)
         self._intake = PromptIntake(shared)
         self._admission = Admission(shared, clock=self._clock, settle=self.settle)

@@ -80,7 +80,7 @@ def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def parameter_sizes(model_path: str) -> dict[str, int]:
-    """Number of values of each parameter of a folder's causal language model, by its ``config.json`` alone.
+    """Number of values of each parameter of the causal language model in a folder. Reads only ``config.json``.
 
     Raises as `load_causal_lm` does.
     """

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ class ModelSize:
         per_layer = hidden * (2 * query + 2 * key + 2 + 3 * width * max(1, num_experts) + num_experts)
         root = vocabulary * hidden * (1 if is_tied else 2) + hidden
         num_parameters = sum((stored or {}).values()) or num_layers * per_layer + root
-        average = max(0, num_parameters - root) // max(1, num_layers)
+        average = max(0, num_parameters - root) // num_layers
         rows = 4 * hidden + 2 * query + 2 * key + 3 * (hidden + width) * max(1, num_experts)
         return cls(
             num_parameters=num_parameters,
@@ -251,8 +251,9 @@ class RankSetup:
 def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     """Peak memory of a rank that trains a model, as kind → bytes; the sum is the peak of what torch allocates.
 
-    The first five kinds stay during an update. The others are those of the largest of three moments of the backward
-    pass: the output layer, a decoder layer, and the end, when FSDP reduces the root unit.
+    The first five kinds stay during an update. The others are those of the largest moment of the backward pass:
+    the output layer, a decoder layer before or after it has gradients, or the end, when FSDP reduces the root unit.
+    Meanwhile, the layer above is reduced, and the layer below is gathered.
     """
     model = _padded(model, setup.num_shards)
     size, shards, gathers = setup.compute_bytes, setup.num_shards, int(setup.gathers)
@@ -279,37 +280,40 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     saved = attention if setup.checkpointing else whole_layer
     in_layer = _layer_per_token(model, size, in_backward=True) - saved
     in_experts = whole_layer + 3 * size * model.hidden * model.experts_per_token - saved
-    chunk, of_logits = setup.chunk_tokens * model.vocabulary, 10 if setup.has_entropy_bonus else 6
-    output_layer = max(8 * chunk, _FLOAT32_BYTES * head + max(_FLOAT32_BYTES * head + 6 * chunk, of_logits * chunk))
-    if head and size == 2 and setup.chunk_tokens < _WEIGHT_CHUNK_TOKENS:  # the product of several chunks
-        joined = size * min(setup.tokens, _WEIGHT_CHUNK_TOKENS) * model.vocabulary
-        output_layer = _FLOAT32_BYTES * head + joined + max(size * head, of_logits * chunk)
     at_head = {
         "gathered layers": gathers_layers * max(model.layers),
         "activations": kept + setup.tokens * (size + 2 * _FLOAT32_BYTES) * model.hidden,  # last norm, its input
-        "output layer": output_layer,
+        "output layer": _output_layer(model, setup, head),
     }
     at_end = {"gradients in transit": reduced * model.root * trains_all}  # the gathered root unit is freed before
     moments = [at_head, at_end]
-    for layer, previous, following in {*zip(model.layers, (0, *model.layers), (*model.layers[1:], 0), strict=False)}:
-        in_transit = size * head * gathers + reduced * following * trains_all
-        gathered_layers = gathers_layers * (layer + previous)  # FSDP gathers the next one in the backward pass
-        for per_token, own in ((in_layer, size * gathers * layer * trains_all), (in_experts, 0)):
-            moments.append(
-                {
-                    "gathered layers": gathered_layers,
-                    "activations": kept + setup.tokens * per_token,
-                    "gradients in transit": in_transit + own,
-                }
-            )
+    units = {*zip(model.layers, (0, *model.layers[:-1]), (*model.layers[1:], 0), strict=True)}
+    for (layer, below, above), has_gradients in product(units, (False, True)):  # of the layer's parameters
+        own = size * gathers * layer * has_gradients
+        layer_moment = {
+            "gathered layers": gathers_layers * (layer + below),
+            "activations": kept + setup.tokens * (in_layer if has_gradients else in_experts),
+            "gradients in transit": size * head * gathers + (own + reduced * above) * trains_all,
+        }
+        moments.append(layer_moment)
     largest = max(moments, key=lambda moment: sum(moment.values()))
     return {name: number for name, number in {**held, **largest}.items() if number}
 
 
-def _padded(model: ModelSize, num_shards: int) -> ModelSize:
-    """The model with the experts that FSDP adds if it must shard them and the shards do not divide their number.
+def _output_layer(model: ModelSize, setup: RankSetup, head: int) -> int:
+    """Bytes of logits and gradients in the backward pass of an output layer with ``head`` trained parameters."""
+    chunk, of_logits = setup.chunk_tokens * model.vocabulary, 10 if setup.has_entropy_bonus else 6
+    if head and setup.compute_bytes == 2 and setup.chunk_tokens < _WEIGHT_CHUNK_TOKENS:  # the product of several chunks
+        joined = 2 * min(setup.tokens, _WEIGHT_CHUNK_TOKENS) * model.vocabulary
+        return _FLOAT32_BYTES * head + joined + max(2 * head, of_logits * chunk)
+    return max(8 * chunk, _FLOAT32_BYTES * head + max(_FLOAT32_BYTES * head + 6 * chunk, of_logits * chunk))
 
-    `learner.fsdp.shard_dimension` chooses another dimension if the shards divide it.
+
+def _padded(model: ModelSize, num_shards: int) -> ModelSize:
+    """The model as FSDP stores it.
+
+    FSDP pads the experts of a layer to a multiple of the shards, unless the shards divide their number or their rows:
+    see `learner.fsdp.shard_dimension`, which this module does not import because it loads torch.
     """
     divides = not any(size % num_shards for size in (model.hidden, model.expert_width))
     if not model.num_experts or divides:

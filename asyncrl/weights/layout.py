@@ -296,7 +296,7 @@ class ModelLayout:
         mesh, placements = parameter.device_mesh, parameter.placements
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         if tuple(shape[2:]) != tuple(parameter.shape[2:]):
-            raise WeightsError(f"{name} is sharded as {placements}; published are shards of dimension 0 or 1")
+            raise WeightsError(f"{name} is sharded as {placements}; only shards of dimension 0 or 1 can be published")
         if any(mesh.get_local_rank(axis) for axis, kind in enumerate(placements) if kind.is_replicate()):
             return
         row, size = parameter.shape[1:].numel(), torch.Size(shape).numel()

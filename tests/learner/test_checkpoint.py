@@ -80,7 +80,7 @@ def two_ranks(model_path: str, directory: str, alone: str) -> tuple:
 
 @pytest.mark.parametrize("num_experts", [0, 3])
 def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(num_experts, model_path, tmp_path):
-    """Two ranks divide three experts by their rows."""
+    """Two ranks cannot divide three experts; they shard the rows of each expert."""
     if num_experts:
         model_path = save_tiny_model(tmp_path / "model", "qwen3_moe", num_experts=num_experts)
     trainer = trainer_of(model_path)
