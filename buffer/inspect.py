@@ -66,7 +66,8 @@ def render(report: dict[str, Any]) -> str:
         f"lengths    {_spread(groups, 'mean_length')} over stored groups; consumed samples mean "
         f"{stats['mean_length_kept']:.3g}, dropped {stats['mean_length_dropped']:.3g}",
         f"memory     {stats['held_bytes']} bytes held, {stats['stored_bytes']} of them trajectories, of "
-        f"{report['max_stored_bytes']}; {report['memory_bytes']} are in the memory of this server",
+        f"{report['max_stored_bytes']}; {report['memory_bytes']} are in the memory of this server, "
+        f"{stats['disk_bytes']} on its disk",
         f"waiting    {stats['leases_waiting']} requests for leases",
         f"refused    puts {_counts(stats['puts_refused'])}; messages {report['malformed']} malformed, "
         f"{report['over_rate']} over the rate, {report['unsent']} unsent; {report['unknown_keys']} unknown keys, "

@@ -241,10 +241,17 @@ class Ledger:
         for group in self.groups.leases.all():
             self.groups.leases.extend(group, now + self.lease_s)
 
-    def stats(self, *, stored_bytes: int = 0, held_bytes: int = 0, leases_waiting: int = 0) -> BufferStats:
+    def stats(
+        self, *, stored_bytes: int = 0, held_bytes: int = 0, disk_bytes: int = 0, leases_waiting: int = 0
+    ) -> BufferStats:
         """The totals, with the numbers that the server adds."""
         groups = {state: getattr(self.groups, f"num_{state}") for state in ("queued", "leased", "stored", "planned")}
-        held = {"stored_bytes": stored_bytes, "held_bytes": held_bytes, "leases_waiting": leases_waiting}
+        held = {
+            "stored_bytes": stored_bytes,
+            "held_bytes": held_bytes,
+            "disk_bytes": disk_bytes,
+            "leases_waiting": leases_waiting,
+        }
         return self.account.stats(groups, learner_version=self.learner_version, **held)
 
     def snapshot(self) -> dict[str, Any]:

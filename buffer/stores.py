@@ -35,11 +35,12 @@ class FrameTable(Generic[Key]):
     Attributes:
         num_bytes: Total size of the frames.
         memory_bytes: Total size of those that are in memory.
+        disk_bytes: Total size of those that are on this server's disk. Frames of a store server are in neither.
     """
 
     def __init__(self) -> None:
-        self._frames: dict[Key, tuple[Frames, int, int]] = {}
-        self.num_bytes = self.memory_bytes = 0
+        self._frames: dict[Key, tuple[Frames, int, int, int]] = {}
+        self.num_bytes = self.memory_bytes = self.disk_bytes = 0
 
     def __contains__(self, key: Key) -> bool:
         return key in self._frames
@@ -50,26 +51,29 @@ class FrameTable(Generic[Key]):
     def put(self, key: Key, frames: Frames, size: int | None = None) -> None:
         """Keep frames and replace earlier ones; ``size`` overrides the counted size."""
         self.remove(key)
-        in_memory = 0 if isinstance(frames, FramesOnDisk) else size_of(frames)
-        size = size_of(frames) if size is None else size
-        self._frames[key] = (frames, size, in_memory)
+        own_size = size_of(frames)
+        in_memory, on_disk = (0, own_size) if isinstance(frames, FramesOnDisk) else (own_size, 0)
+        size = own_size if size is None else size
+        self._frames[key] = (frames, size, in_memory, on_disk)
         self.num_bytes += size
         self.memory_bytes += in_memory
+        self.disk_bytes += on_disk
 
     def get(self, key: Key) -> Frames:
         """The frames of a key; empty if the table has none."""
-        return self._frames.get(key, ((), 0, 0))[0]
+        return self._frames.get(key, ((), 0, 0, 0))[0]
 
     def remove(self, key: Key) -> None:
         """Remove the frames of a key, if there are any."""
-        _, size, in_memory = self._frames.pop(key, ((), 0, 0))
+        _, size, in_memory, on_disk = self._frames.pop(key, ((), 0, 0, 0))
         self.num_bytes -= size
         self.memory_bytes -= in_memory
+        self.disk_bytes -= on_disk
 
     def move_to(self, other: "FrameTable[Key]", key: Key) -> None:
         """Move the frames of a key to another table, if there are any."""
         if key in self:
-            frames, size, _ = self._frames[key]
+            frames, size, *_ = self._frames[key]
             other.put(key, frames, size)
             self.remove(key)
 

@@ -198,6 +198,8 @@ class BufferStats:
         groups_dropped: Dropped groups by reason: a filter's name, or ``stale``.
         filtered_in_a_row: Finished groups that filters dropped since the last stored group.
         held_bytes: All bytes of the buffer: payloads, saved prefixes, prompts, and prompts that wait to be queued.
+        disk_bytes: Bytes of payloads that are on disk and not in memory; 0 without ``buffer.max_memory_bytes``.
+            Payloads that store servers hold are not counted.
         tokens_reused: Policy tokens of consumed groups, once per use after the first.
         groups_reused: Uses of consumed groups after the first.
     """
@@ -217,6 +219,7 @@ class BufferStats:
     groups_dropped: Mapping[str, int] = field(default_factory=dict)
     filtered_in_a_row: int = 0
     held_bytes: int = 0
+    disk_bytes: int = 0
     tokens_reused: int = 0
     groups_reused: int = 0
 

@@ -245,6 +245,7 @@ class Reporter:
             "kept_length": stats.mean_length_kept,
             "dropped_length": stats.mean_length_dropped,
             "buffer_fill": stats.stored_bytes / self._store_bytes,
+            "buffer_on_disk": stats.disk_bytes / max(1, stats.stored_bytes),
         }
 
 

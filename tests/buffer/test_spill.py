@@ -99,9 +99,14 @@ async def test_memory_stays_within_the_bound_and_groups_are_fetched_as_they_were
         async with clients(connection) as (control, worker, learner):
             before = memory()
             put = await put_groups(control, worker, tokens)
-            assert (await control.stats()).held_bytes > 3.9 * bound
+            stats = await control.stats()
+            assert stats.held_bytes > 3.9 * bound
             assert memory() - before < bound + 12 * MB
+            if not changes:
+                assert stats.stored_bytes - bound <= stats.disk_bytes < stats.stored_bytes
             await assert_fetched_as_put(control, learner, put)
+            await control.commit(0)
+            assert (await control.stats()).disk_bytes == 0
 
 
 async def test_a_killed_server_and_the_next_one_keep_the_bound(tmp_path):
