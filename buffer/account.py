@@ -87,7 +87,7 @@ class EndedAttempt(Row, frozen=True):
 
     Attributes:
         owner: The client that held the lease.
-        owes_report: Whether the worker has not yet reported the tokens that it wrote.
+        owes_report: Whether the worker still has to report the tokens that it wrote.
         num_counted: Tokens that are counted already because they were saved.
         reason: The account drops the other tokens under this reason when they are reported.
         refusal: The message of the refused put; a repetition of the put is refused with the same message.
@@ -110,7 +110,7 @@ class AttemptHistory:
         self._reopened: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Records held: attempts, groups and ranges."""
+        """Number of records in memory: attempts, groups and ranges."""
         return len(self._ended) + len(self._unusual) + len(self._reopened) + len(self.finished.ranges())
 
     def end(self, group_id: int, attempt: int, ended: EndedAttempt) -> None:
@@ -141,20 +141,20 @@ class AttemptHistory:
                 self._unusual.popitem(last=False)
 
     def reopen(self, finished: IdSet) -> None:
-        """Allow every group that is not in ``finished`` to be queued again; its attempt numbers continue."""
+        """Allow every group that is not in ``finished`` to be queued again. Its attempt numbers continue."""
         self._reopened.update((group_id, self.num_attempts(group_id)) for group_id in self.finished.minus(finished))
         for group_id in self._reopened:
             self._unusual.pop(group_id, None)
         self.finished = finished
 
     def num_attempts(self, group_id: int) -> int:
-        """Attempts of a group that is finished or reopened; 1 if its number is forgotten, 0 for any other group."""
+        """Number of attempts of a finished or reopened group. 1 if the number is forgotten; 0 for any other group."""
         if group_id in self.finished:
             return self._unusual.get(group_id, (1, 0))[0]
         return self._reopened.get(group_id, 0)
 
     def was_stored(self, group_id: int, attempt: int) -> bool:
-        """Whether the put of this attempt was accepted, and the group is finished."""
+        """Whether the group is finished and the put of this attempt was accepted."""
         return group_id in self.finished and self._unusual.get(group_id, (1, 0))[1] == attempt
 
     def snapshot(self) -> dict[str, Any]:
@@ -175,14 +175,14 @@ class AttemptHistory:
 
 
 class Account:
-    """Running totals. Every policy token that a worker reports or saves is buffered, trained or dropped, once.
+    """Running totals. Each policy token that a worker reports or saves counts once: as buffered, trained or dropped.
 
     A saved prefix counts as buffered from the end of its attempt until the next attempt reports it, or until it is
-    dropped. The account also counts the settled tokens of each owner of leases. When a worker dies, the tokens that it
-    generated and never reported are then counted as lost.
+    dropped. The account also counts the settled tokens of each owner of leases. When a worker dies, the tokens that the
+    worker generated and never reported count as lost.
 
     Attributes:
-        buried: Dead worker to all tokens that it generated. Its later reports do not count.
+        buried: Maps each dead worker to the number of tokens that the worker generated. Its later reports do not count.
     """
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ class Account:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens in the account."""
+        """Number of all tokens in the account."""
         return self.tokens_trained + self.tokens_buffered + self.tokens_dropped.total()
 
     @contextmanager
@@ -216,7 +216,7 @@ class Account:
             self._settled[owner] += settled
 
     def settled_by(self, owner: bytes) -> int:
-        """Tokens that are counted as the work of ``owner``."""
+        """Number of tokens that are attributed to ``owner``."""
         return self._settled[owner]
 
     def bury(self, owner: bytes, num_lost: int) -> None:
@@ -227,7 +227,7 @@ class Account:
             del self.buried[next(iter(self.buried))]
 
     def store(self, summary: GroupSummary, *, num_inherited: int) -> None:
-        """Count an accepted put; it contains the prefix that its attempt continued."""
+        """Count an accepted put. The put contains the prefix that its attempt continued."""
         self.tokens_buffered += summary.num_tokens - num_inherited
         self.filtered_in_a_row = 0
         self._samples_per_group = max(1, len(summary.response_lengths))
@@ -250,7 +250,7 @@ class Account:
         self._kept_samples += len(summary.response_lengths)
 
     def filter(self, summary: GroupSummary, reason: str, *, num_inherited: int) -> None:
-        """Count a finished group that a filter dropped, with the prefix that its attempt continued."""
+        """Count a finished group that a filter dropped. The count includes the prefix that the attempt continued."""
         self.tokens_buffered -= num_inherited
         self.groups_dropped[reason] += 1
         self.filtered_in_a_row += 1
@@ -258,7 +258,7 @@ class Account:
         self._drop_lengths(summary, reason)
 
     def refuse(self, summary: GroupSummary, reason: str, *, num_counted: int) -> None:
-        """Drop the tokens of a finished group that arrived too late or is too old, except for tokens counted before."""
+        """Drop the uncounted tokens of a finished group that came too late or is too old."""
         self.puts_refused[reason] += 1
         self._drop_tokens(summary.num_tokens - num_counted, reason)
         if num_counted == 0:
@@ -267,8 +267,8 @@ class Account:
     def abandon(self, num_tokens: int, reason: str, *, num_counted: int) -> None:
         """Drop the tokens of an attempt that ended unfinished, except for tokens counted before.
 
-        The tokens enter the mean dropped length as one group of the usual size. If a part was saved, the lengths do not
-        count: only the rest is dropped, and the rest is not a whole response.
+        The tokens enter the mean dropped length as one group of the usual size. If a part of the tokens was saved, only
+        the rest is dropped. Then the length does not count, because the rest is not a whole response.
         """
         self._drop_tokens(num_tokens - num_counted, reason)
         if num_tokens > 0 and num_counted == 0:
@@ -285,23 +285,26 @@ class Account:
         self.tokens_buffered += num_saved - num_inherited
 
     def evict(self, summary: GroupSummary, reason: str) -> None:
-        """Drop the tokens of a stored group that was evicted for an earlier deadline, or lost."""
+        """Drop the tokens of a stored group.
+
+        The group was lost, or was evicted for a group with an earlier deadline.
+        """
         self.tokens_buffered -= summary.num_tokens
         self._drop_tokens(summary.num_tokens, reason)
         self._drop_lengths(summary, reason)
 
     def drop_prefix(self, num_tokens: int, reason: str) -> None:
-        """Drop the tokens of a prefix that was too old, or that its worker did not continue."""
+        """Drop the tokens of a saved prefix that was too old, or that the next worker did not continue."""
         self.tokens_buffered -= num_tokens
         self._drop_tokens(num_tokens, reason)
 
     def unlearn(self, summary: GroupSummary) -> None:
-        """Buffer the tokens of a group whose first use was lost and which is still stored."""
+        """Count the tokens of a stored group as buffered again, because its first use was lost."""
         self.tokens_trained -= summary.num_tokens
         self.tokens_buffered += summary.num_tokens
 
     def rewind(self, *, tokens_trained: int, tokens_reused: int, groups_reused: int, lags: Mapping[int, int]) -> None:
-        """Drop the tokens that were trained after these totals. The mean lengths still count them."""
+        """Go back to these totals, and drop the tokens that were trained since. The mean lengths still count them."""
         self._drop_tokens(self.tokens_trained - tokens_trained, REWOUND)
         self.tokens_trained = tokens_trained
         self.tokens_reused, self.groups_reused = tokens_reused, groups_reused
@@ -332,7 +335,7 @@ class Account:
         self._dropped_samples[reason] += len(summary.response_lengths)
 
     def stats(self, groups: Mapping[str, int], **held: int) -> BufferStats:
-        """The totals, with the current contents of ledger and server."""
+        """The totals, and the current contents of the ledger and of the server."""
         lengths, samples = self._dropped_lengths, self._dropped_samples
         return BufferStats(
             groups={**groups, "consumed": self.groups_consumed, "dropped": self.groups_dropped.total()},

@@ -1,4 +1,7 @@
-"""How an attempt at a prompt group ends, and how a group leaves the ledger: steps that several operations share."""
+"""The end of an attempt at a prompt group, and of the group itself.
+
+Several operations of the ledger use these steps.
+"""
 
 from collections.abc import Mapping
 
@@ -24,7 +27,10 @@ class Attempts:
         self._newly_finished: list[int] = []
 
     def held(self, group_id: int, attempt: int, sender: bytes | None) -> Group | None:
-        """The group, if this attempt runs. Raises `NotLeaseOwner` if the report comes from another client."""
+        """Return the group if this attempt is running.
+
+        Raises `NotLeaseOwner` if ``sender`` does not hold the lease.
+        """
         group = self._groups.running(group_id, attempt)
         ended = self._history.of(group_id, attempt) if group is None else group
         owner = b"" if ended is None else ended.owner
@@ -51,21 +57,22 @@ class Attempts:
         self._groups.requeue(group, keeps_progress=not group.is_evicted)
 
     def settle_prefix(self, group: Group, num_tokens: int, continued: bool) -> None:
-        """Count the prefix of a lease as dropped, unless the report of its worker contains it."""
+        """Count the prefix of a lease as dropped, unless the worker's report contains the prefix."""
         if not continued or num_tokens < group.num_inherited:
             self._account.drop_prefix(group.num_inherited, DISCARDED_PREFIX)
             group.num_inherited = 0
 
     def settle_owed(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """The attempt whose owed report came now.
+        """Return the attempt whose owed report has arrived.
 
-        None if it owed no report, or if its dead owner's tokens are counted.
+        Returns None if the attempt owed no report, or if its owner is dead, because the tokens of a dead owner are
+        counted.
         """
         owed = self._history.settle(group_id, attempt)
         return None if owed is None or owed.owner in self._account.buried else owed
 
     def revoke(self, group: Group, reason: str) -> None:
-        """End a lease from the side of the buffer. Its worker owes a report of its tokens."""
+        """Revoke a lease. Its worker still has to report the tokens of the attempt."""
         ended = EndedAttempt(owner=group.owner, owes_report=True, num_counted=group.num_saved, reason=reason)
         self._history.end(group.group_id, group.attempt, ended)
         self._revocations.append((group.owner, commands.Revoked(group.group_id, group.attempt)))
@@ -95,7 +102,8 @@ class Attempts:
     def evict(self, group: Group, reason: str) -> None:
         """Drop the trajectories of a stored group, or the saved prefix of a queued or running group.
 
-        The tokens of a used group are trained, and its prompt is finished; only its further uses are lost.
+        If the learner has used the group, its tokens are trained and its prompt is finished. Then only the further uses
+        are lost.
         """
         if group.uses:
             self._groups.evict(group)
@@ -110,7 +118,10 @@ class Attempts:
             self._groups.space.evict_prefix(group)
 
     def take_back(self, group: Group, lost: Mapping[int, str]) -> None:
-        """Drop what is ``lost`` of a group (reasons by group id), and end its lease. Its prompt is queued."""
+        """End the lease of a group and queue its prompt.
+
+        If the group is in ``lost`` (group id to reason), drop its tokens.
+        """
         if group.state is not GroupState.leased:
             self.evict(group, lost[group.group_id])
         elif group.group_id in lost:
@@ -121,7 +132,7 @@ class Attempts:
                 self.hand_on(group)
 
     def forget_uses(self, version: int) -> None:
-        """Forget the uses of stored groups at ``version`` and later. A group without a use is buffered again."""
+        """Forget the uses of stored groups at ``version`` and later. A group that has no use left is buffered again."""
         for group in self._groups:
             kept = tuple(use for use in group.uses if use < version)
             if len(kept) < len(group.uses):

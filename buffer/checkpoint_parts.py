@@ -1,9 +1,10 @@
-"""Writes the buffer's part of a checkpoint while training and generation go on.
+"""Writes the buffer's part of a checkpoint while training and generation continue.
 
 The folder ``v00000012/`` holds the part ``journal`` of the ledger's server, and a part ``storeN`` of each store server.
 Each part is a journal that begins with a snapshot, so a server opens it like its own journal (`buffer.journal`). A
 server with a journal on the same disk makes hard links to the files of its frames. Any other server writes its frames
-on a thread. The folder is written as ``.v00000012.partial``, and gets its name when every part is on the disk.
+on a thread. The folder is written as ``.v00000012.partial``. The folder gets its final name when every part is on the
+disk.
 """
 
 import asyncio
@@ -55,10 +56,11 @@ class PartWriter:
         snapshot: dict[str, Any] | None,
         frames: Iterable[tuple[str, int, Frames]],
     ) -> Awaitable[Checkpointed]:
-        """Begin to write a part: its files are ``PATH.N.log`` and so on. The result comes when they are on the disk.
+        """Begin to write a part: its files are ``PATH.N.log`` and so on.
 
-        ``frames`` are kind, group id and frames of everything held. They must not change, and are kept until they are
-        written. The result raises `ReplayBufferError` if the disk is full.
+        The result is set when the files are on the disk. ``frames`` has the kind, the group id and the frames of each
+        item. The frames must not change until they are written. The result raises `ReplayBufferError` if the disk is
+        full.
         """
         held = list(frames)
         number, references = self._linked(path)
@@ -76,7 +78,10 @@ class PartWriter:
         return asyncio.get_running_loop().run_in_executor(self._pool, _write_part, path, number, begin, copied, summary)
 
     def _linked(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
-        """Link the journal's files, if they are on the disk of ``path``. Returns as `Journal.link_to` does."""
+        """Make hard links to the journal's files if ``path`` is on the same disk.
+
+        Returns the same values as `Journal.link_to`.
+        """
         if self._journal is not None:
             try:
                 return self._journal.link_to(path)
@@ -135,7 +140,7 @@ class PendingWrites:
         self._writes: dict[str, asyncio.Task[Checkpointed]] = {}
 
     def wait(self, request: Message, begin: Callable[[], Coroutine[Any, Any, Checkpointed]]) -> None:
-        """Hold a request until its write is complete; ``begin`` starts the write unless it has begun."""
+        """Hold a request until its write is complete. ``begin`` starts the write, unless the write has begun."""
         key = request.body.key
         if key not in self._writes:
             self._writes[key] = write = asyncio.get_running_loop().create_task(begin())
@@ -163,7 +168,7 @@ class PendingWrites:
 
 
 class CheckpointRequests:
-    """The operation `Checkpoint` of the ledger's server, and the begin from a checkpoint or a journal.
+    """The operation `Checkpoint` of the ledger's server, and the start from a checkpoint or a journal.
 
     Args:
         journal: The server's own journal, if it has one.
@@ -173,7 +178,7 @@ class CheckpointRequests:
     def __init__(self, shared: Collaborators, *, journal: Journal | None, links: StoreLinks | None) -> None:
         self._config, self._ledger, self._store = shared.config, shared.ledger, shared.store
         self._journal, self._links = journal, links
-        self._lineage = shared.config.lineage or shared.config.epoch  # names the run over all its lives
+        self._lineage = shared.config.lineage or shared.config.epoch  # the same name in every life of the run
         # The options that a server needs to continue a journal or a checkpoint of this one.
         self._owner = {**self._ledger.options, "is_elsewhere": self._store.is_elsewhere}
         self._writer = PartWriter(journal)
@@ -181,7 +186,7 @@ class CheckpointRequests:
         self._turn = asyncio.Lock()
 
     def continue_earlier(self) -> Recovered | None:
-        """Claim the journal, and return what an earlier server or the checkpoint left. None for the begin of a run.
+        """Claim the journal. Returns the state that an earlier server or the checkpoint left; None for a new run.
 
         A new journal begins with a copy of the checkpoint. A new life of the run takes over the journal of
         ``earlier_epoch``. Raises `ReplayBufferError` if the checkpoint cannot be read, `ValueError` if it needs other
@@ -213,18 +218,27 @@ class CheckpointRequests:
                 )
 
     def on_checkpoint(self, request: Message, checkpoint: commands.Checkpoint) -> None:
-        """Begin to write a checkpoint, unless this was done, and answer when it is complete."""
+        """Begin to write a checkpoint, unless a repeated request began it.
+
+        The answer follows when the checkpoint is complete.
+        """
         self._ledger.apply(checkpoint)
         self.note_marks()
         self._pending.wait(request, lambda: self._write(checkpoint))
 
     def note_marks(self) -> None:
-        """Note in the journal to which checkpoints the ledger can go back, for the next life of the run."""
+        """Record in the journal which checkpoints the ledger can go back to.
+
+        The next life of the run reads this record.
+        """
         if self._journal is not None and self._journal.read(MARKS) != (keys := self._ledger.marks.keys()):
             self._journal.write(MARKS, keys)
 
     async def _write(self, checkpoint: commands.Checkpoint) -> Checkpointed:
-        """Write every part, and give the folder its name. Raises `ReplayBufferError` if the disk is full."""
+        """Write every part, then rename the folder to its final name.
+
+        Raises `ReplayBufferError` if the disk is full.
+        """
         folder = Path(checkpoint.folder)
         partial = folder.with_name(f".{folder.name}.partial")
         try:
@@ -238,12 +252,15 @@ class CheckpointRequests:
         return written
 
     async def _parts(self, folder: Path, checkpoint: commands.Checkpoint) -> Checkpointed:
-        """Write the parts. The snapshot follows the requests to the stores, so they have every group that it names."""
+        """Write the parts.
+
+        The ledger's snapshot is taken after the requests to the stores, so the stores have its groups.
+        """
         stores: list[asyncio.Future[Checkpointed]] = []
         for number, link in () if self._links is None else self._links.connected():
             save = commands.SavePart(key=checkpoint.key, path=str(folder / store_part(number)))
             stores.append(asyncio.ensure_future(link.call(save)))
-        await asyncio.sleep(0)  # the requests are sent
+        await asyncio.sleep(0)  # lets the tasks send their requests
         values = {"lineage": self._lineage, "key": checkpoint.key, "owner": self._owner}
         snapshot, frames = self._ledger.snapshot(), self._store.frames()
         own = await self._writer.write(folder / LEDGER_PART, values=values, snapshot=snapshot, frames=frames)
@@ -255,13 +272,13 @@ class CheckpointRequests:
         )
 
     def close(self) -> None:
-        """Abandon the checkpoint that is being written; its folder stays without its name."""
+        """Abandon the checkpoint that is being written. Its folder keeps the name of an incomplete checkpoint."""
         self._pending.close()
         self._writer.close()
 
 
 async def _without_failure(part: Awaitable[Checkpointed]) -> Checkpointed:
-    """The part of a store; empty if the store failed, because a resumed run then generates its groups again."""
+    """Await the part of a store. A failed store gives an empty part; a resumed run then generates its groups again."""
     try:
         return await part
     except AsyncRLError as error:
@@ -270,7 +287,7 @@ async def _without_failure(part: Awaitable[Checkpointed]) -> Checkpointed:
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Give a complete folder its name. An earlier folder of this name stays until then."""
+    """Rename a complete folder to its final name. An earlier folder with this name stays until then."""
     _sync(partial)
     replaced = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)

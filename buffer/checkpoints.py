@@ -1,8 +1,9 @@
-"""What the ledger remembers of the learner's checkpoints, and how it goes back to one of them.
+"""The ledger's memory of the learner's checkpoints, and the return of the ledger to one of them.
 
 A *mark* holds the totals of the ledger at the commit of a checkpoint's last step. The ledger goes back to a mark when
 the learner's ranks have died (`Rewind`), and when a new life of the run begins from a checkpoint (`Resume`). In both
-cases every group and saved prefix without a token of a lost version stays. ``docs/staleness.md`` proves the bound.
+cases the ledger keeps each group and each saved prefix that has no token of a lost version. ``docs/staleness.md``
+proves the bound.
 """
 
 from collections.abc import Sequence
@@ -30,12 +31,12 @@ class Mark(Row, frozen=True, kw_only=True):
     Attributes:
         version: Learner version of the checkpoint.
         key: Names this checkpoint; empty for the beginning of the run.
-        is_reached: Whether the steps before ``version`` are committed. The totals are set from then on.
+        is_reached: Whether the steps before ``version`` are committed. The totals are valid only if this is true.
         finished: Groups that were consumed or dropped, as sorted ranges [start, end).
         tokens_trained: Policy tokens of the consumed groups.
         lags: Pairs of a lag in learner steps and the number of uses of groups with this lag.
         tokens_reused: Policy tokens of the uses after the first.
-        groups_reused: The uses after the first.
+        groups_reused: Number of uses after the first use of a group.
     """
 
     version: int
@@ -49,27 +50,27 @@ class Mark(Row, frozen=True, kw_only=True):
 
 
 class Marks:
-    """The newest marks, by version. The first one is the beginning of the run."""
+    """The ledger's totals at the newest checkpoints, by version. The first entry is the beginning of the run."""
 
     def __init__(self, first_version: int) -> None:
         self._by_version = {first_version: Mark(version=first_version, is_reached=True)}
 
     def has(self, version: int, key: str) -> bool:
-        """Whether this checkpoint is marked."""
+        """Whether the ledger remembers this checkpoint."""
         return version in self._by_version and self._by_version[version].key == key
 
     def keys(self) -> list[str]:
-        """The keys of the marked checkpoints, oldest first."""
+        """The keys of the remembered checkpoints, oldest first."""
         return [self._by_version[version].key for version in sorted(self._by_version)]
 
     def add(self, version: int, key: str) -> None:
-        """Mark a checkpoint. Its totals follow with `reach`."""
+        """Remember a checkpoint. `reach` sets its totals."""
         self._by_version[version] = Mark(version=version, key=key)
         for old in sorted(self._by_version)[:-MAX_MARKS]:
             del self._by_version[old]
 
     def reach(self, version: int, history: AttemptHistory, account: Account) -> None:
-        """Set the totals of the mark of the learner's ``version``, if there is one without totals."""
+        """Set the totals of the checkpoint of ``version``, if there is such a checkpoint without totals."""
         mark = self._by_version.get(version)
         if mark is not None and not mark.is_reached:
             self._by_version[mark.version] = Mark(
@@ -84,7 +85,7 @@ class Marks:
             )
 
     def at(self, version: int) -> Mark:
-        """The mark of a version. Raises `ReplayBufferError` if there is none with totals."""
+        """The mark of a version. Raises `ReplayBufferError` if no mark of this version has totals."""
         mark = self._by_version.get(version)
         if mark is None or not mark.is_reached:
             known = sorted(mark.version for mark in self._by_version.values() if mark.is_reached)
@@ -112,7 +113,7 @@ def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, pref
 
     With the options that the groups were admitted under, every group without a token of a lost version can be consumed
     in time. A run may resume with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then the groups that
-    cannot be consumed in time, or have all their uses, are dropped; the choice by the earliest deadline keeps as many
+    cannot be consumed in time, or have all their uses, are dropped; choosing by the earliest deadline keeps as many
     groups as possible.
     """
     lost = [group for group in groups if group.newest_version > version]

@@ -1,8 +1,8 @@
 """The connections of one process to the buffer, on asyncio: requests, deadlines, resending after a reconnect.
 
-The control socket requests the run's epoch and the bulk port. Then the bulk socket connects and greets, and the server
-answers. A request waits for the steps that it needs, under its own deadline. Each transferred chunk of the request
-restarts the deadline.
+The control socket requests the run's epoch and the bulk port. Then the bulk socket connects and sends a greeting, and
+the server answers it. A request waits until these connections are ready, within its own deadline. Each transferred
+chunk of the request restarts the deadline.
 """
 
 import asyncio
@@ -59,8 +59,8 @@ class Connection:
     """A DEALER socket that reconnects by itself; the server knows it by ``identity``.
 
     ``on_message`` gets the frames of each message. ``on_change`` gets True if the connection was made, False if it was
-    lost. A connection without a complete frame for ``silent_s`` seconds counts as lost. ``on_refused`` is called if the
-    server refuses the keys; ZMQ does not retry then. Raises `ValueError` if the address is malformed.
+    lost. A connection that delivers no complete frame for ``silent_s`` seconds counts as lost. ``on_refused`` is called
+    if the server refuses the keys; ZMQ does not retry then. Raises `ValueError` if the address is malformed.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Connection:
 class _UnansweredRequest:
     """A request without a reply yet.
 
-    Its deadline is ``due``, ``seconds`` after the last progress; errors name ``caller``. A request that ``is_large`` is
+    Its deadline ``due`` is ``seconds`` after the last progress. Errors name ``caller``. A request that ``is_large`` is
     sent in chunks. ``needs_bulk``: the request or its reply may use the bulk socket.
     """
 
@@ -135,14 +135,14 @@ class _UnansweredRequest:
 
 
 class ClientSocket:
-    """The connections to one server; made on a running loop, and used on that loop only.
+    """The connections to one server. Make them on a running loop, and use them only on that loop.
 
     ``timeout_s`` is the deadline of each request, counted from its last progress. ``on_push`` gets each message that
-    answers no request; ``on_connected`` is called each time that the server is reached.
+    does not answer a request. ``on_connected`` is called each time that the server is reached.
 
     Attributes:
         is_connected: Whether the server can be reached now.
-        num_read: Largest request id of a fetch whose reply has come, also if the fetch was cancelled.
+        num_read: Largest request id of a fetch whose reply has arrived. Cancelled fetches count too.
         loop: The event loop of the connections.
         identity: The identity of this client on the server.
     """
@@ -195,7 +195,7 @@ class ClientSocket:
         )
 
     def next_id(self) -> int:
-        """Return a request id, for a request that may be cancelled later."""
+        """Return a new request id. A caller needs the id if it may cancel the request later."""
         return next(self._ids)
 
     async def request(
@@ -230,7 +230,7 @@ class ClientSocket:
         return answer
 
     def post(self, operation: Operation[Any], on_answer: Callable[[Any], None] = lambda answer: None) -> None:
-        """Send a request without waiting for its answer; it is repeated after a reconnect like every request.
+        """Send a request without waiting for its answer. Like every request, it is repeated after a reconnect.
 
         ``on_answer`` gets the answer unless it is an error.
         """
@@ -268,7 +268,10 @@ class ClientSocket:
         return unanswered.reply
 
     def _send(self, unanswered: _UnansweredRequest) -> None:
-        """Send a request if its connections are ready; small requests of one turn of the loop share a message."""
+        """Send a request if its connections are ready.
+
+        Small requests of one iteration of the event loop share a message.
+        """
         if not self.is_connected or (unanswered.needs_bulk and not self._is_bulk_ready):
             return
         request = unanswered.request
@@ -317,7 +320,11 @@ class ClientSocket:
         self._deadline.at(earliest)
 
     def _note_progress(self, request_id: int | None = None) -> None:
-        """Record progress: a chunk of a reply arrived, or an acknowledged chunk advances all queued requests."""
+        """Record progress, which restarts deadlines.
+
+        A chunk of a reply arrived, or a chunk was acknowledged. An acknowledged chunk is progress for all queued
+        requests.
+        """
         due = self._clock.time() + self._timeout_s
         if request_id is None:
             for unanswered in self._unanswered.values():
@@ -352,7 +359,7 @@ class ClientSocket:
     # Connecting
 
     def _on_control_change(self, is_connected: bool) -> None:
-        """Greet the server; pending requests are repeated when the server has answered."""
+        """Send a greeting to the server. Pending requests are repeated when the server has answered."""
         self.is_connected = False
         if is_connected:
             self._refusal = None
@@ -360,7 +367,7 @@ class ClientSocket:
             self._control.send(frames_of(self._epoch, [Message(request_id=self._connect_id, body=commands.Connect())]))
 
     def _on_refused(self, used: ClientKeys | None) -> None:
-        """Connect anew if there are newer keys than those that the refused connection has ``used``."""
+        """Connect again if there are newer keys than ``used``, the keys of the refused connection."""
         if used != self._keys or self._begin_with_newest_keys():
             return
         self._refuse(
@@ -371,7 +378,7 @@ class ClientSocket:
         )
 
     def _begin_with_newest_keys(self) -> bool:
-        """Connect anew with the keys that the file of this client holds now. Returns whether they are other keys.
+        """Connect again with the keys that this client's file holds now. Returns whether the keys have changed.
 
         Requests without a reply are repeated on the new connections.
         """
@@ -379,7 +386,7 @@ class ClientSocket:
         if newest == self._keys:
             return False
         self._keys = newest
-        self.loop.call_soon(self._reconnect)  # not within a callback of the connections
+        self.loop.call_soon(self._reconnect)  # later, because a callback must not close its own connections
         return True
 
     def _reconnect(self) -> None:
@@ -428,7 +435,7 @@ class ClientSocket:
             self._resend(needs_bulk=True)
 
     def _on_bulk_change(self, is_connected: bool) -> None:
-        """Greet the server on the bulk socket; the server answers when it can reach this client on this socket."""
+        """Send a greeting on the bulk socket. The server answers when it can reach this client on this socket."""
         self._is_bulk_ready = False
         self._sender.reset()
         self._receiver.reset()
@@ -436,7 +443,7 @@ class ClientSocket:
             self._send_bulk([b""])
 
     def _resend(self, *, needs_bulk: bool) -> None:
-        """Repeat every request without a reply, because the lost connection may have lost the request or the reply.
+        """Repeat every request without a reply, because the request or the reply may be lost.
 
         The deadlines start again, because a restarted server may hold a request as long as a new one.
         """
@@ -498,16 +505,17 @@ class BufferClient:
 
     Args:
         address: Address of the server. Example: ``"ipc:///dev/shm/asyncrl-1f/sockets/buffer"``.
-        request_timeout_s: Deadline of each request. The server answers a request that waits within half of it.
+        request_timeout_s: Deadline of each request. The server answers a waiting request after at most half of this
+            time.
         keys: CURVE keys, if the server has them.
-        epoch: The run that this client belongs to. Empty takes the run that the server names first.
+        epoch: The run that this client belongs to. Empty: the run that the server names first.
         incarnation: The learner's incarnation that this client belongs to.
 
     Attributes:
-        host: Host of this client, as `ControlClient.add_store` names it. Its puts go to the store there, if that has
-            room.
+        host: Host of this client, as `ControlClient.add_store` names it. Its puts go to the store on this host, if that
+            store has room.
         on_connected: Called each time that the server is reached.
-        on_push: Called with each message of this type that answers no request.
+        on_push: Called with each message of this type that does not answer a request.
     """
 
     def __init__(
@@ -583,11 +591,14 @@ class BufferClient:
             on_push(push)
 
     def closed_error(self) -> ReplayBufferError:
-        """The error of calls on a closed client."""
+        """The error that calls on a closed client raise."""
         return ReplayBufferError(f"the client of the buffer at {self.address} is closed")
 
     async def close(self, goodbye: Callable[[ClientSocket], Awaitable[None]] | None = None) -> None:
-        """Close the connections; pending calls raise `ReplayBufferError`. ``goodbye`` may send a last request."""
+        """Close the connections.
+
+        Pending calls raise `ReplayBufferError`. ``goodbye`` is awaited first, and may send a last request.
+        """
         if self.is_closed:
             return
         self.is_closed = True
@@ -603,11 +614,14 @@ class BufferClient:
     # Requests
 
     async def call(self, operation: Operation[Reply], payload: Sequence[Any] = ()) -> Reply:
-        """Send a request to the server and return its answer. Errors as `ClientSocket.request`."""
+        """Send a request to the server and return its answer. Raises as `ClientSocket.request`."""
         return await self.link.call(operation, payload)
 
     async def call_with_space(self, operation: Operation[Reply], payload: Sequence[Any]) -> Reply:
-        """Repeat a request while the buffer is full: when groups have left, or after half a deadline."""
+        """Repeat a request while the buffer is full.
+
+        The client sends the request again when groups have left, at the latest after half a deadline.
+        """
         while True:
             space = self._space  # a push that arrives during the request counts too
             try:
@@ -620,10 +634,10 @@ class BufferClient:
     async def call_with_payload(
         self, operation: Operation[Reply], payload: Sequence[Any], key: Key, *, link: ClientSocket | None = None
     ) -> Reply:
-        """Reserve the bytes of a large payload, or of a refused small one, before it is sent.
+        """Reserve bytes before a payload is sent.
 
-        If the lease is lost, the request is sent without its payload, and the server's answer has the state of the
-        lease.
+        This is done for a large payload, and for a small payload that the server refused. If the lease is lost, the
+        request is sent without its payload. The server's answer then has the state of the lease.
         """
         is_reserved = sum(map(len, payload)) < JOIN_BELOW_BYTES
         while True:
@@ -643,7 +657,10 @@ class BufferClient:
         return await (link or self.link).call(reserve, caller="put")
 
     async def hello(self, hello: commands.Hello, caller: str) -> commands.Welcome:
-        """Greet the server. Returns the server's settings for clients. ``caller`` is the call that an error names."""
+        """Send a greeting to the server.
+
+        Returns the server's settings for clients. ``caller`` is the call that an error names.
+        """
         sent_ns = time.monotonic_ns()
         welcome = await self.link.call(hello, caller=caller)
         self.note_clock(sent_ns, welcome)

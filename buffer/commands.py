@@ -1,8 +1,8 @@
 """Every record that clients and servers exchange: operations, answers, and pushes; and the ledger's commands.
 
-An operation is one record: a client sends it, the server allows it to its ``roles``. The ledger decides a `Command`,
-and `buffer.journal` keeps it with its outcome (`buffer.outcomes`). A new operation is a record here, a method
-``on_<name>`` of the service, and its caller.
+An operation is one record. A client sends the record, and the server checks that the client's role is in ``roles``. The
+ledger decides a `Command`, and `buffer.journal` keeps it with its outcome (`buffer.outcomes`). A new operation is a
+record here, a method ``on_<name>`` of the service, and its caller.
 """
 
 from typing import Annotated, Any
@@ -59,20 +59,20 @@ class Done(Answer, frozen=True):
 
 
 class NothingYet(Answer, frozen=True):
-    """The operation must wait longer; the client repeats it, and logs the warning if there is one."""
+    """The operation must wait longer. The client repeats the request, and logs the warning if there is one."""
 
     warning: str = ""
 
 
 class Failure(Answer, frozen=True):
-    """A failure: the client raises the error of `asyncrl.core.errors` with this name."""
+    """A failure. The client raises the error of `asyncrl.core.errors` that has this name."""
 
     name: str
     message: str
 
 
 class Connected(Answer, frozen=True):
-    """The run of a server, and its port for large payloads; 0 for a Unix socket."""
+    """The run of a server, and its port for large payloads. The port is 0 for a Unix socket."""
 
     epoch: Text
     bulk_port: Int64
@@ -93,7 +93,7 @@ class Welcome(Answer, frozen=True):
 
 
 class LeasedGroup(Row, frozen=True):
-    """A lease, and the numbers of following frames of its prompt and of its saved prefix.
+    """A lease. The frames of its prompt and of its saved prefix follow the record; the record has the number of each.
 
     ``num_prefix_frames`` is -1 if the prefix was evicted or lost after the grant; the worker must then start again.
     """
@@ -146,13 +146,13 @@ class Report(Answer, frozen=True):
 
 
 class Payloads(Answer, frozen=True):
-    """Numbers of frames of the groups; the frames follow."""
+    """The number of frames of each group. The frames follow the record."""
 
     counts: tuple[Int64, ...]
 
 
 class Places(Answer, frozen=True):
-    """The store of each group, as an index of ``addresses``, with the attempt and the digest of its trajectories."""
+    """For each group: the index of its store in ``addresses``, the attempt, and the digest of the trajectories."""
 
     addresses: tuple[str, ...]
     groups: tuple[tuple[int, int, bytes], ...]
@@ -172,13 +172,16 @@ class Serving(Answer, frozen=True):
 
 
 class Names(Answer, frozen=True):
-    """Engines, or a host."""
+    """The names of engines, or of one host."""
 
     names: tuple[str, ...]
 
 
 class Number(Answer, frozen=True):
-    """The oldest version that may still be offered, or the tokens that a worker generated."""
+    """A number.
+
+    For `Offer`: the oldest version that may still be offered. For `Bury`: the tokens that the worker generated.
+    """
 
     value: int
 
@@ -263,11 +266,11 @@ class Renew(Command[Renewed, Done], frozen=True):
 
 
 class SavePrefix(Command[Saved, Done], frozen=True, kw_only=True):
-    """Save the prefix of a running group; the group's next attempt may continue the prefix.
+    """Save the prefix of a running group. The next attempt at the group may continue the prefix.
 
     Attributes:
         progress: The whole prefix, including the prefix that the attempt inherited.
-        continued: False if the worker did not continue the inherited prefix but started again.
+        continued: False if the worker started again instead of continuing the inherited prefix.
         num_bytes: Size of the prefix's frames; the server sets it.
         longest_response: Tokens of the longest sample; -1 if unknown.
     """
@@ -321,10 +324,10 @@ class Release(Command[Released, Released], frozen=True, kw_only=True):
 
     Attributes:
         num_tokens: Tokens that the attempt wrote, including the prefix that it continued.
-        reason: The account drops the tokens that are not saved under this reason.
+        reason: The account drops the unsaved tokens for this reason.
         continued: As in `SavePrefix`.
-        max_failures: 0 if the attempt did not fail. Otherwise the group is dropped, with all of its tokens, when it has
-            failed this many times on any workers; before that its prompt is queued again.
+        max_failures: 0 if the attempt did not fail. Otherwise the prompt is queued again, until this many attempts have
+            failed on any workers. Then the group is dropped with all of its tokens.
     """
 
     roles = _ROLLOUT
@@ -366,7 +369,7 @@ class LoseGroups(Command[Lost, Done], frozen=True, kw_only=True):
 
 
 class AddStore(Command[AddedStore, AddedStore], frozen=True):
-    """A store server joins at ``address``; it serves the workers of ``host`` first."""
+    """A store server joins at ``address``. The workers of ``host`` use it first."""
 
     roles = _CONTROLLER
     address: Text
@@ -420,8 +423,8 @@ class Resume(Command[Rewound, Done], frozen=True, kw_only=True):
     Attributes:
         version: Learner version to continue from; the steps before it are committed.
         key: Names the checkpoint; see `Checkpoint`.
-        tokens_generated: Policy tokens that the earlier lives generated up to the checkpoint. The account counts those
-            that it does not contain as dropped (``resume``): they were lost with their workers.
+        tokens_generated: Policy tokens that the earlier lives generated up to the checkpoint. Those that are missing in
+            the account were lost with their workers. The account counts them as dropped (``resume``).
     """
 
     roles = _CONTROLLER
@@ -437,7 +440,8 @@ class Checkpoint(Command[Marked, Checkpointed], frozen=True, kw_only=True):
         folder: The folder gets this name when it is complete. Every store server must see it under this path. Example:
             ``/runs/a/checkpoints/buffer/v00000012``.
         version: Learner version of the ranks' checkpoint. The steps before it are planned or committed.
-        key: A random text that names this checkpoint. A repeated request with the same key is answered with the first.
+        key: A random text that names this checkpoint. A repeated request with the same key is answered together with
+            the first request.
     """
 
     roles = _CONTROLLER
@@ -494,7 +498,10 @@ class Loaded(Operation[Done], frozen=True, kw_only=True):
 
 
 class Beat(Operation[Welcome], frozen=True, kw_only=True):
-    """A heartbeat of a producer: the version that its engine serves, if any, and the tokens that it has generated."""
+    """A heartbeat of a producer.
+
+    It reports the version that the engine serves, if any, and the number of generated tokens.
+    """
 
     roles = _ROLLOUT
     serves: Loaded | None = None
@@ -510,7 +517,10 @@ class Cancel(Operation[Done], frozen=True):
 
 
 class Leave(Operation[Done], frozen=True):
-    """A producer leaves; it never received the leases that it does not name."""
+    """A producer leaves.
+
+    Leases that it does not name in ``leases`` were never received by it; the buffer releases them.
+    """
 
     roles = _ROLLOUT
     leases: Keys
@@ -554,7 +564,7 @@ class Served(Operation[Serving], frozen=True):
 
 
 class Pin(Operation[Names], frozen=True):
-    """Keep engines on a version; wait until the set of engines that serve it differs from ``known``."""
+    """Keep engines on a version, and wait until the set of engines that serve it differs from ``known``."""
 
     roles = _CONTROLLER
     is_held = True
@@ -570,7 +580,7 @@ class Unpin(Operation[Done], frozen=True):
 
 
 class Bury(Operation[Number], frozen=True):
-    """Declare a worker dead, by the hexadecimal digits of its identity."""
+    """Declare a worker dead. ``worker`` has the hexadecimal digits of its identity."""
 
     roles = _CONTROLLER
     worker: Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", max_length=200)]
@@ -588,7 +598,8 @@ class StoreWanted(Operation[Names], frozen=True):
 class Fetch(Operation[Payloads | Places], frozen=True):
     """Fetch stored groups.
 
-    Requests to store servers have ``attempts``. ``read`` is the last fetch whose reply was read.
+    A request to a store server names the ``attempts``. ``read`` is the request id of the last fetch whose reply was
+    read.
     """
 
     roles = _LEARNER | _CONTROLLER | _INSPECTOR
@@ -611,7 +622,10 @@ class PutPayload(Operation[Done], frozen=True):
 
 
 class Remove(Operation[Done], frozen=True):
-    """Drop finished groups, and the payloads of attempts up to the ``ended`` ones."""
+    """Drop the payloads of finished groups.
+
+    Of each group in ``ended``, drop the payloads of that attempt and of earlier ones.
+    """
 
     roles = _LEDGER
     group_ids: tuple[Int64, ...]
@@ -628,9 +642,10 @@ class SavePart(Operation[Checkpointed], frozen=True, kw_only=True):
 
 
 class Reconcile(Operation[Missing], frozen=True, kw_only=True):
-    """Drop payloads as `Remove`; ``finished`` are ranges. Request which of the expected ``attempts`` are missing.
+    """Drop payloads as `Remove` does, and request the expected ``attempts`` that the store lacks.
 
-    The store first loads those of them that are in the part of a checkpoint at ``part``, if one is named.
+    ``finished`` holds ranges of group ids. If ``part`` names a part of a checkpoint, the store first loads the expected
+    attempts from it.
     """
 
     roles = _LEDGER

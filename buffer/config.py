@@ -52,12 +52,12 @@ class BufferConfig:
             most ``max_lag``, so ``max_uses`` is at most ``max_lag + 1``. A group gets a further use if fewer new groups
             are open than the bound admits.
         on_stale: ``wait`` for the straggler, ``requeue`` its prompt at the new version, or ``drop`` it.
-        order: Which stored groups a batch takes first, among those that keep every deadline: ``fifo``,
+        order: The stored groups that a batch takes first, as far as every deadline is kept: ``fifo``,
             ``earliest_deadline``, ``freshest_first``, ``shortest_first``, ``reward_spread`` (largest variance of
             rewards first), or your own ``file.py:function`` or ``module:function``. The function maps a `GroupSummary`
             and its deadline to a number; the smallest number comes first.
         lease_s: A lease that is not renewed for this long is revoked, and its prompt is leased again.
-        queue_size: Prompts queued ahead of admission; enqueueing waits while the queue is full.
+        queue_size: Largest number of prompts in the queue. Enqueueing waits while the queue is full.
         heartbeat_s: Interval between heartbeats of a producer. A producer that is silent for four intervals counts as
             gone. Its groups are then leased to other workers, even if its leases have not expired.
         max_stored_bytes: Bound on trajectories and saved prefixes, in bytes per server. A full server refuses leases

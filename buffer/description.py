@@ -1,4 +1,4 @@
-"""What `asyncrl inspect` says of the ledger: why the next batch is not planned yet, and where one group is."""
+"""Describes the ledger for `asyncrl inspect`: the state of a group, and why the next batch is not planned yet."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -66,7 +66,7 @@ def _why_none_begins(ledger: Ledger) -> str:
 
 
 def describe_group(ledger: Ledger, group_id: int, now: float) -> dict[str, Any]:
-    """Where a group is, and how its attempts ended as far as the ledger remembers."""
+    """The state of a group, and the ends of the attempts that the ledger remembers."""
     group = ledger.groups.get(group_id)
     known: dict[str, Any] = {"group_id": group_id}
     if group is None:

@@ -1,12 +1,12 @@
-"""Messages, and prompts and trajectory groups as the parts of their payloads.
+"""The encoding of messages, and of prompts and trajectory groups as payloads.
 
 A message is a msgpack header ``[PROTOCOL_VERSION, epoch, [[request_id, number of frames, record], …]]`` and the frames
 of its records (`buffer.commands`). The epoch names the run. Request id 0 is a push. The server does not decode frames.
 
-A prompt is encoded by the project's codec; a group as a head with the schema of its columns, then one buffer per
-column, in a third of the time. ZMQ's cost is per part, so `pack` joins small frames, and it cuts large ones so that
-they can be sent piece by piece. The first part begins with ``b"prcl"``, the number of frames and their lengths as
-uint64. Inside a joined part every frame starts at a multiple of 16, so arrays can be read in place.
+A prompt is encoded by the project's codec. A group is encoded as a head with the schema of its columns, then one buffer
+per column; this takes a third of the codec's time. ZMQ has a fixed cost per part, so `pack` joins small frames. It cuts
+large frames, so that they can be sent piece by piece. The first part begins with ``b"prcl"``, the number of frames and
+their lengths as uint64. Inside a joined part every frame starts at a multiple of 16, so arrays can be read in place.
 """
 
 import struct
@@ -65,7 +65,7 @@ class Message:
 
     Attributes:
         request_id: Chosen by the client, repeated in the answer; `PUSH_ID` in a push.
-        body: An operation, or an answer. In a received request it is encoded until `operation_of` decodes it.
+        body: An operation, or an answer. In a received request the body stays encoded until `operation_of` decodes it.
         payload: Frames.
         client: The client that sent the request; the server sets it.
     """
@@ -81,13 +81,16 @@ Send = Callable[[bytes, Message], None]
 
 
 def frames_of(epoch: str, messages: Sequence[Message]) -> list[Any]:
-    """Join messages into the frames of one message; then ZMQ and both event loops have the cost of one message."""
+    """Join messages into the frames of one message. ZMQ and both event loops then handle only one message."""
     heads = [(message.request_id, len(message.payload), message.body) for message in messages]
     return [_encode((PROTOCOL_VERSION, epoch, heads)), *(frame for message in messages for frame in message.payload)]
 
 
 def parse_requests(frames: Sequence[Any], *, max_frames: int = MAX_FRAMES) -> tuple[str, list[Message]]:
-    """The epoch of a client's message, and its requests with encoded bodies. Raises `WireError` if it is malformed."""
+    """Return the epoch and the requests of a client's message.
+
+    The bodies of the requests stay encoded. Raises `WireError` if the message is malformed.
+    """
     epoch, requests = _parse(frames, max_frames, MAX_HEADER_BYTES)
     if len(requests) > MAX_BATCH:
         raise WireError(f"a message must have at most {MAX_BATCH} requests, got {len(requests)}")
@@ -95,7 +98,10 @@ def parse_requests(frames: Sequence[Any], *, max_frames: int = MAX_FRAMES) -> tu
 
 
 def operation_of(request: Message) -> Operation[Any]:
-    """Decode the operation of a request. Raises `WireError` if it does not exist, or a field is out of range."""
+    """Decode the operation of a request.
+
+    Raises `WireError` if the operation does not exist, or a field is out of range.
+    """
     try:
         return _read_operation(request.body)
     except _UNREADABLE as error:
@@ -103,7 +109,10 @@ def operation_of(request: Message) -> Operation[Any]:
 
 
 def parse_answers(frames: Sequence[Any]) -> list[Message]:
-    """The messages of a server, with a client's wider limits. Raises `WireError` if they are malformed."""
+    """Decode the messages of a server.
+
+    Their limits are wider than those of a client's messages. Raises `WireError` if they are malformed.
+    """
     _, messages = _parse(frames, MAX_REPLY_FRAMES, MAX_REPLY_HEADER_BYTES)
     try:
         for message in messages:
@@ -145,12 +154,12 @@ _ERRORS = {
 
 
 def failure_of(error: AsyncRLError) -> Failure:
-    """The answer that makes the client raise ``error``."""
+    """Return the answer that makes the client raise ``error``."""
     return Failure(type(error).__name__, str(error))
 
 
 def error_of(failure: Failure) -> AsyncRLError:
-    """The error that a client raises."""
+    """Return the error that the client raises for a failure."""
     kind = _ERRORS.get(failure.name)
     return WireError(f"unknown reply {failure.name!r}: {failure.message}") if kind is None else kind(failure.message)
 
@@ -264,7 +273,10 @@ def _array(dtype: np.dtype, shape: tuple[int, ...], row_bytes: int, buffer: memo
 
 
 def pack(frames: Sequence[Any]) -> list[Any]:
-    """Frames (bytes, or views of bytes) as one part if they are small, else a header and parts of ``CHUNK_BYTES``."""
+    """Pack frames (bytes, or views of bytes).
+
+    Small frames become one part; others become a header and parts of ``CHUNK_BYTES``.
+    """
     lengths = [*map(len, frames)]
     header = struct.pack(f"<4sI{len(lengths)}Q", _PACKED, len(lengths), *lengths)
     if sum(lengths) < JOIN_BELOW_BYTES:
@@ -328,7 +340,7 @@ def _joined(header: bytes, frames: Sequence[Any], lengths: Sequence[int]) -> byt
 
 
 def _split(part: memoryview, start: int, lengths: Sequence[int]) -> list[memoryview]:
-    """The frames that `_joined` has put into one part, from ``start`` on."""
+    """The frames that `_joined` has put into one part. The first frame begins at ``start``."""
     views = []
     for length in lengths:
         start += -start % _ALIGN

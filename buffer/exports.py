@@ -1,11 +1,11 @@
-"""The groups of a buffer's checkpoint as parquet files, and back: every array returns with the same bits.
+"""Exports the groups of a buffer's checkpoint to parquet files, and reads them back. Every array comes back bit by bit.
 
 `export_part` reads the buffer's part of a checkpoint and writes a folder; `read_export` reads the folder again.
 
 - ``groups.parquet``: one row per unfinished group, with its prompt.
 - ``turns.parquet``: one row per turn, with its tokens, log-probs and versions.
 - ``trajectories.parquet``: one row per trajectory, with its reward.
-- ``images.parquet``: one row per column of images; no rows without images.
+- ``images.parquet``: one row per column of images; the file has no rows if there are no images.
 - ``drops.parquet``: dropped tokens and groups by reason. A buffer keeps no trajectories of dropped groups.
 - ``export.json``: the learner version and the options of the buffer.
 """
@@ -90,11 +90,11 @@ class ExportedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferContents:
-    """What a checkpoint holds of a buffer.
+    """The contents of a buffer that a checkpoint holds.
 
     Attributes:
         learner_version: The ledger's version when the checkpoint was written.
-        max_lag: Option of the buffer, as ``groups_per_step``.
+        max_lag, groups_per_step: Options of the buffer.
         groups: The unfinished groups, by id.
         tokens_dropped: Policy tokens by reason, over all lives of the run.
         groups_dropped: Groups by reason.
@@ -109,7 +109,7 @@ class BufferContents:
 
 
 def read_part(part: Path) -> BufferContents:
-    """Read the buffer's part of a checkpoint, also that of an earlier life; nothing is changed.
+    """Read the buffer's part of a checkpoint. The checkpoint may be of an earlier life of the run. Nothing is changed.
 
     Raises `ReplayBufferError` if a file cannot be read, and `ValueError` for another format.
     """
@@ -222,7 +222,10 @@ def _scopes(group: TrajectoryGroup) -> dict[str, Mapping[str, np.ndarray]]:
 
 
 def _column_types(groups: Iterable[ExportedGroup]) -> dict[str, dict[str, pa.DataType]]:
-    """Scope to column name to type of values. Raises `ValueError` if two groups have different types."""
+    """The type of the values of each column, by scope and column name.
+
+    Raises `ValueError` if two groups have different types.
+    """
     kinds: dict[str, dict[str, pa.DataType]] = {scope: {} for scope in _SCOPES}
     for group in groups:
         if group.trajectories is None:
@@ -239,7 +242,7 @@ def _column_types(groups: Iterable[ExportedGroup]) -> dict[str, dict[str, pa.Dat
 
 
 def _storable(column: np.ndarray) -> np.ndarray:
-    """The values of a column, flat and in types that parquet has: a complex number as two floats."""
+    """The values of a column as a flat array of a type that parquet has. A complex number becomes two floats."""
     flat = np.ascontiguousarray(column).reshape(-1)
     return flat.view(f"f{flat.itemsize // 2}") if flat.dtype.kind == "c" else flat
 
@@ -253,7 +256,7 @@ def _lists(column: np.ndarray, lengths: np.ndarray) -> pa.Array:
 
 
 def _table(schema: pa.Schema, columns: Mapping[str, Any], num_rows: int) -> pa.Table:
-    """A table in which a column that is not given is null."""
+    """Make a table. A column that is not given is null in every row."""
     arrays = [columns.get(name, pa.nulls(num_rows, schema.field(name).type)) for name in schema.names]
     return pa.Table.from_arrays(arrays, schema=schema)
 
@@ -298,7 +301,7 @@ def _group_row(group: ExportedGroup) -> dict[str, Any]:
         "group_id": prompt.group_id,
         "state": str(group.state),
         "data_source": prompt.data_source,
-        # For people; the column ``prompt`` has the exact value.
+        # This column is for people to read. The column ``prompt`` has the exact value.
         "ground_truth": truth if truth is None or isinstance(truth, str) else json.dumps(truth, default=repr),
         "prompt_ids": prompt.prompt_ids.tolist(),
         "prompt": [bytes(frame) for frame in prompt_frames(prompt)],
@@ -362,7 +365,7 @@ def read_export(folder: Path) -> BufferContents:
 
 
 def _row_ranges(table: pa.Table) -> dict[int, tuple[int, int]]:
-    """Group id to the first row and the number of its rows, which are adjacent."""
+    """The first row and the number of rows of each group id. The rows of a group are adjacent."""
     ids = table["group_id"].to_numpy()
     starts = np.flatnonzero(np.diff(ids, prepend=-1))
     lengths = np.diff([*starts, len(ids)])
@@ -404,7 +407,7 @@ def _trajectories(row: Mapping[str, Any], parts: Mapping[str, pa.Table], folder:
 
 
 def _values(lists: pa.ChunkedArray) -> np.ndarray:
-    """The values of lists, one after another."""
+    """The values of all lists, in order, as one array."""
     return lists.combine_chunks().flatten().to_numpy(zero_copy_only=False)
 
 

@@ -1,4 +1,4 @@
-"""Answers to fetches: payloads in memory at once, payloads on disk after a thread has read them."""
+"""Answers fetches. Payloads in memory are sent at once; payloads on disk are sent after a thread has read them."""
 
 import asyncio
 import logging
@@ -74,7 +74,10 @@ def _read(group_id: int, frames: Frames) -> Frames:
 
 
 class FetchWindow:
-    """Limits the bytes of unread replies per client to ``limit``; each fetch names the last reply that was read."""
+    """Limits the bytes of unread replies per client to ``limit``.
+
+    Each fetch names the last reply that its client has read.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -27,7 +27,7 @@ class Written(NamedTuple):
 
     @classmethod
     def without_head(cls, start: int, frames: Frames) -> Self:
-        """Frames that are a part of their record."""
+        """The place of frames that are a part of their record."""
         digest = xxhash.xxh3_64()
         for frame in frames:
             digest.update(frame)
@@ -37,7 +37,7 @@ class Written(NamedTuple):
 class FramesOnDisk(Sequence[Any]):
     """Consecutive frames in a file. Each iteration reads them again and verifies their checksum.
 
-    Raises `OSError` where they cannot be read, or are damaged.
+    Raises `OSError` if they cannot be read, or are damaged.
 
     Attributes:
         place: The place of the frames in their journal.
@@ -51,7 +51,7 @@ class FramesOnDisk(Sequence[Any]):
         self.num_bytes = sum(self._lengths)
 
     def move(self, path: Path, written: Written, *, place: int) -> None:
-        """Record that the frames were copied to another file. Another thread may be reading them."""
+        """Record that the frames were copied to another file. Another thread may be reading the frames meanwhile."""
         self._at, self.place = (path, written), place
 
     def move_to(self, copy: "FramesOnDisk") -> None:
@@ -68,7 +68,7 @@ class FramesOnDisk(Sequence[Any]):
                     head, *frames = frames_at(file.fileno(), begin, lengths, path)
                 break
             except FileNotFoundError:
-                if at == self._at:  # otherwise they were copied, and the old file was deleted
+                if at == self._at:  # otherwise the frames were moved, and the old file was deleted
                     raise
         digest = xxhash.xxh3_64(head)
         for frame in frames:

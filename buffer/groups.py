@@ -33,10 +33,10 @@ class GroupState(StrEnum):
 
 
 class StorePlace(Struct, kw_only=True, array_like=True):
-    """Address and host of a store that joined; both empty for another store.
+    """The address and the host of a store that joined. Both are empty for a store that was there from the start.
 
-    A store that ``is_gone`` never returns. A place that ``is_awaited`` has the groups of a store of an earlier life.
-    The next store that joins takes them from the checkpoint.
+    A store that ``is_gone`` never returns. A place that ``is_awaited`` belonged to a store of an earlier life of the
+    run. The next store that joins gets this place, and loads the groups of the earlier store from the checkpoint.
     """
 
     address: str = ""
@@ -55,7 +55,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
             or in its batch.
         num_attempts: Attempts leased so far; the current or last attempt is ``num_attempts - 1``.
         num_failures: Number of failed attempts.
-        num_deaths: Workers that died, or became silent, while they held a lease on the group.
+        num_deaths: Number of workers that died, or became silent, while they held a lease on the group.
         engine_version: u of the current attempt.
         deadline: u + max_lag of the current attempt.
         owner: The client that holds the lease; opaque.
@@ -66,7 +66,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         summary: Metadata of the trajectories, once the group is stored.
         rank: Its place in the selection order, once the group is stored.
         planned_for: The version whose batch holds the group; -1 if no batch does.
-        num_bytes: Size of the trajectories, from their reservation on.
+        num_bytes: Size of the trajectories; known since the reservation.
         store: Number of the store that holds the trajectories.
         digest: XXH3 of the trajectories, 16 bytes, if a store server holds them.
         is_missing: A batch holds the group, but no store has its trajectories.
@@ -128,7 +128,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         return self.summary
 
     def result_at(self, version: int) -> GroupSummary:
-        """The metadata of a stored or planned group with only its uses before ``version``."""
+        """The metadata of a stored or planned group, counting only its uses before ``version``."""
         num_uses = sum(use < version for use in self.uses)
         return self.result if num_uses == len(self.uses) else replace(self.result, num_uses=num_uses)
 
@@ -177,7 +177,7 @@ _FORGETTING = 16
 
 
 def _discard(index: dict[Any, dict[int, None]], key: Any, group_id: int) -> None:
-    """Remove a group from an index of groups by key."""
+    """Remove a group from an index that maps a key to groups."""
     group_ids = index[key]
     del group_ids[group_id]
     if not group_ids:
@@ -185,7 +185,7 @@ def _discard(index: dict[Any, dict[int, None]], key: Any, group_id: int) -> None
 
 
 class LeaseIndex:
-    """The leased groups by deadline, by owner, and by the time at which their leases run out."""
+    """Indexes of the leased groups: by deadline, by owner, and by the expiry of the lease."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
@@ -198,7 +198,7 @@ class LeaseIndex:
 
     @property
     def num_expiries(self) -> int:
-        """Number of entries of the heap of expiries, including entries of ended leases."""
+        """Number of entries in the heap of expiries, including entries of ended leases."""
         return len(self._expiries)
 
     def add(self, group: Group) -> None:
@@ -228,11 +228,14 @@ class LeaseIndex:
         return len(self._by_owner.get(owner, ()))
 
     def reserved_in(self, store: int) -> list[tuple[int, int]]:
-        """Running groups with reserved bytes in a store, with their attempts."""
+        """The running groups that have reserved bytes in a store, and their attempts."""
         return [(group.group_id, group.attempt) for group in self.all() if group.num_bytes and group.store == store]
 
     def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
-        """For each k, ``numbers[k]`` more groups due at ``version + k`` or earlier; the newest leases come first."""
+        """Choose leased groups: for each k, ``numbers[k]`` further groups due at ``version + k`` or earlier.
+
+        Among groups with the same deadline, the newest lease comes first.
+        """
         chosen: dict[int, None] = {}
         for k, number in enumerate(numbers):
             if number:
@@ -271,7 +274,7 @@ class LeaseIndex:
             self._push_expiry(group)
 
     def _push_expiry(self, group: Group) -> None:
-        """Index an expiry. Entries of leases that ended are cleared before they are half of the heap."""
+        """Index an expiry. Entries of ended leases are removed before they fill half of the heap."""
         if len(self._expiries) > 2 * len(self._groups) + 64:
             self._expiries = [(other.expires_at, other.group_id, other.attempt) for other in self._groups.values()]
             heapify(self._expiries)
@@ -285,7 +288,7 @@ class ReadyIndex:
         self._entries: dict[int, list[Entry]] = {}
 
     def add(self, group: Group) -> None:
-        """Index a group that is stored."""
+        """Add a stored group to the index."""
         self._entries.setdefault(group.deadline, []).append((group.rank, group.place, group.group_id))
 
     def remove(self, deadline: int, group_ids: Container[int]) -> None:
@@ -297,13 +300,13 @@ class ReadyIndex:
             del self._entries[deadline]
 
     def by_rank(self) -> Mapping[int, Sequence[Entry]]:
-        """Deadline to groups, sorted by rank."""
+        """The groups of each deadline, sorted by rank."""
         for entries in self._entries.values():
             entries.sort()
         return self._entries
 
     def counts(self) -> dict[int, int]:
-        """Deadline to number of groups."""
+        """The number of groups of each deadline."""
         return {deadline: len(entries) for deadline, entries in self._entries.items()}
 
 
@@ -314,7 +317,8 @@ class StoreSpace:
         stores: Address and host of each store.
         stored_bytes: Bytes of trajectories per store, including reserved bytes.
         prefix_bytes: Bytes of saved prefixes.
-        expected_bytes: Expected size of a group's trajectories: the largest seen, decaying over some dozens of groups.
+        expected_bytes: Expected size of a group's trajectories: the largest recent size. It decays over some dozens of
+            groups.
     """
 
     def __init__(self, num_stores: int) -> None:
@@ -323,19 +327,19 @@ class StoreSpace:
         self.prefix_bytes = self.expected_bytes = 0
 
     def add_store(self, address: str, host: str) -> None:
-        """Count one more store."""
+        """Add a store at the end of the list."""
         self.stores.append(StorePlace(address=address, host=host))
         self.stored_bytes.append(0)
 
     def join(self, number: int, address: str, host: str) -> None:
-        """Count a store that joins: one more, or the next one at an awaited place."""
+        """Add a store that joins. It gets a new number, or the number of an awaited store."""
         if number == len(self.stores):
             self.add_store(address, host)
         else:
             self.stores[number] = StorePlace(address=address, host=host)
 
     def await_stores(self) -> None:
-        """Await a store at each place of a store that joined in an earlier life."""
+        """Mark the stores that joined in an earlier life of the run as awaited. New stores take their places."""
         for number, place in enumerate(self.stores):
             if place.address and not place.is_gone:
                 self.stores[number] = StorePlace(is_awaited=True)
@@ -349,7 +353,7 @@ class StoreSpace:
         return [number for number, place in enumerate(self.stores) if not (place.is_gone or place.is_awaited)]
 
     def set_bytes(self, group: Group, num_bytes: int, store: int | None = None) -> None:
-        """Record the size of a group's trajectories, and their store if it changes."""
+        """Record the size of a group's trajectories. ``store`` is the new store, if the store changes."""
         if group.num_bytes:
             self.stored_bytes[group.store] -= group.num_bytes
         group.num_bytes = num_bytes
@@ -359,7 +363,7 @@ class StoreSpace:
             self.stored_bytes[group.store] += num_bytes
 
     def expect(self, num_bytes: int) -> None:
-        """Update the expected size with a stored group."""
+        """Update the expected size with the size of a stored group."""
         self.expected_bytes = max(num_bytes, self.expected_bytes - self.expected_bytes // _FORGETTING)
 
     def set_progress(self, group: Group, progress: Progress | None, num_bytes: int) -> None:
@@ -389,9 +393,9 @@ class GroupTable:
         leases: The leased groups.
         ready: The stored groups that no batch holds.
         space: The stores and the bytes in them.
-        open_by_deadline: Deadline to number of groups leased or stored, not yet planned.
-        plans: Version to the group ids of its batch.
-        ended_attempts: Groups and attempts that ended and whose trajectories a store may still hold; the service
+        open_by_deadline: For each deadline, the number of groups that are leased or stored and not yet planned.
+        plans: For each planned version, the group ids of its batch.
+        ended_attempts: Ended attempts, with their groups, whose trajectories a store may still hold. The service
             empties the list.
     """
 
@@ -410,7 +414,7 @@ class GroupTable:
         self._present_at_deaths: set[int] = set()
 
     def __len__(self) -> int:
-        """Records held: groups and expiries."""
+        """Number of records in memory: groups and expiries."""
         return len(self._groups) + self.leases.num_expiries
 
     def __contains__(self, group_id: int) -> bool:
@@ -424,29 +428,29 @@ class GroupTable:
 
     @property
     def num_queued(self) -> int:
-        """Groups that wait for admission."""
+        """Number of groups that wait for admission."""
         return len(self._queue)
 
     @property
     def num_leased(self) -> int:
-        """Leased groups."""
+        """Number of leased groups."""
         return len(self.leases)
 
     # Looking up
 
     def get(self, group_id: int) -> Group | None:
-        """The group, if it is unfinished."""
+        """The group; None if it is finished or unknown."""
         return self._groups.get(group_id)
 
     def running(self, group_id: int, attempt: int) -> Group | None:
-        """The group, if this attempt holds a lease on it."""
+        """The group if this attempt holds a lease on it, else None."""
         group = self._groups.get(group_id)
         if group is None or group.state is not GroupState.leased or group.num_attempts != attempt + 1:
             return None
         return group
 
     def stored(self, group_id: int) -> Group:
-        """The group, if its trajectories are stored. Raises `UnknownGroup` if they are not."""
+        """The group. Raises `UnknownGroup` if its trajectories are not stored."""
         group = self._groups.get(group_id)
         if group is None or group.summary is None:
             raise UnknownGroup(
@@ -455,7 +459,7 @@ class GroupTable:
         return group
 
     def in_store(self, group_id: int) -> Group:
-        """The group, if a running store holds its trajectories. Raises `UnknownGroup` otherwise."""
+        """The group. Raises `UnknownGroup` if no running store holds its trajectories."""
         group = self.stored(group_id)
         place = self.space.stores[group.store]
         if place.is_gone or place.is_awaited:
@@ -472,12 +476,12 @@ class GroupTable:
         return group is not None and group.state is GroupState.planned
 
     def stored_in(self, store: int | None = None) -> list[tuple[int, int]]:
-        """Stored and planned groups, with their attempts, whose trajectories a store holds; of all stores if None."""
+        """The groups whose trajectories a store holds, with their attempts. ``None`` means all stores."""
         stored = (group for group in self if group.summary is not None)
         return [(group.group_id, group.result.attempt) for group in stored if store is None or group.store == store]
 
     def of_state(self, state: GroupState) -> list[Group]:
-        """The groups of a state, by place."""
+        """The groups of a state, sorted by place."""
         groups = [group for group in self._groups.values() if group.state is state]
         return sorted(groups, key=lambda group: group.place)
 
@@ -520,7 +524,7 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
-        # Also without a reservation: the payload may reach its store after the ledger's request to the store.
+        # Recorded even without a reservation: the payload may reach its store after the ledger's request to the store.
         self.ended_attempts.append((group.group_id, group.attempt))
         self.space.set_bytes(group, 0)
         if not keeps_progress:
@@ -530,7 +534,7 @@ class GroupTable:
     def evict(self, group: Group) -> None:
         """Drop the trajectories of a stored group.
 
-        Its prompt goes to the head of the queue, unless a step trained on the group: then the group is removed.
+        Its prompt goes to the head of the queue. If a learner step trained on the group, the group is removed instead.
         """
         self.ready.remove(group.deadline, {group.group_id})
         self.num_stored -= 1
@@ -556,7 +560,7 @@ class GroupTable:
         self.leases.add(group)
 
     def store(self, group: Group, summary: GroupSummary, rank: float) -> None:
-        """Store a finished group, which then waits for a plan."""
+        """Store a finished group. The group then waits for a plan."""
         self.leases.remove(group)
         group.state, group.place = GroupState.stored, self._place()
         group.summary, group.rank, group.num_failures, group.num_deaths = summary, rank, 0, 0
@@ -581,7 +585,7 @@ class GroupTable:
         self.plans[version] = group_ids
 
     def dissolve(self, versions: Iterable[int]) -> None:
-        """Return the groups of batches to the stored groups."""
+        """Take the groups of these batches out of their plans; the groups wait for a new plan."""
         for version in versions:
             for group_id in self.plans.pop(version):
                 self._return_to_stored(self._groups[group_id])
@@ -600,7 +604,7 @@ class GroupTable:
         self._present_at_deaths.add(group.group_id)
 
     def _return_to_stored(self, group: Group) -> None:
-        """Take a group out of its batch; it waits for another plan."""
+        """Take a group out of its batch. The group then waits for another plan."""
         group.state, group.planned_for, group.place = GroupState.stored, -1, self._place()
         self.num_planned -= 1
         self._count_open(group.deadline, 1)
@@ -611,7 +615,10 @@ class GroupTable:
         self.ready.add(group)
 
     def finish_batch(self, version: int, again: Mapping[int, float]) -> None:
-        """Remove the groups of a committed batch; the groups in ``again`` are stored for a further use, by rank."""
+        """Remove the groups of a committed batch.
+
+        The groups in ``again`` (group id to new rank) stay stored for a further use.
+        """
         for group_id in self.plans.pop(version):
             group = self._groups[group_id]
             if group_id in again:
@@ -627,7 +634,7 @@ class GroupTable:
         del self._groups[group.group_id]
 
     def finish(self, group: Group) -> None:
-        """Remove a leased group that was dropped."""
+        """Remove a leased group, because it was dropped."""
         self.leases.remove(group)
         self._count_open(group.deadline, -1)
         self.space.set_progress(group, None, 0)
@@ -657,7 +664,7 @@ class GroupTable:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Load the records of a snapshot into this empty table, and derive the indexes."""
+        """Load the records of a snapshot into this empty table, and compute the indexes."""
         self._head_place, self._next_place = values["places"]
         for group in convert(values["rows"], list[Group]):
             self._groups[group.group_id] = group

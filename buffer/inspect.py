@@ -86,7 +86,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def render_group(report: dict[str, Any]) -> str:
-    """Format the report of one group as text: where it is, its ended attempts, its trajectories."""
+    """Format the report of one group as text: its state, its ended attempts and its trajectories."""
     parts = ("summary", "ended_attempts", "trajectories")
     lines = [", ".join(f"{name} {value}" for name, value in report.items() if name not in parts)]
     if "summary" in report:

@@ -2,8 +2,8 @@
 
 The data are the ledger's last snapshot, all later commands with their outcomes, and the payloads (frames).
 
-``NAME.N.log`` holds the commands in order, with small frames. The journal reserves bytes in the file for a command
-before the command takes effect, and writes it before any client gets a reply; puts of one burst share a write.
+``NAME.N.log`` holds the commands in order, with small frames. Before a command takes effect, the journal reserves bytes
+for it in the file. It writes the command before any client gets a reply. The puts of one burst share a write.
 ``NAME.N.frames`` holds large frames, which a thread writes before the command that refers to them.
 
 Written records survive the death of the process. A power failure may lose the last writes: every record has a checksum,
@@ -56,20 +56,23 @@ Reference = tuple[str, int, int, tuple[int, ...]]
 
 
 class Head(Row, frozen=True, tag=True):
-    """The start of a record; the frames of its ``references`` follow. Frames alone have no other values."""
+    """The head of a record.
+
+    The frames of its ``references`` follow. A record that only holds frames has no other values.
+    """
 
     references: tuple[Reference, ...] = ()
 
 
 class Begin(Head, frozen=True, kw_only=True):
-    """The start of a log: remembered values, the ledger's snapshot, and the places of held frames."""
+    """The first record of a log: stored values, the ledger's snapshot, and the places of held frames."""
 
     values: dict[str, Any]
     snapshot: dict[str, Any] | None
 
 
 class Value(Head, frozen=True, kw_only=True):
-    """A remembered value."""
+    """A value that `Journal.write` stored."""
 
     name: str
     value: Any
@@ -89,8 +92,8 @@ _decode = msgspec.msgpack.Decoder(Head | Begin | Value | Decided).decode
 class Recovered:
     """The contents of a journal when a server opens it.
 
-    The ledger's last snapshot, None in a new journal; the commands since, in order, with their outcomes; and frames by
-    kind (``prompt``, ``payload``, ``progress``) and group id. The frames are still on disk.
+    The ledger's last snapshot is None in a new journal. The later commands follow in order, with their outcomes. The
+    frames are mapped by kind (``prompt``, ``payload``, ``progress``) and group id. The frames are still on disk.
     """
 
     snapshot: dict[str, Any] | None = None
@@ -99,7 +102,7 @@ class Recovered:
 
 
 class AppendOnlyFile:
-    """A file of records with checksums; a record is a head (plain values) and frames."""
+    """A file of records with checksums. A record is a head (plain values) and frames."""
 
     def __init__(self, path: Path, *, is_read_only: bool = False) -> None:
         self.path = path
@@ -109,10 +112,10 @@ class AppendOnlyFile:
         self._num_reserved = os.fstat(self._descriptor).st_size
 
     def read(self) -> Iterator[tuple[Any, int]]:
-        """The head of each record, and the offset of its frames. A file for writing is cut after the last whole record.
+        """Read the head of each record, and the offset of its frames.
 
-        Verifies every checksum, and keeps no frames in memory. Raises `ValueError` if the
-        file is not a journal of this format.
+        A writable file is truncated after the last complete record. Verifies every checksum, and keeps no frames in
+        memory. Raises `ValueError` if the file is not a journal of this format.
         """
         end = 0
         if os.fstat(self._descriptor).st_size:
@@ -134,7 +137,10 @@ class AppendOnlyFile:
         self.cut(end)
 
     def _record_at(self, data: mmap.mmap, start: int) -> tuple[Any, int, int] | None:
-        """Return head, start of the frames and end of a record; None if there is no complete record at ``start``."""
+        """Return the head, the start of the frames and the end of a record.
+
+        Returns None if no complete record is at ``start``.
+        """
         if start + _HEADER.size > len(data):
             return None
         checksum, head_bytes, frames_bytes = _HEADER.unpack_from(data, start)
@@ -152,7 +158,10 @@ class AppendOnlyFile:
         return frames_at(self._descriptor, start, lengths, self.path)
 
     def append(self, records: Iterable[tuple[Any, Frames]]) -> list[Written]:
-        """Write all records, or none. Returns where the frames of each are. Raises `OSError` if the disk is full."""
+        """Write all records, or none.
+
+        Returns the place of the frames of each record. Raises `OSError` if the disk is full.
+        """
         parts: list[Any] = [] if self.num_bytes else [_MAGIC]
         size = sum(map(len, parts))
         written: list[Written] = []
@@ -172,7 +181,7 @@ class AppendOnlyFile:
         return written
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve ``num_bytes`` more bytes, and some in advance. Raises `OSError` if the disk is full."""
+        """Reserve ``num_bytes`` more bytes, and some bytes for later records. Raises `OSError` if the disk is full."""
         needed = self.num_bytes + num_bytes - self._num_reserved
         if needed <= 0:
             return
@@ -185,7 +194,7 @@ class AppendOnlyFile:
         self._num_reserved += more
 
     def cut(self, num_bytes: int) -> None:
-        """Cut the file after ``num_bytes``."""
+        """Truncate the file after ``num_bytes``."""
         if not self._is_read_only:
             os.ftruncate(self._descriptor, num_bytes)
         self.num_bytes = self._num_reserved = num_bytes
@@ -223,26 +232,26 @@ def write_all(descriptor: int, parts: list[Any], offset: int) -> None:
 
 
 class _FramesInFile(NamedTuple):
-    """The location of frames that were not read yet."""
+    """The location of frames that have not been read yet."""
 
     file: AppendOnlyFile
     start: int
     lengths: Sequence[int]
 
     def held(self, place: int) -> FramesOnDisk:
-        """The frames for a server that holds them; they stay in the file."""
+        """The frames as an object for the server. They stay in the file."""
         read = self.file.frames_at(self.start, self.lengths)
         return FramesOnDisk(self.file.path, Written.without_head(self.start, read), self.lengths, place=place)
 
 
 class Contents:
-    """The state that the heads of a log describe.
+    """The state that the records of a log describe.
 
     Attributes:
-        values: Remembered values.
-        places: Kind and group id to the place of the frames that are held.
+        values: The values that `Journal.write` stored.
+        places: The place of the frames that are held, by kind and group id.
         next_place: A place that no record uses.
-        recovered: What a server continues from.
+        recovered: The state that a server continues from.
     """
 
     def __init__(self, heads: Iterable[Head], by_place: Mapping[int, _FramesInFile]) -> None:
@@ -282,7 +291,10 @@ def numbers_of(path: Path) -> list[int]:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The remembered values of the files ``PATH.N.log``, without their frames. Raises as `read_contents` does."""
+    """The values that `Journal.write` stored in the files ``PATH.N.log``; frames are not read.
+
+    Raises as `read_contents` does.
+    """
     return _read(path, with_frames=False).values
 
 
@@ -302,7 +314,8 @@ def _read(path: Path, *, with_frames: bool) -> Contents:
         for number in numbers_of(path):
             files.append(AppendOnlyFile(Path(f"{path}.{number}.log"), is_read_only=True))
             found = [*_read_records(files[-1], by_place)]
-            if with_frames and (payloads := Path(f"{path}.{number}.frames")).exists():  # else a newer pair has them
+            # otherwise a newer pair of files has the frames
+            if with_frames and (payloads := Path(f"{path}.{number}.frames")).exists():
                 files.append(AppendOnlyFile(payloads, is_read_only=True))
                 deque(_read_records(files[-1], by_place), maxlen=0)
             heads = found if found and isinstance(found[0], Begin) else heads
@@ -318,9 +331,9 @@ def _read(path: Path, *, with_frames: bool) -> Contents:
 
 @dataclass(kw_only=True, slots=True)
 class _Write:
-    """Frames that the thread is writing, with their places.
+    """Frames that the thread is writing, each with its place.
 
-    ``then`` gets the same frames on disk, which are ``written``, or the error.
+    ``then`` gets the frames on disk (``written``), or the error.
     """
 
     frames: Sequence[tuple[int, Frames]]
@@ -372,7 +385,7 @@ class Journal:
     # The state of an earlier server
 
     def _open(self) -> Recovered:
-        """Read the newest log with a complete start, and the frames that it lists as held."""
+        """Read the newest log whose first record is complete, and the frames that it lists as held."""
         numbers = numbers_of(self._path)
         by_place: dict[int, _FramesInFile] = {}
         heads: list[Head] = []
@@ -400,7 +413,10 @@ class Journal:
         return AppendOnlyFile(log), AppendOnlyFile(frames)
 
     def recover(self) -> Recovered:
-        """Return the contents of the files when they were opened, once; the journal then drops them."""
+        """Return the contents that the files had when they were opened.
+
+        This works once, because the journal then drops the contents.
+        """
         recovered, self._recovered = self._recovered, Recovered()
         return recovered
 
@@ -410,7 +426,7 @@ class Journal:
         self.compact(None, ())
 
     def begin_from(self, recovered: Recovered) -> None:
-        """Begin with the state of another journal, and wait until it is on the disk. Its frames are then in this one.
+        """Begin with a copy of another journal's state and frames, and wait until the copy is on the disk.
 
         Raises `ReplayBufferError` if the disk is full.
         """
@@ -432,18 +448,19 @@ class Journal:
     # The writes of this server
 
     def read(self, name: str) -> Any:
-        """Return a remembered value, or None."""
+        """Return a stored value, or None."""
         return self._values.get(name)
 
     def write(self, name: str, value: Any) -> None:
-        """Remember a value. Raises `ReplayBufferError` if the disk is full."""
+        """Store a value. Raises `ReplayBufferError` if the disk is full."""
         self._write_log([(Value(name=name, value=value), ())])
         self._values[name] = value
 
     def claim(self, owner: Mapping[str, Any]) -> None:
-        """Record the owner in a new journal. Raises `ValueError` if an existing one has another run or other options.
+        """Record the owner in a new journal.
 
-        ``owner`` is name to plain value. Example: ``{"run": "4f1c", "max_lag": 2}``.
+        Raises `ValueError` if an existing journal has another run or other options. ``owner`` maps names to plain
+        values. Example: ``{"run": "4f1c", "max_lag": 2}``.
         """
         found = self.read("owner")
         if found is None:
@@ -457,7 +474,7 @@ class Journal:
                 )
 
     def record(self, command: Command[Any, Any], outcome: LedgerOutcome, frames: LoggedFrames) -> None:
-        """Write a command, its outcome and frames. Raises `ReplayBufferError` if the disk is full.
+        """Write a command, its outcome and its frames. Raises `ReplayBufferError` if the disk is full.
 
         For a put, bytes are only reserved now. All puts are written together by `flush`, or with the next command.
         """
@@ -487,9 +504,9 @@ class Journal:
         refer(self._places, references)
 
     def adopt(self, kind: str, key: int, frames: FramesOnDisk) -> FramesOnDisk:
-        """Write frames of another journal into this one. Returns them on disk here.
+        """Write frames of another journal into this one. Returns the frames of this journal.
 
-        Raises `OSError` if they cannot be read, and `ReplayBufferError` if the disk is full.
+        Raises `OSError` if the frames cannot be read, and `ReplayBufferError` if the disk is full.
         """
         read = frames.read()
         references, inline = self._references([((kind, key), read)])
@@ -498,9 +515,9 @@ class Journal:
         return FramesOnDisk(self._log.path, written, map(len, read), place=self._places[kind, key])
 
     def _write_log(self, records: list[tuple[Head, Frames]]) -> Written:
-        """Write the waiting commands as one record, and the other records after it.
+        """Write the waiting commands as one record, then the other records.
 
-        Returns where the frames of the last one are.
+        Returns the place of the last record's frames.
         """
         references: tuple[Reference, ...] = ()
         if self._later:
@@ -537,7 +554,8 @@ class Journal:
     def keep(self, frames: Frames, then: Callable[[FramesOnDisk | ReplayBufferError], None]) -> None:
         """Write frames on the thread, together with other waiting frames; they are not copied.
 
-        The loop then calls ``then`` with the frames on disk, to which a command can refer, or with the error.
+        Afterwards the loop calls ``then`` with the frames on disk, or with the error. A command can refer to frames on
+        disk.
         """
         views = [memoryview(frame) for frame in frames]
 
@@ -575,7 +593,7 @@ class Journal:
     def link_to(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
         """Make hard links ``PATH.N.log`` and so on to the files that hold the frames.
 
-        Returns the number for a log that begins with a snapshot, and the references to the frames that are held now.
+        Returns the number N for a new log that begins with a snapshot, and references to the frames that are held now.
         Raises `OSError` if ``path`` is not on the disk of the journal, and `ReplayBufferError` if a write fails.
         """
         self.flush()
@@ -586,7 +604,7 @@ class Journal:
     # A new pair of files
 
     def is_grown(self, *, is_urgent: bool = True) -> bool:
-        """Whether to `compact` now. With ``is_urgent=False`` the threshold is half, because compacting is cheap now."""
+        """Whether to `compact` now. ``is_urgent=False`` halves the threshold, for moments when compacting is cheap."""
         num_bytes = self._log.num_bytes + self._frames.num_bytes
         is_busy = self._is_compacting or (self._retiring is not None and self._retiring.is_alive())
         limit = (1 + is_urgent) * (2 * self._base_bytes + _COMPACT_BYTES)
@@ -627,7 +645,8 @@ class Journal:
     def _retire(self, meanwhile: Sequence[_Write], kept: Sequence[FramesOnDisk] | ReplayBufferError) -> None:
         """Delete the old files in a thread when the new files are complete and on the disk.
 
-        ``meanwhile`` was being written to the old files when the compaction began; the new ones have it too.
+        ``meanwhile`` holds the frames that were being written to the old files when the compaction began. They were
+        also written to the new files.
         """
         self._is_compacting = False
         self._base_bytes = self._log.num_bytes + self._frames.num_bytes
@@ -641,13 +660,16 @@ class Journal:
         self._retiring.start()
 
     def _replace(self, log: AppendOnlyFile, frames: AppendOnlyFile) -> None:
-        """Delete each old log after its frames; after an interruption the next server finds both through the log."""
+        """Delete the old files: first the frames, then the log.
+
+        After an interruption the next server finds both by the log.
+        """
         try:
             log.sync()
             frames.sync()
             descriptor = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                os.fsync(descriptor)  # the names of the new files
+                os.fsync(descriptor)  # makes the names of the new files durable
             finally:
                 os.close(descriptor)
             while self._former:
@@ -670,7 +692,7 @@ class Journal:
 
 
 def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> Iterator[Any]:
-    """The heads of a file's records; adds the locations of their frames to ``by_place``."""
+    """Read the heads of a file's records. Adds the locations of their frames to ``by_place``."""
     for head, start in file.read():
         for _, _, place, lengths in head.references:
             if lengths:
@@ -682,7 +704,7 @@ def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> I
 def _write(file: AppendOnlyFile, writes: Sequence[_Write]) -> list[OSError | None]:
     """Write frames in one call; if the call fails, write the frames that fit. Returns the result of each write.
 
-    Frames that are on disk already are copied one by one, so that they are never in memory together.
+    Frames that are on disk already are copied one by one, so that only one of them is in memory at a time.
     """
     new = [(write, place, frames) for write in writes for place, frames in write.frames if not _is_on_disk(frames)]
     try:
@@ -710,7 +732,10 @@ def _is_on_disk(frames: Frames) -> TypeGuard[FramesOnDisk]:
 
 
 def _copy(file: AppendOnlyFile, frames: FramesOnDisk, place: int) -> None:
-    """Copy frames to another file. Frames that cannot be read stay lost. Raises `OSError` if they cannot be written."""
+    """Copy frames to another file.
+
+    Frames that cannot be read are logged as lost. Raises `OSError` if they cannot be written.
+    """
     try:
         read = frames.read()
     except OSError as error:

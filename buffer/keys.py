@@ -1,4 +1,4 @@
-"""CURVE keys of a run, one per role: made at the start of the run, and only readable by their owner.
+"""The CURVE keys of a run, one per role. They are made at the start of the run, and only their owner can read them.
 
 A directory holds ``server.json``, ``store.json`` for the store servers, and one file per role: ``rollout.json``,
 ``learner.json``, ``controller.json``, ``inspector.json`` and ``ledger.json``. Copy to each host only the files of
@@ -61,7 +61,10 @@ class ClientKeys:
         return replace(self, server_public=self.store_public)
 
     def newest(self) -> "ClientKeys":
-        """These keys with the key pair that the file holds now, or these ones if it cannot be read."""
+        """Return these keys with the key pair that the file holds now.
+
+        Returns these keys unchanged if the file cannot be read.
+        """
         if self.path is None:
             return self
         try:
@@ -102,13 +105,14 @@ def _plain(keys: ClientKeys) -> dict[str, str]:
     return {name: getattr(keys, name) for name in _CLIENT_NAMES}
 
 
-# The replacement of the roles' keys, in three steps. After a crash in any of them it can begin again.
+# The roles' keys are replaced in three steps. After a crash in any step, the replacement can begin again.
 
 
 def add_keys(directory: Path) -> dict[str, ClientKeys]:
-    """Make new keys for all roles, and let the servers accept them beside the present ones. Returns them by role.
+    """Make new keys for all roles, and let the servers accept the new and the present keys.
 
-    The servers must read their keys again, and `put_keys` must follow. Raises as `server_keys`.
+    Returns the new keys by role. Afterwards the servers must read their keys again; then call `put_keys`. Raises as
+    `server_keys`.
     """
     new = {role.value: _pair() for role in BufferRole}
     server, store = server_keys(directory), store_keys(directory)
@@ -129,7 +133,7 @@ def put_keys(directory: Path, keys: Mapping[str, ClientKeys]) -> None:
 
 
 def retire_keys(directory: Path) -> None:
-    """Let the servers accept the newest keys only, when they have read their keys again."""
+    """Write key files that accept only the newest keys. The servers must then read their keys again."""
     for name, read in ((SERVER_KEYS, server_keys), (STORE_KEYS, store_keys)):
         _replace(directory / name, asdict(replace(read(directory), former_publics={})))
 
@@ -217,8 +221,8 @@ def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
 class KeyGate:
     """Answers ZMQ's authentication requests (ZAP, RFC 27) with the public key of the client; refuses unknown keys.
 
-    Make it before the sockets of ``context`` are bound. ``on_refused`` is called for each refused key. ZMQ asks once
-    per connection; `role_of` checks the key of each message.
+    Make this object before the sockets of ``context`` are bound. ``on_refused`` is called for each refused key. ZMQ
+    asks once per connection; `role_of` checks the key of each message.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: ServerKeys, on_refused: Callable[[], None]) -> None:
@@ -239,7 +243,7 @@ class KeyGate:
         return self._roles.get(public)
 
     def is_newest(self, public: str) -> bool:
-        """Whether no newer key of the role is there."""
+        """Whether there is no newer key of the role."""
         return public in self._newest
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ class Call(NamedTuple):
 
 
 class Ledger:
-    """The account of prompt groups.
+    """The state of every prompt group, and the account of its tokens.
 
     Args:
         rule: The staleness bound.
@@ -82,7 +82,7 @@ class Ledger:
         attempts: Ends attempts and groups.
         marks: The checkpoints that the learner may go back to.
         room: The bound on bytes.
-        options: A server can continue a journal only with the same values.
+        options: Options that must be the same when a server continues a journal.
         log: Records every command that changes something, before it takes effect; None records nothing.
         on_applied: Called with every command and its outcome after the outcome took effect.
     """
@@ -134,13 +134,13 @@ class Ledger:
         sender: bytes | None = None,
         frames: LoggedFrames | None = None,
     ) -> Result:
-        """Decide a command, record it in the log, and apply the outcome. Returns the outcome.
+        """Decide a command, record the command in the log, and apply the outcome. Returns the outcome.
 
         Args:
             command: The command.
             now: Seconds on the clock of the leases.
-            sender: The client that sent the command; None is not checked.
-            frames: Recorded with the command, except with a put that is not stored.
+            sender: The client that sent the command. None skips the check of the sender.
+            frames: The frames of the command. They are recorded with it, except for a put that is not stored.
 
         Raises:
             ReplayBufferError: The command is refused, and nothing changed. Exception: the tokens of a put that came
@@ -214,7 +214,10 @@ class Ledger:
             )
 
     def can_plan(self) -> bool:
-        """Whether the next batch can be made now. Unless ``on_stale`` is ``wait``, running groups can be given up."""
+        """Whether the next batch can be made now.
+
+        Unless ``on_stale`` is ``wait``, the batch does not wait for running groups: their leases are revoked.
+        """
         if self.groups.num_stored < self.rule.groups_per_step:
             return False
         return self.on_stale is not OnStale.wait or not any(self.missing())
@@ -244,7 +247,7 @@ class Ledger:
     def stats(
         self, *, stored_bytes: int = 0, held_bytes: int = 0, disk_bytes: int = 0, leases_waiting: int = 0
     ) -> BufferStats:
-        """The totals, with the numbers that the server adds."""
+        """Return the totals, including the numbers that the server passes."""
         groups = {state: getattr(self.groups, f"num_{state}") for state in ("queued", "leased", "stored", "planned")}
         held = {
             "stored_bytes": stored_bytes,
@@ -519,7 +522,7 @@ def _enact_put(ledger: Ledger, command: commands.Put, outcome: outcomes.PutOutco
 
 
 def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: outcomes.PutOutcome) -> None:
-    """Store a running group, drop it for a filter, or refuse it."""
+    """Store the put of a running group, drop the group because of a filter, or refuse the put."""
     summary, account = command.summary, ledger.account
     ledger.attempts.settle_prefix(group, summary.num_tokens + command.num_left_out, command.continued)
     account.leave_out(command.num_left_out)
@@ -541,7 +544,7 @@ def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: outcom
 
 
 def _decide_lose_groups(ledger: Ledger, command: commands.LoseGroups, call: Call) -> outcomes.Lost:
-    """Dissolve the batch of a lost group and later batches; their missing groups are lost too."""
+    """Dissolve the batch of a lost group and all later batches. The missing groups of these batches are lost too."""
     table = ledger.groups
     groups = [group for group_id in command.group_ids if (group := table.get(group_id)) is not None]
     planned = [group.planned_for for group in groups if group.state is GroupState.planned]
@@ -584,7 +587,10 @@ def _enact_add_store(ledger: Ledger, command: commands.AddStore, outcome: outcom
 
 
 def _decide_drop_store(ledger: Ledger, command: commands.DropStore, call: Call) -> outcomes.DroppedStore:
-    """Queue the stored groups of a lost store. Running groups with a reservation there need a new reservation."""
+    """Queue the stored groups of a lost store again.
+
+    Running groups that had a reservation in the store need a new one.
+    """
     if ledger.groups.space.stores[command.store].is_gone:
         return outcomes.DroppedStore(is_new=False)
     there = [group for group in ledger.groups if group.store == command.store and group.num_bytes]
@@ -609,7 +615,7 @@ def _enact_drop_store(ledger: Ledger, command: commands.DropStore, outcome: outc
 
 
 def _decide_plan_batch(ledger: Ledger, command: commands.PlanBatch, call: Call) -> outcomes.Planned:
-    """An existing batch does not change. The outcome has no groups if the batch cannot be made yet."""
+    """Decide a batch. A batch that exists is returned unchanged. The outcome is empty if no batch can be made yet."""
     version, groups = command.version, ledger.groups
     ledger.check_plan(version)
     if version in groups.plans:
@@ -639,7 +645,7 @@ def _enact_plan_batch(ledger: Ledger, command: commands.PlanBatch, outcome: outc
 
 
 def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outcomes.Committed:
-    """The outcome has no groups if the version was committed before. `StalenessError` means a bug."""
+    """Decide a commit. The outcome is empty if the version was committed before. `StalenessError` means a bug."""
     version = command.version
     if 0 <= version < ledger.learner_version:
         return outcomes.Committed(version=version, group_ids=())
@@ -660,9 +666,10 @@ def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outc
 
 
 def _admitted_again(ledger: Ledger, group_ids: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """The groups of a batch that stay for a further use, with their ranks.
+    """The groups of a committed batch that stay for a further use, each with its new rank.
 
-    A further use is a new open group with the version and the deadline of the first use, so the admission rule decides.
+    The admission rule decides this, because a further use counts as one more open group. The version and the deadline
+    are those of the first use.
     """
     rule, again = ledger.rule, []
     if rule.max_uses == 1:
@@ -690,11 +697,11 @@ def _enact_commit(ledger: Ledger, command: commands.Commit, outcome: outcomes.Co
     ledger.marks.reach(ledger.learner_version, ledger.history, ledger.account)
 
 
-# Checkpoints, and the way back to one of them
+# Checkpoints, and the return to one of them
 
 
 def _decide_checkpoint(ledger: Ledger, command: commands.Checkpoint, call: Call) -> outcomes.Marked:
-    """A repeated checkpoint has no effect."""
+    """Decide a checkpoint. A repeated request has no effect."""
     if ledger.marks.has(command.version, command.key):
         return outcomes.Marked(is_new=False)
     if not ledger.learner_version <= command.version <= ledger.next_plan:
@@ -707,14 +714,14 @@ def _decide_checkpoint(ledger: Ledger, command: commands.Checkpoint, call: Call)
 
 
 def _enact_checkpoint(ledger: Ledger, command: commands.Checkpoint, outcome: outcomes.Marked) -> None:
-    """Add the mark."""
+    """Remember the checkpoint."""
     if outcome.is_new:
         ledger.marks.add(command.version, command.key)
         ledger.marks.reach(ledger.learner_version, ledger.history, ledger.account)
 
 
 def _decide_rewind(ledger: Ledger, command: commands.Rewind, call: Call) -> outcomes.Rewound:
-    """A repeated or earlier rewind has no effect."""
+    """Decide a rewind. A repeated or earlier request has no effect."""
     if command.incarnation <= ledger.incarnation:
         return outcomes.Rewound(is_new=False)
     if not 0 <= command.version <= ledger.learner_version:
@@ -757,7 +764,8 @@ def _go_back(ledger: Ledger, version: int, outcome: outcomes.Rewound) -> None:
     ledger.attempts.forget_uses(version)
     lost = dict.fromkeys(outcome.unfit, STALE) | dict.fromkeys(outcome.missing, STORE_LOST)
     lost |= dict.fromkeys(outcome.group_ids, REWOUND)
-    for group_id in sorted({*lost, *outcome.revoked}, reverse=True):  # reversed: each goes to the head of the queue
+    # in reverse, because each group goes to the head of the queue
+    for group_id in sorted({*lost, *outcome.revoked}, reverse=True):
         ledger.attempts.take_back(ledger.groups[group_id], lost)
     for group_id, deadline, rank in outcome.moved:
         ledger.groups.move(ledger.groups[group_id], deadline, rank)

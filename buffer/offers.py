@@ -1,4 +1,4 @@
-"""The log of weight offers: the learner appends, the workers request the newest offer, the controller follows.
+"""The log of weight offers. The learner adds offers, the workers request the newest offer, and the controller follows.
 
 The buffer shows a version to the workers when the step that made it is committed. The controller can pin a few engines
 to a version to evaluate it; the buffer does not show newer offers to these engines until the evaluation ends.
@@ -61,7 +61,7 @@ class OfferLog:
         """Add an offer; it replaces an earlier offer of the same version."""
         self._offers[offer.version] = offer
         if len(self._offers) > _MAX_OFFERS:
-            del self._offers[sorted(set(self._offers) - {self._pin})[1]]  # the first offer may be the shown one
+            del self._offers[sorted(set(self._offers) - {self._pin})[1]]  # keeps the oldest, which may be the shown one
 
     def pin(self, version: int, num_engines: int) -> bool:
         """Pin the first ``num_engines`` engines that request ``version`` to it. Returns whether the pin changed."""
@@ -87,7 +87,9 @@ class OfferLog:
         return is_past and self._pin not in self._offers and not self.pinned()
 
     def newest(self, learner_version: int) -> int | None:
-        """The newest shown version. Forgets older offers, except a pinned version that engines still have to load.
+        """The newest version that engines may load.
+
+        Forgets older offers, except a pinned version that engines still have to load.
 
         Raises:
             WeightsError: A version could not be published.
@@ -104,7 +106,7 @@ class OfferLog:
         return newest
 
     def next_for(self, engine: bytes, at_least: int, learner_version: int) -> WeightOffer | None:
-        """The offer that an engine should load next; None if there is no offer of version ``at_least`` or newer.
+        """The offer that an engine should load next. None if there is no offer of version ``at_least`` or newer.
 
         Raises:
             WeightsError: A version could not be published.
@@ -120,11 +122,12 @@ class OfferLog:
                     self._pinned.add(engine)
                     return self._offers[self._pin]
             else:
-                self._pinned.discard(engine)  # the engine was restarted after the offer was deleted: load the newest
+                # the engine restarted after its offer was deleted, so it loads the newest one
+                self._pinned.discard(engine)
         return self._offers[newest] if newest >= at_least else None
 
     def oldest(self) -> int:
-        """The oldest version that can still be shown; 0 without offers."""
+        """The oldest version that an engine may still be told to load; 0 without offers."""
         return min(self._offers, default=0)
 
     def check(self) -> None:
@@ -156,7 +159,10 @@ class OfferLog:
             del self._num_serving[version], self._slowest_s[version]
 
     def served(self, num_engines: int) -> tuple[int, float] | None:
-        """The oldest served version and the seconds of its slowest load; None until ``num_engines`` have loaded."""
+        """The oldest version that an engine serves, and the seconds of its slowest load.
+
+        None until ``num_engines`` have loaded.
+        """
         if not self._serving or len(self._serving) < num_engines:
             return None
         oldest = min(self._num_serving)
@@ -183,7 +189,7 @@ class OfferLog:
 
 
 class OfferRequests:
-    """The operations on the log of offers; a journal keeps the log, if there is one."""
+    """The operations on the log of offers. If there is a journal, it keeps the log."""
 
     def __init__(self, shared: Collaborators, journal: Journal | None = None) -> None:
         self._ledger, self._replies = shared.ledger, shared.replies
@@ -195,7 +201,10 @@ class OfferRequests:
         self._receivers, self._followers, self._evaluators = shared.held(), shared.held(), shared.held()
 
     def recover(self) -> None:
-        """Load the log of an earlier server, if its offers are of the current incarnation in the recovered ledger."""
+        """Load the log of an earlier server.
+
+        Its offers are used only if they belong to the recovered ledger's incarnation.
+        """
         journaled = None if self._journal is None else self._journal.read(_JOURNALED_AS)
         incarnation, values = journaled or (0, None)
         if values is not None and incarnation == self._ledger.incarnation:
@@ -238,7 +247,7 @@ class OfferRequests:
             self._tell_controllers()
 
     def forget(self, client: bytes) -> None:
-        """Forget a client that left, is silent, or whose engine failed; no request waits for it."""
+        """Forget a client that left, that is silent, or whose engine failed. Its held requests are removed."""
         self._log.forget(client)
         self._tell_controllers()
 
@@ -276,7 +285,7 @@ class OfferRequests:
             self._journal.write(_JOURNALED_AS, [self._ledger.incarnation, self._log.snapshot()])
 
     def on_next_offer(self, request: Message, wanted: commands.NextOffer) -> Answer | None:
-        """Show newer weights, now or later."""
+        """Answer a request for newer weights, now or later."""
         return self._answer_receiver(request) or self._receivers.hold(request)
 
     def _answer_receiver(self, request: Message) -> Answer | None:
@@ -302,7 +311,7 @@ class OfferRequests:
             self._evaluators.answer(self._answer_evaluator)
 
     def on_pin(self, request: Message, pin: commands.Pin) -> Answer | None:
-        """Pin engines to a version; answer with the engines that serve it, now or later."""
+        """Pin engines to a version. Answer with the engines that serve it, now or later."""
         self._log.check()
         if self._log.pin(pin.version, pin.num_engines):
             self._write()

@@ -1,4 +1,4 @@
-"""What the ledger decides about each command. `buffer.journal` keeps an outcome with its command.
+"""The outcomes that the ledger decides for its commands. `buffer.journal` keeps each outcome with its command.
 
 A server that starts again applies the outcomes of the journal and decides nothing.
 """
@@ -38,7 +38,8 @@ class GrantedLease(Row, frozen=True, kw_only=True):
     Attributes:
         group_id: The group.
         attempt: Number of the attempt; messages of earlier attempts have no effect.
-        engine_version: u: the version that the engine serves, or the oldest token's version in the continued prefix.
+        engine_version: u. The version that the engine serves, or the version of the oldest token in the continued
+            prefix.
         deadline: u + max_lag.
         owner: The client that holds the lease; opaque.
         request_id: The owner's request that the lease answers.
@@ -79,7 +80,10 @@ class Saved(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Reserved(LedgerOutcome, frozen=True, kw_only=True):
-    """The store that takes a group. Groups in ``evicted`` lose their stored trajectories, or their saved prefix."""
+    """The store that a group's bytes are reserved on.
+
+    Groups in ``evicted`` lose their trajectories or their saved prefix.
+    """
 
     store: int
     evicted: tuple[int, ...] = ()
@@ -113,10 +117,10 @@ class Released(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class TakenBack(LedgerOutcome, frozen=True, kw_only=True):
-    """The groups whose leases were revoked; their prompts are queued again, except for ``dropped`` groups.
+    """The groups whose leases were revoked. Their prompts are queued again, except those of the ``dropped`` groups.
 
-    A dropped group has been on too many workers that died. ``num_lost`` is the number of tokens that a dead owner lost;
-    None if the owner may still report.
+    A group is dropped when too many of its workers have died. ``num_lost`` is the number of tokens that a dead owner
+    lost; None if the owner may still report.
     """
 
     group_ids: tuple[int, ...]
@@ -157,7 +161,7 @@ class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Planned(LedgerOutcome, frozen=True, kw_only=True):
-    """A batch: the groups that version ``version`` consumes, in order.
+    """A batch: the groups that the learner step of ``version`` consumes, in order.
 
     ``given_up`` are running groups whose leases the plan revokes; they are dropped if ``is_dropped``, else queued.
     """
@@ -169,7 +173,7 @@ class Planned(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Committed(LedgerOutcome, frozen=True, kw_only=True):
-    """The groups that the learner consumed. Those in ``again``, with their new ranks, wait for a further use."""
+    """The groups that the learner consumed. Those in ``again`` (with their new ranks) stay stored for a further use."""
 
     version: int
     group_ids: tuple[int, ...]
@@ -180,9 +184,9 @@ class Rewound(LedgerOutcome, frozen=True, kw_only=True):
     """What a rewind dropped.
 
     Attributes:
-        is_new: False if the ledger had gone back already.
+        is_new: False if the ledger had applied this rewind before.
         group_ids: Groups that lost their trajectories or a saved prefix, because a token is of a lost version.
-        revoked: Groups that lost a running attempt.
+        revoked: Groups whose running attempt was revoked.
         missing: Groups of a batch whose store is gone.
         unfit: Groups that cannot be consumed in time under the options of a resumed run.
         moved: Groups with another deadline and rank under these options.
@@ -202,6 +206,6 @@ class Rewound(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Marked(LedgerOutcome, frozen=True, kw_only=True):
-    """The ledger remembers a checkpoint; ``is_new`` unless it did before."""
+    """The ledger remembers a checkpoint. ``is_new`` is false if it did so before."""
 
     is_new: bool

@@ -1,14 +1,15 @@
 """The pace and the last message of each worker, and the running groups that faster workers take over.
 
 A worker with a free place takes over a running group from a worker that is at least twice as slow. Among the groups
-with the earliest deadline, it takes the group of the slowest worker. It does so in two cases: no new prompt may begin
-on it, or the next plan waits for that group and a new prompt would be due later. A group changes workers at most twice,
-so wrong measurements cost at most two interruptions per group. A slow worker is still granted new groups.
+with the earliest deadline, the worker takes the group of the slowest worker. There are two cases: no new prompt may
+begin on the faster worker, or the next plan waits for that group and a new prompt would be due later. A group changes
+workers at most twice, so wrong measurements cost at most two interruptions per group. A slow worker is still granted
+new groups.
 
 Tools, queues and long answers make single groups slow, but a slow engine makes all of its groups slow. So a worker is
 slow only if the fastest of its last groups took twice as long per token as the median group of another worker.
 
-This module has no clock and sends nothing: its caller does both. A call costs O(log n) in groups and workers.
+This module has no clock and sends no messages; its caller does both. A call costs O(log n) in groups and workers.
 """
 
 from bisect import bisect_left, insort
@@ -38,12 +39,12 @@ class _Worker:
     """One worker.
 
     Attributes:
-        since: Time when the worker last ended a group, or began to hold groups again.
+        since: Time when the worker last ended a group, or got a group while it had none.
         paces: Seconds per token of its last groups.
         took: Seconds of each of these groups; for a continued group, the estimated seconds of the whole group.
         groups: Granted groups that have not ended.
-        is_slow: The worker's groups are on offer to faster workers.
-        is_watched: `WorkerPaces.look` will check the worker again.
+        is_slow: Whether the worker's groups are offered to faster workers.
+        is_watched: Whether `WorkerPaces.look` will check the worker again.
         slowdown: Time since it last ended a group, as a multiple of its longest group, if 2 or more; else 1.
     """
 
@@ -67,13 +68,13 @@ class RunningGroup:
 
     Attributes:
         worker: The worker that holds the lease.
-        group_id: The group; ``attempt``: the current attempt.
+        group_id: The group. ``attempt`` is its current attempt.
         began: Time when the worker got the group.
         engine_version: Version of its oldest token, at which it was admitted.
         deadline: The last version that may consume it.
         num_before: Tokens of its longest sample when the worker got the group; None if unknown.
         num_saved: Tokens of its longest sample when it was last saved.
-        is_asked: Its worker was asked to hand the group over.
+        is_asked: Whether its worker was asked to hand the group over.
     """
 
     worker: bytes
@@ -110,7 +111,7 @@ class WorkerPaces:
         self._begin(lease, self._num_saved.get(lease.group_id) if lease.num_inherited else 0, now)
 
     def recover(self, lease: Group, now: float) -> None:
-        """Record a lease from before this server started; the number of tokens so far is unknown."""
+        """Record a lease that an earlier server granted. The number of its tokens so far is unknown."""
         self._begin(lease, None, now)
 
     def _begin(self, lease: GrantedLease | Group, num_before: int | None, now: float) -> None:
@@ -141,7 +142,10 @@ class WorkerPaces:
             running.num_saved = self._num_saved[group_id] = num_tokens
 
     def ended(self, group_id: int, attempt: int, now: float, *, num_tokens: int | None = None) -> None:
-        """Record that a worker stored a group (``num_tokens`` in its longest sample), or released it (None)."""
+        """Record that a worker stored a group, or released it.
+
+        ``num_tokens`` is the length of the longest sample; None for a release.
+        """
         running = self._running.get(group_id)
         if running is None or running.attempt != attempt:
             return
@@ -172,7 +176,8 @@ class WorkerPaces:
         if not worker.is_slow:
             self._longest_s = max(self._longest_s, worker.took[-1])
         self._num_ended += 1
-        if self._num_ended >= len(self._running):  # the shortest groups end first: wait for as many as run
+        # short groups end first, so wait until as many groups have ended as run at once
+        if self._num_ended >= len(self._running):
             self._longest_before_s, self._longest_s, self._num_ended = self._longest_s, 0.0, 0
             unknown, self._unknown = self._unknown, {}
             for other in unknown:
@@ -180,7 +185,7 @@ class WorkerPaces:
                     self._look_later(other, known)
 
     def revoked(self, group_id: int, attempt: int) -> None:
-        """Record that a worker lost its lease on a group; its measured pace does not change."""
+        """Record that a worker lost its lease on a group. The measured pace of the worker does not change."""
         running = self._running.get(group_id)
         if running is not None and running.attempt == attempt:
             self._leave(group_id)
@@ -217,7 +222,10 @@ class WorkerPaces:
     # Decisions
 
     def next_look(self, now: float) -> float | None:
-        """Time when `look` may find a slow worker, or a kept place becomes free; None if neither will happen."""
+        """The time when `look` may find a slow worker, or when a kept place becomes free.
+
+        None if neither will happen.
+        """
         moments = [until for kept in self._kept.values() for _, until in kept if until > now]
         if self._looks:
             moments.append(self._looks[0][0])
@@ -255,14 +263,14 @@ class WorkerPaces:
         return None
 
     def take_over(self, running: RunningGroup, taker: bytes, now: float) -> None:
-        """Take the first group from the heap of offers, and keep a place of the worker ``taker`` for it."""
+        """Take the first group from the heap of offers, and keep a free place of ``taker`` for it."""
         heappop(self._on_offer)
         running.is_asked = True
         self._num_changes[running.group_id] += 1
         self._kept.setdefault(taker, []).append((running, now + _PLACE_KEPT_S))
 
     def num_kept(self, name: bytes, now: float) -> int:
-        """Number of free places of a worker that are kept for groups to take over."""
+        """Number of free places that a worker keeps for groups that it will take over."""
         kept = self._kept.get(name)
         if kept is None:
             return 0
@@ -289,11 +297,17 @@ class WorkerPaces:
         return self._by_usual[0][0] if self._by_usual else None
 
     def _best(self, worker: _Worker) -> float:
-        """Seconds per token of a worker's fastest group; more if the worker has not ended a group for a long time."""
+        """Seconds per token of a worker's fastest group.
+
+        The value grows if the worker ends no group for a long time.
+        """
         return worker.slowdown * (min(worker.paces) if worker.paces else self._fastest() or 0.0)
 
     def _longest_of(self, worker: _Worker) -> float:
-        """Seconds of a worker's longest group; of the fleet's longest for an unknown worker; 0 if none has ended."""
+        """Seconds of a worker's longest group.
+
+        For an unknown worker, the seconds of the fleet's longest group; 0 if none has ended.
+        """
         return max(worker.took) if worker.took else max(self._longest_s, self._longest_before_s)
 
     def _remove_pace(self, name: bytes, worker: _Worker) -> None:
@@ -301,7 +315,7 @@ class WorkerPaces:
             del self._by_usual[bisect_left(self._by_usual, (worker.usual, name))]
 
     def _judge(self, worker: _Worker) -> None:
-        """Put the groups of a worker on offer if it has become slow."""
+        """Offer the groups of a worker to faster workers if the worker has become slow."""
         was_slow, fastest = worker.is_slow, self._fastest()
         worker.is_slow = fastest is not None and self._best(worker) >= _SLOWER * fastest
         if worker.is_slow and not was_slow:
@@ -309,7 +323,7 @@ class WorkerPaces:
                 self._offer(self._running[group_id])
 
     def _offer(self, running: RunningGroup) -> None:
-        """Put a group on offer. Entries of ended groups are removed before they fill half of the heap."""
+        """Offer a group to faster workers. Entries of ended groups are removed before they fill half of the heap."""
         if len(self._on_offer) > 2 * len(self._running) + 64:
             self._on_offer = [entry for entry in set(self._on_offer) if self._is_on_offer(*entry[2:])]
             heapify(self._on_offer)
@@ -329,7 +343,7 @@ class WorkerPaces:
 
 @dataclass(kw_only=True, slots=True)
 class _Producer:
-    """A client that leases: the time of its last message, and its stored groups and policy tokens."""
+    """A client that takes leases: the time of its last message, its stored groups and its policy tokens."""
 
     last_heard: float
     num_puts: int = 0
@@ -354,7 +368,7 @@ class Heartbeats:
         self.hear(client, now)
 
     def hear(self, client: bytes, now: float) -> None:
-        """Record a message of a client; no effect if the client did not `enter`."""
+        """Record a message of a client. This has no effect if the client did not `enter`."""
         producer = self._producers.pop(client, None)
         if producer is not None:
             producer.last_heard = now
@@ -372,7 +386,7 @@ class Heartbeats:
         self._num_generated[client] = num_tokens
 
     def num_generated(self, client: bytes) -> int:
-        """Tokens that a producer had generated by its last heartbeat."""
+        """Number of tokens that a producer had generated at its last heartbeat."""
         return self._num_generated.get(client, 0)
 
     def leave(self, client: bytes) -> None:

@@ -84,8 +84,8 @@ class BufferProcess:
     def read_address(self) -> None:
         """Wait until the server announces its address.
 
-        Raises `DeadlineError` if the server does not do so in time (the server is then stopped), `WorkerDiedError` if
-        it ends before.
+        Raises `DeadlineError` if the address does not come in time (the server is then stopped), and `WorkerDiedError`
+        if the server ends before.
         """
         try:
             self.address = self._read_line(self._start_timeout_s)
@@ -120,7 +120,7 @@ class BufferProcess:
     async def end(self, *, notices_silence: bool, role: BufferRole) -> str:
         """Wait until the server has ended, or kill the server if it does not answer.
 
-        Returns a text that says which of the two happened.
+        Returns a text that tells whether the server ended or was killed.
 
         The wait probes the server with requests under the key of ``role``. A hanging server is killed within two thirds
         of the deadline of the clients' requests, so that these requests survive.
@@ -151,7 +151,7 @@ class BufferProcess:
         try:
             while True:
                 await asyncio.sleep(timeout_s / _PROBES_PER_DEADLINE)
-                with suppress(ReplayBufferError):  # an error is an answer too
+                with suppress(ReplayBufferError):  # an error shows that the server answers
                     await link.call(Hello())
         except DeadlineError:
             return
@@ -165,7 +165,7 @@ class BufferProcess:
         return last_lines(str(self._log_path))
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """Stop the server: SIGUSR1, because a run's server blocks SIGTERM; SIGKILL after ``timeout_s``."""
+        """Stop the server with SIGUSR1, because a run's server blocks SIGTERM. It gets SIGKILL after ``timeout_s``."""
         self.process.send_signal(signal.SIGUSR1)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
@@ -188,19 +188,21 @@ class BufferProcess:
 
 
 class BufferSupervisor:
-    """A buffer server that `keep_up` restarts on its journal and its address, at most ``buffer.restarts`` times.
+    """A buffer server that `keep_up` restarts, at most ``buffer.restarts`` times.
 
-    Its clients reconnect and repeat requests that were not acknowledged. The server restores its leases and its log of
-    offers. A server without a journal is not restarted, except a store server, which is then empty. Make it on a thread
-    that ends after the server: the kernel kills a server when the thread that started it ends. Other arguments and
-    errors are as in `BufferProcess`.
+    A restarted server has the same address, and continues its journal. Its clients reconnect and repeat requests that
+    were not acknowledged. The server restores its leases and its log of offers. A server without a journal is not
+    restarted. The exception is a store server, which is empty after the restart. Make this object on a thread that ends
+    after the server, because the kernel kills a server when the thread that started it ends. Other arguments and errors
+    are as in `BufferProcess`.
 
     Args:
         role: Role whose key the probes of the server use.
         on_restart: Called with one line of text for each restart.
 
     Attributes:
-        connection: Connection data of the server, also after a restart; set when the address was read.
+        connection: Connection data of the server. It is set when the address was read, and is valid after a restart
+            too.
         num_restarts: Number of restarts.
     """
 
@@ -256,7 +258,7 @@ class BufferSupervisor:
         )
 
     async def watch(self) -> NoReturn:
-        """Wait until the server dies or hangs; raises `WorkerDiedError`."""
+        """Wait until the server dies or hangs. Then raise `WorkerDiedError`."""
         server, name = self._server, "the buffer server" if self._store is None else f"store server {self._store}"
         how = await server.end(notices_silence=self._may_restart, role=self._role)
         lost = _LEDGER_LOST if self._store is None else _PAYLOADS_LOST
@@ -289,7 +291,7 @@ class BufferSupervisor:
 
 
 class StoreServers:
-    """``num_store_servers`` processes that hold the payloads, next to the ledger's server.
+    """``num_store_servers`` processes that hold the payloads. They run on the host of the ledger's server.
 
     Make this object on a running loop.
 
@@ -339,7 +341,7 @@ class StoreServers:
 
 
 def store_config(config: BufferConfig) -> BufferConfig:
-    """The options of one store server. It begins empty if its journal has another epoch."""
+    """The options of one store server. The server begins empty if its journal has another epoch."""
     own = replace(config, port=0, bulk_port=0, num_store_servers=0)
     if config.durability is Durability.memory:  # a journal remembers the address
         own = replace(own, epoch=config.epoch or uuid.uuid4().hex[:16])

@@ -1,7 +1,7 @@
-"""What every message between the clients and the servers of the buffer is made of: operations, answers and pushes.
+"""The base classes of the messages between the clients and the servers of the buffer: operations, answers and pushes.
 
-An operation is one record: a client sends it, the server allows it to its ``roles``. The ledger decides a `Command`.
-The records themselves are in `buffer.commands`.
+An operation is one record. A client sends the record, and the server checks that the client's role is in ``roles``. The
+ledger decides a `Command`. The records themselves are in `buffer.commands`.
 """
 
 import re
@@ -43,28 +43,28 @@ def _wire_name(name: str) -> str:
 
 
 class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A part of a record; it is encoded as an array of its fields."""
+    """A part of a record. It is encoded as an array of its fields."""
 
 
 class Answer(Row, frozen=True, tag=_wire_name):
-    """What a server sends: the answer to an operation, or a `Push`."""
+    """A message of a server: the answer to an operation, or a `Push`."""
 
 
 class LedgerOutcome(Answer, frozen=True):
-    """What the ledger decided; some outcomes are answers."""
+    """The ledger's decision about a command. Some outcomes are answers too."""
 
 
 class Push(Answer, frozen=True):
-    """A message that answers no request."""
+    """A message of a server that does not answer a request."""
 
 
 class Operation(Row, Generic[Reply], frozen=True, tag=_wire_name):
-    """A request of a client; ``Reply`` is the type of its answer.
+    """A request of a client. ``Reply`` is the type of the answer.
 
     Attributes:
         roles: Roles whose keys allow the operation; empty if no client may send it.
-        is_held: The server may hold the request, and answers `NothingYet` after half of the client's deadline.
-        has_large_answer: The answer may be large, so it may come on the bulk connection.
+        is_held: Whether the server may hold the request. It answers `NothingYet` after half of the client's deadline.
+        has_large_answer: Whether the answer may be large. A large answer comes on the bulk connection.
     """
 
     roles: ClassVar[frozenset[BufferRole]] = frozenset()
@@ -78,16 +78,16 @@ class Operation(Row, Generic[Reply], frozen=True, tag=_wire_name):
 
     @property
     def num_parts(self) -> int:
-        """How often the operation counts for the limit of requests per second: once per lease that it names."""
+        """The number of requests that this operation counts as, in the limit per second: one per named lease."""
         return max(1, len(getattr(self, "leases", ())))
 
 
 class Command(Operation[Reply], Generic[Result, Reply], frozen=True):
-    """An operation that the ledger decides; ``Result`` is the type of its outcome."""
+    """An operation that the ledger decides. ``Result`` is the type of the outcome."""
 
 
 def leaves(base: type) -> list[Any]:
-    """The subclasses of a class that have no subclasses."""
+    """The subclasses of a class that have no subclasses themselves."""
     subclasses = base.__subclasses__()
     return [leaf for kind in subclasses for leaf in leaves(kind)] if subclasses else [base]
 

@@ -67,7 +67,8 @@ class WorkerClient:
         self._name = name
         self._window = asyncio.Semaphore(window)
         self._offered_incarnation = client.incarnation
-        self._puts_elsewhere: bool | None = None  # whether store servers hold the payloads; None until this is known
+        # whether store servers hold the payloads; None until the server has told
+        self._puts_elsewhere: bool | None = None
         self._beat_s = 0.0
         self._beat: asyncio.TimerHandle | None = None
         self._serves: commands.Loaded | None = None
@@ -88,7 +89,7 @@ class WorkerClient:
         return (await self._entered("enter")).identity.hex()
 
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
-        """Wait for leases. Cancelling the call returns a lease that is granted meanwhile.
+        """Wait for leases. If the call is cancelled, a lease that is granted meanwhile goes back to the buffer.
 
         A worker whose engine advances while it waits cancels the call and asks again at the new version.
         """
@@ -102,7 +103,7 @@ class WorkerClient:
         except asyncio.CancelledError:
             link.post(commands.Cancel(request_id))
             raise
-        if self._client.is_closed:  # during the call; `close` returns leases that have arrived
+        if self._client.is_closed:  # the client was closed during the call; `close` returns leases that have arrived
             raise self._client.closed_error()
         frames = iter(answer.payload)
         leases = []
@@ -139,7 +140,7 @@ class WorkerClient:
         self._begun_afresh.discard(key)
 
     def _has_continued(self, key: Key) -> bool:
-        """Whether the worker continues the prefix of its lease, if there was one."""
+        """Whether the worker continues the prefix of its lease. True if the lease has no prefix."""
         return key not in self._prefixes and key not in self._begun_afresh
 
     async def renew(self, leases: Sequence[Lease]) -> None:
@@ -170,7 +171,7 @@ class WorkerClient:
                     logger.warning("%s", error)
 
     async def _put_in_store(self, key: Key, payload: Sequence[Any]) -> None:
-        """Send a payload to the store server that the ledger chooses, or to another one if it does not answer.
+        """Send a payload to the store server that the ledger chooses. If that server does not answer, use another one.
 
         If the lease is lost, no store gets the payload; the ledger's answer to the put has the result.
         """
@@ -186,7 +187,10 @@ class WorkerClient:
                 failure = error
 
     async def release(self, lease: Lease, *, num_tokens: int, reason: str, max_failures: int = 0) -> bool:
-        """Return a lease without a result, or report the tokens of a revoked lease; the buffer counts them once."""
+        """Return a lease without a result, or report the tokens of a revoked lease.
+
+        The buffer counts the tokens once.
+        """
         key = lease.prompt.group_id, lease.attempt
         release = commands.Release(
             group_id=key[0],
@@ -254,9 +258,9 @@ class WorkerClient:
     async def close(self) -> None:
         """Close the connection; pending calls raise `ReplayBufferError`.
 
-        Leases that were granted but that `lease` did not return go back to the queue. A lease that `lease` returned
-        stays until it expires, or until the server has not heard from this client for four heartbeats: release it
-        before.
+        Leases that were granted but that `lease` did not return go back to the queue. Release a lease that `lease`
+        returned before you close the client. Otherwise it stays until it expires, or until the client was silent for
+        four heartbeats.
         """
         self._pushed.set()
         if self._beat is not None:
@@ -269,7 +273,7 @@ class WorkerClient:
                 await link.request(commands.Leave(tuple(self._held)))
 
     async def _entered(self, caller: str) -> ClientSocket:
-        """The connection; the first call starts the heartbeats."""
+        """Return the connection. The first call starts the heartbeats."""
         link = self._client.link
         if not self._beat_s:
             hello = commands.Hello(produces=True, host=self._client.host)
@@ -312,12 +316,12 @@ class LearnerClient:
         )
 
     async def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-        """Stored groups in the order of ``group_ids``; arrays are read-only views of the received bytes.
+        """Fetch stored groups in the order of ``group_ids``. Arrays are read-only views of the received bytes.
 
-        One fetch runs at a time, because the server bounds the bytes that one client has not read yet. A fetch is cut
-        into requests, so received groups are decoded while others are transferred. The first and the last request are
-        small: the learner waits for the first, and the server waits after the last. Example: 40 groups are fetched as
-        4, 12, 16, 4 and 4.
+        One fetch runs at a time, because the server bounds the bytes that one client has not read yet. A fetch is split
+        into several requests, so received groups are decoded while others are transferred. The first and the last
+        request are small. The learner cannot begin before the first reply, and nothing is transferred while the last
+        reply is decoded. Example: 40 groups are fetched as 4, 12, 16, 4 and 4.
         """
         if len(set(group_ids)) != len(group_ids):
             raise WireError("a fetch must name each group once")
@@ -400,7 +404,7 @@ def _groups_of(payloads: Iterable[Sequence[Any]], group_ids: Sequence[int]) -> l
 
 
 class SyncBufferClient:
-    """Implements the port `LearnerBuffer`: a `LearnerClient` on a separate thread; any thread may call it.
+    """Implements the port `LearnerBuffer`: a `LearnerClient` on its own thread. Any thread may call this object.
 
     Raises `ValueError` if the address of ``client`` is malformed.
     """
@@ -515,7 +519,7 @@ class ControlClient:
         return (await self._client.call(commands.StoreWanted(tuple(sorted(known))))).names[0]
 
     async def add_store(self, address: str, host: str) -> int:
-        """Add a store server, preferred by the workers of ``host``; return its number. Idempotent.
+        """Add a store server that the workers of ``host`` prefer. Returns its number. Idempotent.
 
         Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """
@@ -526,7 +530,10 @@ class ControlClient:
         return len((await self._client.call(commands.DropStore(store))).group_ids)
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
-        """Keep up to ``num_engines`` engines on ``version``. The request is repeated to a restarted server."""
+        """Keep up to ``num_engines`` engines on ``version``.
+
+        Returns the engines that serve it when they differ from ``known``.
+        """
         return set((await self._client.call(commands.Pin(version, num_engines, tuple(sorted(known))))).names)
 
     async def unpin(self) -> None:
@@ -538,7 +545,7 @@ class ControlClient:
         await self._client.call(commands.LoseGroups(group_ids=tuple(group_ids)))
 
     async def rewind(self, version: int, *, incarnation: int) -> None:
-        """Set the learner back to the ``version`` of a checkpoint."""
+        """Return the learner to the checkpoint of ``version``."""
         await self._client.call(commands.Rewind(version=version, incarnation=incarnation))
 
     async def resume(self, version: int, *, key: str, tokens_generated: int) -> None:
@@ -546,7 +553,10 @@ class ControlClient:
         await self._client.call(commands.Resume(version=version, key=key, tokens_generated=tokens_generated))
 
     async def checkpoint(self, folder: Path, version: int, *, key: str) -> commands.Checkpointed:
-        """Write what a new life needs to ``folder``, an absolute path, and wait until it is complete."""
+        """Write the state that a new life of the run needs to ``folder``, an absolute path.
+
+        Waits until the folder is complete.
+        """
         return await self._client.call(commands.Checkpoint(folder=str(folder), version=version, key=key))
 
     async def renew_keys(self) -> None:

@@ -1,9 +1,9 @@
-"""Admission of groups and selection of batches: the staleness rule, the free room, filters and orders.
+"""Admission of groups and selection of batches: the staleness rule, the bound on bytes, filters and orders.
 
 A filter or an order is a function of a group's `GroupSummary`, built in or the user's own. Nothing here waits.
 ``docs/staleness.md`` proves that admission and planning keep every lag within ``max_lag``, and that the bound on bytes
-causes no deadlock. Letters: B groups per learner step, u engine version, w version that is planned next, k learner
-steps after w.
+causes no deadlock. Letters: B is the number of groups per learner step, u the engine version, w the version that is
+planned next, k the number of learner steps after w.
 """
 
 import functools
@@ -82,7 +82,7 @@ class StalenessRule:
         return True
 
     def budget(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> int:
-        """Number of further groups that `admits` would admit on this engine, one after another."""
+        """The number of further groups that `admits` would admit on this engine."""
         first = self.deadline(engine_version) - version
         if first < 0:
             return 0
@@ -105,10 +105,10 @@ class StalenessRule:
     def missing(
         self, open_by_deadline: Mapping[int, int], ready_by_deadline: Mapping[int, int], *, version: int
     ) -> list[int]:
-        """Numbers of running groups that the plan of ``version`` would have to take, as ``max_lag + 1`` numbers.
+        """The numbers of running groups that the plan of ``version`` would have to take.
 
-        ``ready_by_deadline`` counts the stored groups in ``open_by_deadline``. Entry k counts running groups due at
-        w + k or earlier, without the groups that earlier entries count.
+        Returns ``max_lag + 1`` numbers. ``ready_by_deadline`` counts the stored groups in ``open_by_deadline``. Entry k
+        counts running groups due at w + k or earlier, without the groups that earlier entries count.
         """
         num_ready = num_missing = 0
         missing = []
@@ -206,9 +206,9 @@ class Room:
     def _who_gives_way(self, group: Group, store: int, num_bytes: float) -> tuple[int, ...] | None:
         """Groups to evict for ``group``: together they hold ``num_bytes`` in the store; None if they hold less.
 
-        Groups that wait for a further use are evicted first, because no token is lost with them. Saved prefixes follow:
-        the prefixes of queued groups, then of running groups. Stored groups that are due later than ``group`` come
-        last, the latest deadline first.
+        Groups that wait for a further use are evicted first, because their tokens are trained already. Then saved
+        prefixes are evicted: first those of queued groups, then those of running groups. Stored groups that are due
+        later than ``group`` come last, the latest deadline first.
         """
         prefixes = [other for other in self._groups if other.prefix_bytes and other is not group]
         prefixes.sort(key=lambda other: (other.state is GroupState.leased, -other.place))
@@ -245,13 +245,13 @@ ORDERS: Registry[Preference] = Registry("buffer.order")
 
 @FILTERS.register("equal_rewards")
 def _has_signal(summary: GroupSummary) -> bool:
-    """A group of equal rewards has zero advantages everywhere (DAPO, arXiv 2503.14476, equation 11)."""
+    """False for a group of equal rewards, because all its advantages are zero (DAPO, arXiv 2503.14476, equation 11)."""
     return not summary.has_equal_rewards
 
 
 @FILTERS.register("no_tokens")
 def _has_tokens(summary: GroupSummary) -> bool:
-    """A group without policy tokens has no loss."""
+    """False for a group without policy tokens, because it has no loss."""
     return summary.num_tokens > 0
 
 
@@ -282,7 +282,7 @@ def _largest_reward_variance_first(summary: GroupSummary, deadline: int) -> floa
 
 
 def find_filters(names: Sequence[str]) -> dict[str, Filter]:
-    """Name to filter, in order. Raises `ValueError` if there is no such filter."""
+    """Map each name to its filter, in order. Raises `ValueError` if there is no such filter."""
     return {name: _find(FILTERS, name) for name in names}
 
 
@@ -292,7 +292,7 @@ def dropped_by(filters: Mapping[str, Filter], summary: GroupSummary) -> str | No
 
 
 def find_order(name: str) -> Preference:
-    """The order of this name. Raises `ValueError` if there is none."""
+    """Return the order with this name. Raises `ValueError` if there is none."""
     return _find(ORDERS, name)
 
 
@@ -305,10 +305,11 @@ def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
 
 
 class Window:
-    """The deadlines that a batch may still take while it is filled in any order of preference.
+    """The deadlines that a batch may still take while it is filled.
 
-    The batch may take a group due at w + k if, for every j < k, enough seats remain for the required groups due at
-    w + j or earlier. A closed deadline stays closed, so filling a batch costs O(B·max_lag).
+    The order of preference may name a group that is due late. The batch may take a group due at w + k if enough places
+    remain for more urgent groups: for every j < k, for the required groups due at w + j or earlier. A closed deadline
+    stays closed, so filling a batch costs O(B·max_lag).
     """
 
     def __init__(self, required: Sequence[int], seats: int) -> None:
@@ -317,11 +318,11 @@ class Window:
 
     @property
     def last(self) -> int:
-        """Largest k whose groups may be taken now."""
+        """Largest k such that a group due at w + k may be taken now."""
         return self._last
 
     def take(self, k: int) -> None:
-        """Seat a group due at w + k."""
+        """Record that the batch takes a group due at w + k."""
         for j in range(min(k, len(self._slack))):
             self._slack[j] -= 1
             if self._slack[j] <= 0 and j < self._last:
@@ -331,10 +332,10 @@ class Window:
 def choose_batch(
     ready: Mapping[int, Sequence[Entry]], required: Sequence[int], *, version: int, seats: int
 ) -> list[int]:
-    """Choose ``seats`` groups: at each seat the most preferred group that the window allows.
+    """Choose ``seats`` groups for a batch. Each choice is the most preferred group that the window allows.
 
-    ``ready`` maps each deadline to its stored groups, sorted by rank. They satisfy ``required``, which comes from
-    `StalenessRule.required`.
+    ``ready`` maps each deadline to its stored groups, sorted by rank. The stored groups suffice for ``required``, the
+    result of `StalenessRule.required`.
     """
     window = Window(required, seats)
     tops = [(entries[0], deadline, 0) for deadline, entries in ready.items() if entries]
@@ -356,7 +357,10 @@ def choose_batch(
 
 
 def _find(registry: Registry[Any], name: str) -> Any:
-    """A registered function, or the user's function, whose errors fail one request instead of the server."""
+    """Return a registered function, or the user's function.
+
+    An error in a user's function fails one request, not the server.
+    """
     function = registry.get(name)
     if name in registry.names():
         return function

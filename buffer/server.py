@@ -1,7 +1,7 @@
-"""The buffer server: the ledger, the payloads or the store servers that hold them. Run as ``python -m buffer.server``.
+"""The buffer server: the ledger, and the payloads or connections to store servers. Run as ``python -m buffer.server``.
 
 It announces its address in one line on stdout (or ``--announce-fd``). It ends on SIGTERM, SIGINT and SIGUSR1, and with
-its parent. In a run it inherits blocked SIGTERM and SIGINT; its owner sends SIGUSR1.
+its parent. In a run the server inherits blocked SIGTERM and SIGINT, so its owner sends SIGUSR1.
 """
 
 import argparse
@@ -160,7 +160,7 @@ class ServerSocket:
         self.epoch = config.epoch or known or uuid.uuid4().hex[:16]
         if journal is not None and self.epoch != known:
             journal.write("epoch", self.epoch)
-            for name in ("address", "bulk_address"):  # another process may use those of an earlier life
+            for name in ("address", "bulk_address"):  # another process may use the addresses of an earlier life
                 if journal.read(name):
                     journal.write(name, "")
         self._own_folder = ""
@@ -185,7 +185,7 @@ class ServerSocket:
         self._bulk = Channel(bulk, self._on_chunk, self._on_burst_end)
 
     def _router(self, keys: ServerKeys | None, *, silent_s: float) -> zmq.Socket[bytes]:
-        """Make a socket that closes a connection without a complete frame for ``silent_s`` seconds."""
+        """Make a socket that closes a connection which delivers no complete frame for ``silent_s`` seconds."""
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -271,7 +271,7 @@ class ServerSocket:
             self._receive(client, self._role_of(frames[-1]), frames[1:], MAX_FRAMES)
 
     def _on_chunk(self, frames: list[zmq.Frame]) -> None:
-        """A chunk, its acknowledgement, or the greeting of a new bulk connection."""
+        """Handle a message on the bulk socket: a chunk, an acknowledgement, or the greeting of a new connection."""
         if self._listeners:
             self._listeners["bulk_address"].received(frames[-1])
         client = frames[0].bytes
@@ -287,7 +287,7 @@ class ServerSocket:
             peer = self._peer(client)
             peer.last_heard = time.monotonic()
             if chunk.count:
-                request_id = chunk.request_id  # also for a refused message: it frees the sender's window
+                request_id = chunk.request_id  # also for a refused message, because this frees the sender's window
                 self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
                 whole = peer.receiver.add(chunk)
                 if whole is not None:
@@ -309,7 +309,7 @@ class ServerSocket:
         return peer
 
     def _forget_idle_peers(self) -> None:
-        """Forget peers without incomplete messages, and peers whose message has been incomplete for long."""
+        """Forget peers without incomplete messages, and peers whose message has been incomplete for a long time."""
         now = time.monotonic()
         if now - self._swept_at < 1.0:
             return
@@ -327,9 +327,10 @@ class ServerSocket:
         return None if self._gate is None else self._gate.role_of(str(frame.get("User-Id")))
 
     def _admits(self, client: bytes, frame: zmq.Frame) -> bool:
-        """Whether the key of a message's sender is accepted. A client with an old key is told that there is a new one.
+        """Whether the key of a message's sender is accepted.
 
-        A message with a retired key is dropped. Its client repeats it over a new connection.
+        A client with an old key is told that there is a new key. A message with a retired key is dropped; the client
+        repeats the message over a new connection.
         """
         if self._gate is None:
             return True
@@ -363,10 +364,10 @@ class ServerSocket:
             request.client = client
             self._handle(role, request, epoch)
         if len(requests) > 1:
-            self._flush()  # then a producer prepares its next batch while the server reads the following one
+            self._flush()  # the producer can prepare its next batch while the server reads the following one
 
     def _handle(self, role: str | None, request: Message, epoch: str) -> None:
-        """Check the epoch, the role and the rate of a request; then the service answers it."""
+        """Check the epoch, the role and the rate of a request. Then the service answers the request."""
         name = "a request"
         try:
             self._limit.check(request.client, 1)
@@ -406,7 +407,7 @@ class ServerSocket:
     def _on_burst_end(self) -> None:
         try:
             self._service.settle()
-        except Exception as error:  # noqa: BLE001 - the next burst tries again
+        except Exception as error:  # noqa: BLE001 - the next burst repeats this
             self._failure("settling pending requests failed", error)
         self._flush()
 
@@ -415,7 +416,7 @@ class ServerSocket:
     def send(self, client: bytes, message: Message) -> None:
         """Send to a client at the end of the burst, so that acknowledgements are sent together.
 
-        A reply with a payload is sent at once, so its reader does not wait for other replies.
+        A reply with a payload is sent at once, so that its reader does not wait for other replies.
         """
         self._outbox.setdefault(client, []).append(message)
         if message.payload:
@@ -469,7 +470,7 @@ class ServerSocket:
     def _send_by(self, channel: Channel, frames: list[Any]) -> None:
         """Send frames.
 
-        A client that has disconnected or does not read loses the reply, and repeats its request later.
+        If the client has disconnected or does not read, the reply is lost. The client repeats its request later.
         """
         try:
             channel.send(frames)
@@ -488,7 +489,7 @@ class BufferServer:
 
     The payloads are in this process, in ``num_store_servers`` other processes, or on joining stores.
 
-    Made on a running loop.
+    Make this object on a running loop.
 
     Attributes:
         address: The server's address.
@@ -542,7 +543,10 @@ class BufferServer:
         self._stores.close()
 
     def _check_stores(self, *numbers: int) -> None:
-        """Reconcile stores with the ledger: a new store, or all stores after finished groups were reopened."""
+        """Reconcile these stores with the ledger.
+
+        Without arguments, reconcile all stores, because finished groups were reopened.
+        """
         for number in numbers or [n for n, address in enumerate(self._links.addresses) if address]:
             check = asyncio.get_running_loop().create_task(self._requeue_missing(number))
             self._checks.add(check)

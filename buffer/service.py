@@ -1,8 +1,8 @@
-"""Handles each request to the buffer: the ledger decides, the store keeps frames, and some requests must wait.
+"""Handles the requests to the buffer. The ledger decides, the store keeps frames, and some requests must wait.
 
 After each burst of messages `settle` answers the held requests that can be answered now. A timer answers the others
-with `NothingYet`. Two more timers fire at the next expiry of a lease and when the next producer counts as silent.
-Nothing polls.
+with `NothingYet`. Two more timers fire: at the next expiry of a lease, and when the next producer counts as silent. No
+part polls.
 """
 
 import logging
@@ -51,10 +51,10 @@ class BufferService:
         config: Options.
         groups_per_step: B.
         send: Sends one message to one client.
-        on_rewound: Called after a rewind of the learner; finished groups may be queued again.
+        on_rewound: Called after a rewind of the learner, because finished groups may be queued again.
         counters: Returns the server's own counters, for `buffer.inspect`.
         links: Connections to the store servers that hold the payloads; None keeps the payloads here.
-        journal: Journal of an earlier server, which this one continues; None if nothing is kept on disk.
+        journal: The journal that this server continues and writes; None if nothing is kept on disk.
         clock: Measures deadlines; the clock of the running loop unless a test passes another.
     """
 
@@ -132,13 +132,19 @@ class BufferService:
         self._replies.fail(request, error)
 
     def _is_written_first(self, num_bytes: int) -> bool:
-        """Whether the journal writes a payload before its command: it is large, or does not fit into memory."""
+        """Whether the journal writes a payload before its command.
+
+        True if the payload is large or does not fit into memory.
+        """
         if self._journal is None:
             return False
         return num_bytes >= JOIN_BELOW_BYTES or not self._store.fits_in_memory(num_bytes)
 
     def _when_kept(self, request: Message, store: Callable[[Frames], None]) -> None:
-        """Call ``store`` with the payload, or with the payload on disk after the journal has written it."""
+        """Call ``store`` with the payload.
+
+        If the journal writes the payload first, ``store`` gets the payload on disk.
+        """
         if self._journal is None or not self._is_written_first(size_of(request.payload)):
             store(request.payload)
             return
@@ -169,7 +175,7 @@ class BufferService:
                     self._intake.num_waiting,
                 )
             ):
-                self._admission.grant_saved()  # first: otherwise a batch may miss a group that it waited for
+                self._admission.grant_saved()  # comes first, otherwise a batch may miss a group that it waited for
                 self._batches.make()
                 self._forget_finished()
                 self._intake.fill()
@@ -193,7 +199,10 @@ class BufferService:
             part.close()
 
     def _recover(self, recovered: Recovered) -> None:
-        """Load the prompts, trajectories and leases of an earlier server; running leases are renewed in full."""
+        """Load the prompts, trajectories and leases of an earlier server.
+
+        Running leases are renewed for their full time.
+        """
         ledger = self.ledger
         if recovered.snapshot is not None:
             ledger.restore(recovered.snapshot)
@@ -218,7 +227,7 @@ class BufferService:
     def _lose(
         self, group_ids: Iterable[int], *, unsent: Iterable[tuple[int, int]] = (), missing: Iterable[int] = ()
     ) -> None:
-        """Requeue groups whose frames are lost; the workers send ``unsent`` groups again."""
+        """Requeue groups whose frames are lost. The workers send the ``unsent`` groups again."""
         command = commands.LoseGroups(group_ids=tuple(group_ids), unsent=tuple(unsent), missing=tuple(missing))
         if lost := self.ledger.apply(command).group_ids:
             logger.warning("the trajectories or saved prefixes of %d groups are lost", len(lost))
@@ -232,15 +241,15 @@ class BufferService:
         stored: Iterable[tuple[int, int]],
         reserved: Iterable[tuple[int, int]] = (),
     ) -> bool:
-        """Handle the answer of a store server that it does not hold ``group_ids``.
+        """Handle the report of a store server that it lacks ``group_ids``.
 
         ``stored`` and ``reserved`` are the groups and attempts that this store had when it was asked. Groups that were
         stored are generated again. Groups that were reserved are sent again. A planned batch stays, because its ranks
         may already have the groups. If a rank does not have them, it reports this, and the missing groups of that batch
         and of later ones are generated again.
 
-        Returns whether a reserved group was stored in the meantime. Its payload may have reached the store after the
-        question, so the caller has to ask again.
+        Returns whether a reserved group was stored in the meantime. The payload of such a group may have reached the
+        store after the report, so the caller has to ask the store again.
         """
         ledger, missing = self.ledger, set(group_ids)
         was_reserved = {key for key in reserved if key[0] in missing}
@@ -302,7 +311,7 @@ class BufferService:
     # Results
 
     def on_reserve(self, request: Message, reserve: commands.Reserve) -> None:
-        """Reserve bytes for a group before it is sent; requests wait, in order of arrival, until the bytes fit."""
+        """Reserve bytes for a group before it is sent. Requests wait in order of arrival until their bytes fit."""
         self._reserving.hold(request)
 
     def _grant_reservation(self, request: Message) -> commands.Reservation | None:
@@ -316,7 +325,10 @@ class BufferService:
         return commands.Reservation(address="" if self._links is None else self._links.addresses[store])
 
     def _make_room(self, client: bytes, command: commands.Reserve) -> int:
-        """Reserve bytes for a group; return its store. Raises `StoreFull`, and fails plans that can never be made."""
+        """Reserve bytes for a group, and return its store.
+
+        If the bytes do not fit, raises `StoreFull`, and fails plans that can never be made.
+        """
         group_id = command.group_id
         try:
             reserved = self.ledger.apply(command, sender=client)
@@ -370,7 +382,7 @@ class BufferService:
         return released
 
     def on_save_prefix(self, request: Message, save: commands.SavePrefix) -> None:
-        """Save a running group; its next attempt may continue it."""
+        """Save the prefix of a running group. The next attempt may continue the prefix."""
 
         def store(kept: Frames) -> None:
             command = replace(save, num_bytes=size_of(request.payload))
@@ -395,11 +407,11 @@ class BufferService:
         return None
 
     def on_commit(self, request: Message, commit: commands.Commit) -> None:
-        """Count a batch as consumed; engines are then shown newer weights."""
+        """Count a batch as consumed. Engines may then load newer weights."""
         committed = self.ledger.apply(commit)
         self._forget_finished()
         if committed.group_ids:
-            self._admission.answer_outdated(except_for=self._offers.receivers)  # these workers wait for newer weights
+            self._admission.answer_outdated(except_for=self._offers.receivers)  # the receivers wait for newer weights
             self._compact(is_urgent=False)  # at this time the buffer holds few groups
         self._replies.answer(request, commands.Totals(self._totals()))
         self._offers.show()  # after the reply to the controller, because many engines may wait
@@ -411,7 +423,7 @@ class BufferService:
 
     def on_rewind(self, request: Message, rewind: commands.Rewind) -> Answer:
         """Return to the learner's checkpoint."""
-        self._forget_finished()  # this precedes the requeuing of finished groups
+        self._forget_finished()  # before finished groups are queued again
         rewound = self.ledger.apply(rewind)
         if rewound.is_new:
             self._take_back(rewound)
@@ -472,7 +484,7 @@ class BufferService:
 
 
 class WorkerRequests:
-    """The operations on clients: greetings, heartbeats, the version of an engine, the end of a worker."""
+    """The operations about clients: greetings, heartbeats, versions of engines, and the end of a worker."""
 
     def __init__(
         self,
@@ -492,7 +504,7 @@ class WorkerRequests:
         return self._welcome()
 
     def on_beat(self, request: Message, beat: commands.Beat) -> Answer:
-        """Record a heartbeat. It also registers a producer that only an earlier server knew."""
+        """Record a heartbeat. A heartbeat also registers a producer that only an earlier server knew."""
         self._enter(request.client, beat.host)
         self._admission.heartbeats.count_generated(request.client, beat.generated)
         if beat.serves is not None:
@@ -535,7 +547,7 @@ class WorkerRequests:
 
 
 class LedgerNotes:
-    """Records the ledger for the run's profile: one stamp per group event, and the ledger's counts."""
+    """Records the ledger's events for the run's profile: one stamp per group event, and the ledger's counts."""
 
     def __init__(self, ledger: Ledger, recorder: record.Recorder) -> None:
         self._ledger = ledger
@@ -618,7 +630,7 @@ class LedgerNotes:
         self._recorder.stamp(event, of.group_id, attempt=of.attempt, version=version, lane=_LANE, **details)
 
     def _stamp_requeued(self, group_ids: Iterable[int], *, reason: str) -> None:
-        """Stamp groups that lost what they had. A group that was used is not queued again."""
+        """Stamp the groups that lost their trajectories or their prefix. A group that was used is not queued again."""
         queued = [group_id for group_id in group_ids if group_id in self._ledger.groups]
         self._stamp_all(GroupEvent.requeued, queued, reason=reason)
 
@@ -630,7 +642,8 @@ class LedgerNotes:
 def check_counts(summary: GroupSummary) -> None:
     """Raise `WireError` if a count of a group is out of range.
 
-    Totals must fit into 63 bits. The number of uses is 0 in a put, because the ledger counts them.
+    The ranges ensure that totals fit into 63 bits. The number of uses is 0 in a put, because the ledger counts the
+    uses.
     """
     lists = summary.response_lengths, summary.branch_tokens, summary.num_branches
     versions = summary.oldest_version, summary.newest_version

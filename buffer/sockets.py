@@ -1,8 +1,9 @@
 """The buffer's ZMQ sockets and clock on an asyncio loop: messages in chunks, the folders of Unix sockets, and ports.
 
-Every client has two connections to a server. *Control* carries requests and small payloads. *Bulk* carries payloads of
-``JOIN_BELOW_BYTES`` or more in chunks, so that a large put over a slow link delays no heartbeat and no renewal. At most
-``WINDOW_BYTES`` of chunks are sent before the peer acknowledges them. Each acknowledgement counts as progress.
+Every client has two connections to a server. The *control* connection carries requests and small payloads. The *bulk*
+connection carries payloads of ``JOIN_BELOW_BYTES`` or more in chunks. So a large put over a slow link does not delay
+heartbeats and renewals. At most ``WINDOW_BYTES`` of chunks are sent before the peer acknowledges them. Each
+acknowledgement counts as progress.
 """
 
 import asyncio
@@ -64,10 +65,10 @@ _monitors = itertools.count()
 
 
 class LoopClock:
-    """The running loop's monotonic clock, or a test's clock, without the loop's stalls.
+    """The running loop's monotonic clock (or a test's clock), minus the time that the loop stalled.
 
     After a stall (a debugger, swap, a slow write) the loop fires its timers before it reads the messages that arrived
-    in the meantime. By wall time, all clients would then count as silent.
+    in the meantime. Without the correction, all clients would then count as silent.
 
     ``stalled_s`` is the total length of the stalls in seconds.
     """
@@ -81,7 +82,7 @@ class LoopClock:
         self._tick()
 
     def time(self) -> float:
-        """Now."""
+        """The current time in seconds."""
         now = self._time()
         gap = now - self._last_seen
         self._last_seen = now
@@ -105,10 +106,10 @@ class LoopClock:
 
 
 class Deadline:
-    """One timer for the earliest of many deadlines that come and go.
+    """One timer for the earliest of many changing deadlines.
 
-    The timer is not rescheduled when the earliest deadline moves later: it fires early, ``on_due`` finds nothing due,
-    and the owner calls `at` again. So moving a deadline with every message costs nothing.
+    The timer is not rescheduled when the earliest deadline moves later. Then the timer fires early, ``on_due`` finds
+    nothing due, and the owner calls `at` again. So moving a deadline with every message costs nothing.
     """
 
     def __init__(self, on_due: Callable[[], None], clock: LoopClock) -> None:
@@ -118,7 +119,7 @@ class Deadline:
         self._when = 0.0
 
     def at(self, when: float | None) -> None:
-        """Call ``on_due`` at ``when`` or earlier; None changes nothing."""
+        """Call ``on_due`` at ``when`` or earlier. None has no effect."""
         if when is None or (self._timer is not None and self._when <= when):
             return
         self.close()
@@ -138,9 +139,10 @@ class Deadline:
 
 
 class Channel:
-    """Receives into a callback and sends without blocking. It owns its bound or connected socket.
+    """Passes received messages to a callback, and sends without blocking.
 
-    The loop calls ``on_message`` with the frames of each message, and ``on_burst_end`` after each burst.
+    The channel owns its bound or connected socket. The loop calls ``on_message`` with the frames of each message, and
+    ``on_burst_end`` after each burst.
     """
 
     def __init__(
@@ -205,8 +207,8 @@ class Channel:
 def monitor_of(socket: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
     """The socket that reports ``events`` of another socket.
 
-    Its address is unique. The default address contains the socket's descriptor, and ZMQ may still hold the address of
-    an earlier socket with the same descriptor.
+    Its address is unique. ZMQ's default address contains the socket's descriptor. ZMQ may still use the address of an
+    earlier socket with the same descriptor.
     """
     return socket.get_monitor_socket(events, f"inproc://monitor-{next(_monitors)}")
 
@@ -245,7 +247,7 @@ class Chunk:
 
 
 class ChunkSender:
-    """Sends messages to one peer in order, within a window of bytes; ``send`` sends one chunk."""
+    """Sends messages to one peer in order, within a window of bytes. ``send`` sends one chunk."""
 
     def __init__(self, send: Callable[[list[Any]], None]) -> None:
         self._send = send
@@ -273,12 +275,12 @@ class ChunkSender:
         self._pump()
 
     def acknowledge(self, chunk: Chunk) -> None:
-        """Note that the peer acknowledged a chunk."""
+        """Record that the peer acknowledged a chunk."""
         self._num_bytes -= self._unacknowledged.pop((chunk.request_id, chunk.index), 0)
         self._pump()
 
     def reset(self) -> None:
-        """Forget everything: the connection is a new one."""
+        """Forget all messages, because a new connection begins."""
         self._queue.clear()
         self._unacknowledged.clear()
         self._num_bytes = 0
@@ -301,7 +303,7 @@ class _IncompleteMessage:
 
 
 class ChunkReceiver:
-    """Receives messages of one peer in chunks; incomplete messages have at most ``max_bytes`` together."""
+    """Receives messages of one peer in chunks. All incomplete messages together have at most ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -314,10 +316,10 @@ class ChunkReceiver:
         return not self._messages
 
     def add(self, chunk: Chunk) -> list[Any] | None:
-        """Add a chunk; returns the frames of its message if the message is now complete.
+        """Add a chunk. Returns the frames of its message if the message is now complete.
 
-        Raises `WireError`, and drops the message, if earlier chunks are missing, or if the peer's incomplete messages
-        are too large together.
+        If earlier chunks are missing, or if the peer's incomplete messages are too large together, the message is
+        dropped and `WireError` is raised.
         """
         message = self._messages.pop(chunk.request_id, None) or _IncompleteMessage()
         self._num_bytes -= message.num_bytes
@@ -346,7 +348,7 @@ class ChunkReceiver:
         return None
 
     def reset(self) -> None:
-        """Forget everything: the connection is a new one."""
+        """Forget all messages, because a new connection begins."""
         self._messages.clear()
         self._num_bytes = 0
 
@@ -359,7 +361,10 @@ _OTHER_FILES = 256
 
 
 def client_context() -> zmq.Context[Any]:
-    """The context of all connections of this process; ZMQ's default bound of 1023 sockets suffices for 170 links."""
+    """Make the context for all connections of this process.
+
+    ZMQ's default limit of 1023 sockets suffices for only 170 links.
+    """
     context = zmq.Context.instance()
     if context.get(zmq.MAX_SOCKETS) != (most := context.get(zmq.SOCKET_LIMIT)):
         context.set(zmq.MAX_SOCKETS, most)  # has no effect after the first socket
@@ -395,7 +400,10 @@ def make_socket_folder() -> str:
 
 
 def with_socket_folder(config: BufferConfig) -> tuple[BufferConfig, str]:
-    """The options with a folder for the Unix sockets, and the folder's path if the caller must remove it."""
+    """Return the options with a folder for the Unix sockets.
+
+    Also returns the folder's path if the caller must remove it.
+    """
     if config.host or config.socket_folder:
         return config, ""
     folder = make_socket_folder()
@@ -403,7 +411,7 @@ def with_socket_folder(config: BufferConfig) -> tuple[BufferConfig, str]:
 
 
 def remove_socket_folder(folder: str) -> None:
-    """Remove a folder and its sockets; no effect if the folder does not exist, or the name is empty."""
+    """Remove a folder and its sockets. This has no effect if the folder does not exist, or if the name is empty."""
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -419,12 +427,12 @@ def folder_of(address: str) -> str:
 
 
 def bulk_address(address: str, port: int) -> str:
-    """The address for large payloads, from the address of the control socket; ``port`` is 0 for Unix sockets."""
+    """Derive the address for large payloads from the address of the control socket. ``port`` is 0 for Unix sockets."""
     return f"{address.rpartition(':')[0]}:{port}" if port else f"{address}.bulk"
 
 
 class PortListener:
-    """Binds a ZMQ socket to a port. Make it on a running loop, and close it before the ZMQ socket.
+    """Binds a ZMQ socket to a port. Make the listener on a running loop, and close it before the ZMQ socket.
 
     ``on_refused`` is called for each connection that this closes, with the reason: ``no_files`` if this process may
     open no more files, ``endless`` if an incomplete message exceeds ``max_incomplete_bytes``. Raises `OSError` if the
@@ -447,7 +455,8 @@ class PortListener:
         own_host = _address_of(host)
         family = socket.AF_INET6 if ":" in own_host else socket.AF_INET
         self._listener = socket.create_server((own_host, port), family=family, backlog=_BACKLOG)
-        self._listener.setblocking(False)  # ZMQ needs this too: the refusing thread may accept a connection first
+        # ZMQ needs this too, because the refusing thread may accept a connection first
+        self._listener.setblocking(False)
         self._bound = bound
         name = f"[{own_host}]" if family == socket.AF_INET6 else own_host
         self.address = f"tcp://{name}:{self._listener.getsockname()[1]}"
@@ -525,7 +534,7 @@ class _Connections:
                                 self._max_bytes,
                             )
                             connection.shutdown(socket.SHUT_RDWR)
-                except OSError:  # it has just been closed
+                except OSError:  # the connection has just been closed
                     self._since.pop(descriptor, None)
 
 
@@ -536,10 +545,10 @@ def _bytes_received(connection: socket.socket) -> int:
 
 
 class _Refusals(threading.Thread):
-    """Accepts and closes the waiting connections each time that ``wanted`` is set.
+    """Each time that ``wanted`` is set, accepts the waiting connections and closes them.
 
-    The thread has a separate table of files with only the listening socket. So it can accept a connection when the
-    process cannot open more files, and ZMQ cannot take its file.
+    The thread has a separate table of files with only the listening socket. So the thread can accept a connection when
+    the process cannot open more files. ZMQ cannot take the file that the thread needs.
     """
 
     def __init__(self, listening: int, address: str, on_refused: Callable[[], None]) -> None:

@@ -46,7 +46,10 @@ class StoreLinks:
         self._links: list[ClientSocket | None] = []
 
     def connect(self, address: str, number: int | None = None) -> None:
-        """Add a store and connect to it, at an awaited ``number`` if given; an empty address is no store."""
+        """Add a store and connect to it.
+
+        ``number`` is that of an awaited store, None for a new store. An empty address adds a place without a store.
+        """
         link, number = None, len(self._links) if number is None else number
         if address:
             link = ClientSocket(
@@ -67,7 +70,7 @@ class StoreLinks:
             link.close()
 
     def remove(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> None:
-        """Tell every store to drop finished groups, and the payloads of attempts up to the ``ended`` ones.
+        """Tell every store to drop finished groups, and the payloads of ended attempts (see `commands.Remove`).
 
         All stores get the message, because an attempt that was sent twice may have its payload on two stores.
         """
@@ -80,9 +83,9 @@ class StoreLinks:
         return [(number, link) for number, link in enumerate(self._links) if link is not None]
 
     async def reconcile(self, number: int, reconcile: commands.Reconcile) -> tuple[int, ...]:
-        """Tell one store to drop payloads; return the groups that the store lacks.
+        """Tell one store to drop payloads. Returns the groups that the store lacks.
 
-        Raises `AsyncRLError` if the store is silent.
+        Raises `AsyncRLError` if the store does not answer.
         """
         link = self._links[number]
         if link is None:
@@ -97,7 +100,7 @@ class StoreLinks:
 
 
 class StoreJoins:
-    """Store servers that join the buffer from the hosts of the workers, and leave it; ``links`` connect to them."""
+    """The store servers that join and leave the buffer from the hosts of the workers. ``links`` connects to them."""
 
     def __init__(self, shared: Collaborators, links: StoreLinks | None) -> None:
         self._ledger, self._store, self._links = shared.ledger, shared.store, links
@@ -106,7 +109,7 @@ class StoreJoins:
         self.close = self._wanted.close
 
     def note_host(self, host: str) -> None:
-        """Remember the host of a worker; empty if it has none."""
+        """Remember the host of a worker. An empty name has no effect."""
         if host and len(self._hosts) < _MAX_HOSTS:
             self._hosts[host] = None
 
@@ -117,13 +120,16 @@ class StoreJoins:
                 self._links.connect("" if place.is_gone else place.address)
 
     def leave_earlier(self) -> None:
-        """Close the connections to the stores of an earlier life; the next stores that join take their groups."""
+        """Close the connections to the stores of an earlier life of the run.
+
+        The next stores that join get their groups.
+        """
         for number in self._ledger.groups.space.awaited_stores():
             if self._links is not None:
                 self._links.disconnect(number)
 
     def settle(self) -> None:
-        """Answer each request for a host without a store, if there is such a host."""
+        """Answer the requests that wait for a host without a store, if there is such a host."""
 
         def answer_to(request: Message) -> Answer | None:
             host = next((host for host in self._hosts if host not in request.body.known), None)

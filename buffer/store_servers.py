@@ -1,9 +1,9 @@
 """Store servers hold the payloads, next to the ledger's server or on the hosts of the workers.
 
-A worker stores a payload before it reports the put to the ledger. The ledger tells the store to remove the payload when
-its attempt has ended or its group is finished, also if the worker died before its report. A restarted store server may
-lack payloads that it acknowledged, or hold removed payloads. So each time that a store is reached, the ledger tells it
-which groups are finished, and asks which of the other groups it lacks.
+A worker stores a payload before it reports the put to the ledger. When the attempt has ended or the group is finished,
+the ledger tells the store to remove the payload. The ledger does this even if the worker died before its report. A
+restarted store server may lack payloads that it acknowledged, or hold removed payloads. So each time that a store is
+reached, the ledger tells it which groups are finished, and asks which of the other groups it lacks.
 """
 
 import logging
@@ -42,7 +42,7 @@ class StoreService:
         self._by_group: dict[int, set[Key]] = {}
         self._fetches = FetchReplies(self._replies, self._limit)
         self._finished = IdSet()
-        self._ended: dict[int, int] = {}  # maps an unfinished group to its last ended attempt
+        self._ended: dict[int, int] = {}  # the last ended attempt of each unfinished group
         self._unwritten_removals: set[int] = set()
         self._reserved: dict[Key, int] = {}
         self._reserving = HeldRequests(self._replies, config.request_timeout_s / 2)
@@ -116,7 +116,10 @@ class StoreService:
             )
 
     def on_put_payload(self, request: Message, put: commands.PutPayload) -> Answer | None:
-        """Store a payload, unless it is stored or its attempt has ended; then the ledger answers the put."""
+        """Store a payload, unless it is stored already or its attempt has ended.
+
+        In these cases the ledger refuses or acknowledges the put.
+        """
         key, size = (put.group_id, put.attempt), size_of(request.payload)
         self._check_size(size)
         if not self._is_wanted(key):
@@ -136,12 +139,15 @@ class StoreService:
         return not self._max_memory_bytes or self._payloads.memory_bytes + size <= self._max_memory_bytes
 
     def _is_wanted(self, key: Key) -> bool:
-        """Whether an attempt is not stored here, and has not ended by the ledger's account."""
+        """Whether the ledger has not ended this attempt, and its payload is not stored here yet."""
         is_over = key[0] in self._finished or key[1] <= self._ended.get(key[0], -1)
         return not is_over and key not in self._payloads
 
     def _store(self, request: Message, key: Key, kept: Frames | ReplayBufferError) -> None:
-        """Store a payload. The journal's thread has written a large one; a small one is part of its record."""
+        """Store a payload.
+
+        A large payload was written by the journal's thread; a small payload becomes part of its record.
+        """
         self._reserved.pop(key, None)
         try:
             if isinstance(kept, ReplayBufferError):
@@ -155,7 +161,7 @@ class StoreService:
             self._replies.fail(request, failure)
 
     def _keep(self, key: Key, payload: Frames) -> None:
-        """Keep a payload. One on disk is read if it fits into memory; raises `OSError` if it cannot be read."""
+        """Keep a payload. A payload on disk is read if it fits into memory. Raises `OSError` if it cannot be read."""
         self._payloads.put(key, in_memory(payload) if self._fits_in_memory(size_of(payload)) else payload)
         self._by_group.setdefault(key[0], set()).add(key)
         self._unwritten_removals.discard(number_of(key))
@@ -172,9 +178,10 @@ class StoreService:
         self._fetches.send(request, fetch, parts)
 
     def on_reconcile(self, request: Message, expected: commands.Reconcile) -> Answer:
-        """Drop payloads that the ledger no longer needs; reply with the groups that it expects and this store lacks.
+        """Drop payloads that the ledger no longer needs.
 
-        Expected payloads that are in the part of a checkpoint are loaded first: the run resumed from that checkpoint.
+        Reply with the groups that the ledger expects and this store lacks. If the run resumed from a checkpoint,
+        expected payloads are first loaded from this store's part of the checkpoint.
         """
         self._finished, self._ended = IdSet(expected.finished), dict(expected.ended)
         used_again = {group_id for group_id, _ in expected.attempts}
@@ -189,7 +196,7 @@ class StoreService:
         return commands.Missing(tuple(key[0] for key in expected.attempts if key not in self._payloads))
 
     def _load(self, part: Path, keys: Iterable[Key]) -> None:
-        """Load payloads from the part of a checkpoint. Raises `ReplayBufferError` if it cannot be read."""
+        """Load payloads from the part of a checkpoint. Raises `ReplayBufferError` if the part cannot be read."""
         payloads = read_contents(part).recovered.frames.get("payload", {})
         for key in keys:
             if (payload := payloads.get(number_of(key))) is not None:
@@ -200,7 +207,7 @@ class StoreService:
                     logger.error("the part of a checkpoint lacks group %d: %s", key[0], error)
 
     def on_save_part(self, request: Message, save: commands.SavePart) -> None:
-        """Write the part of a checkpoint, and answer when it is on the disk."""
+        """Write the part of a checkpoint. The answer follows when the part is on the disk."""
 
         async def write() -> commands.Checkpointed:
             held = [("payload", number_of(key), frames) for key, frames in self._payloads]
@@ -221,7 +228,7 @@ class StoreService:
         return Done()
 
     def _forget(self, group_id: int, *, last: float = math.inf) -> None:
-        """Drop the payload and the reservation of a group's attempts up to ``last``."""
+        """Drop the payloads and the reservations of a group's attempts up to ``last``, ``last`` included."""
         for key in [key for key in self._by_group.get(group_id, ()) if key[1] <= last]:
             self._payloads.remove(key)
             self._by_group[group_id].discard(key)
@@ -233,7 +240,10 @@ class StoreService:
             del self._reserved[key]
 
     def _write_removals(self) -> None:
-        """Record the dropped payloads. If the disk is full, they are recorded with later ones."""
+        """Record the dropped payloads in the journal.
+
+        If the disk is full, they are recorded together with later ones.
+        """
         if self._journal is None or not self._unwritten_removals:
             return
         try:
@@ -245,5 +255,5 @@ class StoreService:
 
 
 def number_of(key: Key) -> int:
-    """The journal's number of an attempt."""
+    """The number of an attempt in the journal."""
     return key[0] << 16 | key[1]

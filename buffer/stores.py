@@ -1,7 +1,7 @@
-"""Keeps frames within the buffer's byte bounds: prompts, saved prefixes and trajectories.
+"""Keeps the frames of prompts, saved prefixes and trajectories within the buffer's bounds on bytes.
 
-Trajectories are kept in the ledger's server, in the form received from the socket, or on store servers by group id. In
-the second case the ledger's server keeps only their sizes.
+Trajectories are either in the ledger's server, in the form received from the socket, or on store servers. In the second
+case the ledger's server keeps only their sizes.
 """
 
 import logging
@@ -34,8 +34,9 @@ class FrameTable(Generic[Key]):
 
     Attributes:
         num_bytes: Total size of the frames.
-        memory_bytes: Total size of those that are in memory.
-        disk_bytes: Total size of those that are on this server's disk. Frames of a store server are in neither.
+        memory_bytes: Total size of the frames that are in memory.
+        disk_bytes: Total size of the frames that are on this server's disk. Frames that a store server holds are not
+            counted in either.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class FrameTable(Generic[Key]):
         return ((key, frames) for key, (frames, *_) in self._frames.items())
 
     def put(self, key: Key, frames: Frames, size: int | None = None) -> None:
-        """Keep frames and replace earlier ones; ``size`` overrides the counted size."""
+        """Keep frames, and replace earlier frames of the key. ``size`` overrides the counted size."""
         self.remove(key)
         own_size = size_of(frames)
         in_memory, on_disk = (0, own_size) if isinstance(frames, FramesOnDisk) else (own_size, 0)
@@ -79,12 +80,12 @@ class FrameTable(Generic[Key]):
 
 
 class PayloadStore:
-    """All frames: trajectories and prefixes under the bound ``max_bytes``, prompts under another.
+    """All frames. Trajectories and prefixes are bounded by ``max_bytes``, prompts by ``max_prompt_bytes``.
 
-    Prompts count against ``max_prompt_bytes`` from before they are queued until their groups are stored. A stored group
-    contains its prompt, so ``max_bytes`` bounds the prompts of stored groups, and they do not delay other prompts.
-    If store servers hold the trajectories, `forget` passes its arguments to ``remove_elsewhere``. Trajectories that do
-    not fit into ``max_memory_bytes`` stay on disk; 0 sets no limit.
+    Prompts count against ``max_prompt_bytes`` until their groups are stored, including prompts that wait for the queue.
+    A stored group contains its prompt. So ``max_bytes`` bounds the prompts of stored groups, and these do not delay
+    other prompts. If store servers hold the trajectories, `forget` passes its arguments to ``remove_elsewhere``.
+    Trajectories that do not fit into ``max_memory_bytes`` stay on disk. 0 means no limit.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class PayloadStore:
         return self.payloads.get(group_id)
 
     def frames(self) -> Iterator[tuple[str, int, Frames]]:
-        """Kind, group id and frames of all data that this server holds, for a journal."""
+        """The kind, group id and frames of each item that this server holds, for a journal."""
         tables = [("prompt", self.prompts), ("prompt", self._stored_prompts), ("progress", self.prefixes)]
         if not self.is_elsewhere:
             tables.append(("payload", self.payloads))
@@ -159,9 +160,10 @@ class PayloadStore:
                 self.prefixes.put(group_id, in_memory(parts))
 
     def keep_payload(self, group_id: int, payload: Frames, size: int) -> None:
-        """Keep the trajectories of a group, ``size`` bytes; they contain its saved prefix, which is removed.
+        """Keep the trajectories of a group, ``size`` bytes.
 
-        Trajectories on disk are read if they fit into memory. Raises `OSError` if they cannot be read.
+        The saved prefix is removed, because the trajectories contain it. Trajectories on disk are read if they fit into
+        memory. Raises `OSError` if they cannot be read.
         """
         self.prefixes.remove(group_id)
         self.payloads.put(group_id, in_memory(payload) if self.fits_in_memory(size) else payload, size)
@@ -189,7 +191,9 @@ class PayloadStore:
         return True
 
     def check_prompts(self, size: int, *, num_waiting_bytes: int) -> None:
-        """Refuse prompts of ``size`` bytes that do not fit beside held and waiting (``num_waiting_bytes``) prompts.
+        """Refuse prompts of ``size`` bytes that do not fit.
+
+        Held prompts and ``num_waiting_bytes`` of waiting prompts count.
 
         Raises:
             StoreFull: The prompts fit later, when groups have been stored or have left.

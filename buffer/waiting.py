@@ -1,7 +1,8 @@
 """Every request that the buffer holds until it can be answered: leases, prompts for the queue, and batches.
 
 The service checks all held requests after each burst of messages. A worker whose engine advances cancels its request
-and asks again; a commit answers the requests whose version is then too old. A timer ends each wait with `NothingYet`.
+and sends a new one. A commit answers the requests whose version is then too old. A timer ends each wait with
+`NothingYet`.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ _SEARCH_S = 5e-5
 
 
 class Replies:
-    """Sends answers and pushes with a function that sends one message to one client."""
+    """Sends answers and pushes. ``send`` sends one message to one client."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -63,16 +64,16 @@ Handler = Callable[[Message, Any], Answer | None]
 
 
 def handlers_of(parts: Sequence[object]) -> dict[type, Handler]:
-    """Map each operation to the method ``on_<name>`` of a part.
+    """Map each operation to the method ``on_<name>`` of one of the parts.
 
-    The method returns the answer, or None if it answers later.
+    The method returns the answer, or None if the part answers later.
     """
     methods = {kind: f"on_{kind.__struct_config__.tag}" for kind in commands.OPERATIONS}
     return {kind: getattr(part, name) for kind, name in methods.items() for part in parts if hasattr(part, name)}
 
 
 class HeldRequests:
-    """Unanswered requests of one operation, in order of arrival.
+    """The unanswered requests of one operation, in order of arrival.
 
     Args:
         replies: Sends the answers.
@@ -105,11 +106,11 @@ class HeldRequests:
         return self._by_client.keys()
 
     def of_client(self, client: bytes) -> list[Any]:
-        """The held requests of one client."""
+        """The held requests of one client, in order of arrival."""
         return list(self._by_client.get(client, {}).values())
 
     def hold(self, request: Message) -> None:
-        """Hold a request; it replaces an earlier copy. Raises `ReplayBufferError` if too many are held."""
+        """Hold a request. It replaces an earlier copy. Raises `ReplayBufferError` if too many are held."""
         key = request.client, request.request_id
         self.remove(*key)
         num_of_client = len(self._by_client.get(request.client, ()))
@@ -138,7 +139,7 @@ class HeldRequests:
     def answer(self, answer_to: Callable[[Any], Answer | None], requests: Iterable[Message] | None = None) -> None:
         """Answer the given requests, or all of them.
 
-        If ``answer_to`` returns None, a request stays. Its errors are answers too.
+        A request stays if ``answer_to`` returns None. If it raises an error, the error is the answer.
         """
         for request in self.all() if requests is None else requests:
             try:
@@ -166,7 +167,7 @@ class HeldRequests:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class WaitingWorker(Message):
-    """A held request for leases, with the leases granted so far, and the incarnation of the engine's weights."""
+    """A held request for leases, with the leases granted so far. ``incarnation`` is that of the engine's weights."""
 
     body: commands.LeaseGroups
     incarnation: int
@@ -212,7 +213,7 @@ class WaitingWorkers(HeldRequests):
 
 
 class FairQueue:
-    """The order of waiting workers when more workers wait than groups can begin.
+    """The order in which workers are served when more workers wait than groups can begin.
 
     Start-time fair queueing (Goyal et al., SIGCOMM 1996): each grant moves a worker's turn by one, and the lowest turn
     is served first. A worker that returns continues at the current turn, so it does not delay other workers.
@@ -237,9 +238,10 @@ class FairQueue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collaborators:
-    """Shared objects of the parts of the service: the ledger decides, the store keeps frames, `Replies` answer.
+    """The objects that all parts of the service share.
 
-    A request that cannot be granted is answered with `NothingYet` after half of ``config.request_timeout_s``.
+    The ledger decides, the store keeps frames, `Replies` sends answers. A request that cannot be granted is answered
+    with `NothingYet` after half of ``config.request_timeout_s``.
     """
 
     config: BufferConfig
@@ -253,13 +255,13 @@ class Collaborators:
 
 
 class PromptIntake:
-    """The operation `Enqueue`: at most ``queue_size`` prompts are queued at once."""
+    """The operation `Enqueue`. At most ``queue_size`` prompts are in the queue."""
 
     def __init__(self, shared: Collaborators) -> None:
         self._ledger, self._store = shared.ledger, shared.store
         self._queue_size = shared.config.queue_size
         self._held = shared.held()
-        self._outcomes: deque[GroupSummary] | None = None  # None until the controller wants them
+        self._outcomes: deque[GroupSummary] | None = None  # None until the controller asks for outcomes
         self.close = self._held.close
 
     def note_finished(self, group: GroupSummary) -> None:
@@ -286,7 +288,7 @@ class PromptIntake:
     def on_enqueue(self, request: Message, enqueue: commands.Enqueue) -> Answer | None:
         """Hold prompts until the queue has room for them. Prompts that are known already are ignored.
 
-        A request without prompts, for the outcomes alone, is answered at once.
+        A request without prompts only asks for outcomes, and is answered at once.
         """
         if len(enqueue.group_ids) != len(enqueue.counts) or sum(enqueue.counts) != len(request.payload):
             raise WireError("enqueue must name one group per prompt")
@@ -360,7 +362,7 @@ class Admission:
         self._look.close()
 
     def recover(self, leases: Iterable[Group]) -> None:
-        """Load the leases of an earlier server; their owners get the same timeout as everyone else."""
+        """Load the leases of an earlier server. Their owners get the same timeout as everyone else."""
         for lease in leases:
             self._granted.setdefault((lease.owner, lease.request_id), []).append(lease.granted())
             self._paces.recover(lease, self.clock.time())
@@ -400,7 +402,7 @@ class Admission:
         )
 
     def _admitted(self, versions: Iterable[int]) -> set[int]:
-        """The versions at which a queued group may begin; empty if no group is queued or none fits."""
+        """The engine versions at which a queued group may begin. Empty if no group is queued, or if no group fits."""
         if not self._ledger.groups.num_queued or not self._ledger.room.has_room():
             return set()
         return {version for version in versions if self._ledger.admits(version)}
@@ -452,10 +454,11 @@ class Admission:
                 if request.version in versions and self._grant_one(request, served, now):
                     heappush(line, (is_slow, num_held + 1, turn + 1, place, request))
                 versions = self._admitted(versions)
-        finally:  # this also runs after a failed write of the journal
+        finally:  # also done if the write to the journal failed
             for request in served:
                 self._held.remove(request.client, request.request_id)
-                self._granted[request.client, request.request_id] = request.granted  # the answer may be lost
+                # kept for a repeated request, because the answer may be lost
+                self._granted[request.client, request.request_id] = request.granted
                 if len(self._granted) > _MAX_REMEMBERED:
                     self._granted.popitem(last=False)
                 self._answer(request, request.granted)
@@ -487,7 +490,10 @@ class Admission:
             self._replies.push(group.worker, commands.HandOn(((group.group_id, group.attempt),)))
 
     def _fastest_taker(self, group: RunningGroup, versions: Iterable[int], now: float) -> bytes | None:
-        """The fastest waiting worker at these versions that may continue a group; None if it is not much faster."""
+        """The fastest worker that waits at one of these versions and may continue a group.
+
+        None if it is not much faster.
+        """
         paces = [
             (self._paces.usual_pace(request.client, now), request.client)
             for version in versions
@@ -563,7 +569,7 @@ class Admission:
             )
 
     def on_renew(self, request: Message, renew: commands.Renew) -> Answer:
-        """Extend leases; tell the owner which leases it no longer holds."""
+        """Extend leases. The owner gets a `Revoked` for each lease that it no longer holds."""
         for key in self._ledger.apply(renew, self.clock.time(), sender=request.client).lost:
             self._replies.push(request.client, commands.Revoked(*key))
         return Done()
@@ -592,8 +598,8 @@ class Admission:
 
         Returns the number of generated tokens.
 
-        ``num_generated`` is the caller's count; the producer's last heartbeat may have reported more. Tokens that were
-        only in the producer's memory count as lost. A repeated call returns the same number.
+        ``num_generated`` is the caller's count. The producer's last heartbeat may have reported a larger one. Tokens
+        that were only in the producer's memory count as lost. A repeated call returns the same number.
         """
         buried = self._ledger.account.buried
         if client not in buried:
@@ -610,7 +616,10 @@ class Admission:
 
 
 class BatchRequests:
-    """The operation `PlanBatch`; plans fail after ``buffer.max_filtered_steps`` steps of only filtered groups."""
+    """The operation `PlanBatch`.
+
+    If filters drop as many groups in a row as ``buffer.max_filtered_steps`` steps need, plans fail.
+    """
 
     def __init__(self, shared: Collaborators) -> None:
         self._ledger = shared.ledger
@@ -644,7 +653,7 @@ class BatchRequests:
         return NothingYet(self._filtered() if self._ledger.account.filtered_in_a_row >= num_wanted else "")
 
     def note_filtered(self) -> None:
-        """Handle a filtered group: warn if filters drop all groups for long, and fail all plans at the limit."""
+        """Handle a filtered group. Warn if filters drop all groups for a long time, and fail all plans at the limit."""
         if self._is_filtered_away():
             self._held.fail_all(ReplayBufferError(self._filtered()))
             return
@@ -675,7 +684,7 @@ class BatchRequests:
         return "dropped in all: " + ", ".join(f"{number} for {reason}" for reason, number in dropped.items())
 
     def fail(self, size: int) -> None:
-        """Fail every pending plan: the stores cannot hold a batch."""
+        """Fail every pending plan, because the stores cannot hold a batch."""
         ledger = self._ledger
         self._held.fail_all(
             StoreFull(
