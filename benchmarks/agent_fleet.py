@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ TOKEN_DELAY_S = 0.05
 MAX_LAG = 3
 GROUPS_PER_STEP = 12
 WARM_UP_S = 10.0
+_ASK_EVERY_S = 0.2
 TOOL_SHARE = 0.2
 """Share of an episode's time that its tools take."""
 _PROMPT = np.arange(20, 52, dtype=np.int32)
@@ -85,6 +87,14 @@ class _CountingPlayer(EpisodePlayer):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    """The rate of the fleet in a window of `time.monotonic_ns`."""
+
+    turns_per_s: float
+    window: tuple[int, int]
+
+
 @dataclass(kw_only=True)
 class _Bench:
     """A fleet of one engine, and the way to the engine for the bare agent."""
@@ -114,17 +124,36 @@ class _Bench:
         """Consume each batch as soon as it is complete, and offer the next version."""
         for version in itertools.count():
             await self.control.plan(version)
-            await self.enqueue(GROUPS_PER_STEP)
             await self.learner.offer(
                 WeightOffer(version=version + 1, manifest=f"/v{version + 1}", digest="", num_bytes=0)
             )
             await self.control.commit(version)
 
-    async def turns_per_s(self, seconds: float) -> float:
-        """Turns per second of the fleet, which is at work."""
-        before, began_s = self.player.num_turns, time.perf_counter()
+    async def feed(self) -> None:
+        """Keep a group in the queue for each place."""
+        while True:
+            await self.enqueue(max(0, PLACES - (await self.control.stats()).groups["queued"]))
+            await asyncio.sleep(_ASK_EVERY_S)
+
+    async def drained(self) -> None:
+        """Wait until no group is queued or generated."""
+        while True:
+            groups = (await self.control.stats()).groups
+            if not groups["queued"] + groups["leased"]:
+                return
+            await asyncio.sleep(_ASK_EVERY_S)
+
+    async def fleet_round(self, seconds: float) -> _Round:
+        """Let the fleet play episodes, and wait for their ends. Its rate counts from the warm-up to the last prompt."""
+        feeding = asyncio.create_task(self.feed())
+        await asyncio.sleep(WARM_UP_S)
+        before, began_ns = self.player.num_turns, time.monotonic_ns()
         await asyncio.sleep(seconds)
-        return (self.player.num_turns - before) / (time.perf_counter() - began_s)
+        num_turns, ended_ns = self.player.num_turns - before, time.monotonic_ns()
+        feeding.cancel()
+        await asyncio.gather(feeding, return_exceptions=True)
+        await self.drained()
+        return _Round(turns_per_s=num_turns / (ended_ns - began_ns) * 1e9, window=(began_ns, ended_ns))
 
     async def bare_rate(self, seconds: float) -> float:
         """Turns per second of the same agent on the engine directly."""
@@ -244,32 +273,31 @@ async def fleet_figures(scratch: Path, *, quick: bool) -> dict[str, float | None
 
 
 async def _measure(scratch: Path, engine: EngineKind, num_rounds: int, seconds: float) -> dict[str, float]:
-    """Measure the bare agent, then the fleet in several rounds."""
+    """Measure the bare agent and the fleet in turn, so that both share the machine's slow and fast minutes."""
     record.start(ProfileConfig(directory=str(scratch / FOLDER)), process="engine-0", pool=Pool.fleet)
     async with AsyncExitStack() as stack:
         stack.callback(record.stop)
         bench = await _bench(stack, scratch, engine)
         await bench.set_tools(seconds)
-        bare = [await bench.bare_rate(seconds) for _ in range(num_rounds)]
-        is_scripted = engine is EngineKind.scripted
-        await bench.enqueue(2 * (MAX_LAG + 1) * GROUPS_PER_STEP if is_scripted else 4000)
-        if is_scripted:
+        if engine is EngineKind.scripted:
             learning = asyncio.create_task(bench.learn())
             stack.callback(learning.cancel)
-        await asyncio.sleep(WARM_UP_S)
-        began_ns = time.monotonic_ns()
-        fleet = [await bench.turns_per_s(seconds) for _ in range(num_rounds)]
-        ended_ns = time.monotonic_ns()
+        bare, fleet = [], []
+        for _ in range(num_rounds):
+            bare.append(await bench.bare_rate(seconds))
+            fleet.append(await bench.fleet_round(seconds))
         lags = (await bench.control.stats()).lag_histogram
-    player = bench.player
-    use = Attribution.of(Trace.load(scratch), (began_ns, ended_ns)).total(Pool.fleet)
+    player, trace = bench.player, Trace.load(scratch)
+    uses = [Attribution.of(trace, one.window).total(Pool.fleet) for one in fleet]
+    capacity, idle = sum(use.capacity for use in uses), sum((Counter(use.idle) for use in uses), Counter[str]())
+    turns_per_s = statistics.median(one.turns_per_s for one in fleet)
     could_hit = player.later.num_tokens - player.num_later * len(RESULT)
     return {
-        "episodes_vs_bare_agent": statistics.median(fleet) / statistics.median(bare),
-        "turns_per_s": statistics.median(fleet),
+        "episodes_vs_bare_agent": turns_per_s / statistics.median(bare),
+        "turns_per_s": turns_per_s,
         "slots_held_by_tools": float(player.num_held),
-        "tools_overlap": use.utilisation,
-        **{f"idle_{cause}": part / use.capacity for cause, part in use.idle.items()},
+        "tools_overlap": statistics.median(use.utilisation for use in uses),
+        **{f"idle_{cause}": part / capacity for cause, part in idle.items()},
         "lag_max": float(max(lags, default=0)),
         **({"prefix_hit_rate": player.later.num_cached / could_hit} if could_hit > 0 else {}),
     }
