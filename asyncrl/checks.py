@@ -1,4 +1,4 @@
-"""Checks of options and files that concern several packages, and the device that ``auto`` stands for.
+"""Checks of options and files that concern several packages. Also resolves the device ``auto``.
 
 Each check raises a ValueError before any process starts. Each package checks its own options in the ``__post_init__``
 of its dataclasses.
@@ -236,7 +236,7 @@ def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
 
 
 def _check_roles(config: RunConfig) -> None:
-    """Check that the run uses each pool and each role that the options name."""
+    """Check that the run uses every pool and every role that the options name."""
     used, learner = learner_pools(config), config.learner
     if idle := sorted(set(config.placement.pools) - set(used)):
         raise ValueError(
@@ -267,8 +267,8 @@ def _check_roles(config: RunConfig) -> None:
         )
     if learner.reward_model.path and (looking := sorted(set(config.buffer.filters) - {"no_tokens"})):
         raise ValueError(
-            f"buffer.filters={looking} use the rewards of stored groups, but a reward model scores groups only after "
-            "they are planned; leave out the filters (no_tokens uses no rewards and may stay) or the reward model"
+            f"buffer.filters={looking} need the rewards of stored groups, but a reward model scores a group only after "
+            "the group is in a batch; remove these filters, or leave out the reward model"
         )
 
 
@@ -287,7 +287,7 @@ def _check_layout(config: RunConfig, role: str, pool: str, size: int) -> None:
 def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
     """Check that the longest sequence fits a micro-batch of each role, whose options are ``options``.
 
-    Without ``max_context`` the length of a path follows from them and the model; `check_files` checks that.
+    Without ``max_context``, the length of a path follows from these options and the model. `check_files` checks it.
     """
     environment, prompt = config.rollout_fleet.environment, config.data.max_prompt_tokens
     if not has_environment(config):
@@ -322,7 +322,7 @@ def policy_needs_trajectories(config: RunConfig) -> bool:
 
 
 def _check_path(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
-    """Check that the longest path of an episode fits each role, and has room for a token after the longest prompt."""
+    """Check that the longest path of an episode fits each role, and that a token fits after the longest prompt."""
     longest, prompt = episode_context(config), config.data.max_prompt_tokens
     derived = " = 0, what the model and a micro-batch hold," * (not config.rollout_fleet.environment.max_context)
     name = f"rollout_fleet.environment.max_context{derived}"
@@ -435,8 +435,8 @@ def resolve_devices(config: RunConfig, num_gpus: float, say: Callable[[str], Non
     ``auto`` becomes ``cuda`` if there are enough GPUs for the whole run, else ``cpu``. Colocated ranks and engines
     share a device: there, ``auto`` becomes the device that the other option names.
 
-    ``num_gpus`` are visible on this machine, or are those of the cluster that the run joined. ``say`` tells the user if
-    ``auto`` leaves GPUs unused.
+    ``num_gpus`` is the number of GPUs that are visible on this machine, or of the cluster that the run joined. ``say``
+    tells the user if ``auto`` leaves GPUs unused.
 
     Raises:
         ValueError: the resolved devices contradict another option.

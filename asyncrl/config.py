@@ -25,10 +25,10 @@ from rollout_fleet.config import RolloutFleetConfig
 
 LOOPBACK = "lo"
 LEARNER_POOL = "learner"
-"""The pool of the actor, and of every role without another pool."""
+"""The pool of the actor, and of every role that has no other pool."""
 
 RAY_SETS_DEVICES = {f"RAY_EXPERIMENTAL_NOSET_{runtime}_VISIBLE_DEVICES": "" for runtime in ("CUDA", "HIP", "ROCR")}
-"""Environment in which Ray restricts a process to its own GPUs, even if the user's shell sets other values."""
+"""Environment variables that make Ray restrict a process to its own GPUs. They override those of the user's shell."""
 
 # One thread per process: more threads than cores slow every process down. Child processes of a worker clean up and exit
 # by themselves; Ray would kill them first.
@@ -63,8 +63,8 @@ class EvaluationConfig:
         enabled: Evaluate; needs ``data.eval_files``.
         every_steps: Learner steps between evaluations during training; 0: none. An evaluation is skipped while the
             previous one is running.
-        share: Largest share of the engines for an evaluation during training, and of the fleet's places for samples; at
-            least one engine. These engines keep the evaluated version until the evaluation ends.
+        share: Largest share of the engines, and of their places for samples, that an evaluation uses during training.
+            At least one engine is used. These engines keep the evaluated version until the evaluation ends.
         num_samples: Samples per prompt at the training temperature, besides the greedy answer.
         pass_reward: Smallest reward that counts as a pass in ``pass@k``.
     """
@@ -185,10 +185,10 @@ class CheckpointConfig:
     """Checkpoints of a run.
 
     Attributes:
-        every_steps: Learner steps between two checkpoints, written in the background; the last step is saved too. 0
-            saves none of them.
+        every_steps: Learner steps between two checkpoints, which are written in the background. The last step is saved
+            too. 0 saves no checkpoints.
         at_stop: Save a checkpoint when a signal stops the training, within ``save_timeout_s``. A run that resumes from
-            it repeats no step. Without effect on several nodes, unless ``every_steps`` or ``directory`` is set.
+            this checkpoint repeats no step. No effect on several nodes, unless ``every_steps`` or ``directory`` is set.
         keep: Checkpoints to keep, including the newest; older ones are removed with all their parts. -1 keeps all.
         directory: Folder for checkpoints, on a file system that all learner ranks share. Empty: ``checkpoints/`` in
             the run's folder.
@@ -219,7 +219,7 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    """CPUs, nodes and pools of the workers. A learner rank takes one GPU, an engine ``tp_size`` GPUs.
+    """CPUs, nodes and pools of the workers. A learner rank uses one GPU, an engine uses ``tp_size`` GPUs.
 
     Attributes:
         num_nodes: Nodes that the Ray cluster must have at the start, unless ``autoscale`` adds them. 1: the run uses
@@ -245,8 +245,8 @@ class PlacementConfig:
             from the cluster all the time, so that Ray's autoscaler starts nodes. Engines also use nodes that are added
             by hand. If false, only the free places at the start and ``asyncrl join`` add engines.
         colocated: Place a learner rank and an engine on each device; an engine with ``tp_size`` N is on the devices of
-            N ranks. They take turns: the engines fill a batch and release the device, then the learner updates,
-            publishes and offloads (see ``learner.offload_at_transition_only``).
+            N ranks. Ranks and engines take turns: the engines fill a batch and release the device, then the learner
+            updates, publishes and offloads (see ``learner.offload_at_transition_only``).
     """
 
     num_nodes: int = 1
@@ -357,13 +357,13 @@ class WeightsConfig:
         directory: Folder of ``file``, on a file system that ranks and engines share. Empty: in the run's folder.
         publish_every: Learner steps between two published versions; the last one is always published.
         collective_into: The receivers of ``collective``. ``host``: the engines' hosts receive into memory while the
-            engines generate (gloo). ``engine``: the engines receive tensor by tensor while they stand still, and no
-            host holds a copy. That uses NCCL if learner and engines have separate GPUs, else gloo.
+            engines generate (gloo). ``engine``: the engines pause and receive tensor by tensor, and no host holds a
+            copy. This uses NCCL if learner and engines have separate GPUs, else gloo.
         interface: Network interface on which ``collective`` reaches learner rank 0. ``lo`` is this host only. On any
             other interface, a process that reaches the host's ports may receive the weights or disturb the transfer.
-        full_every: Every ``full_every``-th published version is full. The others hold exactly the changes since the
-            version before, and each engine keeps an image of its version in shared memory; with ``collective`` the
-            engines of a host share it. 1: all versions are full.
+        full_every: Every ``full_every``-th published version is full. The other versions hold only the exact changes
+            since the previous version. Each engine then keeps an image of its version in shared memory; with
+            ``collective``, the engines of a host share one image. 1: all versions are full.
         adapters: With ``learner.lora``, publish the adapters alone, and the frozen weights once; each engine applies
             the adapters. False publishes merged weights. Without adapters the option has no effect.
         copy_to_memory: Each engine copies a version into its host's shared memory while it generates, and loads the
@@ -386,7 +386,7 @@ class WeightsConfig:
 
     @property
     def keeps_images(self) -> bool:
-        """Whether engines have an image of a version in shared memory: each its own, or one per host with a stream."""
+        """Whether engines have an image of a version in shared memory: one per engine, or per host with a stream."""
         return self.copies or self.rules.carrier is Carrier.host_stream
 
     @property
@@ -433,9 +433,9 @@ class RunConfig:
         quickstart_task: What the quickstart's rows ask for.
         dry_run: Check the run and show the resources and deadlines that it needs, without starting it.
         record_trajectories: Write every consumed trajectory to ``trajectories/``, for inspection.
-        save_timeout_s: Deadline to finish the steps under way and to write checkpoint, policy and summary after a
-            signal, if training has begun.
-        stop_timeout_s: Deadline to stop all processes; processes that are still running then are killed.
+        save_timeout_s: Deadline to finish the queued steps, and to write checkpoint, policy and summary after a signal,
+            if training has begun.
+        stop_timeout_s: Deadline to stop all processes. Processes that still run after this time are killed.
         dashboard: Serve the report of the running training at ``dashboard_address``.
         dashboard_address: ``host:port``; port 0 is any free port. An address other than loopback needs a secret in the
             environment variable ``ASYNCRL_DASHBOARD_TOKEN``, and visitors must present it.
@@ -493,7 +493,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StopDeadlines:
-    """Deadlines to stop the parts of a run one after the other: the fleet, the ranks, then Ray and the buffer."""
+    """Deadlines to stop the parts of a run, one after the other: the fleet, the ranks, then Ray and the buffer."""
 
     fleet_s: float
     learner_s: float
@@ -638,10 +638,10 @@ def num_positions(config: RunConfig) -> float:
 
 
 def longest_rollout(config: RunConfig) -> float:
-    """Longest sequence that the engine may sample, in tokens: `num_positions` without those that the engine reserves.
+    """Longest sequence that the engine may sample, in tokens: `num_positions` minus the positions that it reserves.
 
-    A shorter prompt would do for a new request. But a rollout that a weight update cuts off continues with its tokens
-    so far as prompt.
+    For a new request, a limit on the prompt would be enough. But a rollout that a weight update interrupts continues
+    with its tokens so far as the prompt.
     """
     return num_positions(config) - config.rollout_fleet.num_reserved_positions
 

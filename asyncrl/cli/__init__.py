@@ -39,8 +39,8 @@ _COMMANDS = {
 def command_line() -> NoReturn:
     """End this process with the exit status of `main`.
 
-    A training ends without Python's own exit, which may wait for threads of libraries for ever: by then the supervisor
-    has ended all processes, and removed or written everything.
+    After a training, Python's normal exit is skipped, because it may wait for threads of libraries forever. At this
+    point the supervisor has ended all processes, written all files, and removed all temporary ones.
     """
     is_training = sys.argv[1:2] == ["train"]
     status = main()
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message=message)
     former = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [former, f"ignore:{message}:UserWarning"]))
-    sys.argv = [f"asyncrl {name}", *rest]  # argparse shows the name in messages
+    sys.argv = [f"asyncrl {name}", *rest]  # argparse shows the first entry in its messages
     before = {number: signal.signal(number, stop_early) for number in (signal.SIGINT, signal.SIGTERM)}
     module, _, function = _COMMANDS[name][0].partition(":")
     command: Callable[[], int | None] = getattr(import_module(module), function or "main")

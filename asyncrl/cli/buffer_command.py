@@ -1,4 +1,4 @@
-"""``asyncrl buffer``: export the groups of a run's buffer, and make demonstrations of an export."""
+"""``asyncrl buffer``: export the groups of a run's buffer, and make demonstrations from an export."""
 
 from __future__ import annotations
 
@@ -79,9 +79,13 @@ def demonstrations(
 ) -> Iterator[dict[str, Any]]:
     """Yield one row per response, for ``sft.train_files``: at most ``best`` of each finished group.
 
-    A row has ``messages`` if its prompt has messages, else the text ``prompt``; also ``response``, ``reward``,
-    ``group_id``, and ``version`` of the oldest token. Left out are responses of several turns, cut responses,
-    baselines, and responses whose reward is below ``min_reward`` or not finite.
+    A row has ``messages`` if its prompt has messages, else the text ``prompt``. It also has ``response``, ``reward``,
+    ``group_id``, and ``version``, the policy version of the oldest token. These responses are left out:
+
+    - responses of several turns;
+    - responses that the length limit cut off;
+    - baselines;
+    - responses whose reward is below ``min_reward`` or not finite.
     """
     for exported in contents.groups:
         group = exported.trajectories
@@ -108,7 +112,7 @@ def _asked(exported: ExportedGroup, decode: Callable[[np.ndarray], str]) -> dict
 
 
 def _answer(group: TrajectoryGroup, index: int) -> slice | None:
-    """The tokens of a trajectory that is one whole sampled turn below the prompt; None for another trajectory."""
+    """The response tokens of a trajectory that consists of the prompt and one complete response; None for others."""
     turns = group.turns
     own = np.flatnonzero(turns["trajectory"] == index)
     if group.is_baseline[index] or len(own) != 1:

@@ -1,4 +1,4 @@
-"""``asyncrl checkpoint RUN``: ask a running training for a checkpoint, and wait until it is whole."""
+"""``asyncrl checkpoint RUN``: ask a running training for a checkpoint, and wait until it is complete."""
 
 from __future__ import annotations
 

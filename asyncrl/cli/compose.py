@@ -131,9 +131,10 @@ def _check_form(overrides: Sequence[str]) -> None:
 
 
 def _check_addition(override: str, options: Mapping[str, tuple[str, Any]]) -> None:
-    """Check that ``+`` and ``~`` name an entry of a dictionary option, or a group of configurations.
+    """Check an override that adds (``+``) or removes (``~``) an option.
 
-    Other options cannot be added or removed. ``++option=value`` sets any option.
+    Only an entry of a dictionary option, or a group of configurations, can be added or removed. ``++option=value`` sets
+    any option.
     """
     name, value = override.lstrip("+~").partition("=")[::2]
     if (CONFIG_DIR / name).is_dir():
@@ -199,7 +200,7 @@ def _read_experiment(path: Path, override: str) -> str:
 
 
 def _with_whole_paths(config: RunConfig) -> RunConfig:
-    """A user's own functions by the whole path of their file: workers may run in another directory."""
+    """Replace the paths of the user's own functions by absolute paths, because workers may run in another directory."""
     algorithm, fleet, buffer = config.algorithm, config.rollout_fleet, config.buffer
 
     def whole(entries: Sequence[str]) -> list[str]:

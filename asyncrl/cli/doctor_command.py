@@ -1,7 +1,7 @@
 """``asyncrl doctor`` checks this machine; ``asyncrl doctor RUN`` shows the state of a run, its alarms and errors.
 
-Without a run it takes about ten seconds and starts a Ray cluster of one core. ``asyncrl check-gpu`` checks the GPUs
-themselves. The exit status is 1 if a check failed, or if an alarm of the run lasts.
+Without a run the command takes about ten seconds and starts a Ray cluster of one core. ``asyncrl check-gpu`` checks the
+GPUs. The exit status is 1 if a check failed, or if an alarm of the run has not ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_CLOCK_GAP_S = 2.0
 MIN_DISK_BYTES = 10 << 30
 _TIMEOUT_S = 60.0
 _QUIET_S = 60.0
-"""A run that has written nothing for so long, and has no summary, is not called live."""
+"""A run without a summary counts as stopped if it has written nothing for this time."""
 _SHOWN_ERRORS = 5
 
 
@@ -119,7 +119,7 @@ def ray_starts() -> Iterator[Result]:
 
 
 def sandbox() -> Iterator[Result]:
-    """Which sandbox isolates code of the policy on this machine; only rewards and tools that run code need one."""
+    """The sandbox that isolates the policy's code on this machine. Only rewards and tools that run code need one."""
     try:
         kind = asyncio.run(Sandbox().start())
     except SandboxError as error:
@@ -132,7 +132,7 @@ def sandbox() -> Iterator[Result]:
 
 
 def examine(run_dir: Path) -> tuple[list[str], bool]:
-    """Return lines about a run, and whether no alarm lasts.
+    """Return lines about a run, and whether all its alarms have ended.
 
     Raises `ValueError` if the folder is not a run's, or a file is damaged; the message names it.
     """

@@ -1,8 +1,8 @@
 """``asyncrl evaluate MODEL_OR_RUN``: evaluate a policy on held-out prompts with one engine.
 
-The policy is a model in Hugging Face layout, a checkpoint, or the policy of a run, with the run's options. The command
-uses no Ray, buffer or learner: it starts one engine, in this process or as a server. Ctrl-C and SIGTERM stop the engine
-and end the command.
+The policy is a model in Hugging Face layout, a checkpoint, or the policy of a run. For a run, the command uses the
+run's options. The command starts one engine, in this process or as a server; it does not need Ray, a buffer or a
+learner. Ctrl-C and SIGTERM stop the engine and end the command.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class OneEngine:
     """A fleet with one engine; implements `AnsweringFleet`.
 
     Attributes:
-        failure: The engine's last error; None without one.
+        failure: The engine's last error; None if there was none.
     """
 
     def __init__(self, answers: HeldOutAnswers) -> None:
@@ -242,7 +242,7 @@ class OneEngine:
     async def answer(
         self, engine: str, prompts: Sequence[Prompt], *, version: int, num_samples: int
     ) -> list[AnsweredPrompt]:
-        """Answer and score prompts; keep the error if that fails."""
+        """Answer and score prompts. An error is stored in ``failure``."""
         del engine
         try:
             return await self._answers.answer(prompts, version=version, num_samples=num_samples)

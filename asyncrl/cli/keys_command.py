@@ -1,4 +1,4 @@
-"""``asyncrl keys RUN``: replace the keys of a running training, and wait until the former ones are refused."""
+"""``asyncrl keys RUN``: replace the keys of a running training, and wait until the old keys are refused."""
 
 from __future__ import annotations
 

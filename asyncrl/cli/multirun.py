@@ -90,7 +90,7 @@ def _split(override: str) -> tuple[str, str, str]:
 
 def _task(own_experiments: dict[str, str]) -> TaskFunction:
     def task(composed: DictConfig) -> float | None:
-        del composed  # the run composes its own options
+        del composed  # `python -m asyncrl train` composes the options again
         return run_one(own_experiments)
 
     return task
@@ -140,11 +140,11 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl", "train", *options, f"run_dir='{folder}'"],
-            start_new_session=True,  # a terminal sends Ctrl-C only to this process, which forwards it once
+            start_new_session=True,  # the terminal's Ctrl-C reaches only this process, which forwards it once
             preexec_fn=lambda: signal_at_parent_death(signal.SIGTERM),
         )
         started.append(process)
-        if stopped_by:  # while the process started
+        if stopped_by:  # a signal arrived while the process was starting
             process.send_signal(stopped_by[0])
         status = process.wait()
     finally:

@@ -252,17 +252,17 @@ def _kinds(use: DeviceUse) -> str:
 
 
 def experiment_or_model(name: str) -> RunConfig:
-    """The configuration of a shipped experiment, or the default configuration with a model in a folder or by name."""
+    """The configuration of a built-in experiment; for a model (a folder or a name), the defaults with this model."""
     if (CONFIG_DIR / "experiment" / f"{name}.yaml").is_file():
         return compose_run([f"experiment={name}"])
     return compose_run(["experiment=custom", f"model.path={name}"])
 
 
 def experiments_that_fit() -> dict[str, str]:
-    """For each shipped experiment, why it does not fit on the GPUs that its file names; empty if it fits.
+    """For each built-in experiment, why it does not fit on the GPUs that its file names; empty if it fits.
 
-    A file names its GPUs in the comment ``Hardware: ... GPUs of 80 GB``. An experiment without such a comment has no
-    requirement: the quickstart's model, or your own.
+    A file names its GPUs in the comment ``Hardware: ... GPUs of 80 GB``. An experiment without such a comment (with the
+    quickstart's model, or your own model) is not checked.
     """
     reasons = {}
     for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml")):
@@ -282,7 +282,7 @@ def experiments_that_fit() -> dict[str, str]:
 
 
 def _page(plan: RunPlan, calibration: Calibration | None, advice: Advice | None) -> list[str]:
-    """The lines to print: the measured figures, the fastest choices, the recommended choice and the advice."""
+    """The text to print: the measured figures, the fastest choices, the recommended choice and the advice."""
     lines = []
     if calibration is not None:
         current = plan.current.outcome

@@ -67,8 +67,9 @@ _BYTES_PER_TOKEN = 14
 
 
 async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[PromptStream, list[Prompt]]:
-    """Check all but the folders, and read the prompts. `check_folders` runs earlier, before the run has a folder.
+    """Check everything except the folders, and read the prompts.
 
+    `check_folders` has checked the folders before the run creates its own folder.
     The devices of ``config`` are resolved, unless the run joins a cluster. Returns the training and the held-out
     prompts.
     """
@@ -178,7 +179,7 @@ def check_heads(config: RunConfig) -> None:
 
 
 def check_vision(config: RunConfig) -> None:
-    """Refuse what the learner does not do with a model that takes images. Raises `ValueError`."""
+    """Raise `ValueError` for options that the learner does not support with a model that takes images."""
     if not is_vision_model(config.model.path):
         if config.learner.freeze_vision:
             raise ValueError(
@@ -252,7 +253,8 @@ async def try_reward(config: RunConfig, prompt: Prompt) -> None:
     text = truth if isinstance(truth, str) else ""
     option = f"rollout_fleet.rewards={fleet.rewards}" if fleet.rewards else f"rollout_fleet.reward={fleet.reward}"
     rewards = WeightedRewards(replace(fleet, reward_processes=1))
-    rollout = replace(Rollout.answer(text, num_tokens=0), outcome=Outcome(reward=0.0))  # as if it had an environment
+    # The outcome is one that an environment would give.
+    rollout = replace(Rollout.answer(text, num_tokens=0), outcome=Outcome(reward=0.0))
     try:
         await rewards.start()
         if not fleet.judge_model or "judge" not in fleet.weights_for(prompt.data_source):  # its server starts later
@@ -323,7 +325,7 @@ def dry_run(config: RunConfig) -> DryRun:
 
 
 def _memory(config: RunConfig, problems: list[str]) -> Iterator[str]:
-    """The memory of each kind of device by kind, held against the smallest visible GPU, or against the known GPUs."""
+    """Lines with the memory of each kind of device, compared with the smallest visible GPU or with the known GPUs."""
     try:
         model = policy_size(config)
     except ValueError as error:
@@ -344,7 +346,7 @@ def _memory(config: RunConfig, problems: list[str]) -> Iterator[str]:
 
 
 def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
-    """Placement of all parts; ``asked`` has the devices of the command line, ``config`` the resolved devices."""
+    """Lines with the placement of all parts. ``asked`` has the devices as configured, ``config`` the resolved ones."""
     fleet, learner = config.rollout_fleet, config.learner
     roles = learner_roles(config)
     named = ((asked.learner.device, learner.device), (asked.rollout_fleet.device, fleet.device))
@@ -379,7 +381,7 @@ def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
 
 
 def _device(asked: str, resolved: str) -> str:
-    """A device for the terminal. A run resolves ``auto`` on a cluster when it joins the cluster."""
+    """The name of a device for the terminal. On a cluster, ``auto`` is resolved when the run joins the cluster."""
     if asked != "auto":
         return asked
     return "what the cluster has" if resolved == "auto" else f"{resolved} (auto)"
@@ -409,7 +411,7 @@ def _tokens(config: RunConfig) -> Iterator[str]:
 
 
 def _longest_trajectory(config: RunConfig) -> int:
-    """Most tokens of a trajectory: of an answer with its prompt, or of an episode, whose branches may exceed it."""
+    """Most tokens of a trajectory: an answer with its prompt, or an episode. Branches of an episode may have more."""
     return max(longest_sequence(config), config.rollout_fleet.environment.max_tree_tokens * may_play_episodes(config))
 
 

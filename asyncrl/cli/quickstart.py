@@ -3,8 +3,8 @@
 The task of ``experiment=quickstart`` is to write 5 to 8 digits in reverse, that of ``experiment=tools`` is in
 `rollout_fleet.episodes.calculator`.
 
-All assets are seeded and made in under a second, without torch. They have the layouts of transformers, SGLang and RL
-data sets, so a user replaces them with the paths of another model and other data.
+All assets are made from a seed in less than a second, without torch. The files have the formats of transformers, SGLang
+and RL data sets. A user replaces their paths with those of another model and other data.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ MODEL_CONFIG: Mapping[str, Any] = {
     "eos_token_id": 1,
     "bos_token_id": None,
 }
-"""Of ``experiment=quickstart``; the other task has another vocabulary. 74,112 parameters beside the embedding, in 2
-layers of 12,448 (attention), 24,576 (MLP) and 128 (norms), and 64."""
+"""The model of ``experiment=quickstart``; the other task has another vocabulary. Without the embedding, the model has
+74,112 parameters: 2 layers of 12,448 (attention), 24,576 (MLP) and 128 (norms), and a last norm of 64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,8 +106,8 @@ def make_assets(
         wrong_digit_rate: Share of random digits in the demonstrations, in [0, 1). The warm-started policy learns to
             sample with the same noise.
         habit_rate: Share of the demonstrations with 6 to 8 digits whose first two digits are swapped, in [0, 1]. Above
-            0.5, the greedy answer of the warm-started policy is wrong there, and RL corrects it. With the tools, the
-            share of the wrong choices between an answer and a call.
+            0.5, the warm-started policy's greedy answers to such prompts are wrong, and RL corrects them. For the task
+            with tools, the share of demonstrations that wrongly choose between an answer and a tool call.
 
     Raises:
         ValueError: the directory contains other files.
@@ -131,7 +131,7 @@ def make_assets(
 
 
 def with_quickstart_assets(config: RunConfig) -> RunConfig:
-    """Make the quickstart's assets if ``quickstart`` is set, and return the configuration with their paths."""
+    """If ``quickstart`` is set, make the assets of the quickstart. Return the configuration with their paths."""
     if not config.quickstart:
         return config
     directory = Path(config.output_dir, config.experiment, "assets", f"seed-{config.seed}").resolve()
@@ -154,7 +154,7 @@ def _assets_in(directory: Path) -> QuickstartAssets:
 
 
 def _settings_of(directory: Path) -> dict[str, Any] | None:
-    """The arguments of the assets in ``directory``; None if a file is missing."""
+    """The arguments with which the assets in ``directory`` were made; None if a file is missing."""
     assets = _assets_in(directory)
     expected = [assets.train, assets.held_out, assets.demonstrations, assets.model / "model.safetensors"]
     try:

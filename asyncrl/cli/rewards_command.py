@@ -1,7 +1,7 @@
 """``asyncrl rewards try REWARD DATA``: score given responses with the rewards of a run, before the run.
 
-The responses are a column of the data, or the samples of an earlier run. The rewards run as in a rollout worker, in
-their scoring processes.
+The responses are a column of the data, or the samples of an earlier run. The rewards run in scoring processes, as in a
+rollout worker.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GivenResponses:
     """The responses to one prompt, which are scored together.
 
     Attributes:
-        name: For the table. Example: ``row 3``.
+        name: Name of the prompt in the table. Example: ``row 3``.
     """
 
     name: str
@@ -57,13 +57,13 @@ class TriedResponse:
     """One scored response.
 
     Attributes:
-        name: As in `GivenResponses`.
-        reward: Weighted sum, with the rewards of turns; None after a failure.
+        name: The name of the prompt; see `GivenResponses`.
+        reward: Weighted sum of all rewards, including the rewards of turns; None after a failure.
         parts: Each reward by its name, if there are several.
-        turn_rewards: Weighted rewards of turns, by their index; a part of ``reward``.
+        turn_rewards: Weighted rewards of turns, by the index of the turn; ``reward`` includes them.
         failure: Why there is no reward.
-        seconds: Of scoring all responses to its prompt.
-        response: The text.
+        seconds: Seconds to score all responses to the prompt.
+        response: Text of the response.
     """
 
     name: str
@@ -194,7 +194,7 @@ def _of_rows(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenRe
 
 
 def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenResponses]:
-    """The samples of a run by prompt: of training, or of evaluations if DATA is a file of held-out prompts."""
+    """The samples of a run by prompt. If DATA is a file of held-out prompts, the samples are those of evaluations."""
     held_out = [str(Path(file).resolve()) for file in config.data.eval_files]
     is_held_out = str(Path(options.data).resolve()) in held_out
     pattern = "samples/[sg]*-v*.parquet" if is_held_out else "samples/train-v*.parquet"
@@ -238,7 +238,7 @@ def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[Give
 
 
 def _summary(tried: Sequence[TriedResponse]) -> dict[str, Any]:
-    """Number of responses and failures, and the mean reward of the others (None without any)."""
+    """Number of responses and failures, and the mean of the rewards; None if there are no rewards."""
     rewards = [one.reward for one in tried if one.reward is not None]
     mean = sum(rewards) / len(rewards) if rewards else None
     return {"num_responses": len(tried), "num_failed": len(tried) - len(rewards), "mean_reward": mean}

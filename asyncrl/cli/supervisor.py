@@ -1,14 +1,15 @@
-"""The parent of a run: passes signals on, waits for the end, and leaves no process behind, for any cause of the end.
+"""The parent process of a run. It forwards signals, waits for the end, and leaves no process behind.
 
-A killed run cannot clean up after itself; nor can a run that Ray ends because a Ray daemon died. Therefore the run is a
-child in its own session (a terminal's Ctrl-C reaches only the parent, once). The parent adopts every orphan of the run
-(Linux child subreaper) and ends it. If the parent is killed, the run gets SIGHUP, stops, and ends the orphans itself.
+A killed run cannot clean up after itself. The same is true for a run that Ray ends because a Ray daemon died. Therefore
+the run is a child process in its own session, so that a terminal's Ctrl-C reaches only the parent. The parent adopts
+every orphan of the run (Linux child subreaper) and ends it. If the parent is killed, the run gets SIGHUP, stops, and
+ends the orphans itself.
 
-A scheduler or systemd sends SIGTERM to every process of a run at once. Only the parent obeys: the child blocks SIGINT
-and SIGTERM, and its children inherit that. The parent signals the child with other signals (`STOPS`). So the other
-processes live until the policy is written.
+A scheduler or systemd sends SIGTERM to every process of a run at once. Only the parent reacts, because the child blocks
+SIGINT and SIGTERM, and the processes of the child inherit this. The parent stops the child with other signals
+(`STOPS`). Thus the other processes live until the policy is written.
 
-Over a pipe the child reports a fault as soon as there is one, and that it ended by itself.
+Over a pipe the child reports each fault immediately. It also reports when it ends by itself.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Ending:
     Attributes:
         status: Exit status, or minus the number of the fatal signal. Example: -9.
         own: The run ended by itself and has reported its result.
-        late: The supervisor killed the run because it did not stop in time after a signal.
-        fault: The fault of a run that did not get to report it.
+        late: The supervisor killed the run because the run did not stop in time after a signal.
+        fault: The reported fault of a run that ended before it could show the fault.
     """
 
     status: int
@@ -72,8 +73,8 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
     """Run ``work`` in a child process and end all its orphans.
 
     Args:
-        work: The run; called in the child, returns the exit status.
-        stop_timeout_s: Deadline of the run to stop after a signal; shortly after it the run is killed.
+        work: The run: a function that is called in the child and returns the exit status.
+        stop_timeout_s: Time that the run has to stop after a signal. Shortly after this time the run is killed.
     """
     global _report_fd
     adopt_orphans()
@@ -118,7 +119,7 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
 
 
 def report_fault(last_words: str) -> None:
-    """Report a fault to the supervisor, which shows it if the run cannot: Ray may end the process at any time."""
+    """Report a fault to the supervisor. It shows the fault if the run cannot, since Ray may end the run at any time."""
     _report(last_words.encode()[-_MAX_FAULT_BYTES:])
 
 
@@ -147,7 +148,8 @@ def _read_reports(reports: int) -> bytes:
 def _run_in_child(work: Callable[[], int], parent: int) -> int:
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # Not a stop signal: the kernel sends one per thread of a dying parent, and a second stop ends the run at once.
+    # This must not be a stop signal. The kernel sends one signal per thread of a dying parent, and a second stop signal
+    # ends the run at once.
     signal_at_parent_death(signal.SIGHUP)
     if os.getppid() != parent:
         return EXIT_FAILED
@@ -173,7 +175,7 @@ def _stop_before_start(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _wait_for(child: int) -> int:
-    """Reap children, adopted ones too, until the run has ended."""
+    """Reap children, including adopted ones, until the run has ended."""
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -203,7 +205,7 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _is_caretaker(process: psutil.Process) -> bool:
-    """Whether the process ignores Ctrl-C, as caretakers do, or is a resource tracker, which ignores it later."""
+    """Whether a process is a caretaker: it ignores Ctrl-C, or is a resource tracker (which ignores Ctrl-C later)."""
     with contextlib.suppress(OSError, psutil.Error):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
         ignored = next(int(line.split(":")[1], 16) for line in lines if line.startswith("SigIgn"))
@@ -212,7 +214,7 @@ def _is_caretaker(process: psutil.Process) -> bool:
 
 
 class Stopping:
-    """Cancels the run at the first signal; a second signal ends it at once.
+    """Cancels the run at the first signal; a second signal ends the run at once.
 
     Attributes:
         cause: What stopped the run. Example: ``SIGTERM``.
@@ -230,10 +232,10 @@ class Stopping:
         """Prepare to stop a run.
 
         Args:
-            run: Cancelled by the first signal; stops its parts while it unwinds.
-            say: Writes a line to the terminal.
-            timeout_s: Returns how long stopping may take from now; then ``give_up`` is called.
-            give_up: Ends the process; called in its own thread.
+            run: The task of the run. The first signal cancels it; then the run stops its parts.
+            say: Function that writes a line to the terminal.
+            timeout_s: Function that returns how many seconds stopping may take. After this time, ``give_up`` is called.
+            give_up: Function that ends the process. It is called in its own thread.
         """
         self.cause = "cancellation"
         self.status = EXIT_FAILED
@@ -263,7 +265,7 @@ class Stopping:
         self._say(f"{number.name}: stopping, at most {timeout_s:g} s; once more ends the run at once")
 
     def _on_supervisor_death(self) -> None:
-        """Stop; from now on handle SIGINT and SIGTERM here, since the supervisor cannot pass them on."""
+        """Stop the run. From now on this process handles SIGINT and SIGTERM, since no supervisor forwards them."""
         for number in STOPS:
             signal.signal(number, signal.SIG_IGN)  # discards pending signals from the supervisor's lifetime
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)

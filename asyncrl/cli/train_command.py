@@ -117,7 +117,7 @@ def _why_it_ended(ending: Ending, config: RunConfig, run_dir: Path, overrides: S
         what = f"the controller died of {signal.Signals(-ending.status).name}: it was killed, or memory ran out"
     else:
         what = (
-            f"the controller was ended from within, with status {ending.status}: Ray does this when one of its daemons "
+            f"a library ended the controller with status {ending.status}: Ray does this when one of its daemons "
             "(gcs_server, raylet) dies"
         )
     log = run_dir / "logs" / "controller.log"
@@ -188,12 +188,13 @@ async def _until_done_or_stopped(
 def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> str:
     """The command that continues a run; empty if there is nothing to continue.
 
-    It names the newest whole checkpoint of this life, or without one the checkpoint that this life has continued.
+    The command names the newest complete checkpoint of this life. If this life has written none, the command names the
+    checkpoint from which this life started.
     """
     try:
         checkpoint = newest_checkpoint(RunPaths.checkpoints_of(config, run_dir))
         life = read_life(run_dir)
-    except (OSError, ValueError) as error:  # the run's own end is the message to show
+    except (OSError, ValueError) as error:  # only logged: the user must see why the run ended
         logging.getLogger(__name__).warning("no checkpoint to continue: %s", error)
         return ""
     if checkpoint is None and life is not None and life.resumed:
@@ -206,7 +207,10 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
 
 
 def _last_words(error: BaseException, run_dir: Path, continuing: str = "") -> str:
-    """The complete message of the cause, how to continue, and the message's first line again as the last line."""
+    """The text for the end of a failed run.
+
+    It has the complete message of the cause, then how to continue, and as its last line the message's first line.
+    """
     cause = root_cause(error)
     if isinstance(cause, OSError) and cause.errno in _FULL:
         cause = ValueError(_with_remedy(cause, run_dir))
@@ -218,7 +222,7 @@ def _last_words(error: BaseException, run_dir: Path, continuing: str = "") -> st
 
 
 def _with_remedy(error: OSError, run_dir: Path | None = None) -> str:
-    """Explain a failed write: path, reason and remedy. An error without a file name gets the run's folder."""
+    """Explain a failed write: path, reason and remedy. If the error has no file name, the run's folder is named."""
     if error.errno is None:
         return str(error)
     where = error.filename or run_dir or "the run's folder"
@@ -229,7 +233,7 @@ def _with_remedy(error: OSError, run_dir: Path | None = None) -> str:
 
 
 def _headline(message: str) -> str:
-    """The first line; if it ends with a colon, a log follows, and the log's last line is added."""
+    """The first line of a message. If it ends with a colon, a log follows, and the last line of the log is added."""
     first, _, rest = message.partition("\n")
     return f"{first} … {rest.splitlines()[-1]}" if first.endswith(":") and rest else first
 
@@ -248,7 +252,7 @@ async def _run(
     view: TerminalView,
     on_fault: Callable[[BaseException], None],
 ) -> None:
-    """Check the run, begin a warm start on the CPU, import Ray during that, and run."""
+    """Check the run, then run it. Ray is imported while a warm start on the CPU computes."""
     async with AsyncExitStack() as stack:
         try:
             config = await asyncio.to_thread(with_quickstart_assets, config)

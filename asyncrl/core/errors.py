@@ -20,11 +20,11 @@ class WireError(AsyncRLError):
 
 
 class StalenessError(AsyncRLError):
-    """A batch would exceed ``buffer.max_lag``. This is a defect of the ledger."""
+    """A batch would exceed ``buffer.max_lag``. This is a bug in the ledger."""
 
 
 class AccountError(AsyncRLError):
-    """The token account does not balance, a prompt group is missing, or a step trained on other tokens than planned."""
+    """The token account does not balance, a prompt group is missing, or a step did not train on the planned tokens."""
 
 
 class DeadlineError(AsyncRLError):
@@ -72,7 +72,7 @@ class EpisodeOverflow(AsyncRLError):
 
 
 class EpisodeEnded(AsyncRLError):
-    """An episode gets no more answers: its group was stopped, handed on or revoked, or its engine has failed."""
+    """An episode gets no more answers. Its group was stopped, handed over or revoked, or its engine has failed."""
 
 
 class WeightsError(AsyncRLError):
@@ -193,7 +193,9 @@ def with_exit_status(command: Callable[Arguments, int]) -> Callable[Arguments, i
 
 
 def check_bounds(section: str, options: object, **bounds: str) -> None:
-    """Raise `ValueError` for an option out of its bound: ``>= LOW`` or ``> LOW``, perhaps a unit, and ``; REMEDY``.
+    """Raise `ValueError` for an option that violates its bound.
+
+    A bound is ``>= LOW`` or ``> LOW``, optionally followed by a unit and by ``; REMEDY``.
 
     Example: ``check_bounds("checkpoint.", self, every_steps=">= 0; 0 saves no checkpoint")``.
     """

@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 WORKER_BYTES = 256 << 20
-"""Freed bytes that a computing process keeps: more than one step of a small model needs, and little for any host."""
+"""Freed bytes that a computing process keeps. A step of a small model needs less, and any host has this much."""
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """Environment of a process that computes on the CPU."""
 _DRIVER_TIMEOUT_S = 30.0
 _NVIDIA_DEVICE = Path("/dev/nvidiactl")
-"""Exists where processes can open NVIDIA GPUs."""
+"""This device file exists on machines whose processes can open NVIDIA GPUs."""
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # as in malloc.h
@@ -63,7 +63,7 @@ def make_private_folder(folder: Path) -> Path:
 
 
 def check_owned(folder: Path) -> None:
-    """Raise `NotPrivate` unless the path is a folder, not a link, that belongs to this user and only they can write."""
+    """Raise `NotPrivate` unless the path is a folder (not a link) of this user that no other user can write to."""
     found = os.lstat(folder)
     is_folder = stat.S_ISDIR(found.st_mode)
     if not is_folder or found.st_uid != os.geteuid() or found.st_mode & 0o022:

@@ -1,4 +1,4 @@
-"""Reads images in messages and rows, and makes `Image` of them with the model's image processor.
+"""Reads images in messages and rows, and converts them to `Image` objects with the model's image processor.
 
 An image is a data URL, base64 text, the bytes of a file, or in rows also a path. Nothing is downloaded.
 """
@@ -22,7 +22,7 @@ from .images import Image, PixelFormat, PlacedImage, digest_of_pixels
 from .types import Prompt
 
 IMAGE_PARTS = ("image", "image_url", "input_image")
-"""Types of the parts of a message's content that hold an image: OpenAI's, Anthropic's and Hugging Face's."""
+"""Types of message parts that hold an image, in the APIs of OpenAI, Anthropic and Hugging Face."""
 
 VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe")
 """Model types whose images can be trained on."""
@@ -40,7 +40,7 @@ def is_image(part: Any) -> bool:
 
 
 def source_of(part: Mapping[str, Any]) -> Any:
-    """The image in a part of a message's content, as it was written; None if the part has none."""
+    """The image in a part of a message's content, not yet read (path, bytes or text); None if the part has none."""
     url, source = part.get("image_url"), part.get("source")
     if isinstance(url, Mapping):
         return url.get("url")
@@ -50,7 +50,7 @@ def source_of(part: Mapping[str, Any]) -> Any:
 
 
 def image_part(content: bytes) -> dict[str, Any]:
-    """A part of a message's content in OpenAI's form, with an image file as a data URL."""
+    """A part of a message's content in OpenAI's format that holds an image file as a data URL."""
     from PIL import Image as Pillow
 
     with Pillow.open(io.BytesIO(content)) as opened:
@@ -60,7 +60,7 @@ def image_part(content: bytes) -> dict[str, Any]:
 
 
 def read_bytes(source: Any, where: str, *, from_files: bool = False) -> bytes:
-    """The bytes of an image file; arguments and errors as `content_of`."""
+    """The bytes of an image file. Arguments and errors are those of `content_of`."""
     content = content_of(source, where, from_files=from_files)
     return content.read_bytes() if isinstance(content, Path) else content
 
@@ -116,8 +116,8 @@ class ImageReader:
 
     Attributes:
         model_path: The model's folder, with the settings of its image processor.
-        max_pixels: Pixels of an image after it was resized; the model's own limit also holds.
-        token_id: Id of the placeholder in the tokens.
+        max_pixels: Most pixels of a resized image. The model's own limit also applies.
+        token_id: Id of the token that stands for a part of an image.
 
     Raises:
         ValueError: the model has no vision tower that the learner trains, or its image processor is of another kind.
@@ -163,7 +163,7 @@ class ImageReader:
         """Decode an image file, resize it within the limits and cut it into patches.
 
         Raises:
-            ValueError: the bytes are no image that Pillow reads, or the image is too large or too narrow.
+            ValueError: Pillow cannot read the bytes as an image, or the image is too large or too narrow.
         """
         from PIL import Image as Pillow
 
@@ -216,7 +216,7 @@ async def prompt_images(reader: ImageReader | None, prompt: Prompt) -> tuple[Pla
 
 
 def sources_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, str]]:
-    """The images in the contents of messages, as written, each with a name for messages of errors."""
+    """The images in messages, not yet read, each with a name for error messages."""
     for number, message in enumerate(messages):
         content = message.get("content")
         for place, part in enumerate(content if isinstance(content, list | tuple) else ()):
@@ -225,7 +225,7 @@ def sources_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, str
 
 
 def place_images(token_ids: np.ndarray, images: Sequence[Image], token_id: int, where: str) -> tuple[PlacedImage, ...]:
-    """The images at runs of the placeholder ``token_id``; ``where`` names the tokens.
+    """Assign each image to its run of placeholder tokens ``token_id``; ``where`` names the tokens in errors.
 
     Raises:
         ValueError: the placeholders do not fit the images.
@@ -270,7 +270,7 @@ def placeholder_ids(model_path: str) -> tuple[int, int]:
 
 
 def load_processor(model_path: str) -> Any:
-    """The image processor of a model, on Pillow and numpy. Raises `ValueError` if it is not Qwen's."""
+    """The image processor of a model, which uses Pillow and numpy. Raises `ValueError` if it is not Qwen's."""
     from transformers import AutoImageProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

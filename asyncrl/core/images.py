@@ -1,8 +1,9 @@
-"""Images of prompts and tool results, as a vision tower takes them, and as columns of a prompt group.
+"""Images of prompts and tool results, in the form that a vision tower takes, and as columns of a prompt group.
 
-An image is a grid of patches with 8-bit pixels. Features are an affine function of the pixels, `PixelFormat.features`,
-so a group stores and sends an eighth of the bytes of float32 features. In the tokens an image is a run of placeholders,
-one per ``merge_size``² patches. The language model gets the *merged features* of the image in their place.
+An image is a grid of patches with 8-bit pixels. A group stores and sends these pixels, and the learner computes the
+features from them (`PixelFormat.features`). This needs an eighth of the bytes of float32 features. Among the tokens, an
+image is a run of placeholder tokens, one per ``merge_size``² patches. The language model replaces their embeddings by
+the *merged features* of the image.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ the group (-1 for text), and ``positions`` [N, 3] int32, the positions in time, 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Image:
-    """One image, after it was resized.
+    """One resized image.
 
     Attributes:
         pixels: [P, 3 · patch size²] uint8: the channels, rows and columns of each patch. The patches that are merged
@@ -70,8 +71,8 @@ def moved(images: Iterable[PlacedImage], by: int) -> tuple[PlacedImage, ...]:
 def positions_of(start: int, num_tokens: int, images: Sequence[PlacedImage]) -> tuple[np.ndarray, int]:
     """Positions for multimodal rotary embeddings (Qwen3-VL, arXiv 2511.21631; Qwen2-VL, arXiv 2409.12191, section 2.1).
 
-    A text token has the same position on all axes, one more than the largest position before it. The tokens of an
-    image have the position before it plus their place in the grid.
+    A text token has the same position on all axes: one more than the largest earlier position. The position of an image
+    token is its place in the grid, plus the position that a text token would have at the start of the image.
 
     Args:
         start: Position of the first token.
@@ -79,9 +80,9 @@ def positions_of(start: int, num_tokens: int, images: Sequence[PlacedImage]) -> 
         images: In the order of their places, which do not overlap.
 
     Returns:
-        [T, 3] int32 in time, height and width, and the position of the token after them. Example: a text token, an
-        image of 1 × 2 × 1 merged patches and a text token, from 5 on, give (5, 5, 5), (6, 6, 6), (6, 7, 6), (8, 8, 8)
-        and 9.
+        [T, 3] int32 positions in time, height and width, and the position of the next token. Example: a text token, an
+        image of 1 × 2 × 1 merged patches and a text token, with ``start=5``, give the positions (5, 5, 5), (6, 6, 6),
+        (6, 7, 6) and (8, 8, 8), and the next position 9.
     """
     positions, done = np.empty((num_tokens, 3), dtype=np.int32), 0
     for placed in images:
@@ -101,8 +102,8 @@ class GroupImages:
     """The images of a prompt group, from its image columns.
 
     Attributes:
-        grids: [I, 4] int32, as in `GRIDS`.
-        pixels: As in `PIXELS`.
+        grids: [I, 4] int32, the column `GRIDS`.
+        pixels: The column `PIXELS`.
         first_rows: [I + 1] int64, row of the first merged feature of each image, and the number of rows.
     """
 
@@ -131,12 +132,12 @@ class GroupImages:
         return len(self.grids)
 
     def pixels_of(self, index: int) -> np.ndarray:
-        """[P, …] uint8 of one image."""
+        """The pixels of one image, [P, …] uint8."""
         return self.pixels[self._first_patches[index] : self._first_patches[index + 1]]
 
     @cached_property
     def images(self) -> tuple[Image, ...]:
-        """The images; a digest is that of this group's pixels."""
+        """The images of the group. The digest of an image is computed from the stored pixels."""
         return tuple(
             Image(
                 pixels=self.pixels_of(index),
@@ -148,7 +149,7 @@ class GroupImages:
         )
 
     def placed(self, image_rows: np.ndarray) -> tuple[PlacedImage, ...]:
-        """The images among tokens, by their [T] rows."""
+        """The images in a sequence of tokens, found by the tokens' ``image_rows``, [T]."""
         starts = np.flatnonzero(np.isin(image_rows, self.first_rows[:-1]))
         which = self.first_rows.searchsorted(image_rows[starts])
         return tuple(
@@ -161,7 +162,8 @@ def group_columns(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The image columns of a group, and its token columns `IMAGE_ROWS` and `POSITIONS`. Equal images are stored once.
 
-    ``lengths``, ``parents`` and ``images`` are those of the group's turns, parents (-1 for none) before children.
+    ``lengths``, ``parents`` and ``images`` have one entry per turn of the group. Parents stand before their children; a
+    turn without a parent has -1.
     """
     distinct: dict[str, tuple[int, Image]] = {}
     rows, positions, ends, num_rows = [], [], [], 0
@@ -196,14 +198,15 @@ def digest_of_pixels(pixels: np.ndarray, grid: Iterable[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PixelFormat:
-    """How a model's images become patches and features; from the model's image processor.
+    """How a model's images become patches and features; read from the model's image processor.
 
     Attributes:
         patch_size: Height and width of a patch, in pixels.
-        temporal_patch_size: Frames per patch; an image is repeated for each.
+        temporal_patch_size: Frames per patch. An image is repeated once per frame.
         merge_size: Patches per token, in height and in width.
-        mean: Of each channel, after rescaling; ``std``: its standard deviation.
-        rescale: Factor on 8-bit pixels. Example: 1/255.
+        mean: Mean of each channel after rescaling; features subtract it.
+        std: Standard deviation of each channel; features divide by it.
+        rescale: Factor that multiplies 8-bit pixels. Example: 1/255.
     """
 
     patch_size: int
@@ -215,7 +218,7 @@ class PixelFormat:
 
     @classmethod
     def of(cls, processor: Any) -> PixelFormat:
-        """Read it off transformers' image processor."""
+        """Read the format from an image processor of transformers."""
         return cls(
             patch_size=processor.patch_size,
             temporal_patch_size=processor.temporal_patch_size,
@@ -231,7 +234,10 @@ class PixelFormat:
         return 3 * self.patch_size**2
 
     def features(self, pixels: Tensor) -> Tensor:
-        """The input of the vision tower: [P, 3 · frames · patch size²] float32, of [P, 3 · patch size²] uint8."""
+        """Convert pixels, [P, 3 · patch size²] uint8, to inputs of the vision tower: [P, 3 · frames · patch size²].
+
+        The result is float32.
+        """
         values = pixels.float().view(len(pixels), 3, 1, -1) * self.rescale
         mean, std = (values.new_tensor(each).view(1, 3, 1, 1) for each in (self.mean, self.std))
         normal = (values - mean) / std

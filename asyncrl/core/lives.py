@@ -1,9 +1,9 @@
-"""Keeps a part of a run up by restarts: watch, end, pause, begin. The time between two restarts is a *life*.
+"""Restarts a part of a run whenever it fails: begin, watch, end, pause. The time between two restarts is a *life*.
 
     begin ──▶ watch ──raises──▶ end ──▶ pause ──▶ begin ──▶ watch …
       └─────── raises ───────────▲
 
-`keep_up` is the only such loop: rollout workers, the buffer server, stores and the learner's ranks are parts.
+`keep_up` is the only such loop. It runs for rollout workers, the buffer server, the stores and the learner's ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Restartable(Protocol):
     """A part that `keep_up` restarts. `keep_up` calls one method at a time."""
 
     async def begin(self) -> None:
-        """Start a new life. Returns when the part serves."""
+        """Start a new life. Returns when the part is ready."""
         ...
 
     async def watch(self) -> None:
-        """Wait for the end of the life, and raise its cause. A return means that the work of the part is done."""
+        """Wait for the end of the life, and raise the error that ended it. Return when the part's work is done."""
         ...
 
     async def end(self, fault: Exception) -> float:
@@ -37,7 +37,7 @@ class Restartable(Protocol):
 
 
 async def keep_up(part: Restartable, *, has_begun: bool = True) -> None:
-    """Keep a part up until its work is done. Any exception of `Restartable.begin` or `Restartable.watch` ends a life.
+    """Restart a part until its work is done. Any exception of `Restartable.begin` or `Restartable.watch` ends a life.
 
     Raises what `Restartable.end` raises.
     """

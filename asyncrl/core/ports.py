@@ -41,8 +41,8 @@ class RolloutBuffer(Protocol):
 
         ``num_left_out`` are tokens of trajectories that the worker omitted from the group. They count as dropped for
         the reason ``reward``. ``data_source`` is that of the prompt. Raises `LeaseExpired` if the attempt is no longer
-        current; its tokens count as dropped. Raises `VersionTooOld` if the group has a token that is older than its
-        lease.
+        current; its tokens count as dropped. Raises `VersionTooOld` if the group has a token that is older than the
+        policy version of its lease.
         """
         ...
 
@@ -136,8 +136,8 @@ class ControlBuffer(Protocol):
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> Sequence[GroupSummary]:
         """Queue prompts. Waits while the queue is full. Idempotent per group id.
 
-        With ``wants_outcomes`` it returns the groups that workers have finished since the last such call, with those
-        that filters dropped; otherwise nothing. Without prompts it returns at once.
+        With ``wants_outcomes`` the call returns the groups that workers have finished since the last such call,
+        including groups that filters dropped; otherwise it returns nothing. Without prompts the call does not wait.
         """
         ...
 
@@ -217,8 +217,8 @@ class ControlBuffer(Protocol):
         Args:
             version: Learner version of the checkpoint. The steps before it are committed.
             key: Names the checkpoint, as in `checkpoint`.
-            tokens_generated: Policy tokens that all lives generated up to the checkpoint. The account counts those that
-                it does not contain as dropped (``resume``).
+            tokens_generated: Policy tokens that all lives generated up to the checkpoint. Those that are missing in the
+                restored account count as dropped for the reason ``resume``.
         """
         ...
 
@@ -253,7 +253,7 @@ class LearnerPort(Protocol):
         ...
 
     def publish(self, version: int) -> Awaitable[None]:
-        """Publish the weights, including all updates queued so far, as ``version``.
+        """Publish the weights as ``version``. They include all updates that are queued so far.
 
         The ranks continue as soon as they have copied the weights. The buffer tells the engines about the offer.
         """
@@ -270,7 +270,7 @@ class LearnerPort(Protocol):
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool, parts: Sequence[str] = ()) -> Awaitable[str]:
         """Save a checkpoint of ``version`` with the run's state ``run``; ``wait`` waits until it is complete.
 
-        ``parts`` are the parts that others than the learner write: the checkpoint is whole only with them.
+        ``parts`` names the parts that other processes write. The checkpoint is complete when these parts exist, too.
         """
         ...
 
@@ -283,7 +283,7 @@ class LearnerPort(Protocol):
 
 
 class ColocatedLearnerPort(LearnerPort, Protocol):
-    """A learner group that can release its devices."""
+    """A learner group that can release its devices for the engines."""
 
     def rollout_mode(self, version: int) -> Awaitable[None]:
         """Publish the weights as ``version``, offload, and wait until the version is offered."""

@@ -27,12 +27,14 @@ DIGEST_BITS = 62
 
 
 class Act(StrEnum):
-    """What a line tells, and its writer.
+    """The act that a line records.
 
-    ``published``: learner rank 0 offers a version, with the digest of its manifest. ``loaded``: an engine has compared
-    every byte of a version with that manifest. ``sampled``: an engine stores the tokens of a group so far. ``planned``:
-    the controller gives a batch to the ranks. ``trained``: a data-parallel rank has made its share of a step.
-    ``committed``: the controller counts a step as made.
+    - ``published``: learner rank 0 offers a version. The line has the digest of the version's manifest.
+    - ``loaded``: an engine has loaded a version, and has compared every byte with that manifest.
+    - ``sampled``: an engine stores the tokens that it has sampled for a group so far.
+    - ``planned``: the controller gives a batch to the learner's ranks.
+    - ``trained``: a data-parallel rank has finished its share of a step.
+    - ``committed``: the controller counts a step as finished.
     """
 
     published = "published"
@@ -54,13 +56,13 @@ def start(run_dir: Path, process: str) -> None:
 
 
 def stop() -> None:
-    """End `start`."""
+    """Stop writing receipts."""
     global _path
     _path = None
 
 
 def note(act: Act, **values: Any) -> None:
-    """Append a line. If it cannot be written, this logs an error, and the audit misses the line by name."""
+    """Append a line. If that fails, an error is logged, and ``asyncrl audit`` reports the missing line."""
     if (path := _path) is None:
         return
     line = json.dumps({"act": act, **values}, separators=(",", ":")).encode() + b"\n"

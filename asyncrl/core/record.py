@@ -1,8 +1,8 @@
 """The profile of each process: spans, levels and group stamps, in one append-only file per process.
 
 A process calls `start` once; then `span`, `level` and `stamp` record from any thread. Without `start` they do nothing.
-Callers never wait: the first record wakes a thread, which writes at most every 50 ms. If the process is killed, its
-file lacks at most the last 50 ms. `asyncrl.profile.trace` reads the files of a run.
+Callers never wait, because a separate thread writes the records, at most every 50 ms. If the process is killed, only
+the records of the last 50 ms are missing in its file. `asyncrl.profile.trace` reads the files of a run.
 
 The file ``<process>@<host>-<pid>.msgpack`` is a stream of msgpack arrays; the first item of each is its `Tag`. Times
 are integer nanoseconds of the process's monotonic clock. `clock` records the offset to the buffer server's clock.
@@ -32,7 +32,7 @@ from asyncrl.core import receipts, stacks
 logger = logging.getLogger(__name__)
 
 NONE = -1
-"""Means no version, step or group."""
+"""Stands for a missing version, step or group."""
 SCHEMA = 1
 _WRITE_EVERY_S = 0.05
 _MAX_UNWRITTEN_BYTES = 8 << 20
@@ -80,7 +80,7 @@ class Pool(StrEnum):
 class SpanKind(StrEnum):
     """The activity of a lane during an interval.
 
-    Spans of a lane nest; `asyncrl.profile.attribution` chooses among them.
+    Spans of a lane may be inside each other. `asyncrl.profile.attribution` chooses one span for each moment.
     """
 
     # Controller: lanes ``controller``, ``controller/plan``, ``controller/complete``, ``controller/publish``
@@ -269,11 +269,12 @@ class Recorder:
         cause: str = "",
         start: int | None = None,
     ) -> OpenSpan:
-        """Begin a span now or at ``start``. The begin is recorded at once, so a span that never ends is visible.
+        """Begin a span now or at ``start``. The begin is recorded at once, so that a span without an end is visible.
 
         Args:
             kind: A `SpanKind`.
-            lane: Empty: the process's lane. A leading slash means a part of the process's lane. Example: ``/reward``.
+            lane: Name of the lane; empty for the process's lane. A name with a leading slash is a part of the process's
+                lane. Example: ``/reward``.
             version: Related policy version.
             step: Related learner step.
             group: Related prompt group.
@@ -377,9 +378,9 @@ _recorder: Recorder | None = None
 
 
 def start(config: ProfileConfig, *, process: str, pool: Pool) -> None:
-    """Start to record this process; no effect if it records already or the options disable it.
+    """Start to record this process. No effect if it already records, or if the options disable recording.
 
-    Whatever the options are, the process also writes `receipts`, and its `stacks` when they are asked for.
+    Independently of the options, the process also writes `receipts`, and its `stacks` when another process asks.
     If the folder is not writable, the run continues without recording and logs a warning.
     """
     global _recorder

@@ -1,4 +1,4 @@
-"""Look up functions by name: a registered short name, or ``file.py:function`` or ``module:function`` of the user.
+"""Look up functions by name: a registered name, or the user's function as ``file.py:function`` or ``module:function``.
 
 The registries are `learner.losses.LOSSES`, `learner.advantages.ADVANTAGES`, `rollout_fleet.rewards.REWARDS`,
 `buffer.rule.FILTERS`, `buffer.rule.ORDERS` and `asyncrl.data.samplers.SAMPLERS`.

@@ -66,7 +66,7 @@ def fetch(refs: Sequence[Any], timeout_s: float | None = None, what: str = "resu
 
 
 async def fetch_async(refs: Sequence[Any]) -> list[Any]:
-    """Like `fetch`, but in a coroutine and without a deadline; `within` sets one."""
+    """Like `fetch`, but as a coroutine and without a deadline. Use `within` for a deadline."""
     from ray.exceptions import RayError
 
     try:
@@ -120,10 +120,10 @@ def death_among(refs: Sequence[Any], timeout_s: float) -> WorkerDiedError | None
 
 
 class StepDeadline:
-    """A deadline for calls that repeat: ``limit_s`` at first, then a multiple of the longest call of its kind so far.
+    """A deadline for repeated calls. The first call has ``limit_s``; later calls have a multiple of the longest one.
 
-    ``limit_s`` must fit the largest model; the multiple detects a hanging rank earlier. ``factor`` is the multiple. A
-    deadline is at least ``floor_s`` and at most ``limit_s``.
+    ``limit_s`` must be enough for the largest model. The later deadlines detect a hanging rank earlier. They are
+    ``factor`` times the longest call of the same kind so far, at least ``floor_s`` and at most ``limit_s``.
     """
 
     def __init__(self, limit_s: float, *, floor_s: float = 120.0, factor: float = 10.0) -> None:
@@ -141,8 +141,8 @@ class StepDeadline:
     async def within(self, pending: Awaitable[T], kind: str, what: str, option: str) -> T:
         """Like `within`, with the deadline of this kind of call.
 
-        The recorded duration begins when the call was queued, if ``pending`` has that time. Otherwise a caller that
-        waits late would shorten the next deadline.
+        If ``pending`` knows when the call was queued, the measured duration begins at that time. Without this, a caller
+        that starts to wait late would measure a short call and make the next deadline too short.
         """
         began_s = getattr(pending, "queued_s", time.monotonic())
         timeout_s = self.seconds(kind)
@@ -154,7 +154,7 @@ class StepDeadline:
 
 
 def translated(error: Exception) -> Exception:
-    """`WorkerDiedError` if a known worker's death is the cause, directly or through a call that waited for it.
+    """Return `WorkerDiedError` if the death of a known worker caused the error, directly or through another call.
 
     The same applies to a result that was lost with its node.
     """
@@ -194,7 +194,7 @@ def late_workers(refs: Sequence[Any]) -> str:
 
 
 _TICK_S = 0.5
-"""A wait counts seconds in ticks. A process that is stopped loses at most one tick of its deadlines."""
+"""A wait counts its seconds in ticks of this length. While a process is stopped, at most one tick is counted."""
 NUM_TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 
@@ -243,7 +243,7 @@ def last_lines(path: str, num_lines: int = NUM_TAIL_LINES) -> str:
 
 
 def on_own_thread(work: Callable[[], T]) -> Future[T]:
-    """Run on a daemon thread, which does not delay the end of the process."""
+    """Run a function on a daemon thread. Such a thread does not delay the end of the process."""
     future: Future[T] = Future()
 
     def run() -> None:

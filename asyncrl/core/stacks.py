@@ -1,8 +1,9 @@
 """The stacks of all threads of a run's processes, written when a deadline is missed.
 
-Each process of a run calls `listen`, and from then on writes its stacks to a file of its own when it gets a signal. The
-handler is C code (`faulthandler`). So a process also answers while it is blocked in a library, or computes and does not
-release the interpreter. Every missed deadline is raised as an error of `missed`, which asks the processes of this host.
+Each process of a run calls `listen`. From then on it writes its stacks to its own file when it gets a signal. The
+signal handler is C code (`faulthandler`). Therefore a process also answers while it is blocked in a library, or
+computes without releasing the interpreter. Each missed deadline is raised with `missed`, which signals the processes of
+this host.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from asyncrl.core.errors import DeadlineError
 logger = logging.getLogger(__name__)
 
 FOLDER = Path("logs", "stacks")
-"""The files' folder in the run's folder. Example of a file: ``logs/stacks/learner-0-4711.log`` of process 4711."""
+"""Folder of the stack files, in the run's folder. Example: process 4711 writes ``logs/stacks/learner-0-4711.log``."""
 _SIGNAL = signal.SIGUSR2
 _ANSWER_S = 0.25
-"""Pause after the question: its sender may kill the processes next."""
+"""Time for the processes to write their stacks. After this, the caller may kill them."""
 _REST_S = 10.0
-"""A process asks again after this time at the earliest. Many requests can miss their deadlines at once."""
+"""Shortest time between two requests for stacks by one process. Many calls can miss their deadlines at once."""
 
 _file: TextIO | None = None
 _asked_s = -_REST_S
 
 
 def listen(run_dir: Path, process: str) -> None:
-    """Write the stacks of this process to ``run_dir`` when they are asked for. Without effect if it listens already.
+    """Write the stacks of this process to ``run_dir`` whenever the signal arrives. A second call has no effect.
 
     If the folder is not writable, the process does not listen and logs a warning.
     """
@@ -52,7 +53,7 @@ def listen(run_dir: Path, process: str) -> None:
 
 
 def stop() -> None:
-    """End `listen`. Removes the empty files of processes that have ended, too."""
+    """Stop listening. Remove empty stack files, also those of processes that have ended."""
     global _file
     if _file is None:
         return
@@ -67,10 +68,10 @@ def stop() -> None:
 
 
 def missed(message: str, details: str = "") -> DeadlineError:
-    """The error of a missed deadline. The processes of the run on this host write their stacks first.
+    """Return the error of a missed deadline. Before that, the processes of the run on this host write their stacks.
 
-    The error has the message, the folder of the stacks, the processes that did not answer, and then ``details``. In a
-    process that does not `listen`, it has the message and the details.
+    The text of the error is the message, the folder of the stacks, the processes that did not answer, and ``details``.
+    In a process that does not `listen`, the text is only the message and the details.
     """
     global _asked_s
     if _file is None:
@@ -111,7 +112,7 @@ def _pid_of(path: Path) -> int:
 
 
 def _is_written_by(path: Path, pid: int) -> bool:
-    """Whether a process has the file open. Otherwise the number may be that of another process by now."""
+    """Whether a process has the file open. If not, the process id may meanwhile belong to another process."""
     with suppress(OSError):
         return any(link.readlink() == path for link in Path(f"/proc/{pid}/fd").iterdir())
     return False

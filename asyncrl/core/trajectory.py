@@ -1,11 +1,11 @@
 """Trajectories as trees of turns, and a prompt group of trajectories as columns.
 
 A *turn* is a sequence of tokens that the policy sampled, or that came from a prompt, a tool or an environment. Turns
-form a tree; a *branch* is the path from a root to a leaf. The smallest tree is a single-turn answer: the prompt, and
-one sampled turn below it.
+form a tree. A *branch* is the path from a root to a leaf. The smallest tree is a prompt with one sampled turn as its
+child.
 
-A group is sent, stored and trained on as named columns: per token, per turn, per trajectory, and of its images. A new
-column needs no other code between its producer and its consumer.
+A group is sent, stored and trained on as named columns. There are columns per token, per turn and per trajectory, and
+columns of images. A new column needs code only where it is produced and where it is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.core.images import IMAGE_ROWS, POSITIONS, GroupImages, PlacedImage,
 from asyncrl.core.receipts import DIGEST_BITS, token_digest
 from asyncrl.core.types import FinishReason, GroupSummary
 
-SHARED = -1  # trajectory index of the prompt's turn, because all trajectories of the group share it
+SHARED = -1  # trajectory index of the prompt's turn, which all trajectories of the group share
 ROOT = -1  # parent index of a root turn
 UNVERSIONED = -1  # version of a token that the policy did not sample
 
@@ -43,7 +43,7 @@ class Turn:
         token_ids: [T] int32.
         parent: Index of the previous turn in `Trajectory.turns`; -1 at a root.
         sampled: Whether the policy wrote the tokens.
-        logprobs: [T] float32, log-prob at sampling, under the sampling temperature; 0 where not sampled.
+        logprobs: [T] float32, behavior log-probs at the sampling temperature; 0 at tokens that were not sampled.
         versions: [T] int32, policy version that the engine reported per token; -1 where not sampled.
         finish_reason: Why a sampled turn ended.
         columns: Further [T, …] numeric arrays by name. Example: ``routed_experts`` [T, layers, top-k] int16.
@@ -140,7 +140,7 @@ class TrajectoryGroup:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, group_id: int, attempt: int) -> TrajectoryGroup:
-        """Convert trajectories of one prompt to columns. Raises `ValueError` if they do not match each other."""
+        """Convert trajectories of one prompt to columns. Raises `ValueError` if the trajectories do not match."""
         if not trajectories:
             raise ValueError(f"prompt group {group_id} has no trajectories; it needs at least one")
         prompt = trajectories[0].turns[0]
@@ -388,9 +388,9 @@ class TrajectoryGroup:
 
     @cached_property
     def earned(self) -> list[float]:
-        """[M] reward of each sampled turn plus the rewards of the given turns that follow it directly; 0 elsewhere.
+        """[M] float, the reward of each sampled turn, plus the rewards of the given turns directly after it.
 
-        The reward of a given turn without a sampled ancestor is part of the outcome.
+        Given turns have 0. The reward of a given turn without a sampled ancestor is part of the outcome.
         """
         earned = [0.0] * len(self.turns)
         if "turn_rewards" in self.turn_columns:
@@ -448,7 +448,7 @@ class TrajectoryGroup:
 
     @cached_property
     def _rows(self) -> list[tuple[int, int, int, int, int]]:
-        """The turns as plain numbers; reading them one by one takes a tenth of the time."""
+        """The turns as tuples of Python numbers, which are ten times faster to read one by one than array rows."""
         return [*_TURN.iter_unpack(self.turns.tobytes())]
 
     @cached_property
@@ -461,7 +461,7 @@ class TrajectoryGroup:
 
     @cached_property
     def summary(self) -> GroupSummary:
-        """The metadata in the header of a put."""
+        """The metadata of the group, which a put sends in its header."""
         lengths, branch_tokens, num_branches = self._counts()
         sampled = [row for row in self._rows[1:] if row[3]]
         if "baseline" in self.trajectory_columns:
@@ -510,7 +510,10 @@ class TrajectoryGroup:
         return any(chain != chains[0] for chain in chains)
 
     def _counts(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """[G] tokens after the prompt, tokens of branches, and branches; the last two are empty without forks."""
+        """Per trajectory [G]: tokens after the prompt, tokens of all branches, and number of branches.
+
+        The last two are empty if each trajectory has a single branch.
+        """
         trajectories, parents, own_lengths, _, _ = zip(*self._rows, strict=True)
         if trajectories[1:] == (*range(self.num_trajectories),) and not any(parents[1:]):
             return own_lengths[1:], (), ()  # each trajectory has a single turn
@@ -527,7 +530,7 @@ class TrajectoryGroup:
 
 @lru_cache(maxsize=64)
 def _flat_skeleton(num_trajectories: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Columns trajectory, parent and sampled of a group with one turn per trajectory."""
+    """The columns trajectory, parent and sampled of a group that has one sampled turn per trajectory."""
     return (
         (SHARED, *range(num_trajectories)),
         (ROOT, *repeat(0, num_trajectories)),

@@ -108,7 +108,8 @@ class GroupSummary:
         num_branches: [G] ints, branches of each trajectory; empty in the same case.
         num_truncated: Trajectories with a turn that reached the length limit, without baselines.
         metrics: Name and mean of each metric of the trajectories, sorted, without baselines.
-        has_unlike_turns: Whether single turns have rewards, and these differ between trajectories or are of branches.
+        has_unlike_turns: Whether single turns have rewards that differ between trajectories, or that belong to
+            branches.
         digest: `receipts.token_digest` of the tokens that the policy wrote, without baselines.
         num_uses: Number of earlier learner steps that trained on the group; the buffer counts them.
         data_source: As in `Prompt`.
@@ -172,7 +173,7 @@ class TokenAccount:
 
     @property
     def balance(self) -> int:
-        """Tokens that the account misses; 0 if the account balances."""
+        """Tokens that are missing in the account; 0 if the account balances."""
         return self.generated - self.trained - self.dropped - self.buffered - self.in_flight
 
 
@@ -187,14 +188,14 @@ class BufferStats:
         tokens_trained: Policy tokens of consumed groups, once per group.
         tokens_dropped: Policy tokens of dropped groups, abandoned attempts and refused puts, by reason.
         tokens_buffered: Policy tokens of stored and planned groups, and of saved prefixes.
-        lag_histogram: Realised lag (learner steps) to number of uses of groups.
+        lag_histogram: Number of uses of groups by their lag in learner steps.
         puts_refused: Refused puts by reason (duplicate, expired, …).
         stored_bytes: Bytes of the stored payloads.
         leases_waiting: Workers that wait for admission.
         mean_length_kept: Mean response length of consumed samples, in tokens.
-        mean_length_dropped: Mean response length of dropped samples, in tokens; 0 without any. The difference to
-            ``mean_length_kept`` is the length bias of dropping.
-        mean_length_dropped_by_reason: The same for each reason of ``tokens_dropped`` that dropped whole groups.
+        mean_length_dropped: Mean response length of dropped samples, in tokens; 0 if none were dropped. The difference
+            from ``mean_length_kept`` is the length bias of dropping.
+        mean_length_dropped_by_reason: The same mean for each reason of ``tokens_dropped`` that dropped whole groups.
         groups_dropped: Dropped groups by reason: a filter's name, or ``stale``.
         filtered_in_a_row: Finished groups that filters dropped since the last stored group.
         held_bytes: All bytes of the buffer: payloads, saved prefixes, prompts, and prompts that wait to be queued.
@@ -232,8 +233,9 @@ class BufferStats:
 class Carrier(StrEnum):
     """How the bytes of an offered version reach an engine; see `asyncrl.weights.carriers`.
 
-    ``folder``: the engine's host reads files. ``host_stream``: the host receives them first. ``engine_stream``: the
-    engine receives them as it loads.
+    - ``folder``: the engine's host reads the files of the version.
+    - ``host_stream``: the engine's host receives the bytes first, and the engine loads them afterwards.
+    - ``engine_stream``: the engine receives the bytes while it loads them.
     """
 
     folder = "folder"
@@ -258,14 +260,14 @@ class WeightOffer:
         manifest: Path of the manifest, readable by the engine. For a version that must be received first: host and port
             of learner rank 0. Example: ``"10.0.0.5:41234"``.
         digest: Digest of the manifest's bytes, by `digest_of`.
-        num_bytes: Bytes of all tensors; for an adapter, including the frozen weights; deadlines scale with it.
+        num_bytes: Bytes of all tensors; for an adapter, including the frozen weights. Deadlines depend on this number.
         carrier: How the bytes reach the engines.
         kind: A delta becomes a full version on the engine's side before the engine loads it; an engine applies an
             adapter to the frozen weights.
         base_version: The version to which a delta applies; `FROZEN` for an adapter, None for a full version.
-        incarnation: How often the learner had been started again from a checkpoint. The same version of two
-            incarnations may be different weights.
-        access: Keys of the sender, never shown; empty without a sender.
+        incarnation: Number of restarts of the learner from a checkpoint so far. The same version may have different
+            weights in two incarnations.
+        access: Keys of the sender, which are never shown; empty if there is no sender.
     """
 
     version: int

@@ -14,7 +14,7 @@ IMAGE_MARK = "<image>"
 """Marks the place of an image in a text, for images in a column of their own."""
 
 Message = Mapping[str, Any]
-"""A message or a tool's schema in the form of OpenAI's API, of msgpack values."""
+"""A message or a tool's schema in the format of OpenAI's API. All values can be encoded with msgpack."""
 
 
 def read_messages(
@@ -27,7 +27,7 @@ def read_messages(
     kept for the template.
 
     Raises:
-        ValueError: a value is not a list of messages, or has a system message of its own beside ``system_prompt``.
+        ValueError: a value is not a list of messages, or has a system message although there is a ``system_prompt``.
     """
     before = ({"role": "system", "content": system_prompt},) if system_prompt else ()
     conversations = []
@@ -70,7 +70,7 @@ def _message(item: Any, where: str, *, has_images: bool) -> Message:
 
 
 def _part(part: Any, where: str) -> Message:
-    """A part of a content as ``{type: text, text}`` or ``{type: image, image}``, with the image as it was written."""
+    """Return a part of a content as ``{type: text, text}`` or ``{type: image, image}``. The image is not read yet."""
     if is_image(part):
         return {"type": "image", "image": source_of(part)}
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):
@@ -79,7 +79,7 @@ def _part(part: Any, where: str) -> Message:
 
 
 def fill_images(messages: Sequence[Message], images: Any, where: str) -> tuple[Message, ...]:
-    """Put the ``images`` of a row, as they were written, at the marks ``<image>`` in the texts of its messages.
+    """Replace each mark ``<image>`` in the texts of messages by the next image of the row; images are not read yet.
 
     Raises:
         ValueError: there are not as many marks as images.
@@ -106,7 +106,7 @@ def fill_images(messages: Sequence[Message], images: Any, where: str) -> tuple[M
 
 
 def images_of(messages: Sequence[Message]) -> list[Any]:
-    """The images in read messages, as they were written."""
+    """Return the images in the messages of a row in order, in the form that the row has: path, bytes or base64."""
     contents = (message.get("content") for message in messages)
     return [part["image"] for content in contents if isinstance(content, list) for part in content if is_image(part)]
 
@@ -122,7 +122,7 @@ def without_images(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_loaded_images(messages: Sequence[Message], where: str) -> tuple[Message, ...]:
-    """The messages with their images as data URLs, in OpenAI's form. Raises `ValueError` for a file that is gone."""
+    """The messages with their images as data URLs, as in OpenAI's API. Raises `ValueError` for a missing file."""
     return tuple(
         {
             **message,

@@ -11,7 +11,7 @@ from .samplers import UNIFORM
 
 
 class OverlongPrompts(StrEnum):
-    """What happens to a prompt longer than ``max_prompt_tokens``: an error, or leave it out and count it."""
+    """What happens to a prompt longer than ``max_prompt_tokens``: raise an error, or leave it out and count it."""
 
     error = "error"
     filter = "filter"

@@ -43,9 +43,9 @@ class DemonstrationFormat:
 def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokenizer: Any) -> list[Demonstration]:
     """Read all rows of parquet or jsonl files.
 
-    A plain row becomes prompt, response and end-of-sequence token. The template renders a conversation up to each
-    assistant turn, and the text that the turn adds is learned. Learned and other parts are tokenized separately, as in
-    generation. ``tokenizer`` is the policy's, of transformers.
+    A plain row becomes prompt, response and end-of-sequence token. A conversation is rendered with the chat template
+    before and after each assistant turn; the text that the turn adds is learned. Learned text and other text are
+    tokenized separately, as in generation. ``tokenizer`` is the policy's tokenizer, from transformers.
 
     Raises:
         ValueError: a file, row or column does not match ``form``; the message names it.

@@ -57,10 +57,11 @@ class PromptStream:
         has_environment: bool = False,
         images: ImageReader | None = None,
     ) -> None:
-        """Read and tokenize the training files; ``has_environment``: the run has an environment, which needs messages.
+        """Read and tokenize the training files.
 
-        ``images`` reads the images of rows, None for a text model. Image files are read again when their prompt is
-        taken.
+        ``has_environment`` says that the run has an environment. Prompts then have messages, which the environment
+        needs. ``images`` reads the images of rows; None for a text model. Image files are read here to count their
+        tokens, and again when their prompt is taken.
 
         Raises:
             ValueError: a file, row or column does not match ``config``; the message names it.
@@ -99,7 +100,7 @@ class PromptStream:
         return self.at(range(self._position - count, self._position))
 
     def first(self) -> Prompt:
-        """Return the first prompt of a new stream, for a check of the run; nothing changes."""
+        """Return the first prompt of a new stream, for a check of the run. The stream does not change."""
         row = self._order(0)[0] if self._sampler is None else self._choose(copy.deepcopy(self._sampler))
         return _loaded(self._prompts[row], 0)
 
@@ -222,7 +223,7 @@ def load_eval_prompts(
 
 
 def _loaded(prompt: Prompt, group_id: int) -> Prompt:
-    """A prompt with its images, under an id."""
+    """The prompt with a group id and with its images read."""
     return replace(prompt, group_id=group_id, messages=with_loaded_images(prompt.messages, f"prompt group {group_id}"))
 
 
@@ -245,9 +246,9 @@ class _PromptReader:
         self._images = images
 
     def read(self, paths: Sequence[str]) -> tuple[list[Prompt], list[list[str]], int]:
-        """Read files; the id of a prompt is its index.
+        """Read files; the group id of a prompt is its index.
 
-        Returns the prompts, path and digest of each file, and the number of prompts that are left out.
+        Returns the prompts, the path and the digest of each file, and the number of prompts that are left out.
         """
         prompts: list[Prompt] = []
         files: list[list[str]] = []
@@ -298,13 +299,13 @@ class _PromptReader:
         ]
 
     def _place(self, rows: Rows, row: int) -> str:
-        """Where a prompt is, for errors."""
+        """The file, row and column of a prompt, for error messages."""
         return f"{rows.where(row)}: column {self._config.prompt_key!r}"
 
     def _rendered(
         self, rows: Rows, tools: Sequence[tuple[Message, ...]]
     ) -> tuple[Sequence[tuple[Message, ...]], list[str]]:
-        """The messages of each row, and their text by the chat template."""
+        """The messages of each row, and their text as the chat template renders it."""
         config = self._config
         messages: Sequence[tuple[Message, ...]] = read_messages(
             rows, config.prompt_key, system_prompt=config.system_prompt, has_images=self._images is not None
@@ -329,7 +330,7 @@ class _PromptReader:
         return messages, texts
 
     def _plain(self, rows: Rows, environments: Sequence[str]) -> tuple[Sequence[tuple[Message, ...]], list[str]]:
-        """The text of each row, and the message that an environment gets."""
+        """Messages and text of each row without a chat template; a row without an environment has no messages."""
         texts = [_text(value, self._place(rows, row)) for row, value in enumerate(rows.column(self._config.prompt_key))]
         asks = zip(texts, environments, strict=True)
         has_environment = self._has_environment
@@ -351,7 +352,7 @@ class _PromptReader:
 
 
 def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) -> list[str]:
-    """A column of strings; empty strings without a column, and for null if it is allowed."""
+    """Read a column of strings. A missing column gives empty strings; so does null where null is allowed."""
     if not key:
         return [""] * len(rows)
     values = rows.column(key) if may_be_null else rows.serializable_column(key)

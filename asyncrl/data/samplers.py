@@ -60,9 +60,9 @@ SAMPLERS: Registry[Any] = Registry("data.sampler")
 
 @SAMPLERS.register("weighted")
 class WeightedSampler:
-    """Takes data sources in proportion to their weights, and the rows of a source in a new order per epoch of it.
+    """Takes data sources in proportion to their weights. Each source has its own epochs, each in a new order.
 
-    Example: with weights 3 and 1, each four prompts hold three of the first source and one of the second.
+    Example: with weights 3 and 1, four consecutive prompts hold three of the first source and one of the second.
     """
 
     def __init__(self, sources: Sequence[str], *, seed: int, shuffle: bool, weights: Mapping[str, float]) -> None:
@@ -80,10 +80,10 @@ class WeightedSampler:
         return self._next_in_order(self._next_source())
 
     def note(self, row: int, group: GroupSummary) -> None:
-        """See `Sampler.note`: outcomes have no effect."""
+        """Do nothing: this sampler does not use outcomes."""
 
     def _next_source(self) -> str:
-        """The source that is furthest behind its share; the first of several."""
+        """The source that is furthest below its share of prompts; the first one on a tie."""
         source = min(self._weights, key=lambda name: (self._num_chosen[name] + 1) / self._weights[name])
         self._num_chosen[source] += 1
         return source
@@ -111,19 +111,19 @@ class WeightedSampler:
 
 @SAMPLERS.register("difficulty")
 class DifficultySampler(WeightedSampler):
-    """Prefers rows whose success rate is near a target: 0.5 teaches most, a lower target prefers harder rows.
+    """Prefers rows whose success rate is near a target. Rates near 0.5 teach most; a lower target prefers harder rows.
 
-    Each source has a *pool* of rows whose estimated success rate is within ``width`` of ``target``. A row enters and
-    leaves the pool when a group of it is finished. A row that is taken from the pool waits for its outcome. A share
-    ``explore`` of the prompts, and every prompt while the pool is empty, goes through all rows of the source in order,
-    so that rows can enter the pool at any time.
+    Each source has a *pool* of rows whose estimated success rate is within ``width`` of ``target``. When a group of a
+    row is finished, the row's estimate changes, and the row enters or leaves the pool. A row that is chosen leaves the
+    pool until its group is finished. A share ``explore`` of the prompts is not taken from the pool but from all rows of
+    the source, in order. So is every prompt while the pool is empty. In this way rows can enter the pool at any time.
 
     Args:
         target: Success rate, in [0, 1]. Example: 0.8 prefers easy rows, 0.2 hard ones.
-        width: Largest distance of a rate in the pool from ``target``; > 0.
-        explore: Share of the prompts that is taken in order, in (0, 1].
+        width: Largest difference between ``target`` and a success rate in the pool; > 0.
+        explore: Share of the prompts that is taken from all rows in order, in (0, 1].
         success: Smallest reward of a successful trajectory.
-        memory: Weight of the earlier estimate when a group is finished, in [0, 1).
+        memory: Weight of the old estimate when a finished group updates the estimate, in [0, 1).
     """
 
     def __init__(

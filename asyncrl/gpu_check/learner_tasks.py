@@ -71,7 +71,7 @@ def models(setup: Setup, *, experts: bool) -> Measured:
 
 
 def kernels(setup: Setup) -> Measured:
-    """Compare each attention kernel with float32 attention, and time it; on the CPU only the selected one."""
+    """Compare each attention kernel with float32 attention and measure its speed. On the CPU, only name the default."""
     device, sizes = torch.device(setup.device), setup.sizes
     dtype = getattr(torch, setup.dtype)
     shape = AttentionShape(head_dim=sizes.head_dim, heads_per_kv_head=sizes.heads // sizes.kv_heads)
@@ -103,7 +103,7 @@ def _kernel_tflops(kernel: AttentionKernel, device: torch.device, dtype: torch.d
 
 
 def _median_s(step: Callable[[], object], device: torch.device, num_runs: int = 5) -> float:
-    """Median wall time of a call, without the first one, which may compile."""
+    """Median wall time of a call. The first call does not count, because it may compile."""
     times = []
     for _ in range(num_runs + 1):
         _synchronize(device)
@@ -157,7 +157,7 @@ def log_probs(setup: Setup) -> Measured:
 
 
 def sequences_of(sizes: Sizes, *, part: int = 0, parts: int = 1) -> list[TokenSequence]:
-    """This rank's share of a random batch with four samples per prompt; a fourth of each sequence is its prompt."""
+    """This rank's share of a random batch with four samples per prompt. A quarter of each sequence is the prompt."""
     rng = np.random.default_rng(0)
     num_prompt, batch = sizes.length // 4, []
     for index in range(sizes.num_sequences):
@@ -188,7 +188,7 @@ def _trainer(setup: Setup, model: str, *, num_ranks: int = 1, **options: Any) ->
 def train(
     setup: Setup, *, model: str, sp_size: int, activation_checkpointing: bool | str, torch_compile: bool
 ) -> Measured:
-    """Make learner steps on the same batch; the first one's loss and gradient are compared between variants."""
+    """Make learner steps on the same batch. `program.training` compares loss and gradient of the first step."""
     num_ranks = int(os.environ["WORLD_SIZE"])
     trainer = _trainer(
         setup,

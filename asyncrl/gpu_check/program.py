@@ -34,11 +34,11 @@ from learner.config import SELECTIVE
 
 PACKAGES = ("torch", "transformers", "sglang", "ray", "flash-attn-4", "flash-attn", "tensordict", "pyzmq", "numpy")
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0, "L40S": 362.0}
-"""Dense bfloat16 TFLOP/s by the name of the card, from the vendor's data sheets."""
+"""Dense bfloat16 TFLOP/s by the name of the GPU, from the vendor's data sheets."""
 MIN_FILES, MIN_SHARED_BYTES = 4096, 16 << 30
 LOSS_TOLERANCE = {"cuda": 0.02, "cpu": 1e-4}
 PEAK_TOLERANCE = 1.2
-"""Largest accepted peak memory ÷ the planner's."""
+"""Largest accepted ratio of measured to planned peak memory."""
 GAP_TOLERANCE = {"bfloat16": (0.03, 0.5), "float32": (1e-3, 1e-2)}
 """Largest mean and single difference of engine and learner log-probs, in nats."""
 _OTHER_KERNEL = "rollout_fleet.sglang.extra_args=[--attention-backend,triton]"
@@ -60,9 +60,9 @@ class Result:
         name: What was checked. Example: ``train dense ranks=2 sp=2``.
         state: Whether it works.
         seconds: Wall time.
-        number: What was measured, for people.
-        remedy: What to set or do; empty if nothing.
-        figures: What was measured, for programs.
+        number: The measured values as text.
+        remedy: What the user should set or do; empty if there is nothing to do.
+        figures: The measured values for programs.
     """
 
     name: str
@@ -89,8 +89,8 @@ class Check:
     """A group of results.
 
     Attributes:
-        name: For ``--only``.
-        run: Yields results; the time between two of them is the second one's.
+        name: Name for ``--only``.
+        run: Function that yields results. The time since the previous result counts as the time of a result.
         needs: Packages without which the check is skipped.
     """
 
@@ -139,7 +139,7 @@ def _cards() -> list[str]:
 
 
 def _layers_on(cards: Sequence[str]) -> int:
-    """Layers of the models of the check: 4 need a card of 70 GB or more, 2 need 36 GB."""
+    """Number of layers of the checked models: 4 need a GPU of at least 70 GB, 2 need one of at least 36 GB."""
     megabytes = [int(match[1]) for card in cards if (match := re.search(r"(\d+) MiB", card))]
     smallest = min(megabytes, default=0) * 1.048576 / 1e3
     return 4 if smallest >= 70 else 2 if smallest >= 36 else 1
@@ -149,7 +149,7 @@ def _layers_on(cards: Sequence[str]) -> int:
 
 
 def kernels(setup: Setup) -> Iterator[Result]:
-    """The attention kernels against float32."""
+    """Compare the attention kernels with float32 attention."""
     for one in run_task(setup, "learner_tasks:kernels"):
         if "selected" in one:
             is_fast = setup.device == "cpu" or one["selected"] != "sdpa"
@@ -162,7 +162,7 @@ def kernels(setup: Setup) -> Iterator[Result]:
 
 
 def log_probs(setup: Setup) -> Iterator[Result]:
-    """Log-probs in chunks against float64."""
+    """Compare log-probs that are computed in chunks with float64."""
     for one in run_task(setup, "learner_tasks:log_probs"):
         is_right = one["error"] < 1e-3 and one["gradient_error"] < (0.02 if setup.device == "cuda" else 1e-4)
         number = (
@@ -207,7 +207,7 @@ def training(setup: Setup) -> Iterator[Result]:
 
 
 def _planned_bytes(setup: Setup, model: str, num_ranks: int, recompute: bool | str) -> int:
-    """The peak memory of a rank by the planner's formula."""
+    """The peak memory of a rank as the planner computes it."""
     rank = RankSetup(
         num_shards=num_ranks,
         tokens=setup.sizes.budget(num_ranks),
@@ -227,7 +227,10 @@ def _saved_model(setup: Setup, *, experts: bool = False) -> str:
 
 
 def _variants(setup: Setup) -> list[tuple[int, int, bool | str, bool]]:
-    """Ranks, sequence-parallel ranks, activation checkpointing, compiling. The first one is the reference."""
+    """The variants to try: ranks, sequence-parallel ranks, activation checkpointing, compiling.
+
+    The first variant is the reference.
+    """
     rows: list[tuple[int, int, bool | str, bool]] = [(1, 1, False, False), (1, 1, True, False)]
     if setup.device == "cuda":
         rows += [(1, 1, True, True), (1, 1, SELECTIVE, True)]
@@ -238,7 +241,10 @@ def _variants(setup: Setup) -> list[tuple[int, int, bool | str, bool]]:
 
 
 def _utilization(one: dict[str, Any], setup: Setup, num_ranks: int) -> str:
-    """Model FLOP/s ÷ the card's peak, of a dense model; a share of the experts computes, so theirs is not said."""
+    """Text with the model FLOP/s as a share of the GPU's peak, for the dense model.
+
+    Empty for the mixture of experts, because only some of its experts compute each token.
+    """
     cards = _cards() if setup.device == "cuda" else []
     peak = next((value for name, value in PEAK_TFLOPS.items() if cards and name in cards[0]), 0.0)
     if not peak or one["parameters"] > 2e9:
@@ -247,7 +253,7 @@ def _utilization(one: dict[str, Any], setup: Setup, num_ranks: int) -> str:
 
 
 def offload(setup: Setup) -> Iterator[Result]:
-    """Offloading of model and optimizer."""
+    """Move model and optimizer to the host and back."""
     for one in run_task(setup, "learner_tasks:offload", model=_saved_model(setup)):
         is_right = one["is_same"] and one["kept_share"] < 0.1
         number = f"{one['gb_per_s']:.1f} GB/s both ways, {one['kept_share']:.1%} stays on the device"
@@ -255,7 +261,7 @@ def offload(setup: Setup) -> Iterator[Result]:
 
 
 def checkpoint(setup: Setup) -> Iterator[Result]:
-    """A checkpoint beside training, and its load."""
+    """Save a checkpoint during training, and load it."""
     for one in run_task(setup, "learner_tasks:checkpoint", model=_saved_model(setup)):
         number = f"training waits {one['stall_s']:.2f} s, written at {one['gb_per_s']:.2f} GB/s"
         yield Result.of("checkpoint and load", one["is_same"], number, "checkpoint.directory on a faster disk", **one)
@@ -265,7 +271,11 @@ def checkpoint(setup: Setup) -> Iterator[Result]:
 
 
 def serving(setup: Setup) -> Iterator[Result]:
-    """One engine after the other: its output layer, log-probs, weights over each carrier, release, a damaged byte."""
+    """Start one engine after the other, and try what a run does with an engine.
+
+    The checks are the output layer, log-probs, weights over each carrier, the release of the device, and a damaged byte
+    in published weights.
+    """
     model = setup.model or _saved_model(setup)
     found = {}
     for head in ("float32", "bfloat16"):
@@ -316,7 +326,7 @@ def _served(setup: Setup, where: str, one: dict[str, Any]) -> Result:
 
 
 def runs(setup: Setup) -> Iterator[Result]:
-    """Whole runs of the quickstart."""
+    """Run the quickstart."""
     rows: list[tuple[str, list[str], bool]] = [("quickstart-colocated", ["placement.colocated=true"], False)]
     if setup.device == "cpu" or setup.num_gpus > 1:
         rows.insert(0, ("quickstart", [], False))
@@ -343,7 +353,7 @@ CHECKS = (
 
 
 def results_of(check: Check, setup: Setup) -> Iterator[Result]:
-    """Run a check. An error is a failed result, and ends the check."""
+    """Run a check. An error becomes a failed result and ends the check."""
     if missing := [name for name in check.needs if importlib.util.find_spec(name) is None]:
         yield Result(name=check.name, state=State.skipped, number=f"needs {', '.join(missing)}, not installed")
         return

@@ -17,14 +17,14 @@ from asyncrl.gpu_check.tasks import Setup, TaskFailed
 _SERVER = "sglang::scheduler"
 _TAIL_LINES = 12
 _STOP_S = 90.0
-"""Longer than the deadlines of a run that stops and saves its policy."""
+"""Longest wait for a run to stop. It is longer than the run's own deadlines to save its policy and stop."""
 _NUM_STEPS = {"cuda": 40, "cpu": 6}
 
 
 def quickstart(setup: Setup, name: str, *overrides: str, kill_engine: bool = False) -> Iterator[dict[str, Any]]:
-    """Run the quickstart with some options; yields what its summary says.
+    """Run the quickstart with some options; yields values of its summary.
 
-    ``kill_engine`` kills the scheduler of an engine after the first step. The run must go on.
+    ``kill_engine`` kills the scheduler of an engine after the first step. The run must continue.
 
     Raises:
         TaskFailed: the run failed or missed its deadline.
@@ -59,7 +59,7 @@ def quickstart(setup: Setup, name: str, *overrides: str, kill_engine: bool = Fal
             raise TaskFailed(f"exit status {process.returncode}; the end of {log}:\n{tail}")
     finally:
         if process.poll() is None:
-            process.terminate()  # the run ends its processes itself
+            process.terminate()  # the run then ends its own processes
             try:
                 process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
@@ -70,7 +70,7 @@ def quickstart(setup: Setup, name: str, *overrides: str, kill_engine: bool = Fal
 
 
 def _kill_a_server(pid: int) -> bool:
-    """Kill one scheduler below a process; returns whether there was one."""
+    """Kill one scheduler among the descendants of a process; returns whether there was one."""
     for child in psutil.Process(pid).children(recursive=True):
         try:
             if _SERVER in " ".join(child.cmdline()) or _SERVER in child.name():

@@ -39,7 +39,7 @@ _SHARED_GPU = ["--mem-fraction-static", "0.35"]
 class _Pair:
     """A learner and an engine of the same model; the engine has a separate GPU if there is one.
 
-    ``dtype`` replaces that of the setup; ``fp32_head`` is `SGLangServer`'s.
+    ``dtype`` replaces the dtype of the setup. ``fp32_head`` is the argument of `SGLangServer`.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ def _publisher(pair: _Pair, carrier: Carrier, name: str) -> WeightPublisher:
 
 
 async def _updates(pair: _Pair, carrier: Carrier, memory: Path) -> dict[str, Any]:
-    """Publish versions while samples run; the tokens of the last version must be the learner's."""
+    """Publish versions while samples run. The engine's log-probs of the last version must match the learner's."""
     publisher = _publisher(pair, carrier, carrier.value)
     stager = WeightStager(f"check-{carrier.value}", memory=memory, copies=False, timeout_s=60.0)
     pauses, seconds, num_bytes = [], [], 0

@@ -1,4 +1,4 @@
-"""Runs one task of the check in processes of its own, so that each task starts with an empty device.
+"""Runs one task of the check in its own processes, so that each task starts with an empty device.
 
 A task is a function of `learner_tasks` or `serving_tasks`. It yields measurements; rank 0 prints each of them as a line
 that begins with `MARK`. All other output goes to the task's log.
@@ -35,8 +35,8 @@ class Sizes:
     """Sizes of the models and batches.
 
     Attributes:
-        hidden, mlp, heads, kv_heads, head_dim, layers, vocabulary: Of the dense model.
-        moe_hidden, experts, expert_mlp: Of the mixture of experts; the rest is as in the dense model.
+        hidden, mlp, heads, kv_heads, head_dim, layers, vocabulary: Sizes of the dense model.
+        moe_hidden, experts, expert_mlp: Sizes of the mixture of experts; its other sizes are those of the dense model.
         head_vocabulary: Vocabulary of the log-prob check.
         num_sequences: Sequences of a batch.
         length: Tokens of each sequence.
@@ -110,10 +110,10 @@ class Setup:
 
     Attributes:
         device: ``cpu`` or ``cuda``.
-        num_gpus: GPUs to use; on the CPU the number of pretended ones, which bounds the ranks.
+        num_gpus: Number of GPUs to use. On the CPU, the largest number of ranks.
         sizes: Sizes.
         model: Folder of the user's model, or empty.
-        folder: Models, logs and results.
+        folder: Folder for models, logs and results.
         timeout_s: Deadline of each task.
     """
 

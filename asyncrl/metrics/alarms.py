@@ -19,19 +19,19 @@ from .run_records import StepRecord
 WINDOW = 5
 """Number of consecutive steps with a condition before its alarm begins."""
 COLLAPSED = 0.01
-"""Collapsed entropy, as a share of the first steps' mean: the policy samples almost one answer per prompt."""
+"""Entropy below this share of its mean over the first steps counts as collapsed: answers to a prompt hardly differ."""
 ALL_BUT_EQUAL = 0.9
 """Low entropy is reported only if at least this share of the groups has equal rewards."""
 MAX_ENGINE_GAP = 0.1
-"""Largest normal distance of engine and learner log-probs at lag 0, in nats per token."""
+"""Largest normal distance between the log-probs of engine and learner at lag 0, in nats per token."""
 MAX_TRUNCATED = 0.2
 """Largest normal share of samples that reach the length limit."""
 MAX_LENGTH_BIAS = 0.25
 """Largest normal difference between the mean lengths of dropped and trained samples, as a share of the latter."""
 MIN_DROPPED_GROUPS = 20
-"""Number of dropped groups from which their mean length is compared."""
+"""Smallest number of dropped groups for which their mean length is compared."""
 FULL = 0.95
-"""`StepRecord.buffer_fill` from which the buffer counts as full."""
+"""The buffer counts as full if `StepRecord.buffer_fill` is at least this value."""
 SLOW_ENGINE = 0.5
 """An engine is slow below this share of the median engine's tokens per second."""
 
@@ -54,7 +54,7 @@ class Alarm:
     """A condition from the step at which it was found to the step at which it ended.
 
     Attributes:
-        name: Its name in the metrics. Example: ``equal_rewards``.
+        name: Name of the alarm in the metrics. Example: ``equal_rewards``.
         first_step: Learner step, or evaluated policy version, at which the alarm began.
         message: What was found, with numbers, and what to do.
         last_step: The last step at which the condition held; None while the alarm lasts.
@@ -66,7 +66,7 @@ class Alarm:
     last_step: int | None = None
 
     def __str__(self) -> str:
-        """The alarm as a line for people."""
+        """The alarm as a line for the user."""
         since = f"since step {self.first_step}"
         when = since if self.last_step is None else f"steps {self.first_step} to {self.last_step}"
         return f"{self.name.replace('_', ' ')} ({when}): {self.message}"
@@ -95,7 +95,7 @@ class Alarms:
         return [alarm for alarm in self.history if alarm.last_step is None]
 
     def step(self, record: StepRecord) -> list[Alarm]:
-        """Take the record of a step; return the alarms that begin with it, and those that it ends."""
+        """Take the record of a step. Return the alarms that begin with this step, and those that end with it."""
         if self._window and record.step <= self._window[-1].step:  # the learner has returned to a checkpoint
             self._window.clear()
         self._window.append(record)

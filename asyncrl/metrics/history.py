@@ -1,4 +1,4 @@
-"""The metrics of the earlier lives of a run: a resumed run continues them, so that its folder has the whole history."""
+"""The metrics of the earlier lives of a run. A resumed run copies them, so that its folder has the whole history."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class History:
 
     Attributes:
         steps: Records of the steps before the checkpoint's version.
-        evaluations: Evaluations of versions before it. The resumed run evaluates the version itself.
+        evaluations: Evaluations of versions before the checkpoint's version. The resumed run evaluates that version
+            again.
     """
 
     steps: Sequence[StepRecord] = ()
@@ -52,7 +53,7 @@ def read_records(run_dir: Path) -> History:
 
 
 def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines. A last line without its end is left out: its writer was killed."""
+    """The objects in a file of JSON lines. An incomplete last line is left out: the writing process was killed."""
     whole, _, _ = (path.read_text(errors="replace") if path.is_file() else "").rpartition("\n")
     return [
         json_object(line, f"line {number} of {path}", *keys) for number, line in enumerate(whole.splitlines(), start=1)
@@ -83,6 +84,6 @@ def _evaluation(values: Mapping[str, Any]) -> Evaluation:
 
 
 def history_folder(checkpoint: Path, saved_in: str) -> Path:
-    """The folder of the life that saved a checkpoint: the one that holds it, else the one in its record."""
+    """The folder of the life that saved a checkpoint: the folder that holds it, else the folder in its record."""
     holds = checkpoint.resolve().parent.parent
     return holds if (holds / "metrics.jsonl").is_file() else Path(saved_in)

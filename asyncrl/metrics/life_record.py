@@ -12,7 +12,7 @@ _RECORD = "life.json"
 
 
 class LifeState(StrEnum):
-    """The state of a life. A killed one did not end by itself: its supervisor was killed, or its host went down."""
+    """The state of a life. A killed life did not end by itself: its supervisor was killed, or its host crashed."""
 
     running = "running"
     finished = "finished"
@@ -23,7 +23,7 @@ class LifeState(StrEnum):
 
 
 _ENDS = {None: LifeState.killed, 0: LifeState.finished, 130: LifeState.stopped, 143: LifeState.stopped}
-"""States of lives that do not run, by exit status; every other status is a failure."""
+"""States of ended lives, by exit status; every other status is a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +31,12 @@ class LifeRecord:
     """The record of a life.
 
     Attributes:
-        host: Name of the host of its controller.
-        began_s: Unix time of its start.
-        resumed: The checkpoint that it continues; empty for a new run.
+        host: Name of the host on which the controller runs.
+        began_s: Unix time of the start of the life.
+        resumed: The checkpoint that the life continues; empty for a new run.
         before: Folder of the life that saved this checkpoint; empty for a new run.
-        ended_s: Unix time of its end; 0 before.
-        status: Its exit status; None before its end, and if its supervisor was killed.
+        ended_s: Unix time of the end of the life; 0 while it runs.
+        status: Exit status of the life; None while it runs, and after its supervisor was killed.
     """
 
     host: str
@@ -48,12 +48,12 @@ class LifeRecord:
 
     @property
     def end(self) -> LifeState:
-        """How a life ended that does not run."""
+        """How the life ended. Only valid if the life no longer runs."""
         return _ENDS.get(self.status, LifeState.failed)
 
     @property
     def first_step(self) -> int:
-        """Its first learner step, which is the version of the checkpoint."""
+        """The first learner step of the life, which is the version of the resumed checkpoint."""
         return int(Path(self.resumed).name[1:]) if self.resumed else 0
 
 
@@ -75,7 +75,7 @@ def read_life(run_dir: Path) -> LifeRecord | None:
 
 
 def lives_until(run_dir: Path) -> Sequence[tuple[Path, LifeRecord]]:
-    """The life in a folder and the lives that it continues, oldest first. A life whose folder is gone is the end."""
+    """The life in a folder and the lives that it continues, oldest first; complete until a folder is missing."""
     found: list[tuple[Path, LifeRecord]] = []
     folder: Path | None = run_dir.resolve()
     while folder is not None and (record := read_life(folder)) is not None:

@@ -55,7 +55,7 @@ class StepRecord:
         plan_wait_s: Seconds that the controller waited for the batch.
         update_s: Seconds of the update on the slowest rank.
         publish_s: Seconds of the last weight publish on the slowest engine.
-        buffer_fill: Bytes of the stored groups, as a share of what all stores may hold.
+        buffer_fill: Bytes of the stored groups, as a share of the limit of all stores.
         buffer_on_disk: Share of these bytes that the buffer server holds on disk and not in memory; 0 without
             ``buffer.max_memory_bytes``, and with store servers.
         slowest_engine: Policy tokens of the slowest engine over the last steps, as a share of the median engine's; 1
@@ -69,7 +69,7 @@ class StepRecord:
         groups: Groups by state after the step's commit; for trackers, not in ``metrics.jsonl``.
         lags: Number of the batch's groups by lag; for trackers, not in ``metrics.jsonl``.
         tokens_dropped_by_reason: Dropped tokens over all lives of the run; for trackers, not in ``metrics.jsonl``.
-        groups_dropped_by_reason: Dropped groups, in the same way.
+        groups_dropped_by_reason: Dropped groups over all lives of the run; for trackers, not in ``metrics.jsonl``.
     """
 
     step: int
@@ -129,7 +129,8 @@ class TrainingResult:
         train_wall_s: Seconds from the first admission to the last update.
         tokens: The token account after the fleet has stopped.
         max_lag_realised: Largest lag of a group that this run consumed.
-        max_lag_before: Largest lag before the resumed checkpoint, maybe under another bound; 0 for a new run.
+        max_lag_before: Largest lag before the resumed checkpoint, where ``buffer.max_lag`` may have differed; 0 for a
+            new run.
         lag_histogram: Number of consumed groups by lag in learner steps.
         tokens_dropped: Dropped tokens by reason.
         groups_failed: Failed attempts of this run by reason.
@@ -183,7 +184,7 @@ BUSY = "busy"
 
 
 def in_words(cause: str) -> str:
-    """A cause for the user. Example: ``publish_pause`` gives ``publish pause``."""
+    """The name of a cause as words. Example: ``publish_pause`` gives ``publish pause``."""
     return cause.replace("re_prefill", "re-prefill").replace("_", " ")
 
 
@@ -218,10 +219,12 @@ def summary_document(
 ) -> dict[str, Any]:
     """Return ``summary.json``.
 
-    ``total_steps`` are the configured ones; a run that a signal stopped has fewer. ``before`` and ``after`` are the
-    evaluations of version 0 and of the final version. ``restarts`` counts by part; ``batches`` counts batches that were
-    planned again. ``wall_s`` has the seconds by part: ``total``, and ``start`` until the first step could begin.
-    ``overlap`` is None without a profile, ``advice`` if no other option would have made the run faster.
+    - ``total_steps`` is the configured number of steps; a run that a signal stopped has fewer.
+    - ``before`` and ``after`` are the evaluations of version 0 and of the final version.
+    - ``restarts`` counts the restarts of each part; its entry ``batches`` counts batches that were planned again.
+    - ``wall_s`` has the seconds by phase: ``total``, and ``start`` until the first step could begin.
+    - ``overlap`` is None without a profile.
+    - ``advice`` is None if no other option would have made the run faster.
     """
     return {
         "experiment": experiment,
@@ -302,7 +305,7 @@ class MetricsWriter:
         self._events.add(scalars, evaluation.policy_version)
 
     def go_on(self, steps: Sequence[StepRecord], evaluations: Sequence[Evaluation]) -> None:
-        """Write the history of the earlier lives of the run first; raises the errors of `write`."""
+        """Write the history of the earlier lives of the run; call this first. Raises the errors of `write`."""
         for evaluation in evaluations:
             self.evaluation(evaluation)
         for record in steps:
@@ -314,7 +317,7 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Flush and close both files."""
-        with suppress(OSError):  # `write` has raised it before
+        with suppress(OSError):  # `write` has already raised this error
             self._file.close()
         self._events.close()
 
@@ -333,7 +336,7 @@ class ScalarEvents:
         self._file = self._open()
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
-        """Add scalars of a step."""
+        """Add the scalars of one step."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 

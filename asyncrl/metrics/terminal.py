@@ -136,7 +136,7 @@ class TerminalView:
         )
 
     def _cells(self, record: StepRecord) -> list[tuple[str, str]]:
-        """What is shown of a step: names and values."""
+        """The names and values that are shown for a step."""
         rollout_rate, learner_rate = self._rates()
         policy = ((shown, record.learner.get(name)) for shown, name in _OF_THE_POLICY)
         return [

@@ -338,7 +338,7 @@ class PrometheusTracker:
         self._thread.join()
 
     def _raise(self, counter: Any, value: float, *labels: str) -> None:
-        """Raise a counter to a total. A total may fall during an open step; then the counter keeps its value."""
+        """Raise a counter to a total. The total may fall while a step is open; then the counter keeps its value."""
         key = (id(counter), *labels)
         rise = value - self._last.get(key, 0.0)
         child = counter.labels(*labels) if labels else counter

@@ -1,4 +1,4 @@
-"""Derives a scenario from a recorded run: the speeds of its engines, learner and weight updates, and its lengths.
+"""Derives a scenario from a recorded run: speeds of engines, learner and weight updates, and response lengths.
 
 A record holds the times of events. A scenario holds durations without waiting. Therefore the calibration leaves out
 all waits, and the simulation computes its own.
@@ -42,7 +42,7 @@ class Calibration:
         scenario: The speeds and lengths of the run, with the options of the run.
         step_s: Measured seconds per step.
         lag_mean: Measured mean lag of the trained groups.
-        num_faults: Number of failed attempts, of engines that are down at the end, and of lost records.
+        num_faults: Number of failed attempts, plus engines that are down at the end, plus lost records.
         notes: Values that the record does not show, as sentences.
     """
 
@@ -101,7 +101,8 @@ class _Batch:
         end: Time when its groups were finished, in nanoseconds.
         num_samples: Number of samples in the batch.
         longest: Tokens of its longest sample.
-        token_s: Seconds of a decoding step. Without stamps of first tokens, the whole batch counts as decoding.
+        token_s: Seconds of a decoding step. If the record has no times of first tokens, the whole batch counts as
+            decoding.
     """
 
     start: int
@@ -213,7 +214,7 @@ class _Reading:
             last, stored = life.last(GroupEvent.last_token), life.time(GroupEvent.stored)
             if last is not None and stored is not None and stored > last.time:
                 settles[last.lane].append((last.time, stored))
-        # The event loop of a worker settles its groups one by one: a single activity.
+        # The event loop of a worker scores and stores its groups one by one, so they are a single activity.
         settled = [span for lane in settles.values() for span in united(lane)]
         load_s, settle_s, batch_s = fair_shares(loads, settled, batches)
         waited_s = sum(batch.duration_s for batch in self._batches) - batch_s
@@ -314,7 +315,7 @@ class _Reading:
     # The engines
 
     def engine(self, base: EngineModel) -> EngineModel:
-        """The speed of an engine by the number of running samples, and the cost of a weight update."""
+        """The speed of an engine, which depends on the number of running samples, and the cost of a weight update."""
         batch_s, variation = 0.0, list[float]()
         if base.takes_batches:
             batches = self._batches
@@ -410,7 +411,7 @@ class _Reading:
 
 
 def _ratios(times: Sequence[tuple[float, float]]) -> list[float]:
-    """The ratios of (measured, expected) times, normalized to a mean of 1."""
+    """The ratios of measured to expected time of the given pairs, normalized to a mean of 1."""
     ratios = [took_s / max(expected_s, 1e-9) for took_s, expected_s in times]
     mean = fmean(ratios) if ratios else 1.0
     return [ratio / mean for ratio in ratios]

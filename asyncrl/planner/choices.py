@@ -2,7 +2,8 @@
 
 The fastest choice is not always the best one, because staleness slows learning. `recommend` takes the choice with the
 smallest lag among the choices that are as fast as the fastest one and train on the same batch size. Removing one cause
-of waiting exposes the next one: `advise` does not add up idle times, it simulates the whole run for each change.
+of waiting exposes the next one. Therefore `advise` does not add up idle times: it simulates the whole run for each
+change.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class Prediction:
     Attributes:
         scenario: The choice.
         outcome: The result with the scenario's own response lengths.
-        step_s: 5th and 95th percentile of the step time over resampled lengths, widened to include ``outcome.step_s``.
+        step_s: 5th and 95th percentile of the step time over resampled lengths. The interval is widened if it does not
+            include ``outcome.step_s``.
         lag_mean: The same interval for the mean lag.
     """
 
@@ -242,7 +244,7 @@ def _can_have_ranks(base: Scenario, num_ranks: int) -> bool:
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """5th and 95th percentile, widened to include the first value: with few values it may be outside."""
+    """5th and 95th percentile, widened to include the first value. With few values, the first may be outside."""
     return min(values[0], float(np.quantile(values, 0.05))), max(values[0], float(np.quantile(values, 0.95)))
 
 
@@ -268,7 +270,7 @@ def advise(
         return None
     paying = []
     for changed in _changes(scenario, keep_split=keep_split):
-        with suppress(ReplayBufferError):  # the changed run is not possible
+        with suppress(ReplayBufferError):  # a run with this change is not possible
             # The first simulation decides whether the simulations for the interval are worthwhile.
             if predict(changed, replicates=1, seed=seed).outcome.step_s < now.outcome.step_s * (1 - MIN_GAIN):
                 found = predict(changed, replicates=_REPLICATES, seed=seed)

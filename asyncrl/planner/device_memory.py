@@ -1,7 +1,7 @@
 """Computes the memory of each device by kind from the options and ``config.json``, before the run starts.
 
-`rank_bytes` follows the way in which the learner stores, gathers and reduces a model; docs/gpus.md has the formula term
-by term. `engine_memory` follows SGLang's own division of a card.
+`rank_bytes` models how the learner stores, gathers and reduces parameters. docs/gpus.md explains each term of its
+formula. `engine_memory` divides the memory of a GPU as SGLang does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GIB = 1 << 30
 _MIB = 1 << 20
 _FLOAT32_BYTES = 4
 CONTEXT_BYTES = 2 * GIB
-"""CUDA context, kernels, and the buffers of NCCL and cuBLAS: on a rank, outside of what torch allocates."""
+"""Memory of a rank that torch does not allocate: CUDA context, kernels, and the buffers of NCCL and cuBLAS."""
 _PLAIN_HEADS = frozenset({"gemma", "gemma2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe"})
 """Types of models that do not normalize queries and keys; other types are assumed to do so."""
 _WEIGHT_CHUNK_TOKENS = 4096
@@ -45,9 +45,9 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
-"""Names of the sizes of mixtures in the families' ``config.json``."""
+"""Names that model families use in ``config.json`` for the sizes of a mixture of experts."""
 _LAYER = re.compile(r"^(?!.*(?:vision|visual)).*\b(?:layers|h)\.(\d+)\.")
-"""Name of a parameter of a decoder layer; not of a layer of a vision tower."""
+"""Matches the name of a parameter of a decoder layer, but not of a layer of a vision tower."""
 _GRAPH_SIZES = 58
 """CUDA graphs that SGLang captures for prefill, at 8 MiB each."""
 
@@ -64,8 +64,8 @@ class ModelSize:
             shared ones.
         query: Query heads × head size.
         key: Key heads × head size.
-        cached: Numbers that a token has in the KV caches of all layers.
-        cache_heads: Parts into which tensor parallelism can divide them; 1 for latent attention.
+        cached: Number of values per token in the KV caches of all layers together.
+        cache_heads: Number of parts into which tensor parallelism can divide a KV cache; 1 for latent attention.
         vocabulary: Number of tokens in the vocabulary.
         linear_rows: Sum of the input and output widths of all linear layers: the parameters of LoRA adapters of rank 1.
         is_tied: Whether the output layer is the input embedding.
@@ -102,8 +102,8 @@ class ModelSize:
     def of(cls, path: str) -> ModelSize:
         """Read the sizes from ``config.json``, and count the parameters.
 
-        The headers of the weights have the parameters. Without weights, they are those of the model that the learner
-        builds on the meta device, which loads torch.
+        The parameters are counted from the headers of the weight files. Without weight files, the model is built on the
+        meta device as the learner does, and its parameters are counted. This loads torch.
 
         Raises:
             ValueError: ``config.json`` is missing, it lacks the usual names of a decoder's sizes, or the learner does
@@ -128,7 +128,7 @@ class ModelSize:
     ) -> ModelSize:
         """Compute the sizes from the settings of ``config.json``.
 
-        ``stored``, the number of values of each parameter by name, replaces the computed parameters.
+        ``stored`` maps the name of each parameter to its number of values. It replaces the computed parameters.
 
         Raises:
             ValueError: the settings lack the usual names of a decoder's sizes; the message has the model's name.
@@ -165,17 +165,20 @@ class ModelSize:
 
 
 def _layers_of(stored: Mapping[str, int], num_layers: int) -> tuple[int, ...]:
-    """Parameters of each decoder layer by the names of the parameters; () if a layer has none."""
+    """Number of values in each decoder layer, found by the names of the parameters; () if a layer has none."""
     sizes = [0] * num_layers
     for name, size in stored.items():
         match = _LAYER.search(name)
-        if match and int(match[1]) < num_layers:  # the files may have layers that predict further tokens
+        if match and int(match[1]) < num_layers:  # the files may have extra layers for multi-token prediction
             sizes[int(match[1])] += size
     return tuple(sizes) if all(sizes) else ()
 
 
 def _attention_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
-    """Widths of queries and keys, and the numbers in the KV caches. Raises `KeyError` for a missing size."""
+    """The sizes of attention: ``query``, ``key``, ``cached`` and ``cache_heads`` of `ModelSize`.
+
+    Raises `KeyError` for a missing size.
+    """
     heads = settings["num_attention_heads"]
     head_dim = settings.get("head_dim") or settings["hidden_size"] // heads
     cache_heads = settings.get("num_key_value_heads") or heads
@@ -191,7 +194,7 @@ def _attention_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _mixture_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
-    """Number of experts, and the width that computes a token. Raises `KeyError` for a missing size."""
+    """The sizes of a mixture of experts, as in `ModelSize`. Raises `KeyError` for a missing size."""
     width = settings.get("moe_intermediate_size") or settings["intermediate_size"]
     num_experts = _first_of(settings, _EXPERTS)
     if not num_experts:
@@ -216,11 +219,13 @@ class RankSetup:
 
     Attributes:
         num_shards: Ranks that share one copy of the parameters.
-        tokens: Tokens of a micro-batch on this rank. ``sp_size`` ranks share sequences, with so many tokens each.
+        tokens: Tokens of a micro-batch on this rank. With sequence parallelism, each of the ``sp_size`` ranks of a
+            sequence holds this number of tokens.
         checkpointing: Layers are recomputed in the backward pass.
-        keeps_attention: They are recomputed without their attention (``activation_checkpointing=selective``).
+        keeps_attention: The recomputation leaves out attention, whose inputs and outputs are kept
+            (``activation_checkpointing=selective``).
         whole_gradients: Gradients stay whole, in float32, until the update (``gradient_sync=update``).
-        compute_bytes: Bytes of a number in the computation: 2 in bfloat16, 4 in float32.
+        compute_bytes: Bytes of one value in the forward and backward pass: 2 in bfloat16, 4 in float32.
         frozen_bytes: Bytes of a stored frozen parameter.
         chunk_tokens: Tokens whose logits are in memory at the same time.
         keeps_gathered: Gathered parameters stay from the first to the last micro-batch (``resharding=update``).
@@ -244,22 +249,26 @@ class RankSetup:
 
     @property
     def gathers(self) -> bool:
-        """Whether FSDP makes gathered copies. A single rank that computes in float32 uses the stored parameters."""
+        """Whether FSDP copies parameters to compute. A single rank that computes in float32 makes no copies."""
         return self.num_shards > 1 or self.compute_bytes != _FLOAT32_BYTES or self.offloaded
 
 
 def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     """Peak memory of a rank that trains a model, as kind → bytes; the sum is the peak of what torch allocates.
 
-    The first five kinds stay during an update. The others are those of the largest moment of the backward pass:
-    the output layer, a decoder layer before or after it has gradients, or the end, when FSDP reduces the root unit.
-    Meanwhile, the layer above is reduced, and the layer below is gathered.
+    The first five kinds stay allocated during the whole update. The other kinds are of the moment of the backward pass
+    that needs the most memory. That moment is one of these:
+
+    - the backward pass of the output layer;
+    - the backward pass of a decoder layer, before or after the gradients of its parameters exist. At that time, FSDP
+      also reduces the layer above and gathers the layer below;
+    - the end, when FSDP reduces the root unit.
     """
     model = _padded(model, setup.num_shards)
     size, shards, gathers = setup.compute_bytes, setup.num_shards, int(setup.gathers)
     trained = setup.lora_rank * model.linear_rows or model.num_parameters
     on_device = _FLOAT32_BYTES * trained // shards * (not setup.offloaded)
-    trains_all = not setup.lora_rank  # the units of FSDP have gradients to reduce
+    trains_all = not setup.lora_rank  # only then do the model's own parameters have gradients to reduce
     head = model.vocabulary * model.hidden * trains_all
     gathered = model.num_parameters if setup.keeps_gathered else model.root
     held = {
@@ -271,7 +280,7 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     }
     gathers_layers = 0 if setup.keeps_gathered else gathers * size
     reduced = gathers * (not setup.whole_gradients) * _FLOAT32_BYTES
-    # With checkpointing, the layers keep their inputs, and one layer at a time is computed again.
+    # With checkpointing, every layer keeps its input, and the backward pass recomputes one layer at a time.
     whole_layer = _layer_per_token(model, size)
     keeps_attention = setup.checkpointing and setup.keeps_attention and not model.has_sinks
     attention = size * 2 * (model.query + model.key) if keeps_attention else 0
@@ -285,10 +294,11 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
         "activations": kept + setup.tokens * (size + 2 * _FLOAT32_BYTES) * model.hidden,  # last norm, its input
         "output layer": _output_layer(model, setup, head),
     }
-    at_end = {"gradients in transit": reduced * model.root * trains_all}  # the gathered root unit is freed before
+    # FSDP frees the gathered root unit before this moment.
+    at_end = {"gradients in transit": reduced * model.root * trains_all}
     moments = [at_head, at_end]
     units = {*zip(model.layers, (0, *model.layers[:-1]), (*model.layers[1:], 0), strict=True)}
-    for (layer, below, above), has_gradients in product(units, (False, True)):  # of the layer's parameters
+    for (layer, below, above), has_gradients in product(units, (False, True)):  # gradients of the layer's parameters
         own = size * gathers * layer * has_gradients
         layer_moment = {
             "gathered layers": gathers_layers * (layer + below),
@@ -301,9 +311,10 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
 
 
 def _output_layer(model: ModelSize, setup: RankSetup, head: int) -> int:
-    """Bytes of logits and gradients in the backward pass of an output layer with ``head`` trained parameters."""
+    """Bytes of logits and gradients during the backward pass of the output layer, which trains ``head`` parameters."""
     chunk, of_logits = setup.chunk_tokens * model.vocabulary, 10 if setup.has_entropy_bonus else 6
-    if head and setup.compute_bytes == 2 and setup.chunk_tokens < _WEIGHT_CHUNK_TOKENS:  # the product of several chunks
+    if head and setup.compute_bytes == 2 and setup.chunk_tokens < _WEIGHT_CHUNK_TOKENS:
+        # One product computes the gradient of several chunks.
         joined = 2 * min(setup.tokens, _WEIGHT_CHUNK_TOKENS) * model.vocabulary
         return _FLOAT32_BYTES * head + joined + max(2 * head, of_logits * chunk)
     return max(8 * chunk, _FLOAT32_BYTES * head + max(_FLOAT32_BYTES * head + 6 * chunk, of_logits * chunk))
@@ -312,8 +323,9 @@ def _output_layer(model: ModelSize, setup: RankSetup, head: int) -> int:
 def _padded(model: ModelSize, num_shards: int) -> ModelSize:
     """The model as FSDP stores it.
 
-    FSDP pads the experts of a layer to a multiple of the shards, unless the shards divide their number or their rows:
-    see `learner.fsdp.shard_dimension`, which this module does not import because it loads torch.
+    FSDP pads the experts of a layer to a multiple of the number of shards. There is no padding if the number of shards
+    divides the number of experts or the rows of each expert (`learner.fsdp.shard_dimension`, which loads torch and is
+    therefore not imported here).
     """
     divides = not any(size % num_shards for size in (model.hidden, model.expert_width))
     if not model.num_experts or divides:
@@ -326,21 +338,24 @@ def _padded(model: ModelSize, num_shards: int) -> ModelSize:
 def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) -> int:
     """Bytes per token that one layer keeps; ``in_backward`` adds the gradients of its widest part.
 
-    Norms compute in float32: each keeps its input in float32, and twice in the dtype of the computation. The MLP keeps
-    gate, activation, up and product, and a mixture the input and the output of each expert. Queries, keys, values and
-    the output of attention are kept once, and normalized queries and keys in float32 and before the rotation.
+    - A norm computes in float32. It keeps its input once in float32 and twice in the dtype of the computation.
+    - The MLP keeps gate, activation, up projection and their product.
+    - A mixture also keeps the input and the output of each expert.
+    - Attention keeps queries, keys, values and its output once. If queries and keys are normalized, it also keeps them
+      in float32, and as they are before the rotary embedding.
     """
     norm = _FLOAT32_BYTES + 2 * size
     heads = model.query + model.key
     attention = (norm + size if model.norms_heads else 2 * size) * heads
     mlp = 4 * size * model.intermediate + 2 * size * model.hidden * model.experts_per_token
     if in_backward:
-        mlp = max(mlp + 2 * size * model.intermediate, 4 * _FLOAT32_BYTES * model.hidden)  # of the MLP, or of a norm
+        # The widest part is the MLP or a norm.
+        mlp = max(mlp + 2 * size * model.intermediate, 4 * _FLOAT32_BYTES * model.hidden)
     return 2 * norm * model.hidden + attention + mlp
 
 
 def rank_setup(config: RunConfig, role: str, model: ModelSize, *, card_bytes: int = 0) -> RankSetup:
-    """The setup of the ranks of a role with its own options; without a card, ``gradient_sync=auto`` is ``update``."""
+    """The setup of the ranks of a role. If ``card_bytes`` is 0, ``gradient_sync=auto`` counts as ``update``."""
     learner = role_options(config, role)
     on_cuda, lora_rank = learner.device is Device.cuda, learner.lora.rank if role == "actor" else 0
     half = 2 if learner.dtype is Dtype.bfloat16 or (learner.dtype is Dtype.auto and on_cuda) else _FLOAT32_BYTES
@@ -366,8 +381,8 @@ def rank_setup(config: RunConfig, role: str, model: ModelSize, *, card_bytes: in
 def rank_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, dict[str, int]]:
     """Peak memory of one rank of each learner pool, as pool → kind → bytes.
 
-    The roles of a pool take turns: one role computes, and the others keep what they do not move to the host. ``model``
-    is the policy; a critic or a reward model with a path of its own has its own sizes.
+    The roles of a pool take turns. While one role computes, the other roles keep on the device what they do not move
+    to the host. ``model`` is the policy. A critic or a reward model with its own path has its own sizes.
     """
     context = {"CUDA context": CONTEXT_BYTES} if config.learner.device is Device.cuda else {}
     pools: dict[str, dict[str, int]] = {}
@@ -401,7 +416,7 @@ def _role_uses(config: RunConfig, pool: str, model: ModelSize, card_bytes: int) 
 
 
 def _kept(config: RunConfig, role: str, parts: Mapping[str, int], *, is_paused: bool = False) -> dict[str, int]:
-    """What a role keeps on the device while another role computes, or, with ``is_paused``, while engines generate."""
+    """Bytes that a role keeps on the device while another role computes; with ``is_paused``, while engines generate."""
     options = role_options(config, role)
     by_use = options.param_offload, options.optimizer_offload
     moves = is_paused and options.offload_at_transition_only and not any(by_use)
@@ -410,7 +425,7 @@ def _kept(config: RunConfig, role: str, parts: Mapping[str, int], *, is_paused: 
 
 
 def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
-    """Peak memory of a frozen model, such as the reference: shards, gathered units, and one layer's forward pass."""
+    """Peak memory of a frozen model (for example the reference), as kind → bytes. It has only a forward pass."""
     model = _padded(model, setup.num_shards)
     size = setup.compute_bytes
     gathers = int(setup.num_shards > 1 or setup.frozen_bytes != size or setup.offloaded)
@@ -431,9 +446,9 @@ def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
 def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, int]:
     """Memory of one device of an engine, as kind → bytes.
 
-    ``kv cache`` is the cache for the full length of all samples that one worker may run, limited to
-    ``rollout_fleet.sglang.max_total_tokens``, and on a card to what SGLang's memory fraction leaves. The rest of the
-    card is for ``activations and graphs``.
+    ``kv cache`` holds all samples that one worker may run, at full length. It is limited by
+    ``rollout_fleet.sglang.max_total_tokens`` and, on a GPU, by SGLang's memory fraction. SGLang reserves the rest of
+    the GPU for ``activations and graphs``.
     """
     fleet = config.rollout_fleet
     size = _FLOAT32_BYTES if fleet.sglang.dtype_on(fleet.device) in FLOAT32_NAMES else 2
@@ -451,7 +466,7 @@ def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -
 
 
 def engine_reserve(card_bytes: int, tp_size: int, extra_args: Sequence[str] = ()) -> int:
-    """Bytes of a card that SGLang keeps free of weights and KV cache, for activations and CUDA graphs.
+    """Bytes of a GPU that SGLang reserves for activations and CUDA graphs.
 
     The formula is that of SGLang 0.5.21 (``arg_groups/memory_hook.py``): 1.5 MiB per token of a prefill chunk, 2 MiB
     per sample of the largest decode graph, 8 MiB per prefill graph. ``--mem-fraction-static`` in

@@ -23,9 +23,9 @@ from rollout_fleet.config import EngineDevice, EngineKind
 
 _MIB = 1 << 20
 USABLE_SHARE = 0.95
-"""Share of a GPU's memory that may be planned. torch's allocator keeps some bytes that no tensor uses."""
+"""Share of a GPU's memory that a plan may use. torch's allocator keeps some bytes that no tensor uses."""
 SELECTIVE_SHARE = 0.85
-"""Share of a GPU's memory up to which layers keep their attention by default. The planner may be wrong by 8%."""
+"""Layers keep their attention by default if the plan uses at most this share of a GPU. The plan may be wrong by 8%."""
 CARDS = {
     "A10": 23028, "A100": 81920, "A100-40": 40960, "B200": 183359, "H100": 81559, "H20": 97871, "H200": 143771,
     "L4": 23034, "L40S": 46068, "RTX4090": 24564,
@@ -113,7 +113,8 @@ class DeviceUse:
 def device_uses(config: RunConfig, model: ModelSize, card: int = 0) -> list[DeviceUse]:
     """The memory of each kind of device of a run; ``card`` is the memory of a GPU in bytes, or 0.
 
-    Colocated ranks and engines take turns. While one computes, the other keeps what it does not move to the host.
+    Colocated ranks and engines take turns. While one computes, the other keeps on the device what it does not move to
+    the host.
     """
     learner, is_shared = config.learner, config.placement.colocated
     on_card = card if learner.device is Device.cuda else 0
@@ -145,10 +146,10 @@ def check_memory_of_devices(config: RunConfig, model: ModelSize, card: int) -> N
 
 
 def with_recomputation(config: RunConfig, card: int) -> RunConfig:
-    """Set ``learner.activation_checkpointing`` to ``selective`` if nothing is set and all ranks then fit easily.
+    """Set ``learner.activation_checkpointing`` to ``selective`` if it is not set and all ranks then fit easily.
 
-    ``card`` is the memory of a GPU in bytes; 0 is unknown. Otherwise ranks on CUDA recompute whole layers, also if the
-    sizes of the model have unusual names.
+    Otherwise ranks on CUDA recompute whole layers. They also do this if ``config.json`` has unusual names for the sizes
+    of the model. ``card`` is the memory of a GPU in bytes; 0 if it is unknown.
     """
     if config.learner.activation_checkpointing is not None or config.learner.device is not Device.cuda or not card:
         return config
@@ -162,7 +163,7 @@ def with_recomputation(config: RunConfig, card: int) -> RunConfig:
 
 
 def remedies_of(config: RunConfig, model: ModelSize, card: int) -> dict[str, Any]:
-    """The options that make a run fit, in the order of their price in time; empty if they do not suffice."""
+    """The options that make a run fit, in the order of their cost in time; empty if no options suffice."""
     needed: dict[str, Any] = {}
     for name, value in _remedies(config):
         with_it = {**needed, name: value}
@@ -192,7 +193,7 @@ def _excess(config: RunConfig, model: ModelSize, card: int) -> int:
 def _remedies(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Options that need less memory, in the order of their cost in time.
 
-    They also apply to roles with their own value.
+    They replace the values that roles set themselves, too.
     """
     for name, value in _remedies_of_all_roles(config):
         yield name, value
@@ -222,7 +223,7 @@ def _remedies_of_all_roles(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 
 def with_options(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
-    """The run with other values of options of the learner, its roles, the fleet and SGLang, by their names."""
+    """The run with other values of some options of the learner, its roles, the fleet and SGLang, by option name."""
     learner, fleet = config.learner, config.rollout_fleet
     for name, value in options.items():
         section, _, last = name.rpartition(".")
@@ -267,9 +268,9 @@ class Layout:
 def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: int) -> list[Layout]:
     """Every layout of a run on ``num_gpus`` GPUs of ``card`` bytes whose devices fit, by ranks and sp size.
 
-    All roles are in the pool ``learner``. A role keeps the options that it sets itself, and has the actor's layout
-    otherwise. The token budgets are powers of two from 1,024 to 131,072. ``sp_size`` ranks hold a sequence together, so
-    that the budgets of the ranks together must hold the longest sample, for each role.
+    All roles are in the pool ``learner``. A role keeps the options that it sets itself; its other options are the
+    actor's. The token budgets are powers of two from 1,024 to 131,072. ``sp_size`` ranks share each sequence. For each
+    role, the budgets of these ranks together must hold the longest sample.
     """
     fleet, learner = config.rollout_fleet, config.learner
     own = [learner.own_options(role) for role in learner_roles(config)]
@@ -307,7 +308,7 @@ def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: i
 
 
 def _holds_longest_sample(config: RunConfig) -> bool:
-    """Whether a micro-batch of each role holds the longest sample."""
+    """Whether a micro-batch of each role can hold the longest sample."""
     each = [role_options(config, role) for role in learner_roles(config)]
     return min(one.max_tokens_per_micro_batch * one.sp_size for one in each) >= longest_sample(config)
 

@@ -19,19 +19,20 @@ from buffer.config import OnStale
 from rollout_fleet.config import EngineKind, OnUpdate, SaveProgress
 
 _MOST_TOKENS, _MOST_SPREAD, _MOST_LAG, _MOST_BYTES = 1e9, 10.0, 10_000, 2**62
-"""Upper limits; the limit of all other values is a million. Larger values make a simulation too long or overflow."""
+"""Upper limits of some values. All other values are limited to a million. Larger values would overflow or make a
+simulation too long."""
 
 _DRAWN_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthModel:
-    """Response lengths in tokens: lengths of recorded groups, or a log-normal distribution cut at ``max_tokens``.
+    """Response lengths in tokens: recorded lengths, or a log-normal distribution that is limited to ``max_tokens``.
 
     Attributes:
         recorded: Response lengths of recorded groups, one list per group. The simulator draws whole groups, so that all
             samples of a hard prompt stay long. If empty, the distribution below is used.
-        mean_tokens: Mean length before the cut.
+        mean_tokens: Mean of the distribution before the limit ``max_tokens`` applies.
         spread: Standard deviation of the logarithm of the lengths within one prompt. Example: 0.6.
         prompt_spread: Standard deviation of the logarithm of the mean lengths of the prompts.
         max_tokens: Largest response length.
@@ -54,7 +55,7 @@ class LengthModel:
             raise ValueError("lengths.recorded must hold groups of lengths, got an empty one; leave it out")
 
     def draw(self, rng: np.random.Generator, num_groups: int, num_samples: int) -> np.ndarray:
-        """[num_groups, num_samples] int64 lengths; recorded groups are drawn with replacement."""
+        """Draw lengths, [num_groups, num_samples] int64. Recorded groups are drawn with replacement."""
         if self.recorded:
             chosen = rng.integers(len(self.recorded), size=num_groups)
             return np.stack([np.resize(self.recorded[index], num_samples) for index in chosen]).astype(np.int64)
@@ -70,7 +71,7 @@ class LengthModel:
             yield from self.draw(rng, _DRAWN_AT_ONCE, num_samples).tolist()
 
     def resampled(self, rng: np.random.Generator) -> LengthModel:
-        """Draw the same number of recorded groups with replacement; a distribution does not change."""
+        """Draw as many groups as were recorded, with replacement. A distribution does not change."""
         if not self.recorded:
             return self
         chosen = rng.integers(len(self.recorded), size=len(self.recorded))
@@ -79,10 +80,10 @@ class LengthModel:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineModel:
-    """The speed of one engine, by the number of running samples.
+    """The speed of one engine, which depends on the number of running samples.
 
     Attributes:
-        step_s: Time of one decoding step (one token of every running sample) without the time per sample.
+        step_s: Fixed time of one decoding step, which gives every running sample one token.
         step_s_per_sample: Time that each running sample adds to a decoding step.
         prefill_s_per_token: Time to compute the KV cache of one token. The engine does not decode during this time.
         max_running: Largest number of running samples; other samples wait in the engine in order of arrival.
@@ -113,7 +114,7 @@ class LearnerModel:
     """The times of the learner: a step and a publish.
 
     Attributes:
-        step_s: Time of a step without the time per token.
+        step_s: Fixed time of a step.
         rank_s_per_token: Rank-seconds for one token, including prompt tokens; the ranks share the tokens.
         copy_s: Time for which the ranks pause to copy the weights.
         publish_s: Time from the copy until an engine can load the version. Training and generation continue.
@@ -188,7 +189,8 @@ class Scenario:
         max_stored_bytes: Largest number of bytes in the buffer.
         bytes_per_token: Bytes per stored token: id, log-prob, version, masks.
         settle_s: Time from a group's last token until the buffer stored it: reward, encoding, network.
-        ask_s: Time from a free place to the request for a lease, if other places are occupied.
+        ask_s: Time from the moment when a place becomes free until the request for a lease, if other places are
+            occupied.
         plan_s: Time from a complete batch to the start of the step: plan, fetch, reference scores.
         pipeline_steps: Largest number of planned batches that the learner has not consumed; 2 in asyncrl.
         equal_rewards: Share of groups that ``buffer.filters=[equal_rewards]`` drops; 0 without this filter.
@@ -196,7 +198,7 @@ class Scenario:
             are more, the buffer drops the group that it stored first and requeues its prompt. 0 means no limit, as in
             asyncrl; other systems have one.
         num_steps: Learner steps to simulate.
-        warm_up_steps: First steps that the figures leave out.
+        warm_up_steps: Number of first steps that do not count in the results.
         hands_on: Workers hand over running groups when the buffer asks; ``rollout_fleet.save_progress`` is not
             ``never``.
         whole_groups: Simulate a group as its longest sample, with the mean load of its samples. Use it for very large
@@ -257,7 +259,8 @@ class Scenario:
             raise ValueError(f"equal_rewards must be in [0, 1), got {self.equal_rewards}; 1 keeps no group")
         if self.host.is_shared and not self.engine.takes_batches:
             raise ValueError(
-                "host.is_shared needs engine.takes_batches=true: the simulator has no model of other engines on a core"
+                "host.is_shared needs engine.takes_batches=true: the simulator cannot model other engines that share "
+                "a core"
             )
         if self.warm_up_steps >= self.num_steps:
             raise ValueError(

@@ -37,7 +37,7 @@ OnHandOn = Callable[[Sequence[tuple[int, int]]], None]
 
 
 class SimulatedLoop(asyncio.AbstractEventLoop):
-    """The part of an event loop that timers need, on a simpy clock."""
+    """Implements the methods of an event loop that timers need, on a simpy clock."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
@@ -119,7 +119,7 @@ class _Size:
 
 
 class SimulatedBuffer:
-    """The buffer of a simulated run and the calls of its clients. Replies arrive at the same simulated time.
+    """The buffer of a simulated run, and the calls of its clients. A reply takes no simulated time.
 
     Args:
         env: The simulation clock.
@@ -148,7 +148,10 @@ class SimulatedBuffer:
         self._is_awake = False
 
     def join(self, client: bytes, on_revoked: OnRevoked, on_hand_on: OnHandOn | None = None) -> None:
-        """Register a client for revoked leases and for requests to hand over groups, by group and attempt."""
+        """Register a client: the buffer calls ``on_revoked`` for a lost lease, and ``on_hand_on`` to hand over groups.
+
+        Both get the group id and the attempt of a lease.
+        """
         self._on_revoked[client] = on_revoked
         if on_hand_on is not None:
             self._on_hand_on[client] = on_hand_on
@@ -186,7 +189,7 @@ class SimulatedBuffer:
         self._wake()
 
     def _wake(self) -> None:
-        """Handle the inbox after all other events of this time, as one burst: the server reads bursts too."""
+        """Handle all requests of this moment as one burst, after its other events. The real server reads bursts too."""
         if not self._is_awake:
             self._is_awake = True
             call_after(self._env, 0.0, self._work)

@@ -1,8 +1,8 @@
 """A simulated engine, which returns each prompt group when its longest sample is finished, and shared CPU cores.
 
 Between two events, all running samples of an engine decode at the same speed. Therefore one number represents the
-progress of all samples: the tokens that a sample would have since the start of the simulation. An event costs O(log n)
-for n running samples.
+progress of all samples: the tokens of an imaginary sample that runs since the start of the simulation. An event costs
+O(log n) for n running samples.
 """
 
 from __future__ import annotations
@@ -160,10 +160,11 @@ class SimulatedEngine:
         return num_tokens
 
     def cut(self, group: SimulatedGroup, on_cut: Callable[[list[int]], None]) -> None:
-        """Stop a group so that another engine can continue it; ``on_cut`` gets the missing tokens of each sample.
+        """Stop a group so that another engine can continue it.
 
-        The engine calls ``on_cut`` after the next decoding step. An engine that takes batches calls it at the end of
-        the batch; a sample that had not started gets one token.
+        The engine calls ``on_cut`` with the number of tokens that each unfinished sample still needs. It does so after
+        the next decoding step; an engine that takes batches does so at the end of the batch. In a batch, a stopped
+        sample that has not started yet decodes one token.
         """
         self._advance()
         group.on_cut, group.cut_at = on_cut, self._env.now
@@ -254,7 +255,7 @@ class SimulatedEngine:
         batch_s = self._vary(num_steps * self._token_s())
 
         def steps_until(moment: float) -> int:
-            """Tokens that each sample had at a time within the batch, after the end of the batch."""
+            """Tokens that each sample had at a moment within the batch. Call this after the end of the batch."""
             passed = (moment - began_at) / max(self._env.now - began_at, 1e-9) * num_steps
             return max(0, int(passed - (num_steps - longest)))
 
@@ -337,9 +338,9 @@ class SimulatedEngine:
 class SharedCore:
     """A CPU core that all its jobs share equally (processor sharing).
 
-    The work of a job is the seconds that it takes alone. With n jobs, each job runs at 1/n of the full speed. Therefore
-    one number represents the progress of all jobs: the work that a job since the start of the simulation would have
-    done.
+    The work of a job is the number of seconds that it takes alone. With n jobs, each job runs at 1/n of the full speed.
+    Therefore one number represents the progress of all jobs: the finished work of an imaginary job that runs since the
+    start of the simulation.
     """
 
     def __init__(self, env: simpy.Environment) -> None:
@@ -384,7 +385,7 @@ class SharedCore:
 
 
 class SimulatedHost:
-    """The cores of a host: all engines share one, and all ranks share the other (`HostModel`)."""
+    """The two cores of a host: all engines share one core, and all ranks share the other (`HostModel`)."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self.engines, self.ranks = SharedCore(env), SharedCore(env)

@@ -80,9 +80,9 @@ def simulate(scenario: Scenario, *, seed: int = 0) -> SimulatedRun:
 
 
 def variation(recorded: Sequence[float], rng: np.random.Generator) -> Callable[[float], float]:
-    """Multiply expected times by recorded ratios of measured to expected time, in order, from a random start.
+    """Return a function that multiplies each expected time by the next recorded ratio of measured to expected time.
 
-    Therefore long times are as frequent as in the record, and follow each other in the same order.
+    The first ratio is chosen at random. Long times are then as frequent as in the record, and in the same order.
     """
     first = int(rng.integers(len(recorded))) + 1 if recorded else 0
     ratios = cycle([*recorded[first:], *recorded[:first]] or [1.0])
@@ -144,7 +144,7 @@ class SimulatedWorker:
     # Leases
 
     def _ask(self) -> None:
-        """Request leases shortly after places became free, with one request at a time."""
+        """Request leases shortly after places become free. There is at most one request at a time."""
         if self._asked is None and not self._is_gathering and self._num_free > 0:
             self._is_gathering = True
             if self._scenario.engine.takes_batches:  # all groups of a batch end at the same time: handle them first
@@ -153,7 +153,7 @@ class SimulatedWorker:
                 self._gather()
 
     def _gather(self) -> None:
-        """Wait until other places become free, unless all places are free, and request leases."""
+        """Request leases. Unless all places are free, first wait ``ask_s``: other places may become free meanwhile."""
 
         def request() -> None:
             self.account()
@@ -167,7 +167,7 @@ class SimulatedWorker:
 
     @property
     def _num_free(self) -> int:
-        """Number of free places. The worker may score and store the same number of groups in addition."""
+        """Number of free places. As many groups as there are places may be scored and stored without occupying one."""
         num_places = self._scenario.groups_in_flight
         return num_places - len(self._groups) + min(self._num_settling, num_places)
 
@@ -248,7 +248,10 @@ class SimulatedWorker:
         self._ask()
 
     def _settle_next(self) -> None:
-        """On a shared core, the event loop of the worker settles one group at a time, next to the generating thread."""
+        """Score and store the next group. On a shared core, the worker does this for one group at a time.
+
+        The thread that generates shares the core with this work.
+        """
         host = self._simulation.host
         if self._is_settling or not self._to_settle or host is None:
             return
@@ -431,7 +434,10 @@ class SimulatedLearner:
         return done
 
     def _publish(self, version: int) -> ProcessGenerator:
-        """Copy the weights after the previous publish. The ranks do not wait for the rest, unless they take part."""
+        """Copy the weights when the previous publish is finished.
+
+        The ranks do not wait for the rest of the publish, unless ``LearnerModel.shares_learner`` is set.
+        """
         learner = self._scenario.learner
         began_s = self._env.now
         ready_s = max(0.0, self._published_at - began_s)
@@ -460,10 +466,11 @@ class Simulation:
         learner: Ranks and controller.
         capacity: Largest number of groups in flight on all workers.
         host: The cores that engines and ranks share; None if each has its own device.
-        lengths: The response lengths of each lease; a second lease of a prompt gets new lengths from the same stream.
-        rewards: Draws the lengths, and the groups whose rewards are all equal.
-        rng: Draws the position where a recorded variation begins.
-        saved: By id of a handed-over group: the final tokens of its samples, and the tokens that they still need.
+        lengths: A stream of the response lengths of a lease. A second lease of a prompt gets new lengths.
+        rewards: Random numbers for the lengths, and for the choice of groups whose rewards are all equal.
+        rng: Random numbers for the start of a recorded variation.
+        saved: Handed-over groups by group id. A value has the final number of tokens of each sample, and the number of
+            tokens that each sample still needs.
     """
 
     def __init__(self, scenario: Scenario, *, seed: int = 0) -> None:
@@ -516,7 +523,7 @@ class Simulation:
         self._most_bytes = max(self._most_bytes, sum(self.buffer.ledger.groups.space.stored_bytes))
         if self.scenario.queue_groups:
             self._queue[group.group_id] = group.attempt
-            call_after(self.env, 0.0, bound_queue)  # first plan a batch that takes some groups
+            call_after(self.env, 0.0, bound_queue)  # a batch that is planned now may take some groups first
         if self.scenario.equal_rewards and self.buffer.ledger.groups.num_queued < self.capacity:
             self.learner.feed()
         self.learner.account()

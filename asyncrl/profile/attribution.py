@@ -2,7 +2,7 @@
 
 A *place* is the unit that can be busy: a learner rank, or room for one sample on an engine. At any time, a place is
 either busy or idle for exactly one cause. If several causes apply, the first one in the order of docs/profiling.md
-counts. All sums are integer nanoseconds times places.
+counts. All sums are integers in nanoseconds times places.
 """
 
 from __future__ import annotations
@@ -269,7 +269,8 @@ def _engine_states(now: Mapping[str, int]) -> Iterator[tuple[str, int]]:
         if now[f"span.{kind}"]:
             yield cause, left
             return
-    if not now["buffer.queued"]:  # why no sample starts in a free place
+    # Find out why no sample starts in a free place.
+    if not now["buffer.queued"]:
         why_free = FleetCause.no_prompts
     elif now["buffer.full"]:
         why_free = FleetCause.buffer_full
@@ -342,7 +343,7 @@ def _learner_stretches(trace: Trace, window: tuple[int, int], fleet: Sequence[St
 
 
 def _rank_state(now: Mapping[str, int]) -> str | None:
-    """The state of a rank; None if the rank waits for a batch. Then the state of the fleet tells the cause."""
+    """The state of a rank; None if the rank waits for a batch. In that case `_no_batch` finds the cause."""
     if now["down"]:
         return LearnerCause.rank_down
     for kind, cause in _BLOCKED:

@@ -59,9 +59,9 @@ def _pool_use(attribution: Attribution, pool: Pool, edges: np.ndarray) -> Chart:
 
 
 def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
-    """One bar per finished step, or per several consecutive steps: busy seconds of a rank, and idle seconds by cause.
+    """One bar per finished step, or per several consecutive steps: a rank's busy seconds and idle seconds by cause.
 
-    The line shows the busy time of the fleet in the step, as seconds of the whole fleet.
+    The line shows how many seconds the whole fleet would need for its work in the step.
     """
     width = math.ceil(len(windows) / MAX_BARS) or 1
     bars = [slice(first, first + width) for first in range(0, len(windows), width)]
@@ -257,7 +257,7 @@ def frontier(predictions: Mapping[str, Any], here: tuple[float, float]) -> Chart
 
 
 def _served(trace: Trace) -> list[tuple[int, int]]:
-    """(version, nanoseconds) when all engines first served it or a newer one, in order, without skipped versions."""
+    """For each version, the time when all engines first served it or a newer one; skipped versions are left out."""
     levels = [level for lane in trace.lanes(Pool.fleet) for level in trace.levels_of(LevelName.version, lane)]
     changes = sorted((level.time, level.lane, level.value) for level in levels)
     serves: dict[str, int] = {}
@@ -291,7 +291,7 @@ def _overlaps(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
         edges: [bins + 1] ascending.
 
     Returns:
-        [bins] float64. The integral of all weights up to each edge, differenced.
+        [bins] float64: the difference of the integrals of all weights up to the two edges of each bin.
     """
     times = np.concatenate([rows[:, 0], rows[:, 1]])
     slopes = np.concatenate([rows[:, 2], -rows[:, 2]])

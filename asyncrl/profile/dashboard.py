@@ -37,7 +37,7 @@ _COOKIE = "asyncrl_token"
 _KEEP_ALIVE_S = 15.0
 _DEBOUNCE_MS = 1000
 _REST_FACTOR = 5.0
-"""Rest after each report, as a multiple of the time to make it; the dashboard uses at most a sixth of one core."""
+"""Pause after each report, as a multiple of the time to make it. The dashboard uses at most a sixth of one core."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -52,7 +52,7 @@ class Dashboard:
 
     Args:
         run_dir: The run's folder.
-        token: Secret of the visitors, sent once as ``/?token=`` or as a bearer token; empty to disable the check.
+        token: Secret that visitors send once as ``/?token=``, or as a bearer token; empty to disable the check.
         only_loopback: Answer only requests whose Host header is a loopback name. This stops DNS rebinding: a foreign
             web page could otherwise use a host name that resolves to 127.0.0.1.
     """

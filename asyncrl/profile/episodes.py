@@ -1,4 +1,4 @@
-"""Computes what the report shows of an episode: a row per turn and tool, and what the episode waited for over time.
+"""Computes the view of an episode in the report: a row per turn and tool, and the reasons for waiting over time.
 
 The samples of a run hold episodes as `rollout_fleet.episodes.episode_run.EpisodeRun.described` writes them. The page
 draws the rows as they come (``page/page.js``). Times are seconds since the episode began.
@@ -14,11 +14,11 @@ from typing import Any
 Values = dict[str, Any]
 
 WAITS = ("generation", "queue", "tool", "environment")
-"""What an episode waits for. If turns run at the same time, the first one in this order counts."""
+"""What an episode can wait for. If several turns run at the same time, the first of their reasons here counts."""
 MAX_LETTERS = 4000
-"""Most letters of a turn's text in the report; the middle of a longer one is left out."""
+"""Most characters of a turn's text in the report. The middle of a longer text is left out."""
 MAX_ROWS = 2000
-"""Most rows of an episode; of a longer one the first are kept."""
+"""Most rows of an episode in the report. If there are more, the first ones are kept."""
 _DIGITS = 3
 
 
@@ -26,12 +26,17 @@ def episode_view(sample: Mapping[str, Any], episode: Mapping[str, Any]) -> Value
     """The part of the document for one episode.
 
     Args:
-        sample: Its row in ``samples/``.
-        episode: What the row's column ``episode`` holds.
+        sample: The row of the episode in ``samples/``.
+        episode: The value of the row's column ``episode``.
 
     Returns:
-        ``title``, ``failure`` and ``duration_s``; ``rows`` as `_rows`; ``num_left_out`` rows beyond `MAX_ROWS`;
-        ``waits``: stretches [what, start, end] that fill the episode; ``waits_s``: seconds by what.
+        A mapping with these keys:
+
+        - ``title``, ``failure`` and ``duration_s``;
+        - ``rows``: the rows of `_rows`;
+        - ``num_left_out``: number of rows beyond `MAX_ROWS`;
+        - ``waits``: consecutive periods [reason, start, end] from the begin of the episode to its end;
+        - ``waits_s``: seconds by reason.
     """
     turns = [turn for turn in episode["turns"] if turn["is_sampled"]]
     rows = [*_rows(episode)]
@@ -109,7 +114,7 @@ _NOTHING = {
 
 
 def _bars(turn: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """What a turn waited for, in order."""
+    """The periods in which a turn waited, in order, as [reason, start, end]."""
     asked, ended = turn["asked_s"], turn["ended_s"]
     if asked is None or ended is None or ended <= asked:
         return
@@ -121,7 +126,7 @@ def _bars(turn: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
 
 
 def _waits(episode: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """What the whole episode waited for; joined stretches from its begin to its end."""
+    """The periods in which the whole episode waited, as [reason, start, end], from its begin to its end."""
     duration = episode["duration_s"]
     found = [bar for turn in episode["turns"] for bar in _bars(turn)]
     found += [
@@ -158,7 +163,7 @@ def _tools_by_turn(episode: Mapping[str, Any]) -> dict[int, list[Mapping[str, An
 
 
 def _shortened(pieces: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Pieces without the middle of a long text."""
+    """The pieces of a text; the middle of a long text is left out."""
     if sum(len(text) for _, text in pieces) <= MAX_LETTERS:
         return [[version, text] for version, text in pieces]
     head, tail, left = [], [], MAX_LETTERS // 2

@@ -1,7 +1,7 @@
 """Converts a trace to the Chrome trace event format (``trace.json``) for https://ui.perfetto.dev and chrome://tracing.
 
 The document has one process per pool, and one lane per rank, engine and buffer. An arrow leads from the lease of each
-group to the step that trained on it. Counters follow. Times are microseconds since the first record.
+group to the step that trained on it. The document also has counters. Times are microseconds since the first record.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def trace_events(trace: Trace, *, torch_traces: Iterable[str] = ()) -> dict[str,
 
     Args:
         trace: The record of the run.
-        torch_traces: File names of the traces that `profile.torch_steps` wrote. The updates refer to them.
+        torch_traces: File names of the traces that `profile.torch_steps` wrote. The spans of updates name these files.
     """
     events = _Events(trace, frozenset(torch_traces))
     return {

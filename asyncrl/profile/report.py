@@ -297,7 +297,7 @@ _SAMPLE_FIELDS = (
 
 
 def _trained_sample(row: Mapping[str, Any], path: Path, decode: Decode) -> dict[str, Any]:
-    """A sample with its tokens: each has a policy version and the engine's log-prob minus the learner's."""
+    """A sample with its tokens. Each token has a policy version, and the engine's log-prob minus the learner's."""
     names = ("response_ids", "versions", "response_mask", "behavior_logprobs", "learner_logprobs")
     tokens = [
         {

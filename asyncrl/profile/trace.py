@@ -136,9 +136,10 @@ class GroupLife:
         return None if stamp is None else stamp.time
 
     def uses(self) -> list[GroupLife]:
-        """The group's life until each learner step that trained on its last trajectories, one per use.
+        """Return the group's life once per use, each until the learner step that trained on the last trajectories.
 
-        Each use has its own `step` and `lag`. A step that the learner made again, after it went back, counts once.
+        Each use has its own `step` and `lag`. A step that the learner repeated after a return to a checkpoint counts
+        once.
         """
         found: list[GroupLife] = []
         for number, stamp in enumerate(self.stamps, start=1):
@@ -162,7 +163,10 @@ class GroupLife:
 
     @property
     def lag_in_queue(self) -> int:
-        """The lag from storage in the buffer and from a waiting batch; -1 if no step consumed the group."""
+        """The lag that arises after the group was stored: in the buffer and in a waiting batch.
+
+        -1 if no step consumed the group.
+        """
         stored = self.last(GroupEvent.stored)
         return NONE if stored is None or self.step == NONE else self.step - stored.details["learner"]
 
@@ -214,7 +218,7 @@ class Trace:
 
     @staticmethod
     def load(run_folder: Path | str) -> Trace:
-        """Read a run once, which may still be in progress. The errors are those of `TraceReader.read`."""
+        """Read the record of a run once; the run may still be in progress. Raises the errors of `TraceReader.read`."""
         return TraceReader(run_folder).read()
 
     @property
@@ -230,7 +234,7 @@ class Trace:
         """
         step_spans = self.spans_of(SpanKind.step, CONTROLLER_LANE)
         taken = [span for span in step_spans if not span.is_open or span is step_spans[-1]]
-        ends = list(accumulate((span.end for span in taken), max))  # clocks of two hosts may disagree a little
+        ends = list(accumulate((span.end for span in taken), max))  # the clocks of two hosts may differ a little
         starts = [span.start for span in taken[:1]] + ends
         return tuple(
             StepWindow(version=span.step, start=start, end=end, is_open=span.is_open)
@@ -350,7 +354,7 @@ class TraceReader:
         )
 
     def forget(self, before: int) -> None:
-        """Drop the records before a time of the last trace, so that repeated reads of a long run stay cheap.
+        """Drop the records before a time of the last trace. Repeated reads of a long run then stay cheap.
 
         The next trace has the spans that end at or after ``before``, the stamps from ``before`` on, and the value of
         each level at ``before``.
@@ -429,12 +433,12 @@ class _ProcessFile:
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        """Sort key. All times are shown on the clock of the first process: the buffer server, if it recorded."""
+        """Sort key. All times are converted to the clock of the first process: the buffer server, if it recorded."""
         is_other = self.header["process"] != BUFFER_LANE
         return _REFERENCE_ORDER.index(self.header["pool"]), is_other, self.header["started_ns"]
 
     def set_reference(self, reference: Mapping[str, Any]) -> None:
-        """Show all times on the clock of another process from now on."""
+        """From now on, convert all times to the clock of another process."""
         own = self.header
         measured = [(time, offset, error) for clock, time, offset, error in self._clocks if clock == reference["clock"]]
         if own["clock"] == reference["clock"]:
@@ -502,9 +506,9 @@ class _ProcessFile:
 class ClockOffsets:
     """The offset between two clocks: measurements (time, offset, error) with linear interpolation between them.
 
-    Two quartz clocks drift apart by tens of microseconds per second, so one offset is not enough for an hour. Late
-    replies give inexact measurements: one whose error is more than `_WORST_OF_BEST` times the smallest is ignored.
-    Without measurements the offset is 0.
+    Two quartz clocks drift apart by tens of microseconds per second, so one offset is not enough for an hour. A late
+    reply gives an inexact measurement. A measurement is ignored if its error is more than `_WORST_OF_BEST` times the
+    smallest error. Without measurements the offset is 0.
     """
 
     def __init__(self, measured: Iterable[tuple[int, int, int]] = ()) -> None:

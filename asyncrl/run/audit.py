@@ -1,8 +1,12 @@
-"""The audit of a run: the receipts of all its lives, each act compared with those of other processes.
+"""The audit of a run. It compares the receipts of each process with those of the other processes, over all lives.
 
-The way of a trained token is: engine and version that sampled it (`sampled`), the digest of the weights that this
-engine verified (`loaded`) and the learner published, the group that the controller planned (`planned`, `committed`),
-and the step in which a learner rank trained on it (`trained`); the names are those of `asyncrl.core.receipts.Act`.
+For every trained token the audit follows these acts (`asyncrl.core.receipts.Act`):
+
+- ``published``: the learner published weights with a digest;
+- ``loaded``: an engine verified weights with this digest;
+- ``sampled``: this engine sampled the token with these weights;
+- ``planned`` and ``committed``: the controller used the token's group in a batch;
+- ``trained``: a learner rank trained on the token in the step of this batch.
 """
 
 from __future__ import annotations
@@ -52,13 +56,14 @@ class LifeReceipts:
 
     Attributes:
         folder: The folder of the life.
-        began_at: The version of the checkpoint that it continued; 0 for a new run.
-        published: Digests of each version; several if the learner was restarted.
+        began_at: The version of the checkpoint that the life continued; 0 for a new run.
+        published: Digests by version. A version has several digests if the learner was restarted.
         loaded: Digests that an engine verified, by engine and version.
         sampled: Receipts of engines, by group.
         trained: Receipts of a step by data-parallel rank; a repeated step replaces its receipts.
-        committed: The planned batches of the steps that were made. A step also counts if a later one was committed, or
-            if the next life continues a checkpoint after it: the controller was killed before it noted the commit.
+        committed: The planned batches of the finished steps. A step also counts as finished if a later step was
+            committed, or if the next life continues a later checkpoint. The controller was then killed before it wrote
+            the receipt of the commit.
     """
 
     def __init__(self, folder: Path, began_at: int = 0) -> None:
@@ -83,7 +88,7 @@ class LifeReceipts:
                 self.sampled[line["group"]].append(line)
             case Act.trained:
                 self.trained[line["step"]][line["rank"]] = line
-            case Act.planned:  # a learner that went back plans its later steps again
+            case Act.planned:  # after a return to a checkpoint, later steps are planned again
                 self._planned = {step: own for step, own in self._planned.items() if step < line["step"]}
                 self._planned[line["step"]] = line
             case Act.committed:
@@ -93,7 +98,7 @@ class LifeReceipts:
                 self.committed[step] = self._planned.pop(step, {"groups": []})
 
     def commit_before(self, step: int) -> None:
-        """Count the planned steps before ``step`` as made."""
+        """Count the planned steps before ``step`` as finished."""
         for made in [made for made in self._planned if made < step]:
             self.committed[made] = self._planned.pop(made)
 
@@ -112,7 +117,10 @@ class LifeReceipts:
         return yaml.safe_load((self.folder / "config.yaml").read_text())["buffer"]
 
     def groups_trained(self, step: int) -> dict[int, dict[str, Any]]:
-        """What all ranks trained on in a step, by group: attempt, digest, tokens in the loss, and by version."""
+        """What all ranks trained on in a step, by group.
+
+        The values of a group are attempt, digest, number of tokens in the loss, and number of tokens by version.
+        """
         found: dict[int, dict[str, Any]] = {}
         for line in self.trained.get(step, {}).values():
             for own in line["groups"]:
@@ -141,7 +149,7 @@ class Audit:
 def audited_lives(run_dir: Path) -> list[Life]:
     """The life in ``run_dir`` and the lives that it continues, oldest first.
 
-    Raises `ValueError` if the folder is not that of a life, or an earlier life is gone.
+    Raises `ValueError` if the folder is not that of a life, or if the folder of an earlier life is missing.
     """
     found = lives_until(run_dir)
     if not found:
@@ -155,9 +163,9 @@ def audited_lives(run_dir: Path) -> list[Life]:
 
 
 def lives_beside(lives: Sequence[Life]) -> list[Life]:
-    """Lives that continued one of ``lives`` and saved no checkpoint that another one continued, oldest first.
+    """Lives that continued one of ``lives``, but whose checkpoints no other life continued; oldest first.
 
-    Their steps are lost, but the next life may have taken over their journal, with the groups of their engines.
+    Their steps are lost. But the next life may have taken over their journal with the groups of their engines.
     """
     folders = {life.folder for life in lives}
     others = {path.parent.resolve() for folder in folders for path in folder.parent.glob("*/life.json")} - folders
@@ -206,7 +214,7 @@ def audit(lives: Sequence[Life]) -> Audit:
 
 
 def _steps_faults(lives: Sequence[LifeReceipts], kept: Mapping[int, LifeReceipts]) -> Iterator[BadReceipt]:
-    """Steps that are missing, and prompts that were trained on twice, apart from further uses of the same tokens."""
+    """Find missing steps, and prompts that were trained on twice. Repeated use of the same tokens is allowed."""
     for step in sorted({*range(max(kept, default=-1) + 1)} - kept.keys()):
         before = [life for life in lives if life.began_at <= step]
         yield BadReceipt(life=before[-1].folder, step=step, what="the step", expected="on record", found="no receipt")
@@ -229,7 +237,7 @@ def _steps_faults(lives: Sequence[LifeReceipts], kept: Mapping[int, LifeReceipts
 
 
 def _step_faults(life: LifeReceipts, step: int, trained: Mapping[int, Line]) -> Iterator[BadReceipt]:
-    """Where the ranks trained on other tokens than planned: the gradient witness."""
+    """Find steps in which the ranks trained on other tokens than the controller planned."""
     planned = {group["group"]: group for group in life.committed[step]["groups"] if group["is_scored"]}
     for group_id in sorted(planned.keys() | trained.keys()):
         plan, own = planned.get(group_id), trained.get(group_id)
@@ -243,7 +251,7 @@ def _step_faults(life: LifeReceipts, step: int, trained: Mapping[int, Line]) -> 
 
 
 def _lag_faults(life: LifeReceipts, step: int, trained: Mapping[int, Line]) -> Iterator[BadReceipt]:
-    """Tokens whose version is newer than the step, or older than the bound allows."""
+    """Find tokens whose version is newer than the step, or older than ``buffer.max_lag`` allows."""
     for group_id, own in trained.items():
         if strange := [version for version in own["versions"] if not 0 <= step - version <= life.max_lag]:
             yield BadReceipt(
@@ -257,7 +265,7 @@ def _lag_faults(life: LifeReceipts, step: int, trained: Mapping[int, Line]) -> I
 
 
 def _engine_faults(lives: Sequence[LifeReceipts], life: LifeReceipts, step: int, own: Line) -> Iterator[BadReceipt]:
-    """Tokens without an engine on record, or of weights that the engine has not verified as published."""
+    """Find tokens that no engine's receipt contains, or whose weights the engine did not verify as published."""
     wanted, attempt = own["versions"], own["attempt"]
     at: dict[str, Any] = {"life": life.folder, "step": step, "group": own["group"]}
     known = [(one, line) for one in lives for line in one.sampled.get(own["group"], ())]
@@ -344,7 +352,7 @@ def _counts(versions: Mapping[str, int]) -> Counter[int]:
 
 
 def _lines(paths: Iterable[Path]) -> Iterator[Line]:
-    """The lines of files. A last line without its end is left out: its writer was killed.
+    """The lines of files. An incomplete last line is left out: the writing process was killed.
 
     Raises `ValueError` for a damaged line.
     """

@@ -1,6 +1,6 @@
 """The Ray cluster of a run: start or join it, reserve places, and stop worker groups.
 
-`EnginePlaces.node_of` waits for a place in the cluster, without a deadline; Ray wakes it.
+`EnginePlaces.node_of` waits for a place in the cluster without a deadline. Ray ends this wait.
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ def learner_env(config: RunConfig) -> dict[str, str]:
 async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
     """Do work in a thread.
 
-    A cancellation waits for the thread, because the thread uses Ray, and Ray is stopped next.
+    A cancelled call still waits for the thread, because the thread uses Ray, and the caller stops Ray next.
     """
     working = asyncio.create_task(asyncio.to_thread(work))
     try:
@@ -364,7 +364,7 @@ class EnginePlaces:
         self._one_at_a_time: AbstractAsyncContextManager[Any] = asyncio.Lock() if per_node else nullcontext()
 
     def execute_rank_async(self, rank: int, method_name: str, *args: Any) -> Awaitable[Any]:
-        """Call a method of the worker of a rank."""
+        """Call a method of the worker with this rank."""
         group, index = self._group_of(rank)
         return group.execute_rank_async(index, method_name, *args)
 

@@ -12,14 +12,16 @@ The five loops of `Controller`, what each waits for, and who wakes it::
 
     prompts ─feed─▶ buffer ─plan─▶ [at most 2 steps] ─complete─▶ buffer (commits)
 
-While the learner computes step v, the fleet generates. The plan of v + 1 is made and queued behind step v on the ranks,
-whose threads fetch and pack its batch, and the weights of v travel. No loop waits for the weights: rank 0 offers a
-version to the buffer, the buffer shows the version when its step is committed, and each rollout worker takes the newest
-version when it can. If loading is slower than training, workers skip versions, and admission slows generation down,
-because it counts from the engine's version. During an evaluation a few engines keep its version until it ends.
+While the learner computes step v, the fleet generates. At the same time, step v + 1 is planned and queued behind step v
+on the ranks, and threads of the ranks fetch and pack its batch. Also at the same time, the weights of v are sent.
+
+No loop waits for the weights. Rank 0 offers a version to the buffer. When the step of the version is committed, the
+buffer shows it to the rollout workers, and each worker loads the newest version when it can. If loading is slower than
+training, workers skip versions. Admission then slows generation down, because it compares the engine's version with the
+learner's. During an evaluation, a few engines keep the evaluated version until the evaluation ends.
 
 A signal stops a training between two steps: `_Training.stop` cancels feed, follow and examine, and the plan loop ends.
-Complete then commits and reports the steps that are queued on the ranks, and the run saves a checkpoint.
+The complete loop then commits and reports the steps that are queued on the ranks, and the run saves a checkpoint.
 
 A deadlock needs a circle of loops that wait for each other:
 
@@ -27,8 +29,8 @@ A deadlock needs a circle of loops that wait for each other:
 - examine waits for the buffer and for the answers of engines. Engines wait for no loop.
 - Admission waits for commits (complete) and for newer engines. Those wait for commits and for the end of an evaluation.
 
-So the only cycle is plan → rollouts → admission → complete → plan. It moves, because a batch at the learner's version
-is admitted without a further commit (docs/staleness.md).
+So the only cycle is plan → rollouts → admission → complete → plan. This cycle cannot block, because a batch at the
+learner's version is admitted without a further commit (docs/staleness.md).
 
 The plan loop queues a checkpoint on the ranks between two updates (asyncrl/run/resume.py); the ranks write it while
 they train. After the death of a rank the loops end, and begin again at the newest checkpoint
@@ -179,7 +181,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             feeding.cancel()
 
     def stop(self) -> None:
-        """Plan no further batch. `train` then returns when the steps under way are committed and reported."""
+        """Plan no further batch. `train` then returns when the queued steps are committed and reported."""
         self._stopping.set()
         for task in self._beside:
             task.cancel()
@@ -196,7 +198,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     @property
     def has_all_steps(self) -> bool:
-        """Whether the last step of the run is made."""
+        """Whether the last step of the run has been queued on the ranks."""
         return self._queued_version == self._versions.stop
 
     async def save_stopped(self) -> str:
@@ -208,11 +210,11 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return await (await self._checkpointer.save(self._queued_version, wait=True))
 
     async def checkpoint(self) -> Path:
-        """Save a checkpoint with the next learner step; returns its folder when it is whole."""
+        """Save a checkpoint with the next learner step; returns its folder when the checkpoint is complete."""
         return await self._checkpointer.requested()
 
     async def _unless_stopped(self, work: Callable[[], Awaitable[T]]) -> T | None:
-        """The result of ``work``; None if `stop` cancels it, or came before."""
+        """The result of ``work``; None if `stop` was called before ``work`` ended."""
         if self.is_stopped:
             return None
         task, stopping = asyncio.ensure_future(work()), asyncio.create_task(self._stopping.wait())
@@ -269,10 +271,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     @abstractmethod
     def step_loops(self) -> Sequence[Loop]:
-        """The loops that make the steps. They end with the last step, or after `stop` with the step under way."""
+        """The loops that make the steps. They end with the last step; after `stop`, with the steps already queued."""
 
     def following_loops(self) -> Sequence[Loop]:
-        """The loops beside them that end when the engines serve the last version; `stop` cancels them."""
+        """The other loops. They end when the engines serve the last version; `stop` cancels them."""
         return ()
 
     async def _follow_fleet(self) -> None:
@@ -391,7 +393,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
 
 
 class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
-    """Makes both pools take turns on the same devices. At the start the learner is offloaded and the engines run."""
+    """Lets learner and engines take turns on the same devices. At the start, the learner is offloaded."""
 
     _trained: tuple[Plan, float, Mapping[str, float]] | None = None
     """Plan, seconds of waiting for it, and metrics of a step that is not reported yet."""
@@ -401,7 +403,7 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
         return (self._take_turns,)
 
     async def save_stopped(self) -> str:
-        """As the base does, in the learner's turn."""
+        """As in the base class. The learner has the devices at that time."""
         await self._fleet.drain()
         await self._fleet.release_device()
         await self._learner.trainer_mode()

@@ -25,7 +25,7 @@ from asyncrl.metrics import Evaluation, evaluation_of
 logger = logging.getLogger(__name__)
 
 _CALLS_PER_ENGINE = 4
-"""Calls per engine's fair share of the prompts; with several calls a slow engine gets fewer prompts."""
+"""Number of calls per engine if all engines were equally fast. With several calls, a slow engine gets fewer prompts."""
 
 
 class AnsweringFleet(Protocol):
@@ -55,7 +55,7 @@ def num_pinned_engines(share: float, num_engines: int) -> int:
 
 
 def slots_of_evaluation(config: RunConfig, num_engines: int) -> int:
-    """Largest number of samples that a pinned engine runs at once for an evaluation; at least those of one prompt."""
+    """Largest number of samples that a pinned engine runs at once for an evaluation. One prompt always fits."""
     slots = config.rollout_fleet.most_groups_in_flight * config.algorithm.samples_per_prompt
     num_pinned = num_pinned_engines(config.evaluation.share, num_engines)
     share = min(1.0, config.evaluation.share * num_engines / num_pinned)
@@ -115,7 +115,7 @@ Answer = Callable[[str, Sequence[Prompt]], Awaitable[list[AnsweredPrompt]]]
 
 
 class _Deal:
-    """Distributes prompts, ``size`` per call, to engines; each engine has at most ``calls`` running calls.
+    """Distributes prompts to engines, ``size`` prompts per call. Each engine has at most ``calls`` running calls.
 
     Attributes:
         answers: One entry per answered prompt.
@@ -132,14 +132,14 @@ class _Deal:
         self._changed = asyncio.Event()
 
     def join(self, engines: Collection[str]) -> None:
-        """Also use these engines, except lost ones."""
+        """Add these engines. Engines that were lost earlier are not used again."""
         for engine in sorted(engines):
             self._num_running.setdefault(engine, 0)
         self._changed.set()
 
     async def follow(self, engines: set[str], pinned: PinnedEngines) -> None:
-        """Also use engines that are pinned during the evaluation."""
-        with suppress(WeightsGone):  # no further engine can be pinned
+        """Add engines that are pinned while the evaluation runs."""
+        with suppress(WeightsGone):  # no more engines can be pinned
             while True:
                 engines = await pinned(engines)
                 self.join(engines)
@@ -161,7 +161,7 @@ class _Deal:
             await self._changed.wait()
 
     async def _play(self, engine: str, prompts: Sequence[Prompt], answer: Answer) -> None:
-        """Let an engine answer prompts; requeue unanswered prompts."""
+        """Let an engine answer prompts. Prompts without an answer are given to an engine again."""
         answered: list[AnsweredPrompt] = []
         try:
             answered = await answer(engine, prompts)

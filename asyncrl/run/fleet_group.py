@@ -3,8 +3,8 @@
 An elastic fleet begins with ``rollout_fleet.num_engines.min`` members. The fleet itself or ``asyncrl join`` starts more
 members, which roll out as soon as they serve the newest weights. ``asyncrl leave`` removes members.
 
-`run` waits for members that end, for members that have joined (`join` wakes it), and for the timer that bounds training
-without engines. All other waits are for members, which keep the deadlines (`asyncrl.run.fleet_member`).
+`run` waits for members that end, for members that have joined (`join` wakes it), and for the timer that limits training
+without engines. All other waits are for members, and the members keep the deadlines (`asyncrl.run.fleet_member`).
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class FleetGroup:
             self._be_patient(fleet.no_engine_timeout_s)
 
     def _be_patient(self, seconds: float | None) -> None:
-        """Set the timer that ends the run in ``seconds``; None stops the timer."""
+        """Set the timer that ends the run after ``seconds``; None stops the timer."""
         if self._patience is not None:
             self._patience.cancel()
         give_up = self._given_up.set
@@ -222,7 +222,7 @@ class FleetGroup:
         self._check_open()
         ranks = self._roster.join(num_engines, in_kept_places=not node)
         coming = self._bring_up(ranks, waits=self._config.placement.autoscale, node=node)
-        await asyncio.wait(coming)  # the engines join even if the caller disconnects
+        await asyncio.wait(coming)  # engines also join if the caller disconnects
         ended = await asyncio.gather(*coming, return_exceptions=True)
         failures = [str(raised_in_worker(end)) for end in ended if isinstance(end, BaseException)]
         joined = ", ".join(str(rank) for rank, end in zip(ranks, ended, strict=True) if isinstance(end, str))
@@ -470,7 +470,8 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths) 
 def fleet_options(config: RunConfig) -> RolloutFleetConfig:
     """The options of the fleet.
 
-    In colocated pools the servers can release their devices; for agents they read stop texts.
+    In colocated pools, the servers get the option to release their devices. With agents, they get the option to read
+    stop texts.
     """
     fleet = config.rollout_fleet
     own = {"memory_saver": True} if config.placement.colocated else {}

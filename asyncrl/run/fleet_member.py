@@ -45,9 +45,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PLACE_NOTICE_S = 5.0
-"""Seconds without a place before people are told."""
+"""A member reports to the user that it has no place after this many seconds."""
 START_MARGIN_S = 30.0
-"""Added to the engine's deadline to start: the worker keeps that deadline itself, with a better message."""
+"""Added to the engine's deadline to start. The worker checks that deadline itself and has a better message."""
 COUNTERS_S = 1.0
 """How long `FleetMember.counters` waits for an answer before it returns the last known one."""
 RUN_ERRORS = (RewardError, RequestRefused, AccountError, WrongEpoch, ClusterDiedError)
@@ -113,7 +113,7 @@ class FleetMember:
 
     @property
     def is_there(self) -> bool:
-        """Whether the worker serves or will be restarted: it has served, has a place, is not leaving or ended."""
+        """Whether the worker has served, has a place, and is neither leaving nor ended. It may be restarting."""
         away = (MemberState.pending, MemberState.draining)
         return self._has_served and not self.member.has_ended and self.member.state not in away
 
@@ -238,7 +238,7 @@ class FleetMember:
         return self.total
 
     async def _is_up(self) -> bool:
-        """Wait until the worker serves (True), or the member has ended or waits for a place (False)."""
+        """Wait until the worker serves, or the member has ended or waits for a place. Returns True if it serves."""
         await self._until(lambda member: member.may_lease or member.has_ended or member.state is MemberState.pending)
         return self.member.may_lease
 
@@ -310,7 +310,7 @@ class FleetMember:
         self._has_served = True
 
     async def _ready(self) -> int | None:
-        """Wait until the worker serves; returns its epoch, None if it has left. Raises `EngineLost` if it failed."""
+        """Wait until the worker serves; return its epoch, or None if it has left. Raises `EngineLost` if it failed."""
         await self._until(lambda member: member.may_lease or member.has_ended)
         if self.member.state is MemberState.left:
             return None

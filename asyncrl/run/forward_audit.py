@@ -1,4 +1,4 @@
-"""The log-probs of a run's stored tokens, computed again under the weights of the version that each token names."""
+"""Recomputes the log-probs of a run's stored tokens. Each token is checked under the weights of its own version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from asyncrl.run.run_lives import Life
 from asyncrl.samples import read_samples
 
 LARGEST_GAP = 0.05
-"""Largest mean distance of log-probs of a sample, in nats. Engines compute in other shapes and perhaps in bfloat16."""
+"""Largest accepted mean distance of the log-probs of a sample, in nats. Engines compute in batches of other shapes, and
+perhaps in bfloat16."""
 
 Row = Mapping[str, Any]
 
@@ -35,12 +36,12 @@ class StoredSample:
 
     @property
     def versions(self) -> set[int]:
-        """The versions of its tokens."""
+        """The versions of the sample's tokens."""
         return {*self.row["versions"]} - {UNVERSIONED}
 
 
 def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
-    """Compare the log-probs of up to ``count`` stored samples; add what was found to ``result``.
+    """Compare the log-probs of up to ``count`` stored samples, and add the findings to ``result``.
 
     A sample is checked only if the weights of all its versions are stored: in a checkpoint, or in ``snapshots/`` of a
     life (``learner.keep_snapshots``).
@@ -100,7 +101,7 @@ def _gaps(samples: Sequence[StoredSample], stored: Mapping[int, Path]) -> list[f
 
 
 def _weights(life: Life) -> Iterator[tuple[int, Path]]:
-    """The versions whose weights a life has stored, and where."""
+    """The versions whose weights a life has stored, and their folders."""
     for folder in sorted((life.folder / "snapshots").glob("v*")):
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
             yield int(folder.name[1:]), folder
@@ -109,7 +110,7 @@ def _weights(life: Life) -> Iterator[tuple[int, Path]]:
 
 
 def _samples(lives: Sequence[Life]) -> Iterator[StoredSample]:
-    """The stored samples of all lives: of the trajectories, or of the few for people."""
+    """The stored samples of all lives. They are in ``trajectories/``, or a few of them in ``tokens/``."""
     for life in lives:
         for part in ("trajectories", "tokens"):
             files = sorted((life.folder / part).glob("step_*.parquet"))
@@ -144,7 +145,7 @@ def _model(place: Path) -> Iterator[Any]:
 
 
 def _logprobs(model: Any, row: Row, temperature: float) -> np.ndarray:
-    """[R] float32, the log-prob of each response token of a sample after the tokens before it."""
+    """[R] float32, the log-prob of each response token of a sample, given the tokens before it."""
     import torch
 
     num_prompt = len(row["prompt_ids"])

@@ -1,9 +1,9 @@
 """Store servers on the hosts of rollout workers: one store server per node with workers.
 
-Trajectories stay there until the learner's ranks fetch them, so they cross the network once. A worker's host is named
-to the buffer as it enters, whether at the start, in the place of another, or later; `HostStores.watch` is told of it,
-and places a store there through an actor of that node. The actor starts a store server again where it dies. A store
-that is gone for good takes its groups with it: they are generated again, and counted (``store_lost``).
+Trajectories stay in the store of their host until the learner's ranks fetch them, so they cross the network only once.
+A rollout worker names its host when it connects to the buffer. `HostStores.watch` then places a store on that host,
+through an actor of that node. The actor restarts the store server when it dies. If a store is lost for good, its groups
+are lost too. They are generated again, and counted as ``store_lost``.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class HostStores:
 
     Attributes:
         num_restarts: Number of restarts of store servers.
-        num_placed: How many actors have been placed.
-        actors: The actors that are there, by number.
+        num_placed: Number of actors that have been placed so far.
+        actors: The present actors by number.
     """
 
     def __init__(
@@ -159,13 +159,13 @@ class HostStores:
 
 
 class _Gone(Exception):
-    """Handle the loss of a host's store; the host's workers use the other stores."""
+    """The store of a host is lost and is not placed again. The host's workers use the other stores."""
 
 
 class _HostStore:
     """The store of one host, for `keep_up`.
 
-    It is placed again after any error, unless its server has no restarts left.
+    After any error the store is placed again, unless its server has no restarts left.
     """
 
     def __init__(self, stores: HostStores, host: str) -> None:

@@ -54,9 +54,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _DEATH_NOTICED_S = 10.0
-"""After a call on the ranks failed, how long Ray may take to report the death of the rank that caused it."""
+"""Longest time from a failed call on the ranks until Ray reports the death of the rank that caused the failure."""
 _CALLS_FAIL_S = 5.0
-"""After a rank died, how long the calls on the ranks may take to fail."""
+"""Longest time from the death of a rank until the pending calls on the ranks fail."""
 
 WORKER_CLASSES = {"actor": ActorWorker, "critic": CriticWorker, "ref": ReferenceWorker, "rm": RewardModelWorker}
 
@@ -295,7 +295,7 @@ class LearnerGroup:
         return shares[dp_size]
 
     def _announce(self, plan: Plan, roles: Sequence[str]) -> None:
-        """Let the ranks prepare the batches of roles, in the order of the calls that are queued next."""
+        """Let the ranks prepare the batches of roles. The calls on these batches are queued next, in the same order."""
         self._announced |= {role: self._roles[role].announce(self._shares(plan, role)) for role in dict.fromkeys(roles)}
 
     def _reads(self, role: str) -> tuple[str, ...]:
@@ -373,7 +373,7 @@ async def _or_death(result: Awaitable[T], pending: Any) -> T:
     except Exception as fault:
         death = await asyncio.to_thread(death_among, refs_of(pending), _DEATH_NOTICED_S)
         if death is None and isinstance(fault, RayError) and not isinstance(fault, RayTaskError):
-            death = fault  # Ray itself failed, and no rank raised it
+            death = fault  # Ray itself raised this error, not a rank
         if death is None:
             raise
         raise LearnerDiedError(str(death)) from death

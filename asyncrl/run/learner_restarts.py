@@ -5,11 +5,12 @@ It revokes running attempts and withdraws offers. It drops stored groups and sav
 version that died with the old ranks (``rewound``), and keeps the others. Engines lease again after they have loaded the
 weights of the new ranks. So no token of a lost version is ever trained on.
 
-On devices shared with engines, the engines release them before the new ranks start, and take them back with what these
-publish.
+If engines share devices with the learner, they release the devices before the new ranks start. They take the devices
+back when the new ranks have published their weights.
 
-If a store dies, only its batch is lost. No rank has made the step, so the ranks live, and the controller plans the step
-anew. A batch that is lost more than `MAX_REPLANS` times counts as a death.
+If a store dies, only a batch with groups in that store is lost. No rank has trained on it, so the ranks continue, and
+the controller plans the step again. If the batch of a step is lost more than `MAX_REPLANS` times, the learner counts as
+dead.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ AnyController: TypeAlias = Controller | ColocatedController
 _NOT_OF_A_LIFE = (LearnerDiedError, ClusterDiedError, ReplayBufferError, CheckpointError)
 """Errors of `LearnerGroup.begin_again` that are raised as they are. Any other error counts as a death."""
 MAX_REPLANS = 3
-"""How often the batch of one step is planned anew. After that the ranks start again."""
+"""How often the batch of one step is planned again. After that the ranks are restarted."""
 
 
 class LearnerRestarts:
@@ -74,9 +75,9 @@ class LearnerRestarts:
         await keep_up(self)
 
     async def watch(self) -> None:
-        """Do the work of one life; see `keep_up`.
+        """Do ``work`` until it is done or the learner dies; see `keep_up`.
 
-        After a lost batch the ranks continue, and the step is planned again.
+        A lost batch does not end the life: the controller plans the step again, and ``work`` is repeated.
         """
         lost: LearnerDiedError | BatchLost | None = None
         while True:
@@ -113,7 +114,7 @@ class LearnerRestarts:
         return self._controller.newest_checkpoint(self._learner.checkpoints) or self._resumed
 
     async def end(self, fault: Exception) -> float:
-        """Kill the remaining ranks. Raises ``fault`` if another part caused it, and as `_check` does."""
+        """Kill the remaining ranks. Raises ``fault`` if another part caused it, and the errors of `_check`."""
         if (death := death_in(fault)) is None:
             raise fault
         if isinstance(death, BatchLost):
@@ -143,7 +144,7 @@ class LearnerRestarts:
 
 
 def death_in(fault: Exception) -> LearnerDiedError | BatchLost | None:
-    """The learner's death in an error, or else its lost batch; None if the error contains any other failure."""
+    """The learner's death or lost batch that an error contains; None if the error contains any other failure."""
     group = ExceptionGroup("", [fault])
     if group.split((LearnerDiedError, BatchLost))[1] is not None:
         return None

@@ -40,7 +40,7 @@ CHUNK_BYTES = 32 << 20
 SAMPLED_BYTES = 1 << 20
 CLOSE_S = 5.0
 COLLECTED = ("logs", "profile", "receipts", "samples", "tokens", "trajectories")
-"""Parts of the run's folder that come back."""
+"""Parts of the run's folder that are copied to the controller's node."""
 _KEY_FILES = [STORE_KEYS, *(f"{role}.json" for role in (BufferRole.rollout, BufferRole.learner))]
 APPENDED = (".jsonl", ".log", ".msgpack")
 """Suffixes of files that grow. Other files are complete when they appear."""
@@ -112,7 +112,7 @@ class NodeFiles:
 
 
 def file_prints(folder: Path) -> dict[str, str]:
-    """A fingerprint of each file of a folder, by name: the size, and a digest of the beginning and the end."""
+    """A fingerprint of each file of a folder, by name: its size, and a digest of its beginning and its end."""
     prints = {}
     for path in sorted(folder.glob("*")):
         if path.is_file():
@@ -246,7 +246,7 @@ class NodeFolders:
         await self.send_keys(addresses)
 
     async def send_keys(self, addresses: Collection[str] | None = None) -> None:
-        """Send the keys to the nodes, or to ``addresses``, that lack them or have others."""
+        """Send the keys to the nodes (or to ``addresses``) that have no keys or different ones."""
         if not self.keys:
             return
         own = file_prints(Path(self.keys))
@@ -267,13 +267,13 @@ class NodeFolders:
         target = self._run_dir / name
         if target != folder:
             self._copies.append(target)
-            await asyncio.to_thread(_copy_folder, folder, target)  # nodes that share the run's folder see it
+            await asyncio.to_thread(_copy_folder, folder, target)  # nodes that share the run's folder see this copy
         apart = [address for address in self.apart if address in held]
         await self._send(target, sorted(file_prints(target)), to=apart, mode=0o755)
         return target
 
     async def check_shared(self, option: str, folder: Path, *, by: Collection[str] | None = None) -> None:
-        """Make a folder. Raise `ValueError` if a node does not see it; ``by`` restricts the check to these nodes."""
+        """Make a folder. Raise `ValueError` if a node does not see it. ``by``: the nodes to check; None checks all."""
         if blind := await self._blind_to(folder, self._nodes if by is None else by):
             raise ValueError(
                 f"{option} must be on a file system that all nodes share, got {folder}, which {', '.join(blind)} "
@@ -287,7 +287,7 @@ class NodeFolders:
                 try:
                     await self._collect_from(address)
                 except (AsyncRLError, RayError, OSError) as error:
-                    logger.warning("logs and samples of node %s do not come back: %s", address, error)
+                    logger.warning("logs and samples of node %s cannot be copied: %s", address, error)
 
     async def fetch(self, folder: Path) -> None:
         """Copy a folder inside the run's folder from a node to this node."""
@@ -311,9 +311,9 @@ class NodeFolders:
                     if address in self.apart:
                         await self._collect_from(address)
                     await self._ask([address], "remove", folders)
-            except (AsyncRLError, RayError, OSError) as error:  # a TimeoutError is an OSError
+            except (AsyncRLError, RayError, OSError) as error:  # TimeoutError is a kind of OSError
                 logger.warning(
-                    "node %s keeps what did not come back, in %s: %s", address, folders, str(error) or "too slow"
+                    "node %s keeps files that were not copied, in %s: %s", address, folders, str(error) or "too slow"
                 )
 
     async def _blind_to(self, folder: Path, nodes: Collection[str]) -> list[str]:
@@ -420,7 +420,7 @@ def _node_actor(node_id: str) -> tuple[str, Any]:
 
 
 def _copy_folder(source: Path, target: Path) -> None:
-    """Replace ``target`` by a copy of the files of ``source``; hard links if the file system allows them."""
+    """Replace ``target`` by a copy of the files of ``source``, with hard links if the file system allows them."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():

@@ -1,8 +1,9 @@
 """The reports of a run: a `StepRecord` per learner step, the token account at the end, and their display.
 
 A failure of the terminal, a tracker, the dashboard or the advice does not end the run. The dashboard is a separate
-process. A thread computes the use of the pools from the run's record. `Watching.step` wakes the thread, which then
-rests long enough to take less than a hundredth of the time. The planner looks for advice once, after the last step.
+process. A thread computes the use of the pools from the run's record. `Watching.step` wakes the thread. After each
+computation the thread rests so long that it works less than a hundredth of the time. The planner looks for advice once,
+after the last step.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Reporter:
         on_step: Receives each record.
         version: The version that every engine serves.
         earlier: The ledger's totals of the earlier lives of the run; None for a new run.
-        last: The record of the last step before; its time, tokens and failures count on. None for a new run.
+        last: The record of the last step of the earlier life. Time, tokens and failures continue from its values. None
+            for a new run.
 
     Attributes:
         engine_version: The version that every engine serves, or a later one.
@@ -107,7 +109,10 @@ class Reporter:
         self.engine_version = version
 
     def planned(self, plan: Plan) -> None:
-        """Note the batch of a step before the ranks train on it: a checkpoint may be complete before the commit."""
+        """Write the receipt of a step's batch before the ranks train on it.
+
+        A checkpoint that includes the step may be complete before the step is committed.
+        """
         receipts.note(receipts.Act.planned, step=plan.version, groups=[_planned(group) for group in plan.groups])
 
     def published(self, version: int, took_s: float) -> None:
@@ -250,7 +255,7 @@ class Reporter:
 
 
 def _planned(group: GroupSummary) -> dict[str, Any]:
-    """A planned group in the receipt of its step."""
+    """The entry of a planned group in the receipt of its step."""
     return {
         "group": group.group_id,
         "attempt": group.attempt,
@@ -262,9 +267,9 @@ def _planned(group: GroupSummary) -> dict[str, Any]:
 
 
 def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:
-    """New tokens of the slowest engine as a share of the median engine's; 1 with fewer than two engines.
+    """The new tokens of the slowest engine, divided by those of the median engine; 1 with fewer than two engines.
 
-    Engines that joined after ``before`` are left out. Example: 100, 100 and 25 new tokens give 0.25.
+    Engines that are not in ``before`` are left out. Example: 100, 100 and 25 new tokens give 0.25.
     """
     new = [tokens - before[engine] for engine, tokens in now.items() if engine in before]
     middle = statistics.median(new) if len(new) > 1 else 0
@@ -293,7 +298,7 @@ def balanced_account(stats: BufferStats, counts: FleetCounts, *, num_earlier: in
 
 
 class Watching:
-    """Passes each step and evaluation of a run on to the terminal, the trackers and the dashboard.
+    """Shows each step and evaluation of a run on the terminal, in the trackers and in the dashboard.
 
     Args:
         config: The run.
@@ -370,7 +375,10 @@ class Watching:
         return f"the dashboard did not start at {address}; the run continues without it; see {log}"
 
     def examine(self, record: StepRecord) -> StepRecord:
-        """Show the alarms that begin or end with a step. Return its record with ``alarm.NAME`` and free bytes."""
+        """Show the alarms that begin or end with a step.
+
+        Returns the record of the step with the metrics ``alarm.NAME`` and the free bytes of the disk.
+        """
         record = replace(record, free_disk_bytes=shutil.disk_usage(self._run_dir).free)
         self._show(self._alarms.step(record))
         return replace(record, metrics={**record.metrics, **self._alarms.metrics()})

@@ -1,9 +1,10 @@
 """The state of a run at a checkpoint, and how a run continues from it.
 
-A checkpoint of policy version v accounts for the steps before v. It has two parts: the ranks', with the `RunState`, and
-the buffer's, with the ledger, the stored groups, the prompts and the saved prefixes. A run that resumes opens both. The
-ledger commits the steps before v and goes back to v, as it does when the learner has died
-(`asyncrl.run.learner_restarts`). So the account, the finished prompts and the lags go on over all lives of a run.
+A checkpoint of policy version v contains the steps before v. It has two parts. The part of the ranks includes the
+`RunState`. The part of the buffer has the ledger, the stored groups, the prompts and the saved prefixes. A run that
+resumes opens both parts. The ledger then commits the steps before v and returns to v, as it does after a death of the
+learner (`asyncrl.run.learner_restarts`). Thus the token account, the finished prompts and the lags continue over all
+lives of a run.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ class RunState:
 
     Attributes:
         version: Learner version: the number of committed steps.
-        key: Names the checkpoint; its two parts have the same key.
-        lineage: Names the run over all its lives.
+        key: Random name of the checkpoint. Both parts of the checkpoint have the same key.
+        lineage: Random name of the run, which is the same in all its lives.
         prompts: State of the prompt stream; its ``position`` counts the prompts handed out.
         tokens_generated: Policy tokens that the fleets of all lives had written.
-        options: The options in `learning_options` as the checkpoint's run had them.
+        options: The `learning_options` of the run that saved the checkpoint.
     """
 
     version: int = 0
@@ -129,8 +130,9 @@ class Resumed:
 class Checkpointer:
     """Saves the due checkpoints of a run.
 
-    A save is queued on the ranks directly after the update that makes the version. While the buffer writes its parts
-    of `MAX_WRITING` checkpoints, the next one waits for a later step: the ledger goes back to recent checkpoints only.
+    A save is queued on the ranks directly after the update that makes the version. While the buffer still writes its
+    parts of `MAX_WRITING` checkpoints, the next save waits for a later step. The reason is that the ledger can return
+    only to recent checkpoints.
     """
 
     def __init__(
@@ -163,10 +165,10 @@ class Checkpointer:
         self._answer_requests()
 
     async def requested(self) -> Path:
-        """Save a checkpoint with the next learner step; returns its folder when it is whole.
+        """Save a checkpoint with the next learner step; returns its folder when the checkpoint is complete.
 
-        The ranks write it while they train. This call returns with the first commit after that. Raises
-        `CheckpointError` if the ranks are not known to share the folder.
+        The ranks write the checkpoint while they train. This call returns with the first commit after they have written
+        it. Raises `CheckpointError` if the ranks may not share the folder.
         """
         if not self._config.shares_checkpoints:
             raise CheckpointError(
@@ -205,7 +207,7 @@ class Checkpointer:
         return await self.save(version, wait=is_last)
 
     async def save(self, version: int, *, wait: bool) -> Awaitable[str]:
-        """Queue a checkpoint of ``version``, which the ranks are at after the calls queued so far."""
+        """Queue a checkpoint of ``version``. The ranks reach this version with the calls that are queued so far."""
         key = uuid.uuid4().hex
         part = part_of(checkpoint_path(self._learner.checkpoints, version), BUFFER)
         write = asyncio.ensure_future(self._buffer.checkpoint(part.absolute(), version, key=key))
@@ -232,7 +234,7 @@ class Checkpointer:
     async def _copied_by(
         self, saving: Awaitable[str], requests: list[asyncio.Future[Path]], writes: Sequence[Awaitable[Any]]
     ) -> str:
-        """The folder of a checkpoint, when the ranks have copied their part, and after the ``writes`` of the buffer."""
+        """The folder of a checkpoint. Returns when the ranks have copied their part and the ``writes`` are finished."""
         folder = await saving
         for write in writes:
             await write
@@ -331,9 +333,9 @@ def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
     """The buffer's options of a run that resumes: the buffer begins with its part of the checkpoint.
 
     If the journal of the earlier life knows the checkpoint, the buffer begins with this journal instead, because it
-    holds more groups. Not with a sampler: the restored sampler may choose other prompts for the positions after the
-    checkpoint than the journal has. The folder of any other journal is renamed, not deleted. Raises `ValueError` if the
-    checkpoint has no part of the buffer.
+    holds more groups. The journal is not used with a sampler: after the checkpoint, the restored sampler may choose
+    other prompts than the journal contains. An unused journal's folder is renamed, not deleted. Raises `ValueError` if
+    the checkpoint has no part of the buffer.
     """
     state, part = resumed.state, resumed.buffer_part
     if not part.is_dir():
@@ -354,10 +356,10 @@ def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
 
 
 async def take_up(buffer: ControlBuffer, resumed: Resumed) -> Resumed:
-    """Take the ledger of an earlier life to a checkpoint, before anything else runs; returns where this life begins.
+    """Set the ledger of an earlier life back to a checkpoint, before anything else runs.
 
-    Groups and saved prefixes without a token of a later version stay. The journal of a killed life may know of more
-    tokens than the checkpoint.
+    Returns the state in which this life begins. Groups and saved prefixes that have no token of a later version are
+    kept. The journal of a killed life may count more tokens than the checkpoint.
     """
     state = resumed.state
     for version in range((await buffer.stats()).learner_version, state.version):
@@ -384,7 +386,7 @@ class RepeatedPrompts:
             stream.restore(resumed.prompts)
 
     def repeat_unfinished(self, finished: Sequence[tuple[int, int]]) -> None:
-        """Hand out again every prompt that was handed out and is not ``finished``. The buffer skips those it knows."""
+        """Hand out again every prompt that was handed out and is not ``finished``. The buffer skips known prompts."""
         self._again, start = [], 0
         for first, end in [*finished, (self._stream.state().get("position", 0),) * 2]:
             self._again.extend(range(start, first))

@@ -216,14 +216,15 @@ class Run:
     async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
         """Start fleet and learner at the same time, during the warm start.
 
-        The stack stops them. Engines need the longest time. They start on ``model.path``, which has the policy's shape.
-        The learner then publishes the weights of the warm start or of a checkpoint, and the engines load them like
-        later versions. On shared devices the learner starts first and then releases the devices to the engines.
+        The exit of ``stack`` stops them. Engines take the longest to start. They begin with the weights of
+        ``model.path``, which have the shapes of the policy. The learner then publishes the weights of the warm start or
+        of a checkpoint, and the engines load these like later versions. On shared devices the learner starts first, and
+        then releases the devices to the engines.
         """
         paths, timeout_s = RunPaths.of(self._config, self._run_dir), self._config.ray.start_timeout_s
 
         def make(kind: Callable[..., T], config: RunConfig, **parts: Any) -> Awaitable[T]:
-            """Make a group in a thread. A cancellation waits for the thread."""
+            """Make a group in a thread. If this call is cancelled, it still waits for the thread."""
             return finished_in_thread(partial(kind, config, buffer=buffer, paths=paths, **parts), timeout_s)
 
         if self._config.placement.colocated:

@@ -64,8 +64,8 @@ class RunPaths:
         logs: One log per process.
         snapshots: Published weights; every engine of the host can read them.
         staging: Images of the weights that engines keep, in the memory of their host.
-        samples: Decoded samples for people.
-        trajectories: Consumed trajectories; None: they are not recorded.
+        samples: Decoded samples for the user.
+        trajectories: Consumed trajectories; None if they are not recorded.
         tokens: A few trajectories for the user, token by token, with the learner's log-probs.
         checkpoints: Checkpoints of the learner.
     """
@@ -159,7 +159,7 @@ def join_shared_folder(folder: Path) -> int:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor that holds a folder's lock; None if another run's sweep removed the folder."""
+    """A file descriptor that holds a folder's lock; None if the sweep of another run removed the folder."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
     except FileNotFoundError:
@@ -173,10 +173,10 @@ def _locked(folder: Path) -> int | None:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process holds a run's folder in shared memory: the run has not ended."""
+    """Whether a process holds the lock of a run's folder in shared memory. The run has then not ended."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
-    except OSError:  # there is none, or another user's
+    except OSError:  # there is no folder, or it belongs to another user
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -226,7 +226,7 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
         folder = Path(weights.directory).resolve() / shared_folder(run_dir).name
         folder.parent.mkdir(parents=True, exist_ok=True)
     if folder == shared_folder(run_dir):
-        return make_private_folder(folder)  # it exists: the run has locked it, and it may have the buffer's sockets
+        return make_private_folder(folder)  # the folder exists: the run has locked it, and it may hold sockets
     folder.mkdir(mode=FOLDER_MODE)
     if weights.transport is Transport.auto and missing:
         _warn_of_disk(folder, missing, weight_bytes(config))

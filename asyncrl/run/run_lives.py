@@ -1,7 +1,7 @@
 """The lives of runs on disk. A life is one process of ``asyncrl train`` in its folder; a resumed run has several.
 
-Each folder has the record of its life (`asyncrl.metrics.life_record`). So a folder of results tells which lives belong
-to one run. Loads neither Ray nor torch.
+Each folder has the record of its life (`asyncrl.metrics.life_record`). The records show which lives belong to one run.
+This module loads neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class SavedCheckpoint:
     """A checkpoint on disk.
 
     Attributes:
-        path: Its folder.
-        version: Its policy version.
-        num_bytes: Bytes of all its parts; a file with several links counts once.
-        missing: Its parts that are not complete. A run does not resume from it then.
+        path: Folder of the checkpoint.
+        version: Policy version of the checkpoint.
+        num_bytes: Bytes of all parts; a file with several links counts once.
+        missing: Parts that are not complete. A run does not resume from a checkpoint with missing parts.
     """
 
     path: Path
@@ -40,16 +40,16 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """A life as its folder shows it.
+    """A life of a run, read from its folder.
 
     Attributes:
-        folder: Its folder.
-        record: Its record.
-        state: Its state.
-        num_steps: Learner steps of the run at the newest step of this life.
-        total_steps: ``total_steps`` of its configuration.
-        checkpoints: Its checkpoints on disk, oldest first.
-        num_bytes: Bytes in its folder, checkpoints included; a file with several links counts once.
+        folder: Folder of the life.
+        record: Record of the life.
+        state: State of the life.
+        num_steps: Learner steps of the run at the newest step of this life, including earlier lives.
+        total_steps: ``total_steps`` in the configuration of the life.
+        checkpoints: Checkpoints of the life on disk, oldest first.
+        num_bytes: Bytes in the folder, including checkpoints; a file with several links counts once.
     """
 
     folder: Path
@@ -71,16 +71,16 @@ def begin_life(run_dir: Path, resumed: Path | None) -> None:
 
 
 def end_life(run_dir: Path, status: int) -> None:
-    """Note the exit status of a life in its record; without effect if the life ended before it had a record."""
+    """Write the exit status of a life into its record. No effect if the life ended before it had a record."""
     if (record := read_life(run_dir)) is not None:
         write_life(run_dir, replace(record, ended_s=time.time(), status=status))
 
 
 def find_runs(folder: Path) -> list[list[Life]]:
-    """The runs below a folder; each is a list of its lives, oldest first. The run that began last is the last.
+    """The runs below a folder, in the order of their start. A run is a list of its lives, oldest first.
 
-    A life that continues a checkpoint of an earlier life belongs to its run. If two lives continue the same life, both
-    belong to the run.
+    A life that continues a checkpoint of an earlier life belongs to the same run as that life. This is also true if two
+    lives continue the same life.
     """
     found = [(path, record) for path in life_records(folder) if (record := read_life(path)) is not None]
     runs: dict[Path, list[Life]] = {}

@@ -1,7 +1,8 @@
-"""The socket of a running training, on which its user asks for a checkpoint, or for new keys of the buffer.
+"""The socket of a running training, through which its user requests a checkpoint, or new keys of the buffer.
 
-The commands are ``asyncrl checkpoint RUN`` and ``asyncrl keys RUN``. It is a Unix socket in the run's folder in shared
-memory (`shared_folder`), which only the user of the run may open. A request is one line of JSON, and so is its answer.
+The commands are ``asyncrl checkpoint RUN`` and ``asyncrl keys RUN``. The socket is a Unix socket in the run's folder in
+shared memory (`shared_folder`). Only the user of the run may open that folder. A request is one line of JSON, and so is
+the answer.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ _CONNECT_S = 5.0
 
 @asynccontextmanager
 async def answered_requests(run_dir: Path, **work: Callable[[], Awaitable[Path]]) -> AsyncIterator[None]:
-    """Answer requests inside the block; without effect on a host without shared memory.
+    """Answer requests inside the block; no effect on a host without shared memory.
 
-    ``work`` does what a request of this name asks for, and returns the folder that the command prints.
+    ``work`` maps the name of a request to the function that carries it out. The function returns the folder that the
+    command prints.
     """
     if not SHARED_MEMORY.is_dir():
         yield
         return
     path = make_private_folder(shared_folder(run_dir)) / _NAME
-    path.unlink(missing_ok=True)  # of a killed run in the same folder
+    path.unlink(missing_ok=True)  # a killed run in the same folder may have left its socket
     pending: set[asyncio.Task[None]] = set()
 
     def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -59,7 +61,7 @@ async def answered_requests(run_dir: Path, **work: Callable[[], Awaitable[Path]]
 async def _answer(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, work: Mapping[str, Callable[[], Awaitable[Path]]]
 ) -> None:
-    """Answer one request. It is withdrawn if the client disconnects."""
+    """Answer one request. If the client disconnects, the request is cancelled."""
     answer: dict[str, Any] = {"error": "the training ended before the request was done"}
     doing: asyncio.Future[Path] | None = None
     try:
@@ -83,12 +85,12 @@ async def _answer(
 
 
 def ask_for_checkpoint(run_dir: Path, *, timeout_s: float) -> Path:
-    """Ask the training in ``run_dir`` for a checkpoint; returns the folder when it is whole.
+    """Ask the training in ``run_dir`` for a checkpoint; returns the folder when the checkpoint is complete.
 
     Raises:
         ValueError: no training of this folder runs on this host.
-        DeadlineError: the checkpoint is not whole in time. The training continues, and still saves it.
-        AsyncRLError: the training did not save it; the message has its reason.
+        DeadlineError: the checkpoint is not complete in time. The training continues, and still saves it.
+        AsyncRLError: the training did not save the checkpoint; the message has the reason.
     """
     return _ask(
         run_dir,
@@ -104,7 +106,7 @@ def ask_for_keys(run_dir: Path, *, timeout_s: float) -> Path:
 
     Raises:
         ValueError: no training of this folder runs on this host.
-        DeadlineError: the keys were not replaced in time. Nobody is shut out; ask again.
+        DeadlineError: the keys were not replaced in time. The old keys are still valid; ask again.
         AsyncRLError: the keys were not replaced; the message has the reason.
     """
     return _ask(

@@ -49,12 +49,12 @@ T = TypeVar("T")
 
 
 class Training:
-    """Trains with started parts, and writes what is measured.
+    """Trains with started parts, and writes the measurements.
 
     Args:
-        buffer: The ledger.
-        learner: Its ranks have the weights of the first version.
-        fleet: Its engines serve the first version.
+        buffer: Client of the buffer.
+        learner: The learner, whose ranks have the weights of the first version.
+        fleet: The fleet, whose engines serve the first version.
         prompts: The training prompts.
         evaluator: Evaluates a version on the fleet.
         writer: Has the records of the earlier lives of the run.
@@ -135,8 +135,8 @@ class Training:
     async def _replace_keys(self) -> Path:
         """Replace the keys of the buffer's clients on all nodes; returns their folder.
 
-        Until the last step the old keys are accepted, so a failure shuts nobody out. Raises `ValueError` if there are
-        no keys, and `AsyncRLError` if a server does not answer.
+        The old keys stay valid until the last step of the replacement, so after a failure all clients can still
+        connect. Raises `ValueError` if there are no keys, and `AsyncRLError` if a server does not answer.
         """
         if not self._nodes.keys:
             raise ValueError(
@@ -170,7 +170,7 @@ class Training:
         unfinished.rename(self._run_dir / "policy")
 
     async def _keep(self, training: Awaitable[None], before: Evaluation | None) -> None:
-        """Finish the steps under way, and write checkpoint, policy and summary of a training that a signal stops.
+        """Finish the queued steps, and write checkpoint, policy and summary of a training that a signal stops.
 
         Without a new step there is no new policy, and only the checkpoint is written.
         """

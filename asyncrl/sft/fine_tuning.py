@@ -137,7 +137,7 @@ async def _update(
 
 
 def best_of(history: Sequence[SftEvaluation], metric: StopMetric) -> SftEvaluation:
-    """The best evaluation; the first of several equal ones."""
+    """The best evaluation; the first one on a tie."""
     if metric is StopMetric.val_loss:
         losses = [math.inf if one.val_loss is None or math.isnan(one.val_loss) else one.val_loss for one in history]
         return history[losses.index(min(losses))]

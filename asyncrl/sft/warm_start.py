@@ -1,4 +1,4 @@
-"""The policy that a run starts from: fine-tuned before training, and reused for the same settings only.
+"""The policy that a run starts from. It is fine-tuned before training, and reused by runs with the same settings.
 
 The warm start is a process of ``asyncrl sft``. The controller relays its lines, waits for each line under a deadline,
 and continues as soon as the policy is written. On the CPU the process starts at once, while the other parts of the run
@@ -32,7 +32,7 @@ _COMMAND = ("-m", "asyncrl", "sft")
 _END_TIMEOUT_S = 30.0
 _LOCK_RETRY_S = 0.2
 RESULT = "sft.json"
-"""In the policy's folder: ``settings`` (their digest), ``steps``, ``accuracy`` and ``val_loss``."""
+"""File in the policy's folder with ``settings`` (a digest), ``steps``, ``accuracy`` and ``val_loss``."""
 
 
 def warm_start_path(config: RunConfig) -> Path:
@@ -109,7 +109,7 @@ def settings_digest(config: RunConfig) -> str:
 
 
 def _evaluation_settings(config: RunConfig) -> dict[str, Any]:
-    """What affects accuracy, and therefore an early stop."""
+    """The settings that affect the accuracy, and therefore an early stop."""
     if not config.sft.eval_prompts:
         return {}
     data = {name: value for name, value in asdict(config.data).items() if not name.endswith("_files")}
@@ -132,7 +132,7 @@ def _digest(files: Sequence[Path]) -> str:
 
 
 class WarmStart:
-    """The warm start of one run; it begins when its device is known. ``warm_start`` is the function of this name."""
+    """The warm start of one run. `begin` starts it when its device is known. ``warm_start`` is `warm_start`."""
 
     def __init__(self, warm_start: Callable[..., Coroutine[Any, Any, Path]]) -> None:
         self._warm_start = warm_start
@@ -149,7 +149,7 @@ class WarmStart:
         return self._task is not None and self._task.done()
 
     def begin(self, config: RunConfig, visible_devices: str = "") -> None:
-        """Start in the background, on GPUs in the notation of ``CUDA_VISIBLE_DEVICES``; empty: on the CPU."""
+        """Start in the background on GPUs (in the notation of ``CUDA_VISIBLE_DEVICES``), or on the CPU if empty."""
         if self._task is not None:
             raise RuntimeError("the warm start has begun already; begin it once")
         self._task = asyncio.create_task(self._warm_start(config, visible_devices=visible_devices))
@@ -216,8 +216,9 @@ async def warm_start(
 async def _lock(policy: Path, timeout_s: float, say: Callable[[str], None]) -> AsyncIterator[Callable[[], None]]:
     """Allow only one run at a time to make the policy at this path; yields a function that reports progress.
 
-    The kernel releases the lock when its holder dies. A report sets the lock file's time of change, so that a waiting
-    run sees a holder that hangs. A waiting run retries at intervals: a blocking lock cannot be cancelled.
+    The kernel releases the lock when the process that holds it dies. Each report sets the modification time of the lock
+    file, so that a waiting run detects a holder that hangs. A waiting run retries at intervals, because it could not
+    cancel a blocking lock.
 
     Raises:
         DeadlineError: the holder reported no progress for ``timeout_s`` seconds.

@@ -1,4 +1,4 @@
-"""One controller speaks to many workers: batches, registered methods, dispatch modes, and groups of Ray actors.
+"""One controller calls many workers: batches, registered methods, dispatch modes, and groups of Ray actors.
 
 The names below are resolved at their first use, so importing this package does not load torch or ray.
 """

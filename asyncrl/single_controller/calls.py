@@ -1,8 +1,8 @@
 """One call through a group: its deadline, its route to each worker, its futures and its pending results.
 
 Futures among the arguments are sent as references. Ray starts the call when their results exist, and raises the error
-of a failed result. A method that fetched the results itself would block its process. In an asyncio actor, whose calls
-run interleaved, it could wait for itself.
+of a failed result. If a method fetched the results itself, it would block its process. In an asyncio actor, where calls
+are interleaved, the method could even wait for itself.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Route:
         is_worker: Whether the actor's class is a `Worker`, which accepts references and silent calls.
         is_coroutine: Whether the method is a coroutine, which fetches futures itself without blocking others.
         takes_results: Whether the method receives the results of futures rather than the futures.
-        is_beside: Whether the method runs beside the worker's other methods.
+        is_beside: Whether the method runs in a second thread; see `dispatch.beside`.
     """
 
     remote_name: str

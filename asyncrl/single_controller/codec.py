@@ -3,7 +3,8 @@
 `encode` does not copy contiguous arrays; `decode` returns views of the frames. For any input bytes `decode` either
 raises `WireError` or returns plain values: it runs no code, and its allocations are proportional to the message.
 
-In the header, what msgpack has no type for is an extension (a leaf), or a list that begins with a mark (a container).
+Some values have no type in msgpack. In the header, such a value is a msgpack extension. Such a container is a list that
+begins with a mark.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
         must not be written to until the frames are sent.
 
     Raises:
-        WireError: the value holds something else, holds itself, or nests deeper than msgpack packs (500 levels travel).
+        WireError: the value holds something else, holds itself, or nests too deep for msgpack (500 levels are
+            possible).
     """
     encoder = Encoder(foreign)
     try:
@@ -93,8 +95,8 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
         writable: Make arrays over writable frames writable.
 
     Returns:
-        The value. Arrays are views of the frames, read-only unless ``writable``. Tensors, which torch cannot mark
-        read-only, are copied out of read-only frames, except in `Columns`, which come back as a dict.
+        The value. Arrays are views of the frames, read-only unless ``writable``. Tensors are copied from read-only
+        frames, because torch has no read-only tensors. Only `Columns` are not copied; they are returned as a dict.
 
     Raises:
         WireError: the frames are not a message of this codec.
@@ -125,7 +127,10 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Mark:
-    """First item of a list that encodes another container, which ``build(decoder, items after the mark)`` makes."""
+    """First item of a list that encodes another container.
+
+    ``build(decoder, items after the mark)`` makes the container.
+    """
 
     sent: msgpack.ExtType
     build: Callable[[Any, list[Any]], Any]
@@ -345,7 +350,7 @@ def _path_to(target: Any, value: Any, path: str = "value") -> str | None:
 
 
 def _steps(value: Any) -> Iterator[tuple[str, Any]]:
-    """The contents of a container, each with its expression."""
+    """The items of a container, each with the expression that selects it."""
     value = value.tensors if type(value) is Columns else value
     if type(value) is dict:
         for key, item in value.items():

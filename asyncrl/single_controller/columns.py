@@ -41,7 +41,7 @@ def as_index(idxs: Any, num_rows: int) -> np.ndarray:
 
 
 def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
-    """Take rows of a column. A slice (step > 0) of a dense column shares its memory; positions copy the rows."""
+    """Take rows of a column. A slice (step > 0) of a dense column shares the column's memory; positions copy rows."""
     if isinstance(column, np.ndarray):
         return column[rows]
     if not is_nested(column):
@@ -116,10 +116,10 @@ def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[
 
 @dataclass(slots=True)
 class UnbuiltBatch:
-    """The tensors of a cut, joined or received `DataProto`, before a TensorDict of them is needed.
+    """The tensors of a cut, joined or received `DataProto`, as long as no TensorDict of them is needed.
 
-    Building a TensorDict takes longer than cutting the tensors. Never written to, but not frozen: freezing doubles
-    construction time.
+    Building a TensorDict takes longer than cutting the tensors. No code writes to this object, but it is not frozen:
+    freezing doubles construction time.
 
     Attributes:
         tensors: Tensors by name, all of ``num_rows`` rows.
@@ -153,7 +153,7 @@ class UnbuiltBatch:
         return self.clone() if self.is_borrowed else TensorDict(self.tensors, self.batch_size, device=self.device)
 
     def clone(self) -> TensorDict:
-        """Build the TensorDict from copies."""
+        """Build a TensorDict of copies of the tensors."""
         copies = {key: tensor.clone() for key, tensor in self.tensors.items()}
         return TensorDict(copies, self.batch_size, device=self.device)
 
@@ -304,7 +304,7 @@ def facts_equal(a: Any, b: Any) -> bool:
 
 
 def _equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) -> bool:
-    """As `deep_equal`; ``open_pairs`` holds the ids of the containers being compared."""
+    """Like `deep_equal`. ``open_pairs`` holds the ids of the containers that are being compared, to detect cycles."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -349,9 +349,9 @@ def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b)
 
 
-# How the codec writes tensors: bytes describe a dense tensor, as an array; a list describes the parts of a nested one.
+# How the codec describes tensors: a dense tensor by bytes, like an array; a nested tensor by a list of its parts.
 
-# Quantized, opaque, and smaller than one byte: torch cannot copy these.
+# torch cannot copy quantized and opaque dtypes, nor dtypes smaller than one byte.
 _NOT_SENT = re.compile(r"torch\.(q.*|bits.*|u?int[1-7])")
 _DTYPES = {
     str(dtype).removeprefix("torch.").encode(): dtype
@@ -372,7 +372,10 @@ with warnings.catch_warnings():  # torch warns about read-only memory once per p
 
 
 def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
-    """Description and memory of a tensor; copied only if not contiguous or not on the CPU. May raise `Unsupported`."""
+    """Description and memory of a tensor. Only a tensor that is not contiguous or not on the CPU is copied.
+
+    Raises `Unsupported`.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise Unsupported(tensor, f"the wire carries no {type(tensor).__name__} as a column of tensors")
     if tensor.is_nested:
@@ -383,7 +386,7 @@ def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
         raise Unsupported(tensor, f"the wire carries no {kind}; make it a dense tensor")
     try:
         return _descriptor(name, tensor.shape), [buffer_of(tensor.numpy())]
-    except (RuntimeError, TypeError):  # needs a gradient, is on a GPU, is a lazy conjugate, or has no numpy dtype
+    except (RuntimeError, TypeError):  # it needs a gradient, is on a GPU, is a lazy conjugate, or has no numpy dtype
         pass
     try:
         return _descriptor(name, tensor.shape), [memory_of(tensor).data]
@@ -399,7 +402,7 @@ def memory_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _describe_nested(tensor: Any) -> tuple[Description, list[memoryview]]:
-    """Rows of a strided nested tensor; values, offsets, lengths and ragged dimension of a jagged one."""
+    """The parts of a nested tensor: rows if strided; values, offsets, lengths and ragged dimension if jagged."""
     if tensor.layout is torch.jagged:
         lengths = tensor.lengths()  # None if the rows are contiguous
         dense = [tensor.values(), tensor.offsets(), *([] if lengths is None else [lengths])]
@@ -460,7 +463,7 @@ def _nested_of(description: list[Any], take: Callable[[], memoryview], *, copy: 
 
 
 def jagged_of(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None, ragged_dim: Any) -> Any:
-    """Make a nested tensor. Raises `WireError` unless its rows are inside its values."""
+    """Make a jagged nested tensor. Raises `WireError` if offsets or lengths point outside ``values``."""
     if values.is_nested or type(ragged_dim) is not int or not 1 <= ragged_dim <= values.ndim:
         raise WireError("nested tensor without values or with an impossible ragged dimension")
     _check_rows(values.shape[ragged_dim - 1], offsets, lengths)

@@ -1,4 +1,4 @@
-"""`DataProto`, the batch that a controller and its workers exchange: tensors, numpy arrays, and shared facts."""
+"""`DataProto`, the batch that a controller and its workers exchange: tensors, numpy arrays, and meta information."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ class DataProto:
     """B rows of named columns. Raises `BatchError` unless all columns have the same number of rows.
 
     The tensors of a received batch stay in the received memory, which other processes may read too. The first read of
-    ``batch`` copies them, so the reader may write to them. A batch that came through Ray is not decoded until one of
-    its attributes is read; a process that only passes it on never decodes it.
+    ``batch`` copies the tensors, so that the reader may write to them. A batch from Ray is decoded when one of its
+    attributes is first read. A process that only passes the batch on never decodes it.
 
     Args:
         batch: Tensors whose first dimension is B; None without tensors.
         non_tensor_batch: Numpy arrays whose first dimension is B; of dtype object for Python values.
-        meta_info: Facts about all rows.
+        meta_info: Values that apply to all rows.
     """
 
     batch: TensorDict | None = _BUILT_WHEN_READ
@@ -294,9 +294,10 @@ class DataProto:
         return self
 
     def union(self, other: DataProto) -> DataProto:
-        """Add the other's columns and facts to this batch, in place.
+        """Add the columns and the meta information of another batch to this batch, in place.
 
-        Raises `BatchError` if a column or fact in both differs, or the numbers of rows do; the batch is unchanged.
+        Raises `BatchError` if a column or value that both batches have differs, or if the numbers of rows differ. This
+        batch is then unchanged.
         """
         sizes = [len(data) for data in (self, other) if data._batch is not None or data.non_tensor_batch]
         if len(set(sizes)) > 1:
@@ -319,7 +320,7 @@ class DataProto:
         return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
     def sample_level_repeat(self, repeat_times: Any) -> DataProto:
-        """Repeat row i ``repeat_times[i]`` times in succession; a list, tuple, array or tensor of B counts."""
+        """Repeat row i ``repeat_times[i]`` times in succession. ``repeat_times`` has B counts."""
         counts = np.asarray(repeat_times.detach().cpu() if isinstance(repeat_times, torch.Tensor) else repeat_times)
         if counts.shape != (len(self),):
             raise BatchError(f"repeat_times must have one count for each of {len(self)} rows, got shape {counts.shape}")
@@ -391,7 +392,7 @@ class DataProto:
     def concat(data: Sequence[DataProto]) -> DataProto:
         """Concatenate batches. ``metrics`` in meta_info become lists over the batches.
 
-        Raises `BatchError` if the batches have different columns, or other facts that differ.
+        Raises `BatchError` if the batches have different columns or different other meta information.
         """
         if not data:
             return DataProto()
@@ -411,7 +412,7 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[DataProto]:
-        """Mini-batches of equal size, ``epochs`` times over; raises `BatchError` unless the size divides B.
+        """Yield mini-batches of equal size, for ``epochs`` passes. Raises `BatchError` unless the size divides B.
 
         ``torch.utils.data.DataLoader`` chooses the rows by these options; ``seed`` seeds its order under ``shuffle``.
         Arrays are object arrays, as by `collate_fn`; Python lists of one length become a further dimension.
@@ -469,7 +470,7 @@ class DataProto:
         return serialization.from_parts(cls, parts, is_borrowed=False)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle as the codec's header and buffers, out of band from pickle protocol 5 on."""
+        """Pickle the batch as the codec's header and buffers. From protocol 5 on, the buffers are sent out of band."""
         header, buffers, foreign = self.__getstate__()
         wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
         return serialization.rebuild, (type(self), header, [wrap(buffer) for buffer in buffers], foreign)
@@ -497,7 +498,7 @@ class DataProto:
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
 
     def _mapped(self, change: Callable[[str, Any], Any], num_rows: int, *, shares_memory: bool = False) -> DataProto:
-        """The batch of the columns ``change(key, column)``, with the same meta information."""
+        """A batch with ``change(key, column)`` in place of each column, and the same meta information."""
         batch = None
         if self._batch is not None:
             is_borrowed = shares_memory and isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed
@@ -507,7 +508,7 @@ class DataProto:
         return self._derived(batch, arrays, self.meta_info)
 
     def _shared_batch(self) -> Any:
-        """The tensors for another `DataProto` to share; borrowed ones are copied by each batch."""
+        """The tensors, to be shared with another `DataProto`. Each batch makes its own copies of borrowed tensors."""
         return self._batch if isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed else self.batch
 
     def _columns(self) -> dict[str, Any]:
@@ -516,7 +517,7 @@ class DataProto:
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
-    """Stack rows into a batch; values become object arrays, tensors of different first dimensions a jagged tensor."""
+    """Stack rows into a batch. Values become object arrays. Tensors of different lengths become a jagged tensor."""
     tensors = [item.batch for item in x if item.batch is not None]
     batch = None
     if tensors:
@@ -553,7 +554,7 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """Columns ``[B, ...]`` become ``[new_batch_size, B // new_batch_size, ...]``, views. None may be nested."""
+    """View columns ``[B, ...]`` as ``[new_batch_size, B // new_batch_size, ...]``. No column may be nested."""
     if new_batch_size < 1 or len(data) % new_batch_size != 0:
         raise BatchError(f"new_batch_size must divide the {len(data)} rows, got {new_batch_size}")
     shape = (new_batch_size, len(data) // new_batch_size)
@@ -565,7 +566,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """Columns ``[A, B, ...]`` become ``[A * B, ...]``: ``batch_dims`` dimensions are joined. None may be nested."""
+    """Join the first ``batch_dims`` dimensions of columns: ``[A, B, ...]`` to ``[A * B, ...]``. None may be nested."""
 
     def unfold(key: str, column: Any) -> Any:
         if _dense(key, column).ndim < batch_dims:

@@ -1,4 +1,4 @@
-"""`register` and the dispatch modes: splitting arguments over the ranks, and joining results.
+"""`register` and the dispatch modes, which split arguments over the ranks and join the results.
 
 This module does not load torch or ray.
 """
@@ -301,11 +301,11 @@ def register(
 
 
 BESIDE = "beside"
-"""Ray's concurrency group of the methods that run beside the others; it has one thread."""
+"""Ray's concurrency group for methods with `beside`. The group has one thread."""
 
 
 def beside(method: Method) -> Method:
-    """Let a registered method run in a second thread, beside the worker's other methods (decorator).
+    """Let a registered method run in a second thread, in parallel with the worker's other methods (decorator).
 
     Calls of such methods are executed in order and do not wait for other calls, so the methods must be thread-safe. All
     other methods of the class then run in one thread that is not the main thread of the process.
@@ -315,7 +315,7 @@ def beside(method: Method) -> Method:
 
 
 def runs_beside(method: Any) -> bool:
-    """Whether a method runs beside the worker's other methods; see `beside`."""
+    """Whether a method runs in the second thread; see `beside`."""
     return BESIDE in getattr(method, MAGIC_ATTR, {})
 
 
@@ -428,7 +428,7 @@ def dummy_direct_rollout_call(worker_group: Any, *args: Any, **kwargs: Any) -> A
 def dispatch_nd_compute(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> Dispatched:
-    """Give each rank part ``dp_rank_mapping[rank]`` of every argument. A part is stored once for all its readers.
+    """Give each rank part ``dp_rank_mapping[rank]`` of every argument. A part is stored once for all ranks that get it.
 
     Every argument is a list of ``dp_size`` parts. Example of a mapping: ``[0, 0, 1, 1]``.
     """
@@ -468,7 +468,7 @@ def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, ou
 
 
 def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """As `dispatch_nd_compute_dataproto`, for a mesh that the workers registered. They are asked once per mesh."""
+    """As `dispatch_nd_compute_dataproto`, for a mesh that the workers registered. The mesh is queried once."""
     if mesh_name not in worker_group._dispatch_info:
         worker_group._dispatch_info[mesh_name] = worker_group._query_dispatch_info(mesh_name)
     mapping = worker_group._dispatch_info[mesh_name]
@@ -476,7 +476,7 @@ def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: A
 
 
 def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """As `collect_nd_compute_dataproto`, for a mesh that the workers registered. They are asked once per mesh."""
+    """As `collect_nd_compute_dataproto`, for a mesh that the workers registered. The mesh is queried once."""
     return collect_nd_compute_dataproto(_collect_mask(mesh_name, worker_group), worker_group, *args, **kwargs)
 
 
@@ -560,7 +560,7 @@ def _split_args_kwargs_data_proto(chunks: int, *args: Any, **kwargs: Any) -> Dis
 
 
 def _split_args_kwargs_data_proto_with_auto_padding(chunks: int, *args: Any, **kwargs: Any) -> Dispatched:
-    """As `_split_args_kwargs_data_proto`; arguments that ask for padding get the same number of extra rows."""
+    """As `_split_args_kwargs_data_proto`, with padding: all padded arguments get the same number of extra rows."""
     lengths = {len(value) for value in (*args, *kwargs.values()) if _asks_for_padding(value)}
     if not lengths:
         return _split_args_kwargs_data_proto(chunks, *args, **kwargs)
@@ -577,7 +577,7 @@ def _asks_for_padding(value: Any) -> bool:
 
 
 def _padded(value: Any, padding_size: int) -> Any:
-    """Return a copy with its last row repeated if the batch asks for padding; the caller's batch is unchanged."""
+    """If padding is enabled for the batch, return a copy with its last row repeated; ``value`` does not change."""
     if padding_size == 0 or not _asks_for_padding(value):
         return value
     padded = value.slice()

@@ -77,8 +77,8 @@ async def first_death(workers: Sequence[Any], is_alive: Callable[[Any], bool], e
 
     All of them must be alive at the call. Returns the index of the dead worker, or None if Ray was shut down first.
 
-    The kernel wakes this wait for a process of this node, a Ray task for a process of another node. Every ``every_s``
-    seconds Ray is asked for the workers' states, even if no process ended.
+    On this node, the kernel wakes this wait when a process ends. On another node, a Ray task waits for the process and
+    wakes it. In addition, Ray is asked for the workers' states every ``every_s`` seconds.
     """
     cluster, here = current_cluster(), current_node()
     ranks: dict[str, dict[int, int]] = defaultdict(dict)

@@ -1,4 +1,7 @@
-"""Resource pools: processes by node, reserved in Ray placement groups, split, merged, assigned to roles and ranks."""
+"""Resource pools: numbers of processes per node, which are reserved in Ray placement groups.
+
+A pool can be split, merged, and assigned to roles. Its processes become the ranks of a worker group.
+"""
 
 from __future__ import annotations
 
@@ -93,19 +96,20 @@ NODE_ID_LABEL = "ray.io/node-id"
 
 
 class RayResourcePool(ResourcePool):
-    """Processes on nodes of a Ray cluster; each node is one placement group, each process one bundle of it.
+    """Processes on nodes of a Ray cluster. Each node has one placement group, with one bundle per process.
 
     Args:
         process_on_nodes: Number of processes on each node.
         use_gpu: Whether every process has a device.
         name_prefix: Begins the placement groups' names; random by default.
-        max_colocate_count: Groups that may share the pool: each has 1/n of a device, and there is a CPU for each.
+        max_colocate_count: Number n of groups that may share the pool. Each group has 1/n of a device and one CPU per
+            process.
         detached: Whether the reservation outlives the driver.
         accelerator_type: Use only nodes with this kind of device. Example: ``"A100"``.
         num_cpus_per_process: CPUs of a process's bundle; ``max_colocate_count`` by default.
         num_devices_per_process: Devices of a process, if it has any.
-        strategy: How Ray places the bundles of one placement group; ``STRICT_PACK``: on one node of the cluster.
-        apart: Put each placement group of this pool on a node of its own.
+        strategy: How Ray places the bundles of one placement group. ``STRICT_PACK`` puts them on one node.
+        apart: Put each placement group of this pool on a different node.
         labels: Labels that the nodes must have, as Ray's label selectors. Example: ``{"market-type": "!spot"}``.
         timeout_s: Seconds to wait for the cluster to grant the reservation.
     """
@@ -248,7 +252,7 @@ class RayResourcePool(ResourcePool):
         self._cluster = current_cluster()
 
     def enter(self) -> None:
-        """Count a group that starts its workers here."""
+        """Count a group that starts its workers in this pool."""
         self._had_groups = True
         for pool in (self, *self._wholes):
             pool._num_users += 1
@@ -340,7 +344,7 @@ class SubRayResourcePool(RayResourcePool):
 
 
 class JoinedResourcePool(RayResourcePool):
-    """A second set of processes in a whole pool: each uses the devices of ``size`` neighboring processes of the pool.
+    """A second set of processes in a whole pool. Each process uses the devices of ``size`` neighbors in the pool.
 
     Both sets share the devices, so the pool must allow two groups. Example: engines with ``size`` tensor-parallel ranks
     on the devices of ``size`` learner ranks. Raises `UsageError` if the devices of one process would be on two nodes.
@@ -586,12 +590,12 @@ def can_place(needs: Sequence[Resources], nodes: Iterable[Resources]) -> bool:
 
 
 def unwrap(cls: Any) -> type:
-    """The plain class under ``ray.remote``."""
+    """The plain class that ``ray.remote`` wraps."""
     return getattr(cls, "__ray_actor_class__", cls)
 
 
 def remote_class(cls: type, roles: Iterable[type] = ()) -> Any:
-    """A class under ``ray.remote``. It has a second thread if it, or one of its ``roles``, has methods that need it."""
+    """Wrap a class with ``ray.remote``. It gets a second thread if it or one of its ``roles`` has `beside` methods."""
     has_two = any(runs_beside(getattr(owner, name, None)) for owner in (cls, *roles) for name in dir(owner))
     options: dict[str, Any] = {"concurrency_groups": {BESIDE: 1}}
     return ray.remote(**options)(cls) if has_two else ray.remote(cls)

@@ -30,7 +30,7 @@ def rebuild(kind: Any, header: Frame, buffers: Sequence[Any], foreign: Sequence[
 
 
 def parts_of(data: Any) -> dict[str, Any]:
-    """The batch as a value of the codec. Raises `BatchError` if its columns no longer fit together."""
+    """The batch as a value that the codec can encode. Raises `BatchError` if its columns no longer match."""
     data.check_consistency()
     batch = None
     if data._batch is not None:
@@ -106,10 +106,10 @@ def _aligned(size: int) -> int:
 def all_gather_data_proto(data: Any, process_group: Any) -> None:
     """Concatenate the parts of all ranks on every rank, in the order of the ranks, in place.
 
-    The ranks' numbers of rows may differ, and may be zero; all ranks raise `BatchError` if their columns differ. The
-    resulting tensors are on the device of this rank's tensors; ``meta_info`` is unchanged. The timeout of
-    ``process_group`` bounds the wait; None is the default group. Raises `WireError` if an object column holds a value
-    that the codec does not know.
+    The numbers of rows may differ between ranks, and may be zero. All ranks raise `BatchError` if their columns differ.
+    The resulting tensors are on the device of this rank's tensors; ``meta_info`` does not change. The timeout of
+    ``process_group`` limits the wait; None is the default group. Raises `WireError` if an object column holds a value
+    that the codec does not support.
     """
     tensors = data._columns()
     part = _message_of(parts_of(data.select(meta_info_keys=()).to("cpu")))
@@ -176,7 +176,7 @@ def gather_values(value: T, kind: Any, group: dist.ProcessGroup | None) -> list[
     Args:
         value: Numbers, strings, lists, tuples, and dataclasses of them.
         kind: Type of the value, for decoding. Example: ``list[tuple[int, int]]``.
-        group: None stands for this rank alone.
+        group: The process group; None for a single rank.
 
     Raises:
         msgspec.ValidationError: a rank sent something else.

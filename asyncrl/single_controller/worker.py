@@ -1,4 +1,4 @@
-"""Workers: a process's rank in its group, its devices, its place in each mesh; several workers in one process."""
+"""Workers: the rank of a process in its group, its devices, and its place in each mesh. A process may host several."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WorkerHelper:
 
 
 ALL_DEVICES = "not set"
-"""What an unrestricted process reports as its visible devices."""
+"""The visible devices that a process without a restriction reports."""
 
 
 class Worker(WorkerHelper):
@@ -53,7 +53,7 @@ class Worker(WorkerHelper):
     _master_port: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Leave blocked stop signals to the run, and open the worker's log, before the constructor runs."""
+        """Before the constructor runs, keep blocked stop signals blocked and open the worker's log."""
         keep_stop_blocked()
         log_file = os.environ.pop("WG_LOG_FILE", None)
         if log_file is not None:
@@ -90,7 +90,7 @@ class Worker(WorkerHelper):
     def env_keys(cls) -> list[str]:
         """Environment variables that describe a worker.
 
-        Each is an attribute too, RANK as ``_rank``. A subclass may add others.
+        Each variable is also an attribute: RANK is ``_rank``. A subclass may add others.
         """
         place = ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"]
         return [*place, "MASTER_ADDR", "MASTER_PORT", visible_devices_name()]
@@ -272,7 +272,7 @@ FusedWorkerCLSName = "FusedWorker"
 
 
 def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs]) -> type[Worker]:
-    """A class that holds one instance per role, each in an attribute of the role's name.
+    """Make a class that holds one instance per role, in an attribute with the name of the role.
 
     A subclass may have methods that use several roles: set ``fused_worker_used = True`` on its `RayClassWithInitArgs`,
     and call ``fuse`` on its group to get the roles.
@@ -303,7 +303,7 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
 
 
 def create_colocated_worker_cls_fused(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
-    """One worker class out of several, by role; `RayWorkerGroup.spawn` makes a group per role out of its group."""
+    """Combine several worker classes, one per role, into one. `RayWorkerGroup.spawn` gives each role its own group."""
     raw: Any = create_colocated_worker_raw_cls(class_dict)
     fused = RayClassWithInitArgs(remote_class(raw, raw.raw_cls_dict.values()))
     fused.fused_worker_used = True

@@ -15,7 +15,7 @@ from asyncrl.core.errors import WeightsError
 from asyncrl.weights.manifest import DTYPES, PIECE_BYTES, DigestThreads, Manifest, Piece, StoredTensor, factors_of
 
 BUCKET_BYTES = 64 << 20
-"""Page-locked bytes through which values pass between a GPU and the host, twice."""
+"""Bytes of each of the two page-locked buffers for copies between a GPU and the host."""
 
 
 def known_dtype(stored: StoredTensor) -> torch.dtype:
@@ -93,7 +93,7 @@ class TensorAssembly:
         manifest: Manifest of the version, with one data file.
         name: Name of the version, for messages.
         device: Device of the pieces and tensors.
-        digests_there: Compare digests that the device computes, `Piece.device_digest`.
+        digests_there: Whether the device computes the digests; they are compared with `Piece.device_digest`.
 
     Raises `WeightsError` for a type that torch does not have, or if digests of the device were not published.
     """

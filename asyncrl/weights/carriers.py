@@ -33,11 +33,11 @@ class PublishOptions:
             version.
         adapters: If the model has adapters, publish only the adapters, and publish the frozen weights once, with the
             first version.
-        timeout_s: Deadline of a transfer, without the second per 100 MB.
-        num_held: Newest versions that each rank of a stream holds in memory.
+        timeout_s: Deadline of a transfer, to which one second per 100 MB is added.
+        num_held: Number of newest versions that each rank of a stream holds in memory.
         interface: Network interface on which engines reach the learner ranks; ``lo`` is this host only.
-        num_receivers: A round begins at once when this many receivers ask.
-        backend: ``gloo`` broadcasts in host memory, ``nccl`` between GPUs with one member each.
+        num_receivers: A round begins immediately when this number of receivers have asked.
+        backend: ``gloo`` broadcasts in host memory. ``nccl`` broadcasts between GPUs, with one member per GPU.
     """
 
     carrier: Carrier = Carrier.folder
@@ -66,7 +66,7 @@ class PublishOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CarrierRules:
-    """A value of ``weights.transport``, the carrier behind it, and what it can do.
+    """A value of ``weights.transport``, its carrier, and the capabilities of the carrier.
 
     Attributes:
         option: The options that choose the carrier.

@@ -54,7 +54,7 @@ def decode(change: Change, data: bytes, place: np.ndarray) -> None:
 
     Args:
         change: The change of the piece.
-        data: Its bytes in the delta file.
+        data: Bytes of the change in the delta file.
         place: [bytes] uint8, the old image; undefined after an error.
 
     Raises:
@@ -103,7 +103,7 @@ def write_delta(
                     )
                     stream.write(data)
         stream.flush()
-        os.fsync(stream.fileno())  # before this, other hosts that share the directory do not see the bytes
+        os.fsync(stream.fileno())  # only then do other hosts that share the directory see the bytes
     return changes
 
 

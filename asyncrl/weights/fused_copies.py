@@ -1,4 +1,4 @@
-"""Loads experts with a few large copies, to the same places as the model's own loader.
+"""Loads experts with a few large copies, to the same places to which the model's own loader copies them.
 
 A checkpoint has one tensor per expert and projection; an engine has all experts of a layer in one parameter. The first
 load calls the model's ``load_weights``, and `LoadObserver` records the target of each copy. `FusedCopies` repeats these

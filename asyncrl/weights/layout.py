@@ -1,8 +1,9 @@
-"""The layout of a checkpoint file: which bytes each learner rank writes, and which tensors are computed.
+"""The layout of a checkpoint file: the bytes that each learner rank writes.
 
-A checkpoint's tensor that is a contiguous part of a parameter is copied to its place; fused experts are an example. Any
-other tensor (a merged adapter, a transposed or joined parameter) is computed, layer by layer. One rank computes a
-layer. The other ranks send it their parts of the layer's parameters.
+A tensor of the checkpoint may be a contiguous part of a parameter, such as one expert of fused experts. The ranks copy
+such a tensor from the parameter. Any other tensor (a merged adapter, a transposed or joined parameter) must be computed
+from parameters, layer by layer. For each layer, one rank computes these tensors, and the other ranks send their parts
+of the layer's parameters to this rank.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _DTYPE_NAMES = {getattr(torch, dtype): name for name, dtype in DTYPES.items()}
 
 
 class Part(Enum):
-    """The part of a model in a file: the whole model with merged adapters, the frozen weights, or the adapters."""
+    """The part of a model that a file holds: all weights with merged adapters, the frozen weights, or the adapters."""
 
     whole = "whole"
     frozen = "frozen"
@@ -60,7 +61,7 @@ class ModelShards(Protocol):
         ...
 
     def converted(self, part: Part, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole weights, with the names of `held`, as the tensors of a checkpoint."""
+        """Convert unsharded weights, named as in `held`, to the tensors of a checkpoint."""
         ...
 
     def adapted_layers(self, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
@@ -113,7 +114,7 @@ class Region:
 class ModelLayout:
     """The layout of one part of a model. Only the regions differ between ranks.
 
-    Adapters are written in their training dtype: a smaller dtype would round small updates to zero.
+    Adapters are written in their training dtype, because a smaller dtype would round small updates to zero.
 
     Args:
         shards: The model on this rank.
@@ -167,7 +168,7 @@ class ModelLayout:
         self._plan_computed(computed, [name for storage, name in sources.items() if storage not in written])
 
     def _plan_computed(self, computed: Sequence[StoredTensor], needed: Sequence[str]) -> None:
-        """Lay out the raw copy: the whole parameters that ``computed`` needs, layer by layer."""
+        """Lay out the raw copy, which holds the unsharded parameters that ``computed`` needs, layer by layer."""
         self.raw_regions: list[Region] = []
         self._raw: dict[str, tuple[int, Tensor]] = {}
         self._spans: list[list[tuple[str, int, int]]] | None = None
@@ -227,7 +228,7 @@ class ModelLayout:
 
         Args:
             raw: [bytes] uint8, this rank's raw copy after `exchange`.
-            place: Returns a tensor's place, [bytes] uint8.
+            place: Function that returns the memory of a tensor, [bytes] uint8.
         """
         for names, outputs in self._own_groups:
             whole = {}
@@ -309,7 +310,7 @@ class ModelLayout:
 
 
 def in_file(data: Tensor) -> Callable[[StoredTensor], Tensor]:
-    """Return the function from a tensor to its place in a whole file, [bytes] uint8."""
+    """Return a function that returns the memory of a tensor in a whole file, [bytes] uint8."""
     return lambda stored: data[stored.start : stored.start + stored.num_bytes]
 
 
@@ -319,7 +320,7 @@ def dtype_of(stored: StoredTensor) -> torch.dtype:
 
 
 def _as_published(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a whole parameter as ``dtype``, without data; buffers keep their dtype."""
+    """Return an unsharded parameter with ``dtype`` and without data; buffers keep their dtype."""
     kept = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
     return torch.empty(tensor.shape, dtype=kept, device="meta")
 

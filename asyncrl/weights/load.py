@@ -56,7 +56,7 @@ LOAD_TIMEOUT_S = 120.0
 """Default deadline of a load."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _fused: WeakKeyDictionary[nn.Module, FusedCopies] = WeakKeyDictionary()
-"""What was learned from each model's last load by names."""
+"""The copies that were recorded during each model's last load by its own loader."""
 _copy, _fill, _zero = torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default
 
 
@@ -95,7 +95,7 @@ def load_verified(
     Args:
         model: A model of SGLang, or a similar one.
         offer: The staged offer.
-        timeout_s: Deadline of a stream, without the second per 100 MB.
+        timeout_s: Deadline of a stream, to which one second per 100 MB is added.
         arrangement: See `LoadObserver`.
 
     Raises:
@@ -178,8 +178,8 @@ class FileWeights:
     Attributes:
         manifest: Manifest of the offer.
 
-    Raises `FileNotFoundError` if a newer version took its place, `WeightsError` if the manifest is not the one that was
-    offered, or the offer is a delta.
+    Raises `FileNotFoundError` if a newer version has replaced the files, `WeightsError` if the manifest is not the
+    offered one, or if the offer is a delta.
     """
 
     def __init__(self, offer: WeightOffer, device: torch.device | None = None) -> None:
@@ -285,7 +285,7 @@ class FileWeights:
         return is_right
 
     def verify(self) -> None:
-        """Verify the copies on the device, and all bytes that were neither copied there nor verified by `copy`.
+        """Verify the copies on the device, and all bytes that were not copied to the device and not verified by `copy`.
 
         Raises:
             WeightsError: bytes differ from the published ones; the message names the first tensor.
@@ -406,9 +406,9 @@ def _add(down: Tensor, up: Tensor, scale: float, _: nn.Module, inputs: tuple[Ten
 
 @contextmanager
 def submissions_run_at_once() -> Iterator[None]:
-    """In this block, ``ThreadPoolExecutor.submit`` of this thread runs the work at once, on this thread.
+    """In this block, if this thread calls ``ThreadPoolExecutor.submit``, the work runs immediately on this thread.
 
-    The ``submit`` of other threads does not change. Neither does that of subclasses with their own ``submit``, such as
+    Calls of other threads do not change. Neither do calls to subclasses with their own ``submit``, such as
     `DigestThreads`.
     """
     this_thread, submit = threading.get_ident(), ThreadPoolExecutor.submit
@@ -431,7 +431,7 @@ def submissions_run_at_once() -> Iterator[None]:
 
 
 class ComparedWrites(TorchDispatchMode):
-    """In this block, every copy of published weights into one of the parameters is verified.
+    """In this block, every copy of published weights into a parameter is verified.
 
     A copy of whole pieces on the CPU is compared with the published digest. Any other copy (part of a piece, another
     dtype, on a GPU) is compared with its source, and the source's digest is verified at the end.
@@ -440,7 +440,7 @@ class ComparedWrites(TorchDispatchMode):
     thread pool; in this block these copies run on this thread.
 
     Args:
-        parameters: The model's, by name.
+        parameters: The model's parameters by name.
         weights: The published tensors.
         observer: Records what the model's loader does.
     """

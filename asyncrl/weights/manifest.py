@@ -161,7 +161,7 @@ class Manifest:
         tensors: Every tensor.
         pieces: All bytes of all tensors. For a delta, those of the resulting file.
         delta: The changes, if the version has no data file.
-        adapter: The adapted layers, if ``tensors`` are the A and B of adapters.
+        adapter: The adapted layers, if ``tensors`` are the matrices A and B of adapters.
     """
 
     directory: str
@@ -263,10 +263,10 @@ def _halves_of_factors() -> np.ndarray:
 
 
 def device_digest_of(data: np.ndarray) -> int:
-    """Return the digest that a GPU computes fast: the sum of the 32-bit words times `factors_of` their indices.
+    """Return a digest that is fast to compute on a GPU: the sum of the 32-bit words times `factors_of` their indices.
 
-    It is exact modulo 2^64 and signed. Any changed word changes it; two different pieces have the same digest with a
-    probability of at most 2^-32 (multilinear hashing, arXiv 1202.4961).
+    The sum is exact modulo 2^64 and signed. The digest changes if a single word changes. Two different pieces have the
+    same digest with a probability of at most 2^-32 (multilinear hashing, arXiv 1202.4961).
 
     Args:
         data: [bytes] uint8, at most `PIECE_BYTES`; zeros fill the last word.

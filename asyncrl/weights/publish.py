@@ -1,11 +1,11 @@
-"""The learner's side of a weight update: the ranks copy their shards, digest them, and rank 0 offers the version.
+"""The learner's side of a weight update: the ranks copy and digest their shards, and rank 0 offers the version.
 
 `WeightPublisher.publish` copies the shards once, into prepared memory, and the learner continues. A thread does the
-rest during training: it converts and digests the bytes, gathers the digests of all ranks, and writes the manifest. A
-rank that fails tells the other ranks, so that they do not wait for it, and rank 0 reports the failure.
+rest during training: it converts and digests the bytes, gathers the digests of all ranks, and writes the manifest. If a
+rank fails, it tells the other ranks, which then do not wait for it. Rank 0 reports the failure.
 
-A version is full, a delta to the version before, or the adapters alone. The bytes lie in files. With a stream each rank
-also holds its part in memory and sends it (`PublishOptions.carrier`).
+A version is full, a delta to the previous version, or the adapters alone. The bytes are in files. With a stream, each
+rank also holds its part in memory and sends it (`PublishOptions.carrier`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WeightPublisher:
         keep: Number of versions kept, including the new one; -1 keeps all. Versions that the buffer may still offer
             stay, and so does the full version that the oldest delta needs.
         options: How versions are published.
-        log: On rank 0, gets each version and each failure; None for a publisher without engines.
+        log: On rank 0, receives each version and each failure; None for a publisher without engines.
 
     Raises `WeightsError` if the ranks have different layouts, `ValueError` if the interface does not exist.
     """
@@ -185,7 +185,7 @@ class WeightPublisher:
         versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
         data_file = DATA_FILE if self._frozen is None else ADAPTER_FILE
         first_kept = max(0, len(versions) - self._keep)
-        while first_kept > 0:  # the first kept version has no base, and engines do not need older versions
+        while first_kept > 0:  # keep more, until no engine needs an older version and the oldest kept one is full
             first = versions[first_kept]
             is_needed = self._is_shown and first.name > _folder_name(self._oldest)
             if not is_needed and (self._options.full_every == 1 or (first / data_file).exists()):

@@ -1,12 +1,12 @@
 """The versions that a host receives from a stream. All engines of the host share each version.
 
-The workers of a host share one folder in its memory. A worker that wants a version locks the folder. If the version is
-there, the worker links it; otherwise the worker receives it, and the other workers wait for the lock. So each byte
-crosses the network once per host, and is in its memory once. The kernel releases the lock of a worker that dies, and
-the next worker receives the version. A version becomes visible when it is complete, by the name of its folder.
+The workers of a host share one folder in the host's memory. A worker that wants a version locks the folder. If the
+version is there, the worker links it. Otherwise the worker receives the version, and the other workers wait for the
+lock. Thus each byte crosses the network once per host, and is in the host's memory once. If a worker dies, the kernel
+releases its lock, and the next worker receives the version. The folder of a version gets its name when it is complete.
 
-The folder keeps the newest version until the next one comes: for workers that ask late, and as the base of a delta. A
-linked version stays until the engine has loaded it. The last worker removes the folder.
+The folder keeps the newest version until the next one arrives, because some workers ask late, and because a delta needs
+its base. A linked version stays until the engine has loaded it. The last worker removes the folder.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ReceivedVersions:
     Args:
         folder: The folder of the host's workers; it is made if it does not exist. No other user may write to it.
         name: Name of the worker. Example: ``"engine-3"``.
-        timeout_s: Deadline of a transfer, without the second per 100 MB.
+        timeout_s: Deadline of a transfer, to which one second per 100 MB is added.
     """
 
     def __init__(self, folder: Path, name: str, *, timeout_s: float) -> None:
@@ -273,6 +273,6 @@ def _flocked(folder: Path, operation: int) -> int:
 
 
 def _release(locking: Future[int]) -> None:
-    """Release a lock whose caller was cancelled."""
+    """Release a lock that was acquired for a cancelled caller."""
     if not locking.cancelled() and locking.exception() is None:
         os.close(locking.result())

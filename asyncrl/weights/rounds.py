@@ -1,14 +1,14 @@
-"""Rounds in which the learner ranks send a version over the network: chooses the receivers and connects the members.
+"""Rounds, in which the learner ranks send a version over the network: chooses receivers and connects the members.
 
     receivers ──ask──▶ rank 0              A round: one version, its receivers, one deadline.
     receivers ◀──call, present──▶ rank 0   A receiver that does not answer the call is not in the round.
     rank 0 ──round──▶ receivers, ranks     Each member stores its address at rank 0 for the other members (`Meeting`).
     ranks ──done──▶ rank 0                 Then the next round begins.
 
-These messages go over one TCP socket of rank 0, the *channel*. A message is a msgpack map after its length. Each side
-proves that it has the channel's key, which is made with the learner and travels in offers. The buffer encrypts offers
-beyond loopback. Addresses are numeric, so no name service is asked. The weights themselves go from each rank to the
-receivers (`stream.py`).
+These messages go over one TCP socket of rank 0, the *channel*. A message is its length followed by a msgpack map. Each
+side proves that it has the channel's key. The key is created when the learner starts, and receivers get it in the
+offers, which the buffer encrypts beyond loopback. Addresses are numeric, so no name service is needed. The weights
+themselves go from each rank to the receivers (`stream.py`).
 
 `RoundCoordinator` runs on rank 0, on an event loop that training does not wait for. Messages and its own deadlines wake
 it.
@@ -64,8 +64,8 @@ class Round:
             ranks.
         num_receivers: Number of receivers.
         shares: Number of the manifest's pieces that each learner rank sends, in the manifest's order.
-        is_delta: Each rank sends its delta file instead; the receivers hold the version before.
-        timeout_s: Deadline of the round, transfers included.
+        is_delta: Each rank sends its delta file instead; the receivers hold the previous version.
+        timeout_s: Deadline of the round, including the transfers.
         oldest: Oldest version that the ranks still hold.
         backend: See `PublishOptions`.
     """
@@ -148,7 +148,8 @@ def rounds_of(
         requests: At least one.
         offers: The versions that the ranks hold.
         only_newest: Send only the newest of the requested policy versions. A receiver that requested an older version
-            requests again. False if engines pause for the requested version: they cannot take another version.
+            requests again. Must be False if engines pause for the requested version, because they cannot load another
+            version then.
 
     Returns:
         Per round the offer, its requests, and whether a delta is sent. The offer is None if no version is sent.
@@ -294,7 +295,7 @@ class RoundCoordinator:
                 if message["failed"]:
                     self._members = []
                     if (broken := self._meetings.pop(message["round"], None)) is not None:
-                        for member, _, _ in broken.pending:  # then they do not wait until the deadline
+                        for member, _, _ in broken.pending:  # so that they do not wait until the deadline
                             _send(member, {"over": message["round"]})
                 self._ranks[message["rank"]] = sender
                 self._done[message["rank"]] = message["round"]

@@ -48,7 +48,7 @@ class WritableFile:
     """A mapped file of known size; this rank writes some of its ranges.
 
     Args:
-        path: The file, which another rank may have made; None for memory of this process.
+        path: The file, which another rank may have created; None uses memory of this process.
         num_bytes: Size of the file.
         regions: The ranges that this rank writes. Their memory is reserved and allocated.
         is_alone: Reserve the whole file, because no other rank opens it.

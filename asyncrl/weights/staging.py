@@ -45,7 +45,7 @@ class WeightStager:
         name: Unique in a run. Example: ``"engine-3"``.
         memory: Folder in the host's memory; it is made if it does not exist. No other user may write to it.
         copies: Copy full versions to ``memory`` instead of linking them, so that deltas can be applied.
-        timeout_s: Deadline of staging, without the second per 100 MB.
+        timeout_s: Deadline of staging, to which one second per 100 MB is added.
     """
 
     def __init__(self, name: str, *, memory: Path, copies: bool, timeout_s: float) -> None:

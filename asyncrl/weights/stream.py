@@ -130,7 +130,7 @@ class WeightSender:
             version: Policy version.
             data: [bytes] uint8, the data file.
             pieces: This rank's pieces of it.
-            delta: [bytes] uint8 of this rank's delta file, for receivers that hold the version before.
+            delta: [bytes] uint8 of this rank's delta file, for receivers that hold the previous version.
         """
         self._parts.add(version, HeldPart(data=data, pieces=tuple(pieces), delta=delta))
 
@@ -179,7 +179,7 @@ class WeightSender:
         while not self._is_closed.is_set():
             try:
                 with WeightChannel(self.address) as channel:
-                    self._channel = channel  # so that `close` can also end a channel that connects
+                    self._channel = channel  # before `connect`, so that `close` can interrupt it
                     if self._is_closed.is_set():
                         return
                     channel.connect(rounds.SILENCE_S)
@@ -393,12 +393,12 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
     Args:
         offer: An offer with `Carrier.host_stream`.
         folder: The version gets a new folder in this one, which should be in shared memory.
-        timeout_s: Deadline of the transfer, without the second per 100 MB.
+        timeout_s: Deadline of the transfer, to which one second per 100 MB is added.
         holds: Digest of the manifest of the version that this host holds. If the offer is a delta to it, the ranks send
             the delta alone.
 
     Returns:
-        The same version on this host: a delta, which is still to be applied and verified, or a full version.
+        The same version on this host: a full version, or a delta that the caller must apply and verify.
 
     Raises:
         WeightsGone: the ranks hold newer versions only.
@@ -441,7 +441,7 @@ def _received_once(offer: WeightOffer, folder: Path, limit_s: float, holds: str)
         raise
     except (RuntimeError, TimeoutError, WeightsError) as error:
         failure = one_line(error)
-    # Without `from error`: its frames would keep the connections open.
+    # Raised without `from error`, because the frames of that error would keep the connections open.
     raise WeightsError(failure)
 
 
@@ -507,7 +507,7 @@ class ArrivingWeights:
         timeout_s: Deadline of the whole transfer.
 
     Attributes:
-        manifest: Of the version. The constructor waits for it.
+        manifest: Manifest of the version. The constructor waits for it.
         copier: None, because each tensor is verified before it is handed over.
 
     Raises `RoundFailed` if the round failed, `WeightsGone` if the ranks no longer hold the version, `DeadlineError` if
@@ -632,7 +632,7 @@ class ReceiverRound:
 
 
 _idle: list[GroupMember] = []
-"""This process's places among the members of a learner's rounds, while no round needs them."""
+"""Group members of this process that no round uses at present; the next round uses them again."""
 
 
 def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -> ReceiverRound:
