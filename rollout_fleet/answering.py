@@ -1,4 +1,4 @@
-"""The parts that answer a prompt on one engine and score the answers: for training, evaluation and fine-tuning."""
+"""The parts that answer prompts on one engine and score the answers. Training, evaluation and fine-tuning use them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .sample_log import Decode, SampleLog, load_decoder
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweringParts:
-    """One engine, and what reads prompts for it and scores its answers.
+    """One engine, the readers of its prompts, and the scorers of its answers.
 
     Attributes:
         engine: Samples the answers.
         rewards: Score the answers.
-        decode: Turns response tokens into the text that rewards read.
+        decode: Converts response tokens to the text that rewards read.
         player: Plays the episodes of prompts that have an environment; None if no prompt has one.
-        images: Reads the images of prompts; None for a model without.
-        samples: Keeps some scored samples for reading; None keeps none.
-        judge: Serves ``rollout_fleet.judge_model`` to the reward ``judge``; None without one.
+        images: Reads the images of prompts; None if the model takes no images.
+        samples: Saves some scored samples for people to read; None saves none.
+        judge: Serves ``rollout_fleet.judge_model`` to the reward ``judge``; None without a judge model.
     """
 
     engine: Engine
@@ -62,7 +62,7 @@ class AnsweringParts:
             seed: The run's seed.
             rank: The engine's number.
             log_dir: Folder of the engine's log.
-            episode_context: Most tokens on a path of an episode; 0 if no prompt has an environment.
+            episode_context: Largest number of tokens on a path of an episode; 0 if no prompt has an environment.
             sample_dir: Folder of decoded samples; empty to keep none.
 
         Raises:
@@ -85,7 +85,7 @@ class AnsweringParts:
         )
 
     async def start(self) -> None:
-        """Start the engine and all other parts. Raises the errors of their starts."""
+        """Start the engine and all other parts. Raises the error of a part that does not start."""
         beside = [part.start() for part in (self.samples, self.player, self.judge) if part is not None]
         await asyncio.gather(self.engine.start(), *beside)
         variables = {}
@@ -95,7 +95,7 @@ class AnsweringParts:
         await self.rewards.start(variables)
 
     async def close(self) -> None:
-        """Stop all parts; an engine that does not stop does not keep the others."""
+        """Stop all parts. The other parts are stopped even if the engine fails to stop."""
         try:
             await self.engine.stop()
         finally:
@@ -107,7 +107,7 @@ class AnsweringParts:
 
 
 def _judge(config: RolloutFleetConfig, *, rank: int, log_dir: str, seed: int) -> SGLangServer:
-    """The server of the judge. Raises `ValueError` on a GPU, or without SGLang or the model."""
+    """Make the server of the judge. Raises `ValueError` on a GPU, or if SGLang or the model is missing."""
     if resolve_device(config) is not EngineDevice.cpu:
         raise ValueError(
             f"rollout_fleet.judge_model must be empty with engines on GPUs, got {config.judge_model!r}: the engine has "

@@ -1,7 +1,7 @@
-"""The child's side of a process that runs a user's code: its pipes, its signals, and its remaining children.
+"""The child's side of a process that runs a user's code: pipes, signals, and the end of remaining descendants.
 
 Messages are frames: eight bytes of length, then the content. The parent's side is `rollout_fleet.children`. This module
-needs the standard library only.
+needs only the standard library.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    for pipe in (questions.raw, answers.raw):  # the open pipe of a forked child would hide the end of this process
+    # a forked child that keeps the pipe open would hide the end of this process
+    for pipe in (questions.raw, answers.raw):
         os.register_at_fork(after_in_child=pipe.close)
     return questions, answers
 
@@ -78,5 +79,5 @@ def kill_marked(name: str, value: str, *, spare: Collection[int] = ()) -> int:
 def _environment(entry: Path) -> list[bytes]:
     try:
         return (entry / "environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended, or belongs to another user
+    except OSError:  # the process has ended, or belongs to another user
         return []

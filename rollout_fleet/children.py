@@ -1,8 +1,9 @@
 """Child processes of a rollout worker that run a user's code: rewards and environments.
 
 They are plain child processes with pipes, so a killed worker does not leave semaphores behind. They exit when their
-pipe closes. Each leads its own session and carries a mark in its environment, which all its descendants inherit: when
-the child ends, they are killed. The children see no GPUs, which belong to the engine, and no secrets.
+pipe closes. Each child leads its own session and has a mark in its environment. All its descendants inherit the mark.
+When the child ends, they are killed. The children do not see secrets. They do not see the GPUs either, because the GPUs
+belong to the engine.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ class ChildProcess:
     async def start(
         cls, command: Sequence[str], environment: Mapping[str, str], *, what: str, timeout_s: float
     ) -> ChildProcess:
-        """Start a child, and wait for its first message. ``what`` names it. Example: ``a scoring process of x``.
+        """Start a child, and wait for its first message.
 
-        Raises `WorkerDiedError` if it ends first, and `DeadlineError` if it is not up in time.
+        ``what`` names the child in messages. Example: ``a scoring process of x``. Raises `WorkerDiedError` if the child
+        ends first, and `DeadlineError` if the message does not come in time.
         """
         mark = uuid.uuid4().hex
         process = await asyncio.create_subprocess_exec(
@@ -71,20 +73,20 @@ class ChildProcess:
         return child
 
     async def send(self, question: Any) -> None:
-        """Send a value of builtins, or one that the child can unpickle. Raises `ConnectionError` if it has ended."""
+        """Send a value that the child can unpickle. Raises `ConnectionError` if the child has ended."""
         assert self._process.stdin is not None
         frame = pickle.dumps(question)
         self._process.stdin.write(LENGTH.pack(len(frame)) + frame)
         await self._process.stdin.drain()
 
     async def receive(self) -> Any:
-        """Return the child's next message. Raises `asyncio.IncompleteReadError` if it has ended."""
+        """Return the child's next message. Raises `asyncio.IncompleteReadError` if the child has ended."""
         assert self._process.stdout is not None
         (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
         return json.loads(await self._process.stdout.readexactly(length))
 
     async def exit_status(self) -> int | None:
-        """Wait up to a second for the end of a child whose pipe has closed, then kill the child.
+        """Wait up to one second for the end of a child whose pipe has closed, then kill the child.
 
         Returns the exit status.
         """
@@ -104,7 +106,7 @@ class ChildProcess:
         await asyncio.shield(self._clearing_up)
 
     async def _clear_up(self) -> None:
-        """Kill the descendants of the child when it exits; later its id may be reused."""
+        """Kill the descendants of the child as soon as it exits, because its process id may be reused later."""
         await self._process.wait()
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -117,7 +119,7 @@ def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
 
 
 def with_remedy(message: str, config: RolloutFleetConfig, *, who: str) -> str:
-    """Add to a failure's message how ``who`` can get the missing secret. Example: ``reward processes``."""
+    """Add to a failure's message the option that gives ``who`` the missing secret. Example: ``reward processes``."""
     withheld = sorted(os.environ.keys() - without_secrets(config.pass_secrets).keys())
     missed = next((name for name in withheld if name in message), None)
     if missed is None:

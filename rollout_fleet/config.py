@@ -29,7 +29,7 @@ class EngineKind(StrEnum):
 
 
 class EngineDevice(StrEnum):
-    """The device of an engine; ``auto`` is CUDA if an NVIDIA driver and a visible device are present."""
+    """The device of an engine. ``auto`` is CUDA if an NVIDIA driver and a visible device are present."""
 
     auto = "auto"
     cpu = "cpu"
@@ -37,7 +37,7 @@ class EngineDevice(StrEnum):
 
 
 class SaveProgress(StrEnum):
-    """When a running group is saved with its lease. Another worker can continue a saved group."""
+    """The times at which a running group is saved with its lease. Another worker can continue a saved group."""
 
     never = "never"
     at_stop = "at_stop"
@@ -69,20 +69,22 @@ class SamplingConfig:
     """Sampling options.
 
     Engines report log-probs under the temperature, before a truncation of the distribution. Therefore training refuses
-    ``top_p``, ``top_k`` and ``min_p``; ``asyncrl evaluate`` accepts them.
+    ``top_p``, ``top_k`` and ``min_p``. Only ``asyncrl evaluate`` accepts them.
 
     Attributes:
         temperature: Softmax temperature of sampling and of behavior log-probs.
         top_p: Nucleus mass; 1.0 keeps all. Evaluation only.
-        top_k: Candidates kept; -1 keeps all. Evaluation only.
+        top_k: Number of candidates to keep; -1 keeps all. Evaluation only.
         min_p: Smallest probability of a candidate, as a share of the largest; 0.0 keeps all. Evaluation only.
         max_new_tokens: Longest response, in tokens.
-        stop: Texts that end a response; the tokens that wrote the text stay part of it.
-        stop_token_ids: Tokens that end a response, beside the model's own. Requests of episodes set both.
-        seed: Seed of one response. As in OpenAI's API it is not a guarantee: SGLang uses it only with its option
-            ``enable_deterministic_inference``, and the in-process engine only without ``top_p``, ``top_k``, ``min_p``.
-        json_schema: JSON schema, as text, of the response; engines without constrained decoding refuse it. Then the
-            log-probs are those of the constrained distribution.
+        stop: Texts that end a response. The tokens of the stop text stay part of the response.
+        stop_token_ids: Tokens that end a response, in addition to the model's own. Requests of episodes set ``stop``
+            and ``stop_token_ids``.
+        seed: Seed of one response. As in OpenAI's API, equal seeds need not give equal responses: SGLang uses the seed
+            only with its option ``enable_deterministic_inference``, and the in-process engine only without ``top_p``,
+            ``top_k``, ``min_p``.
+        json_schema: JSON schema of the response, as text. Engines without constrained decoding refuse it. With a
+        schema, the log-probs are those of the constrained distribution.
     """
 
     temperature: float = 1.0
@@ -117,7 +119,7 @@ class SamplingConfig:
         if not 0 <= self.min_p < 1:
             raise ValueError(f"rollout_fleet.sampling.min_p must be in [0, 1), got {self.min_p}; 0.0 keeps all tokens")
         for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # a list, from a file of options
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # an options file gives a list
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"rollout_fleet.sampling.stop must hold texts that are not empty, got {list(self.stop)}")
         _check_least("rollout_fleet.sampling", self, max_new_tokens=1)
@@ -129,20 +131,21 @@ class SGLangConfig:
 
     Attributes:
         dtype: Weights and activations on the engine. ``auto`` is bfloat16 on CUDA, as on the learner, and float32 on a
-            CPU. float32 is refused on CUDA: SGLang's attention kernels support half types only.
+            CPU. float32 is refused on CUDA, because SGLang's attention kernels support only half types.
         tp_size: Tensor-parallel ranks of one server.
         max_total_tokens: KV cache size in tokens; 0 lets SGLang choose (on a CPU that is most of the memory).
-        tokenizer: Load the model's tokenizer in the server, which stop texts and JSON schemas need. A run with
-            ``rollout_fleet.environment.name``, or a stop text of its own, has it.
-        max_running_requests: Most samples decoded at once.
-        samples_per_request: Most samples sent in one HTTP request. On a CPU the server's throughput depends on it; a
-            finished sample never waits for the others of its request.
-        memory_saver: Launch the server so that it can free its weights and KV cache; colocated pools need it on GPUs.
-            On a CPU SGLang has no memory saver, and the server only pauses while the learner has the device.
-        on_update: The KV cache of running samples at a weight update. ``recompute``: it is computed again under the new
-            weights, so that later tokens are exactly of the new version. ``keep``: it stays, at no cost; later tokens
-            are sampled by the new weights on the old cache, and their log-probs are those of the sampling. ``keep``
-            launches the server without prefix cache and without overlapped scheduling.
+        tokenizer: Load the model's tokenizer in the server. Stop texts and JSON schemas need the tokenizer. It is
+            always loaded if ``rollout_fleet.environment.name`` or a stop text is set.
+        max_running_requests: Largest number of samples that are decoded at once.
+        samples_per_request: Largest number of samples in one HTTP request. On a CPU the server's throughput depends on
+            it. A finished sample never waits for the other samples of its request.
+        memory_saver: Launch the server so that it can free its weights and KV cache. Colocated pools on GPUs need this.
+            On a CPU, SGLang has no memory saver: the server only pauses while the learner has the device.
+        on_update: Handling of the KV cache of running samples at a weight update. ``recompute``: the cache is computed
+            again under the new weights, so that later tokens are exactly of the new version. ``keep``: the cache stays,
+            which costs nothing. Then the new weights sample later tokens on the old cache, and the log-probs of these
+            tokens are those of this sampling. ``keep`` launches the server without prefix cache and without overlapped
+            scheduling.
         extra_args: Further ``sglang.launch_server`` arguments, verbatim.
     """
 
@@ -178,10 +181,10 @@ class TransformersConfig:
 
     Attributes:
         dtype: Weights and activations: a torch dtype's name, or ``auto`` for the model's own.
-        max_rows: Most samples in one batch; the others wait for the next batch.
+        max_rows: Largest number of samples in one batch. Other samples wait for the next batch.
         reproducible: Every token of an answer depends only on the weights, the run's seed, the prompt group, the sample
             and the tokens before it. So an answer that is interrupted continues bit for bit. Each token then takes a
-            forward pass over its whole sequence, alone: this is slow, and meant for tests. Turns of an environment do
+            separate forward pass over its whole sequence. This is slow, and meant for tests. Turns of an environment do
             not get seeds.
     """
 
@@ -195,7 +198,7 @@ class TransformersConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesConfig:
-    """Decoded samples for reading, in the run's ``samples/``; ``asyncrl samples RUN`` shows them.
+    """Decoded samples for people to read, in the run's ``samples/``. ``asyncrl samples RUN`` shows them.
 
     Attributes:
         every_steps: Learner steps between two sets of training samples; 0 keeps none. Evaluations keep all their
@@ -222,12 +225,12 @@ class RolloutFleetConfig:
             the CPU.
         num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet: the run starts when
             ``min`` engines are ready; later engines may join, up to ``max``, and leave.
-        min_engines: The run ends when fewer engines than this have not failed for good; an elastic fleet waits
-            ``no_engine_timeout_s`` for others first.
-        no_engine_timeout_s: How long training may wait while no engine is up.
+        min_engines: The run ends when fewer engines than this remain, because the others have failed for good. An
+        elastic fleet first waits ``no_engine_timeout_s`` for other engines to join.
+        no_engine_timeout_s: Longest time that training may wait while no engine is up.
         groups_in_flight: Prompt groups that one worker generates at once; as many again may be scored and stored.
-            ``{min: 4, max: 64}`` follows the load that the engine reports: more while it has room, fewer while
-            samples wait in it or its KV cache is nearly full.
+            ``{min: 4, max: 64}`` follows the load that the engine reports. The number grows while the engine has room,
+            and shrinks while samples wait in the engine or its KV cache is nearly full.
         reward: ``exact_match``, ``last_number``, ``final_answer``, ``numeric``, ``math_verify``, ``code``, ``judge``,
             ``format``, ``length``, ``environment``, or your own as ``file.py:function`` or ``module:function``, called
             as reward(prompt, response_text) -> float (docs/rewards.md).
@@ -326,12 +329,12 @@ class RolloutFleetConfig:
 
     @property
     def num_reserved_positions(self) -> int:
-        """Positions at the end of the model's context that the engine does not use."""
+        """Number of positions at the end of the model's context that the engine does not use."""
         return SGLANG_RESERVED_POSITIONS if self.engine is EngineKind.sglang else 0
 
     @property
     def fewest_engines(self) -> int:
-        """Engines at the start of a run; the run keeps their places until it ends."""
+        """Number of engines at the start of a run. The run keeps their places until it ends."""
         return _bounds(self.num_engines)[0]
 
     @property
@@ -358,16 +361,16 @@ class RolloutFleetConfig:
 
     @property
     def server_stop_timeout_s(self) -> float:
-        """Seconds for a server's guard to kill the server and clean up."""
+        """Deadline in seconds for a server's guard to kill the server and clean up."""
         return self.stop_timeout_s + CLEANUP_S
 
     @property
     def worker_stop_timeout_s(self) -> float:
-        """Seconds for a worker to stop: abort groups, release leases, stop the server, close the log."""
+        """Deadline in seconds for a worker to stop: abort groups, release leases, stop the server, close the log."""
         return 2 * self.stop_timeout_s + self.server_stop_timeout_s + CLEANUP_S
 
     def update_timeout_s(self, num_bytes: int) -> float:
-        """Seconds for a member to stage new weights, finish a batch, and load the weights."""
+        """Deadline in seconds for a member to stage new weights, finish a batch, and load the weights."""
         return 2 * load_limit_s(self.load_timeout_s, num_bytes) + self.drain_timeout_s
 
     @property
@@ -380,7 +383,7 @@ class RolloutFleetConfig:
 
     @property
     def reward_names(self) -> list[str]:
-        """All rewards, of any data source."""
+        """The names of all rewards, for all data sources."""
         sources = (dict(map(_weighted, entries)) for entries in self.rewards_by_source.values())
         return list(dict.fromkeys(name for weights in (self.reward_weights, *sources) for name in weights))
 
@@ -390,7 +393,7 @@ class RolloutFleetConfig:
         return self.reward_weights if entries is None else dict(map(_weighted, entries))
 
     def sampling_for(self, data_source: str) -> SamplingConfig:
-        """How rollouts for the prompts of a data source are sampled."""
+        """The sampling options for the prompts of a data source."""
         return replace(self.sampling, **self.sampling_by_source.get(data_source, {}))
 
     def _check_sampling(self) -> None:

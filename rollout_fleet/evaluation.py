@@ -36,9 +36,9 @@ class _Answer:
     """One answer to a held-out prompt.
 
     Attributes:
-        sample: All tokens that the policy wrote; for an episode, the tokens of all turns.
+        sample: All tokens that the policy wrote. For an episode, these are the tokens of all turns.
         rollout: The input of the reward functions.
-        failure: Why an episode has no outcome.
+        failure: The reason why an episode has no outcome.
     """
 
     sample: SampleOutput
@@ -53,7 +53,7 @@ class _Answer:
 class HeldOutAnswers:
     """Answers held-out prompts on one engine, with ``sampling`` and greedily, and scores the answers.
 
-    The parts' ``samples`` keep all answers for reading. ``sampling`` maps a data source to its options.
+    All answers are saved with the ``samples`` of the parts. ``sampling`` maps a data source to its options.
     """
 
     def __init__(self, parts: AnsweringParts, *, sampling: Callable[[str], SamplingConfig]) -> None:
@@ -66,10 +66,11 @@ class HeldOutAnswers:
         """Answer prompts with distinct group ids; several calls may run at once.
 
         Each prompt gets ``num_samples`` samples and a greedy answer. Returns one entry per prompt whose tokens were all
-        sampled under ``version``; the entry of a prompt whose reward fails has the failure. The result lacks the other
-        prompts, because the engine serves another version.
+        sampled under ``version``. If the reward of a prompt fails, its entry has the failure. Prompts with tokens of
+        another version are missing in the result.
 
-        Raises `EngineError` if the engine serves another version from the beginning; or as `Engine.generate`.
+        Raises `EngineError` if the engine serves another version at the beginning. Otherwise raises as
+        `Engine.generate`.
         """
         if self._engine.version != version:
             raise EngineError(f"the engine serves policy version {self._engine.version}, not {version}")
@@ -92,7 +93,7 @@ class HeldOutAnswers:
         return answered
 
     async def _sample(self, prompts: Sequence[Prompt], num_samples: int) -> dict[int, list[_Answer]]:
-        """The answers to each prompt by its group id; the greedy answer is last."""
+        """The answers to each prompt, by its group id. The greedy answer is the last one."""
         self._num_rounds += 1
 
         def each(prompt: Prompt) -> list[SamplingConfig]:

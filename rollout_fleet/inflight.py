@@ -55,7 +55,7 @@ class GroupPhase(Enum):
 
 
 class GroupEnd(StrEnum):
-    """The reason for releasing an unfinished group; the buffer counts these reasons."""
+    """The reason for releasing an unfinished group. The buffer counts the groups by reason."""
 
     revoked = "revoked"
     handed_on = "handed_on"
@@ -73,13 +73,13 @@ class InflightGroup:
 
     Attributes:
         lease: The lease.
-        episodes: [G] one per trajectory, followed by the episode of the greedy baseline.
-        num_baselines: 1 with a greedy baseline (ReMax, arXiv 2310.10505), else 0. A baseline is scored but not trained
-            on, and its tokens are not accounted for.
-        num_inherited: Tokens that an earlier attempt wrote; ``inherited``: their number by policy version.
+        episodes: One per trajectory ([G]), followed by the episode of the greedy baseline, if there is one.
+        num_baselines: 1 with a greedy baseline (ReMax, arXiv 2310.10505), else 0. A baseline is scored, but the learner
+            does not train on it, and its tokens are not in the account.
+        num_inherited: Number of tokens that an earlier attempt wrote. ``inherited`` has their number by policy version.
         phase: Phase of the group.
-        end: Reason for releasing the group unfinished; None otherwise.
-        runs: One per episode if an environment plays them; empty for single answers.
+        end: Reason for releasing the unfinished group; None if it is not being released.
+        runs: One run per episode if an environment plays the episodes; empty for single answers.
     """
 
     lease: Lease
@@ -105,12 +105,11 @@ class InflightGroup:
         images: tuple[PlacedImage, ...] = (),
         seed: int | None = None,
     ) -> InflightGroup:
-        """Begin a group, or continue it from its saved ``progress``; ``images`` are those of the prompt.
+        """Begin a group, or continue it from its saved ``progress``.
 
-        Without a ``budget`` of episodes, each episode is a single answer to the prompt. With the ``seed`` of a run,
-        each of these has a seed of its own, which every attempt at the group repeats.
-
-        Raises `ReplayBufferError` if the progress has another number of trajectories.
+        ``images`` are the images of the prompt. Without a ``budget``, each episode is a single answer to the prompt.
+        With the ``seed`` of a run, each single answer has its own seed, and every attempt at the group uses the same
+        seeds. Raises `ReplayBufferError` if the progress has another number of trajectories.
         """
         prompt_ids = lease.prompt.prompt_ids
         is_single = budget is None
@@ -141,17 +140,17 @@ class InflightGroup:
 
     @property
     def trained(self) -> list[Episode]:
-        """[G] all episodes except that of the baseline."""
+        """The [G] episodes without the episode of the baseline."""
         return self.episodes[: len(self.episodes) - self.num_baselines]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the account, including inherited ones."""
+        """Number of tokens in the account, including inherited tokens."""
         return sum(episode.num_held for episode in self.trained)
 
     @property
     def num_own_tokens(self) -> int:
-        """Tokens that this worker's engine wrote."""
+        """Number of tokens that this worker's engine wrote."""
         return self.num_tokens - self.num_inherited
 
     @property
@@ -166,12 +165,15 @@ class InflightGroup:
 
     @property
     def num_running(self) -> int:
-        """Turns that the engine is sampling or will continue after a weight update."""
+        """Number of turns that the engine is sampling or will continue after a weight update."""
         return sum(len(episode.running) for episode in self.episodes)
 
     @property
     def is_done_here(self) -> bool:
-        """Whether the engine has no work for the group: all requests are answered, and no environment can send more."""
+        """Whether the engine has no more work for the group.
+
+        Then all requests are answered, and no environment can send more.
+        """
         return not self._outstanding and not (
             self.is_playing and self.phase is GroupPhase.generating and self.end is None
         )
@@ -183,12 +185,12 @@ class InflightGroup:
 
     @property
     def outstanding_policy(self) -> list[str]:
-        """Ids of the unanswered requests whose tokens are in the account: all except those of the baseline."""
+        """Ids of the unanswered requests whose tokens are in the account. Requests of the baseline are excluded."""
         num_trained = len(self.trained)
         return [request_id for request_id, index in self._outstanding.items() if index < num_trained]
 
     def next_requests(self, *, on_first_token: Callable[[], None] | None = None) -> list[SampleRequest]:
-        """Make a request for each running turn that has none; `take` gets the answers."""
+        """Make a request for each running turn that has no request yet. Pass the answers to `take`."""
         requests = []
         for index, source in enumerate(self.runs or self.episodes):
             for request in source.next_requests():
@@ -198,22 +200,22 @@ class InflightGroup:
         return requests
 
     def take(self, request_id: str, output: SampleOutput) -> int:
-        """Append the engine's answer to its turn. Returns the number of tokens for the account, 0 for a baseline."""
+        """Append the engine's answer to its turn. Returns the number of tokens for the account; 0 for a baseline."""
         index = self._outstanding.pop(request_id)
         (self.runs or self.episodes)[index].take(request_id, output)
         return len(output.token_ids) if index < len(self.trained) else 0
 
     def belongs_to(self, request_id: str, index: int) -> bool:
-        """Whether the episode with this index has an unanswered request."""
+        """Whether this unanswered request belongs to the episode with this index."""
         return self._outstanding.get(request_id) == index
 
     def refuse(self, request_ids: Iterable[str], error: RequestRefused) -> None:
-        """Report that the engine refuses these requests of environments."""
+        """Drop requests of environments that the engine refused, and pass the error to the environments."""
         for request_id in self._outstanding.keys() & set(request_ids):
             self.runs[self._outstanding.pop(request_id)].refuse(request_id, error)
 
     def progress(self) -> TrajectoryGroup | None:
-        """The progress to save: every trajectory so far, without baselines and rewards. None without tokens."""
+        """The progress to save: every trajectory so far, without baselines and rewards. None if there are no tokens."""
         trajectories = [episode.progress() for episode in self.trained]
         if not any(turn.sampled and len(turn.token_ids) for each in trajectories for turn in each.turns):
             return None
@@ -277,14 +279,15 @@ def _recorded(progress: TrajectoryGroup, num_samples: int) -> list[Trajectory | 
 
 
 class GroupLimit:
-    """The limit of prompt groups on one engine, between ``lowest`` and ``highest``; equal bounds make it fixed.
+    """The limit of prompt groups on one engine, between ``lowest`` and ``highest``.
 
-    The limit follows the load that the engine reports: additive increase, multiplicative decrease (Chiu and Jain,
-    1989), with the slow start of TCP. It shrinks while samples wait inside the engine or the KV cache is nearly full:
-    waiting samples could run on another engine, and a full cache makes the engine compute samples again.
+    If these are equal, the limit is fixed. The limit follows the load that the engine reports: additive increase,
+    multiplicative decrease (Chiu and Jain, 1989), with the slow start of TCP. The limit shrinks while samples wait
+    inside the engine, because they could run on another engine. It also shrinks while the KV cache is nearly full,
+    because a full cache makes the engine compute samples again.
 
     Attributes:
-        value: The limit now.
+        value: The current limit.
     """
 
     def __init__(self, lowest: int, highest: int) -> None:
@@ -318,11 +321,11 @@ class GroupLimit:
 
 
 class InflightGroups:
-    """The groups of one rollout worker by key, and the places on its engine.
+    """The groups of one rollout worker (by key), and the places on its engine.
 
     Args:
         limit: Limit of groups on the engine.
-        samples_per_group: Samples of one group, the greedy baseline included.
+        samples_per_group: Samples of one group, including the greedy baseline.
         meter: Counts the groups on the engine.
         most_held: Largest number of groups of the worker, including groups that wait for tools or are being settled; 0
             is twice the limit.
@@ -364,7 +367,7 @@ class InflightGroups:
     def num_on_engine(self) -> int:
         """Number of groups on the engine, or waiting for it during a weight update.
 
-        For groups with environments, only running turns count: while a tool runs, the place is free.
+        For groups with environments, only running turns count, because the place is free while a tool runs.
         """
         groups = self.in_phase(*ON_ENGINE, GroupPhase.parked)
         num_turns = sum(group.num_running for group in groups if group.is_playing)
@@ -374,7 +377,7 @@ class InflightGroups:
     def num_free(self) -> int:
         """Number of groups that may be leased now.
 
-        In addition to the groups on the engine, as many may be settled or wait for a tool.
+        Besides the groups on the engine, the same number of groups may be in settlement or wait for a tool.
         """
         most = self._most_held or 2 * self._limit.value
         return max(0, min(self._limit.value - self.num_on_engine, most - len(self._groups)))
@@ -404,14 +407,15 @@ class InflightGroups:
     def _note_places(self) -> None:
         self._is_noting = False
         running = tail = settling = parked = 0
-        free = Counter[LevelName]()  # for groups with environments: the episodes without a running turn
+        free = Counter[LevelName]()  # episodes without a running turn, in groups with environments
         for group in self._groups.values():
             if group.phase is GroupPhase.settling:
                 settling += len(group.episodes)
                 continue
             num_running, num_outstanding = group.num_running, len(group.outstanding)
             running += num_outstanding
-            if group.phase is not GroupPhase.generating:  # while generating, a turn without a request will be sent soon
+            # a turn without a request will be sent soon, because the group is generating
+            if group.phase is not GroupPhase.generating:
                 parked += num_running - num_outstanding
             if group.is_playing:
                 free.update(run.place for run in group.runs)

@@ -1,4 +1,4 @@
-"""The commands ``asyncrl join`` and ``asyncrl leave``: add engines to a running run, or remove one.
+"""The commands ``asyncrl join`` and ``asyncrl leave``. They add engines to a running run, or remove one engine.
 
 Both ask the run's `FleetDesk` (`rollout_fleet.membership`). ``python -m rollout_fleet.join`` is ``asyncrl join``.
 """
@@ -54,7 +54,7 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
     found = _read_address(folder) if folder.is_dir() else {"address": run}
     for variable, key in ((AUTH_MODE, "auth_mode"), (AUTH_TOKEN, "auth_token")):
         if found.get(key):
-            os.environ[variable] = found[key]  # Ray reads the variables at its import
+            os.environ[variable] = found[key]  # set first, because Ray reads the variables when it is imported
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 

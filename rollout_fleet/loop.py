@@ -77,11 +77,11 @@ class RolloutLoop:
 
     Args:
         parts: Started parts with the engine. The loop closes none of its collaborators.
-        member: Gets reports of loaded weights; decides whether the loop may ask for leases.
+        member: Gets reports of loaded weights, and decides whether the loop may request leases.
         samples_per_prompt: G.
-        greedy_baseline: Sample one more response per prompt greedily, which is not trained on.
+        greedy_baseline: Sample one more response per prompt greedily. The learner does not train on it.
         seed: The run's seed if every answer has a seed of its own; see `InflightGroup.begin`.
-        stage: Brings an offer near the engine; the engine loads the offer that it yields.
+        stage: Stages an offer near the engine. The engine loads the offer that this context manager yields.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class RolloutLoop:
         buffer.count_generated = self.count_generated
 
     async def run(self) -> FleetCounters:
-        """Roll out until `stop`; then abort the samples, release all leases, and return the final counters.
+        """Roll out until `stop`.
 
-        Raises `AsyncRLError` if the engine or the buffer fails, after all leases are released as far as the buffer
-        still answers.
+        Then abort the samples, release all leases, and return the final counters. Raises `AsyncRLError` if the engine
+        or the buffer fails. Before that, all leases are released if the buffer still answers.
         """
         if self._state is LoopState.ended:  # the loop was stopped before it ran
             return self.counters()
@@ -147,7 +147,7 @@ class RolloutLoop:
         pumps = [self._keep_renewing, self._engine.wait_failed] + ([] if self._limit.is_fixed else [self._keep_fitting])
         obeying = (self._spawn(self._obey, end) for end in (GroupEnd.revoked, GroupEnd.handed_on))
         pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps), *obeying}
-        # Not in `pump_tasks`: these end before `_cut_off_all`, but a running load must continue.
+        # Not in `pump_tasks`, because these tasks end before `_cut_off_all`, and a running load must continue.
         self._spawn(partial(self.load_next, self._engine.version, keeps_on=True))
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
@@ -170,7 +170,7 @@ class RolloutLoop:
         return self.counters()
 
     async def wait_ended(self) -> None:
-        """Wait for the end of `run`; returns at once if it does not run."""
+        """Wait for the end of `run`. Returns at once if `run` is not running."""
         await self._until(lambda: self._state not in (LoopState.running, LoopState.stopping))
 
     async def stop(self) -> FleetCounters:
@@ -184,7 +184,7 @@ class RolloutLoop:
     async def load_next(self, after: int, *, keeps_on: bool = False) -> None:
         """Wait for weights newer than version ``after`` (-1 for any), load them, and report the version.
 
-        With ``keeps_on`` it then waits for the next weights, while the loop runs.
+        With ``keeps_on``, continue with the next weights as long as the loop runs.
 
         Raises as `Engine.load_weights`, or `WeightsError` if a version could not be published.
         """
@@ -203,9 +203,10 @@ class RolloutLoop:
             offer = await self._buffer.next_offer(self._engine.version)
 
     async def _next_after(self, offer: WeightOffer, gone: WeightsGone) -> WeightOffer:
-        """The offer that replaced a removed one. Raises ``gone`` if the buffer still offers the removed version.
+        """Return the offer that replaced a removed offer.
 
-        A restarted learner first withdraws its offers. Then this waits for the next offer without a deadline.
+        Raises ``gone`` if the buffer still offers the removed version. After a restart of the learner its offers are
+        withdrawn. Then this call waits for the next offer without a deadline.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.load_timeout_s):
@@ -216,7 +217,7 @@ class RolloutLoop:
         return shown
 
     async def load_weights(self, offer: WeightOffer) -> None:
-        """Stage offered weights while samples are generated, then load them; later leases have their version.
+        """Stage offered weights while samples are generated, then load them. Later leases have their version.
 
         Raises as `Engine.load_weights`, and `WeightsGone` if the weights were removed before the staging, or if their
         learner was replaced (`release_device`).
@@ -256,12 +257,13 @@ class RolloutLoop:
     async def release_device(self, incarnation: int | None = None) -> None:
         """Stop requesting leases, let running groups finish, and release the engine's device until the next weights.
 
-        Groups that do not finish within ``drain_timeout_s`` are aborted, and continued after the next weights. A
-        running or first weight load finishes before the release. A released device stays released.
+        Groups that do not finish within ``drain_timeout_s`` are aborted, and continue after the next weights. A weight
+        load that is running, or the first one, finishes before the release. If the device is released already, it stays
+        released.
 
         Args:
             incarnation: Incarnation of the learner that replaces a dead one. From now on the engine loads no offer of
-                an earlier incarnation. None: the learner lives.
+                an earlier incarnation. None: the learner was not replaced.
 
         Raises:
             DeadlineError: the engine does not abort its groups.
@@ -291,9 +293,9 @@ class RolloutLoop:
         except TimeoutError:
             if not await self._park(self._config.load_timeout_s):
                 raise missed(
-                    f"{len(self._groups.in_phase())} prompt groups neither finished within "
-                    f"rollout_fleet.drain_timeout_s = {self._config.drain_timeout_s:g} s nor were aborted within "
-                    f"rollout_fleet.load_timeout_s = {self._config.load_timeout_s:g} s before the learner's turn"
+                    f"{len(self._groups.in_phase())} prompt groups did not finish within "
+                    f"rollout_fleet.drain_timeout_s = {self._config.drain_timeout_s:g} s, and were not aborted within "
+                    f"rollout_fleet.load_timeout_s = {self._config.load_timeout_s:g} s; the learner waits for the device"
                 ) from None
         await self._engine.release_memory()
         self._released = record.span(SpanKind.released)
@@ -318,13 +320,13 @@ class RolloutLoop:
         return counters if self._player is None else replace(counters, episodes=self._player.counts)
 
     def count_generated(self) -> int:
-        """Policy tokens of all answered samples, and the tokens so far of running samples."""
+        """Number of policy tokens of all answered samples, plus the tokens of running samples so far."""
         return self._meter.counters().tokens_generated + self._engine.num_written(self._groups.outstanding_policy)
 
     # Tasks
 
     def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> asyncio.Task[None]:
-        """Run ``work`` as a task of the loop; its failure ends the loop."""
+        """Run ``work`` as a task of the loop. A failure of the task ends the loop."""
         task = asyncio.create_task(self._guarded(work, *arguments))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -354,7 +356,7 @@ class RolloutLoop:
         """Keep one lease request outstanding while a place is free and the engine has the device.
 
         A new policy version or a smaller limit makes the request obsolete. Then the request is cancelled and sent
-        again; the cancellation releases the leases that the buffer grants meanwhile.
+        again. The cancellation releases leases that the buffer grants meanwhile.
         """
         while True:
             await self._until(lambda: self._may_lease and self._groups.num_free > 0)
@@ -385,7 +387,7 @@ class RolloutLoop:
             finally:
                 try:
                     await cancel({grant, outdated})
-                finally:  # the task may be cancelled in the line above
+                finally:  # the line above may have raised, because the task was cancelled
                     self._is_asking = False
                     self._meter.asking(False)
                     record.level(LevelName.asking, 0)
@@ -396,7 +398,7 @@ class RolloutLoop:
         return self._has_device and self._member.may_lease
 
     async def _keep_fitting(self) -> None:
-        """Read the engine's load each second while it has work, and adapt the limit on groups.
+        """Read the engine's load once per second while the engine has work, and adapt the limit on groups.
 
         Raises `EngineError` if the first reading fails. A later failed reading is skipped with a warning.
         """
@@ -417,7 +419,7 @@ class RolloutLoop:
                 await self._notify()
 
     def _begin(self, leases: Sequence[Lease], images: Sequence[tuple[PlacedImage, ...]]) -> None:
-        """Send newly leased groups to the engine; each continues from the progress that an earlier attempt saved."""
+        """Send newly leased groups to the engine. A group continues from the progress that an earlier attempt saved."""
         answering = []
         for lease, own_images in zip(leases, images, strict=True):
             player = self._player if self._player is not None and self._player.plays(lease.prompt) else None
@@ -470,7 +472,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _keep_renewing(self) -> None:
-        """Renew all leases every ``renew_every_s``; the next renewal makes up for a failed one."""
+        """Renew all leases every ``renew_every_s`` seconds. A failed renewal has no effect if the next one succeeds."""
         num_failures = 0
         while True:
             await asyncio.sleep(self._config.renew_every_s)
@@ -488,7 +490,7 @@ class RolloutLoop:
         """Release the groups that the buffer revokes.
 
         Also release groups that the buffer moves to a faster worker, unless progress is never saved. A group that has
-        left the engine is kept.
+        left the engine is not released.
         """
         while True:
             if end is GroupEnd.revoked:
@@ -526,7 +528,7 @@ class RolloutLoop:
                 group.refuse(asked, refused)
                 await self._leave_if_done(group)
         except Exception:
-            for group in groups:  # groups whose requests never reached the engine
+            for group in groups:  # the groups whose requests never reached the engine
                 if self._engine.has_failed and group.phase in ON_ENGINE:
                     group.end = group.end or GroupEnd.engine_failed
                     await self._leave_engine(group)
@@ -572,7 +574,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _settle(self, group: InflightGroup) -> None:
-        async with self._settling_turns:  # the engine gets its next work first
+        async with self._settling_turns:  # the engine gets its next work before this
             await asyncio.sleep(0)
         await self._settlement.settle(group, engine_failure=self._failure)
         self._groups.remove(group)
@@ -622,7 +624,7 @@ class RolloutLoop:
     # The end
 
     async def _let_settle(self) -> None:
-        """Wait, after the engine's failure, until finished groups are stored and all others are saved and released."""
+        """After the engine's failure, wait until finished groups are stored and the others are saved and released."""
         for group in self._groups:
             if group.phase is GroupPhase.parked or (group.phase in ON_ENGINE and not group.outstanding):
                 await self._end(group, GroupEnd.engine_failed)
@@ -635,7 +637,7 @@ class RolloutLoop:
     async def _cut_off_all(self) -> None:
         """Abort running groups and wait for their tokens so far, so that the account includes these tokens.
 
-        A weight load that has begun is awaited: cancelling it would fail the engine.
+        A weight load that has begun is awaited, because cancelling it would make the engine fail.
         """
         for group in self._groups:
             if group.phase is not GroupPhase.settling:

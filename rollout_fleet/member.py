@@ -11,9 +11,9 @@
                                                     └──▶ left       the member was asked to leave
     ready, updating ──▶ draining ──▶ left                           a leave request in another state ──▶ left
 
-Pure and synchronous. The driver of a member passes the time in, does the work of each state, and reports the result.
-Each report names the epoch in which its work began. A fault begins the next epoch, and reports of older epochs have no
-effect. Therefore no answer of a fenced life counts, and a member has one life at a time.
+This module is pure and synchronous. The driver of a member passes the time in, does the work of each state, and reports
+the result. Each report names the epoch in which its work began. A fault begins the next epoch, and reports of older
+epochs have no effect. Therefore answers from before the fault do not count, and a member has one life at a time.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ class MemberLimits:
     """Deadlines of a member, and limits of its restarts.
 
     Attributes:
-        start_s: From the start to the first answer.
-        stop_s: From a fault until the processes of the member have ended.
-        drain_s: From the leave request until the member has left.
-        restarts: Faults within ``window_s`` that are followed by a restart; the next one is final. Example: 3.
+        start_s: Seconds from the start to the first answer.
+        stop_s: Seconds from a fault until the processes of the member have ended.
+        drain_s: Seconds from the leave request until the member has left.
+        restarts: Number of faults within ``window_s`` that are followed by a restart. The next fault is final. Example:
+            3.
         window_s: Older faults do not count.
-        backoff_s: Pause before the second restart within the window; each further one doubles it.
+        backoff_s: Pause before the second restart within the window. Each further restart doubles the pause.
         longest_backoff_s: The longest pause.
     """
 
@@ -75,7 +76,10 @@ class MemberLimits:
     longest_backoff_s: float
 
     def pause_s(self, num_faults: int) -> float:
-        """The pause after a number of faults. Example: 0, 1, 2, 4 s after 1, 2, 3, 4 faults with ``backoff_s`` 1."""
+        """The pause in seconds after a number of faults.
+
+        Example: 0, 1, 2, 4 s after 1, 2, 3, 4 faults with ``backoff_s`` 1.
+        """
         return 0.0 if num_faults < 2 else min(self.longest_backoff_s, self.backoff_s * 2.0 ** min(num_faults - 2, 63))
 
 
@@ -100,7 +104,7 @@ class Member:
         state: The state now.
         epoch: Number of faults so far. Reports of older epochs have no effect.
         version: Policy version that the member has verified or is loading; -1 before the first offer.
-        deadline: End of the state, on the clock of ``now``; infinite if the state has no deadline.
+        deadline: Deadline of the state, on the clock of ``now``; infinite if the state has none.
         reason: Cause of the last fault; empty before the first.
         on_enter: Called with each new state and the epoch.
     """
@@ -119,7 +123,7 @@ class Member:
 
     @property
     def may_lease(self) -> bool:
-        """Whether the member may take new work; it needs verified weights."""
+        """Whether the member may take new work. It needs verified weights for this."""
         return self.state in SERVING
 
     @property
@@ -137,29 +141,32 @@ class Member:
         return epoch == self.epoch and self.state not in (MemberState.fenced, MemberState.backoff, *ENDED)
 
     def seconds_left(self, now: float) -> float | None:
-        """Seconds until the deadline of the state; None if it has none. For `asyncio.timeout`."""
+        """Seconds until the deadline of the state, for `asyncio.timeout`. None if the state has no deadline."""
         return None if math.isinf(self.deadline) else max(0.0, self.deadline - now)
 
     # Reports of the member
 
     def unplaced(self, epoch: int) -> None:
-        """The member must wait for a place in the cluster."""
+        """Record that the member must wait for a place in the cluster."""
         if self.accepts(epoch) and self.state is MemberState.starting:
             self._enter(MemberState.pending, math.inf)
 
     def placed(self, epoch: int, now: float) -> None:
-        """The member has a place and starts."""
+        """Record that the member has a place and starts."""
         if self.accepts(epoch) and self.state is MemberState.pending:
             self._enter(MemberState.starting, now + self._limits.start_s)
 
     def started(self, epoch: int) -> None:
-        """The member is up and waits for weights. No deadline: the learner, which publishes them, has its own."""
+        """Record that the member is up and waits for weights.
+
+        This state has no deadline, because the learner's publish has one.
+        """
         if self.accepts(epoch) and self.state is MemberState.starting:
             self._enter(MemberState.catching_up, math.inf)
             self.version = -1
 
     def offered(self, epoch: int, version: int, now: float, *, within_s: float) -> None:
-        """The member begins to load a version, with the deadline ``within_s``."""
+        """Record that the member begins to load a version, with the deadline ``within_s``."""
         if not self.accepts(epoch):
             return
         if self.state is MemberState.catching_up:
@@ -169,7 +176,10 @@ class Member:
         self.version = version
 
     def skipped(self, epoch: int, version: int) -> None:
-        """The offered version was removed; the member serves ``version`` (-1 for none) and waits for another offer."""
+        """Record that the offered version was removed.
+
+        The member serves ``version`` (-1 for none) and waits for another offer.
+        """
         if not self.accepts(epoch):
             return
         if self.state is MemberState.catching_up:
@@ -179,22 +189,23 @@ class Member:
         self.version = version
 
     def verified(self, epoch: int, version: int) -> None:
-        """The member has verified every byte of a version, and serves it."""
+        """Record that the member has verified every byte of a version and serves it."""
         if self.accepts(epoch) and self.state in (MemberState.catching_up, *SERVING):
             self._enter(MemberState.ready, math.inf)
             self.version = version
 
     def drained(self, epoch: int) -> None:
-        """The member has finished or released its work."""
+        """Record that the member has finished or released its work."""
         if self.accepts(epoch) and self.state is MemberState.draining:
             self._enter(MemberState.left, math.inf)
 
     # Reports of its driver
 
     def fault(self, epoch: int, reason: str, now: float) -> bool:
-        """The member died, hangs, or could not be verified. Reports of this epoch have no effect from now on.
+        """Record that the member died, hangs, or could not be verified.
 
-        Returns whether this call ended the epoch; a second report of the same fault does not.
+        Reports of this epoch have no effect from now on. Returns whether this call ended the epoch. A second report of
+        the same fault does not end an epoch.
         """
         if not self.accepts(epoch):
             return False
@@ -207,7 +218,10 @@ class Member:
         return True
 
     def stopped(self, now: float) -> None:
-        """The processes of the fenced epoch have ended: begin the pause before the restart, or fail finally."""
+        """Record that the processes of the fenced epoch have ended.
+
+        Begin the pause before the restart, or fail for good.
+        """
         if self.state is not MemberState.fenced:
             return
         if self._is_leaving:
@@ -218,26 +232,26 @@ class Member:
             self._enter(MemberState.backoff, now + self._limits.pause_s(len(self._faults)))
 
     def fail(self, reason: str) -> None:
-        """The member has failed finally, because a restart would not help."""
+        """Record that the member has failed for good, because a restart would not help."""
         if not self.has_ended:
             self.epoch += 1
             self.reason = reason
             self._enter(MemberState.failed, math.inf)
 
     def drain(self, now: float) -> None:
-        """Ask the member to leave: it takes no more work. A member without work has left at once."""
+        """Ask the member to leave. It takes no more work. A member without work has left at once."""
         self._is_leaving = True
         if self.state in SERVING:
             self._enter(MemberState.draining, now + self._limits.drain_s)
         elif self.state is not MemberState.draining and not self.has_ended:
-            self.epoch += 1  # the result of a running start will be too late
+            self.epoch += 1  # a start that is running will have no effect
             self._enter(MemberState.left, math.inf)
 
     def due(self, now: float) -> None:
         """Leave the state if its deadline has passed."""
         if now < self.deadline:
             return
-        if self.state is MemberState.fenced:  # there is no restart before the stop
+        if self.state is MemberState.fenced:  # the member must be stopped before a restart
             self._enter(MemberState.failed, math.inf)
         elif self.state is MemberState.draining:
             self._enter(MemberState.left, math.inf)

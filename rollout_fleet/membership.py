@@ -1,11 +1,11 @@
-"""The membership of a fleet: which ranks have engines, and the requests of a running run that engines join or leave.
+"""The membership of a fleet: the ranks that have engines, and the requests that engines join or leave a running run.
 
 ::
 
     asyncrl join, asyncrl leave ──ask──▶ FleetDesk (a named Ray actor of the run) ──next_request──▶ the controller
                                 ◀─words─                                          ◀──answer──
 
-Every process that can connect to the run's Ray cluster can send requests: the desk relies on Ray's authentication
+Every process that can connect to the run's Ray cluster can send requests. The desk relies on Ray's authentication
 (``RAY_AUTH_MODE=token``). `FleetDesk.ask` waits for the controller's answer and wakes `FleetDesk.next_request`.
 """
 
@@ -44,9 +44,10 @@ class Presence(StrEnum):
 
 
 class Roster:
-    """The ranks of a fleet of ``fewest`` to ``most`` engines; at least ``needed`` must stay.
+    """The ranks of a fleet of ``fewest`` to ``most`` engines.
 
-    At first ``fewest`` are present. With ``most`` None the fleet has a fixed size: no engine joins or leaves. The run
+    At least ``needed`` engines must stay. At first ``fewest`` engines are present. If ``most`` is None, the fleet has a
+    fixed size, and no engine joins or leaves. The run
     keeps the places of the ranks below ``fewest``, and reuses such a rank when its engine has left. Every other rank is
     used once, so that logs and counters of a rank belong to one engine.
     """
@@ -60,7 +61,7 @@ class Roster:
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks with a present, coming or leaving engine, ascending."""
+        """The ranks with a present, coming or leaving engine, in ascending order."""
         return sorted(self._presence)
 
     @property
@@ -73,7 +74,9 @@ class Roster:
         return self._presence.get(rank)
 
     def join(self, num_engines: int, *, in_kept_places: bool = True) -> list[int]:
-        """Return ranks for joining engines; ranks with kept places come first, unless ``in_kept_places`` is false.
+        """Return ranks for joining engines.
+
+        Ranks whose places the run keeps come first, unless ``in_kept_places`` is false.
 
         Raises:
             MembershipRefused: the fleet has a fixed size, or would have more than ``most``.
@@ -94,7 +97,7 @@ class Roster:
         return ranks
 
     def arrived(self, rank: int) -> None:
-        """Record that the engine of a rank serves."""
+        """Record that the engine of a rank serves weights."""
         if self._presence.get(rank) is Presence.coming:
             self._presence[rank] = Presence.present
 
@@ -201,5 +204,6 @@ def write_address(run_dir: Path, *, address: str, node_address: str) -> None:
     }
     path = run_dir / ADDRESS_FILE
     path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:  # the file holds a token
+    # only this user may read the file, because it holds a token
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(json.dumps(found) + "\n")

@@ -1,4 +1,4 @@
-"""Counters of a rollout worker: its work, and the use of its time."""
+"""The counters of a rollout worker: its work and the use of its time."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .member import Member, MemberState
 
 
 class EpisodeCount(StrEnum):
-    """What may happen to the environments of a worker and to their requests; counts of several workers are added."""
+    """Events of a worker's environments and of their requests. The counts of several workers are added."""
 
-    unknown_keys = "unknown_keys"  # requests with a key of no episode
+    unknown_keys = "unknown_keys"  # requests with an unknown key
     closed_keys = "closed_keys"  # requests with the key of an episode that has ended
-    lost_answers = "lost_answers"  # answers whose client was gone
-    error_answers = "error_answers"  # all requests that were answered with an error, those with a wrong key too
-    failed_environment = "failed_environment"  # failed episodes by `FailureKind`
+    lost_answers = "lost_answers"  # answers whose client had disconnected
+    error_answers = "error_answers"  # requests that were answered with an error, including those with a wrong key
+    failed_environment = "failed_environment"  # the following count failed episodes by `FailureKind`
     failed_tool = "failed_tool"
     failed_reward = "failed_reward"
     failed_overflow = "failed_overflow"
     failed_infrastructure = "failed_infrastructure"
-    processes_killed = "processes_killed"  # their event loop was blocked, or they used too much memory
-    processes_ended = "processes_ended"  # they ended by themselves, or were killed, and were replaced
-    processes_retired = "processes_retired"  # they were replaced because too much piled up in them
-    leftovers = "leftovers"  # programs and tasks that ended episodes had left
+    processes_killed = "processes_killed"  # killed because the event loop was blocked, or the memory too large
+    processes_ended = "processes_ended"  # replaced because they ended by themselves or were killed
+    processes_retired = "processes_retired"  # replaced because they had too many leftovers
+    leftovers = "leftovers"  # programs and tasks that still ran after their episodes had ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +44,13 @@ class FleetCounters:
         groups_finished: Prompt groups stored in the buffer.
         groups_released: Prompt groups released unfinished.
         groups_refused: Finished groups that the buffer refused because their lease had expired.
-        groups_failed: Failed attempts by reason (``aborted`` by the engine, ``reward``, …), and under
-            ``reward_trajectory`` the responses that were left out of their group.
+        groups_failed: Number of failed attempts by reason (``aborted`` by the engine, ``reward``, …).
+            ``reward_trajectory`` counts the responses that were left out of their group.
         busy_s: Time with at least one training request on the engine, without weight loads.
         wait_s: Time without a training request on the engine because the buffer admitted none.
         load_s: Seconds of paused generation, per weight load.
         reward_s: Time spent waiting for rewards, summed over groups.
-        episodes: By `EpisodeCount`; empty without environments.
+        episodes: Number of events by `EpisodeCount`; empty without environments.
     """
 
     tokens_generated: int = 0
@@ -79,7 +79,10 @@ class FleetCounters:
 
 
 class FleetMeter:
-    """Keeps the counters of one worker. Each second counts as busy, as waiting for admission, or as neither."""
+    """Keeps the counters of one worker.
+
+    Each second counts as busy, as waiting for admission, or as neither of the two.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -99,14 +102,14 @@ class FleetMeter:
         self._asking = asking
 
     def loaded(self, seconds: float) -> None:
-        """Count a weight load that paused generation for ``seconds``. These seconds do not count as busy."""
+        """Count a weight load that paused generation for ``seconds``. These seconds do not count as busy time."""
         self._pass_time()
         self.add(load_s=(seconds,))
         if self._running:
             self.add(busy_s=-min(seconds, self._counts["busy_s"]))
 
     def add(self, **changes: Any) -> None:
-        """Add to counters, by their names in `FleetCounters`."""
+        """Add numbers to counters. The names are those of `FleetCounters`."""
         for name, change in changes.items():
             self._counts[name] = self._counts[name] + change
 

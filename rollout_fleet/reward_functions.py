@@ -56,9 +56,9 @@ def final_answer(prompt: Prompt, response_text: str) -> float:
 def numeric(prompt: Prompt, response_text: str, *, relative: float = 1e-4, absolute: float = 1e-8) -> float:
     r"""Return 1.0 if the response's number is near the ground truth, else 0.0.
 
-    The number is the last one in ``\boxed{…}`` or after ``Answer:``, otherwise the last one of the text. Fractions and
-    exponents are numbers: ``3/4``, ``1.5e-3``. Near is a distance of at most ``relative`` times the ground truth, or
-    ``absolute``. A ground truth that has no number raises `ValueError`.
+    The response's number is the last number in ``\boxed{…}`` or after ``Answer:``, otherwise the last number of the
+    text. Fractions and exponents are numbers: ``3/4``, ``1.5e-3``. The number is near if the distance is at most
+    ``relative`` times the ground truth, or at most ``absolute``. Raises `ValueError` if the ground truth has no number.
     """
     expected = _quantities(str(prompt.ground_truth))
     if not expected:
@@ -73,7 +73,7 @@ def numeric(prompt: Prompt, response_text: str, *, relative: float = 1e-4, absol
 class Length:
     """The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13), between -1.0 and 0.0.
 
-    A response of up to ``max_tokens - buffer_tokens`` tokens gets 0; beyond that the value falls linearly, to -1 at
+    A response of up to ``max_tokens - buffer_tokens`` tokens gets 0. Beyond that the value falls linearly to -1 at
     ``max_tokens``. Example: ``max_tokens=100`` and ``buffer_tokens=20`` give 0, -0.5 and -1 for 80, 90 and 100 tokens.
     The tokens are those that the policy wrote in all turns.
     """
@@ -85,7 +85,7 @@ class Length:
         self._buffer_tokens = buffer_tokens
 
     def __call__(self, prompt: Prompt, rollout: Rollout) -> float:
-        """Score one rollout; raises `ValueError` if its tokens were not counted."""
+        """Score one rollout. Raises `ValueError` if the rollout's tokens were not counted."""
         if rollout.num_tokens is None:
             raise ValueError("the tokens of the response were not counted here; leave this reward out")
         return max(-1.0, min(0.0, (self._free_tokens - rollout.num_tokens) / self._buffer_tokens))
@@ -93,10 +93,10 @@ class Length:
 
 @REWARDS.register("environment")
 def environment(prompt: Prompt, rollout: Rollout, *, failed: float = 0.0) -> Score:
-    """Return the rewards of the environment's own outcome, those of turns included.
+    """Return the rewards of the environment's own outcome, including rewards of turns.
 
-    An episode that failed and is scored nevertheless (``environment.on_failure``) gets ``failed``. An outcome without
-    rewards, or a run without an environment, raises `ValueError`.
+    A failed episode that is scored nevertheless (``environment.on_failure``) gets ``failed``. Raises `ValueError` if
+    the outcome has no rewards, or if the run has no environment.
     """
     del prompt
     outcome = rollout.outcome
@@ -109,7 +109,7 @@ def environment(prompt: Prompt, rollout: Rollout, *, failed: float = 0.0) -> Sco
 
 @REWARDS.register("format")
 class Format:
-    """1.0 if the whole response matches a regular expression, else 0.0; ``.`` matches line breaks too.
+    """1.0 if the whole response matches a regular expression, else 0.0. ``.`` also matches line breaks.
 
     Args:
         pattern: The expression; by default ``<think>…</think> <answer>…</answer>``.
@@ -128,7 +128,9 @@ class Format:
 
 @REWARDS.register("math_verify")
 class MathVerify:
-    """1.0 if the response's final expression is mathematically the ground truth, else 0.0, by the library math-verify.
+    """1.0 if the response's final expression is mathematically equal to the ground truth, else 0.0.
+
+    Uses the library math-verify.
 
     Args:
         timeout_s: Seconds for parsing an expression, and for comparing two. A slower comparison counts as different.
@@ -155,18 +157,19 @@ class MathVerify:
 
 @REWARDS.register("code")
 class Code:
-    """Runs the response's last fenced code block, or else the whole response, against the row's tests in a sandbox.
+    """Runs the tests of the row on the response's last fenced code block, in a sandbox.
 
-    Tests are Python code with asserts, or pairs of standard input and expected standard output, compared line by line
-    without trailing spaces: a list of ``{"stdin": …, "stdout": …}`` or ``{"input": …, "output": …}``, or a mapping
-    ``{"inputs": […], "outputs": […]}``. Their JSON text works too.
+    Without such a block, the whole response is the code. Tests are Python code with asserts, or pairs of standard input
+    and expected standard output, compared line by line without trailing spaces: a list of ``{"stdin": …, "stdout": …}``
+    or ``{"input": …, "output": …}``, or a mapping ``{"inputs": […], "outputs": […]}``. The tests may also be JSON text.
 
     Args:
         tests: The extra column with the tests; by default the ground truth.
-        partial: The share of passed tests instead of 1.0 for all and 0.0 otherwise. Asserts are one test.
+        partial: Score the share of passed tests. Otherwise the score is 1.0 if all tests pass, else 0.0. Asserts are
+            one test.
         language: ``python`` or ``bash``.
-        at_once: Programs that run at once in one scoring process.
-        kind: Kind of the sandbox (`rollout_fleet.sandbox`); ``limits`` must be asked for.
+        at_once: Number of programs that run at once in one scoring process.
+        kind: Kind of the sandbox (`rollout_fleet.sandbox`). ``limits`` is used only if it is named here.
         python: Interpreter of the programs.
         limits: Fields of `SandboxLimits`. Example: ``{cpu_time_s: 2.0}``.
     """
@@ -193,7 +196,7 @@ class Code:
         await self._sandbox.start()
 
     async def __call__(self, prompt: Prompt, response_text: str) -> float:
-        """Score one response; raises `ValueError` if the row has no tests."""
+        """Score one response. Raises `ValueError` if the row has no tests."""
         if self._tests and self._tests not in prompt.extra:
             raise ValueError(f"the row must have tests in column {self._tests!r}; name it in data.extra_keys")
         tests = _read_tests(prompt.extra[self._tests] if self._tests else prompt.ground_truth)
@@ -211,7 +214,7 @@ class Code:
         return result.is_success and _lines(result.stdout) == _lines(expected)
 
     async def _holds(self, code: str, asserts: str) -> bool:
-        """Whether the asserts hold after the code. Code that ends its process early does not pass."""
+        """Whether the asserts hold after the code has run. Code that ends its process early does not pass."""
         passed = secrets.token_hex(16)
         files = {"solution.py": code, "tests.py": asserts}
         result = await self._sandbox.run(_ASSERTING.format(passed=passed), files=files)

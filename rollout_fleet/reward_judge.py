@@ -1,4 +1,4 @@
-"""A reward from a language model as judge, on any server with OpenAI's chat completions."""
+"""A reward from a language model that acts as judge. The model runs on any server with OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ URL_VARIABLE, KEY_VARIABLE = "ASYNCRL_JUDGE_URL", "ASYNCRL_JUDGE_KEY"
 
 @REWARDS.register("judge")
 class Judge:
-    """The score of a response by a model, scaled to 0.0 to 1.0. The responses to a prompt are judged concurrently.
+    """The score that a model gives to a response, scaled to 0.0 to 1.0.
+
+    The responses to a prompt are judged concurrently.
 
     Args:
         url: Base URL of the server. Example: ``https://api.openai.com/v1``. Empty: the server of
@@ -48,13 +50,13 @@ class Judge:
         template: Text of the request, with the fields ``{question}``, ``{response}``, ``{ground_truth}``, ``{low}``,
             ``{high}`` and ``{extra[COLUMN]}``.
         api_key: Variable of the environment with the key; ``rollout_fleet.pass_secrets`` must name it. Empty: no key.
-        low: Lowest score of the template; it counts 0.0.
-        high: Highest score; it counts 1.0.
-        pattern: Regular expression whose first group, at its last match, is the score.
+        low: Lowest score of the template; it becomes 0.0. high: Highest score; it becomes 1.0.
+        pattern: Regular expression. The first group of its last match is the score.
         options: Further fields of the request. Example: ``{temperature: 0.0}``.
-        retries: How often a request is repeated after an error of network or server, or an answer without a score.
+        retries: Number of times that a request is repeated after an error of network or server, or an answer without a
+            score.
         timeout_s: Deadline of one request. ``rollout_fleet.reward_timeout_s`` bounds all requests of a prompt.
-        at_once: Requests at once per scoring process.
+        at_once: Number of requests at once per scoring process.
     """
 
     def __init__(
@@ -87,7 +89,8 @@ class Judge:
         self._retries = retries
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._places = asyncio.Semaphore(at_once)
-        self._fill(question="", response="", ground_truth="", extra=defaultdict(str))  # raises for a wrong field
+        # raises ValueError for a wrong field
+        self._fill(question="", response="", ground_truth="", extra=defaultdict(str))
 
     async def __call__(self, prompt: Prompt, response_text: str) -> float:
         """Score one response. Raises `ConnectionError` or `ValueError` if all attempts give no score."""

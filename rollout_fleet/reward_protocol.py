@@ -1,6 +1,6 @@
-"""The arguments and results of reward functions, their names, and their calls.
+"""The arguments, results and names of reward functions, and the way to call them.
 
-This module does not wait: `rollout_fleet.rewards` calls the functions, in the rollout worker or in scoring processes.
+This module does not wait. `rollout_fleet.rewards` calls the functions, in the rollout worker or in scoring processes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Rollout:
         turns: The text of each sampled turn by its index in the episode. Example: ``{1: "call", 3: "answer"}``.
         num_tokens: Tokens that the policy wrote in all turns; None if they were not counted.
         is_truncated: Whether the last turn reached a limit of length.
-        outcome: What the environment returned; None without an environment.
-        failure: Why the environment has no outcome, if its episode is scored nevertheless; otherwise empty.
+        outcome: The outcome that the environment returned; None without an environment.
+        failure: The reason why the environment has no outcome, if the episode is scored nevertheless; otherwise empty.
     """
 
     text: str
@@ -54,7 +54,9 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """A result of a reward function with rewards of turns; a plain number is possible too.
+    """The result of a reward function that also rewards turns.
+
+    A function without rewards of turns may return a plain number.
 
     Attributes:
         reward: Reward of the outcome.
@@ -66,7 +68,7 @@ class Score:
 
     @property
     def sum(self) -> float:
-        """The outcome's reward plus the rewards of the turns."""
+        """The sum of the outcome's reward and the rewards of the turns."""
         return self.reward + sum(self.turn_rewards.values())
 
 
@@ -75,8 +77,8 @@ class Reward(Protocol):
 
     The name of the second parameter selects the argument: ``rollout`` is the `Rollout`; ``rollouts`` is the list of all
     rollouts of the prompt, and the function returns one score per rollout; any other name is the response's text. The
-    function may be ``async``; then all responses to a prompt are scored at once. A class is made once per process, with
-    the reward's options, and its instance is called.
+    function may be ``async``. Then all responses to a prompt are scored at once. A class is instantiated once per
+    process with the reward's options, and the instance is called.
     """
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
@@ -96,13 +98,13 @@ class BoundReward:
     Args:
         name: Name as in ``rollout_fleet.reward``.
         options: Keyword arguments of the function after its two parameters, or of a class.
-        is_made: Make an instance of a class now; otherwise only check the options.
+        is_made: Whether to make an instance of a class now. Otherwise only the options are checked.
 
     Attributes:
         is_async: Whether its function is a coroutine function.
 
     Raises:
-        ValueError: the function does not exist, or its options do not fit; the message names them.
+        ValueError: the function does not exist, or its options do not fit. The message names them.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any] | None = None, *, is_made: bool = True) -> None:
@@ -136,7 +138,7 @@ class BoundReward:
     async def answers(
         self, prompt: Prompt, rollouts: Sequence[Rollout], *, may_fail: bool = False
     ) -> AsyncIterator[Answer]:
-        """Yield one answer per rollout, in order; ends after a failure unless rollouts ``may_fail``."""
+        """Yield one answer per rollout, in order. Ends after a failure unless ``may_fail`` is true."""
         if self.takes_group:
             for answer in await self._group_answers(prompt, rollouts):
                 yield answer
@@ -170,7 +172,7 @@ class BoundReward:
             if len(values) == len(rollouts):
                 return list(map(_as_answer, values, rollouts))
             failure = f"returned {len(values)} scores; it must return one per rollout, {len(rollouts)}"
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - any error of a reward affects only this group
             failure = f"raised {error!r}; fix it, or filter such prompts"
         return [failure] * len(rollouts)
 
@@ -197,7 +199,7 @@ def _parameters(function: Any) -> list[str]:
 def _as_answer(value: Any, rollout: Rollout) -> Answer:
     """Convert a reward's result to a finite score with finite rewards of turns.
 
-    A text describes what is wrong with ``value``.
+    If ``value`` is wrong, returns a text that describes the problem.
     """
     outcome, turns = (value.reward, value.turn_rewards) if isinstance(value, Score) else (value, {})
     numbers = [number for one in (outcome, *turns.values()) if (number := _as_number(one)) is not None]
@@ -210,7 +212,10 @@ def _as_answer(value: Any, rollout: Rollout) -> Answer:
 
 
 def _as_number(value: Any) -> float | None:
-    """A Python, numpy or torch scalar as a float; None for other values, and for numbers outside float32."""
+    """Convert a Python, numpy or torch scalar to a float.
+
+    Returns None for other values, and for numbers outside the range of float32.
+    """
     with suppress(TypeError, ValueError):
         if not isinstance(value, (str, bytes)) and getattr(value, "ndim", 0) == 0:
             value = float(value)

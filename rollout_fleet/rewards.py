@@ -1,9 +1,10 @@
-"""The rewards of a run: scoring processes for the functions that need one, and the weighted sums.
+"""Computes the rewards of a run.
 
-The functions are those of `rollout_fleet.reward_functions` and `rollout_fleet.reward_judge`, or a user's own
-(`rollout_fleet.reward_protocol`). A prompt group waits for a free process; the group's deadline starts when it gets
-one. A process that hangs or dies is replaced. The processes (``python -m rollout_fleet.rewards NAME PARENT_PID
-OPTIONS``) are those of `rollout_fleet.children`.
+Runs scoring processes for the functions that need one, and computes the weighted sums. The functions are those of
+`rollout_fleet.reward_functions` and `rollout_fleet.reward_judge`, or a user's own (`rollout_fleet.reward_protocol`). A
+prompt group waits for a free process. The group's deadline starts when the group gets a process. A process that hangs
+or dies is replaced. The processes (``python -m rollout_fleet.rewards NAME PARENT_PID OPTIONS``) are started by
+`rollout_fleet.children`.
 """
 
 from __future__ import annotations
@@ -46,15 +47,14 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 60.0  # the start deadline of a scoring process
+START_TIMEOUT_S = 60.0  # deadline for the start of a scoring process
 
 
 class RewardProcesses:
     """Scores groups with one reward function: a built-in's name or ``module:function``.
 
-    A user's function, or a built-in that can hang, gets ``reward_processes`` processes. They only get the secrets of
-    the environment that ``pass_secrets`` names. Raises `ValueError` if the function does not exist, or its options do
-    not fit.
+    A user's function, or a built-in that can hang, gets ``reward_processes`` processes. The processes only get the
+    secrets that ``pass_secrets`` names. Raises `ValueError` if the function does not exist, or its options do not fit.
     """
 
     def __init__(self, name: str, config: RolloutFleetConfig) -> None:
@@ -69,7 +69,7 @@ class RewardProcesses:
         self._variables: Mapping[str, str] = {}
 
     async def start(self, variables: Mapping[str, str] | None = None) -> None:
-        """Start the processes of a user's function, with more ``variables`` in their environments.
+        """Start the processes of a user's function. ``variables`` are added to their environment variables.
 
         Raises `WorkerDiedError` or `DeadlineError` if a process does not start.
         """
@@ -82,8 +82,8 @@ class RewardProcesses:
         """Score a prompt group. Returns one score per rollout.
 
         Raises `RewardError` if the function raises, hangs, ends its process, or returns anything but finite numbers.
-        If rollouts ``may_fail``, failed ones get the message instead. A failed process is replaced; if the new process
-        does not start, the call that needs it raises `RewardError`.
+        If ``may_fail`` is true, failed rollouts get the message instead. A failed process is replaced. If the new
+        process does not start, the call that needs it raises `RewardError`.
         """
         if self._needs_process:
             answers = await self._score_in_process(prompt, rollouts, may_fail=may_fail)
@@ -103,7 +103,7 @@ class RewardProcesses:
             await self._kill(process)
 
     async def _score_in_process(self, prompt: Prompt, rollouts: Sequence[Rollout], *, may_fail: bool) -> list[Answer]:
-        """Score rollouts in a process, as `main` does.
+        """Score rollouts in a process that runs `main`.
 
         If a rollout ends the process, a new process scores the remaining rollouts.
         """
@@ -133,7 +133,7 @@ class RewardProcesses:
                     raise
                 if not may_fail:
                     return answers[-1:]
-                if self._reward.takes_group:  # the other rollouts cannot be scored without this one
+                if self._reward.takes_group:  # the function scores all rollouts together, so one failure fails all
                     return answers[-1:] * len(rollouts)
             finally:
                 self._free.put_nowait(back)
@@ -167,9 +167,10 @@ class Scores:
         total: [G] float32, the weighted sum of the outcomes' rewards.
         parts: [G] float32 per reward by its label, including the rewards of turns; empty if the run has only one
             reward.
-        turn_rewards: [G] weighted sums of the rewards of turns, by the turns' indices in the episode; in addition to
-            ``total``. May be empty.
-        failures: [G] why a rollout has no score, empty where it has one. Empty if all rollouts have one.
+        turn_rewards: [G] weighted sums of the rewards of turns, by the turns' indices in the episode. They are not part
+        of ``total``. May be empty.
+        failures: [G] the reason why a rollout has no score, or an empty text. The list is empty if all rollouts have a
+        score.
     """
 
     total: np.ndarray
@@ -196,9 +197,10 @@ class Scores:
 
 
 class WeightedRewards:
-    """All configured rewards, each with its own processes, and their weighted sum by the data source of the prompt.
+    """All configured rewards.
 
-    Raises `ValueError` if a function does not exist, or its options do not fit.
+    Each reward has its own processes. The weights of the sum depend on the data source of the prompt. Raises
+    `ValueError` if a function does not exist, or its options do not fit.
     """
 
     def __init__(self, config: RolloutFleetConfig) -> None:
@@ -207,11 +209,11 @@ class WeightedRewards:
         self._rewards = {name: RewardProcesses(name, config) for name in config.reward_names}
 
     async def start(self, variables: Mapping[str, str] | None = None) -> None:
-        """Start the scoring processes. Arguments and errors as in `RewardProcesses.start`."""
+        """Start the scoring processes. Arguments and errors are as in `RewardProcesses.start`."""
         await asyncio.gather(*(reward.start(variables) for reward in self._rewards.values()))
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout | str], *, may_fail: bool = False) -> Scores:
-        """Score a prompt group by every reward of its data source.
+        """Score a prompt group with every reward of its data source.
 
         Raises as `RewardProcesses.score` does. A string is the text of a single answer. If one reward has no score for
         a rollout, the sum is NaN.
@@ -250,7 +252,7 @@ class WeightedRewards:
 async def _ask(process: ChildProcess, question: tuple[Prompt, list[Rollout], bool], answers: list[Answer]) -> None:
     """Let a process score rollouts.
 
-    Each answer is appended when it arrives, so a rollout that ends the process is known.
+    Each answer is appended when it arrives, so the caller knows which rollout ended the process.
     """
     await process.send(question)
     _, rollouts, may_fail = question
@@ -291,11 +293,13 @@ def _complete(work: Coroutine[Any, Any, None]) -> None:
         work.send(None)
     except StopIteration:
         return
-    raise RuntimeError("a reward that is not async must not wait")  # cannot happen: the coroutine awaits no future
+    # cannot happen, because the coroutine does not await a future
+    raise RuntimeError("a reward that is not async must not wait")
 
 
 if __name__ == "__main__":
-    # Imported by its own name, so that a user's module registers rewards in the same registry.
+    # Imported by its own name instead of run as __main__, so that a user's module registers rewards in the same
+    # registry.
     from rollout_fleet import rewards
 
     rewards.main()

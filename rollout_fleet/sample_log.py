@@ -1,6 +1,6 @@
-"""The text of samples, and saved samples for the user: parquet files in a run's ``samples/``, one row per sample.
+"""Decodes samples, and saves samples for the user as parquet files in the run's ``samples/``, one row per sample.
 
-Training keeps the first prompt groups that finish in each interval of policy versions; evaluations keep all answers. If
+Training saves the first prompt groups that finish in each interval of policy versions. Evaluations save all answers. If
 a file cannot be written, a warning is logged.
 """
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
-    """Return a function from token ids to text; ``special_tokens`` keeps special tokens in the text.
+    """Return a function that decodes token ids to text. ``special_tokens`` keeps special tokens in the text.
 
     A ``tokenizer.json`` is read with only the tokenizers library, so the worker does not load transformers or torch.
     Raises `ValueError` with the file's name if the file is damaged.
@@ -59,7 +59,7 @@ class SampleKind(StrEnum):
 
 
 class SampleLog:
-    """Writes ``KIND-vVERSION-rolloutRANK.parquet`` files; names of evaluation files end with ``-PART``."""
+    """Writes files ``KIND-vVERSION-rolloutRANK.parquet``. The names of evaluation files end with ``-PART``."""
 
     def __init__(self, directory: Path, *, rank: int, config: SamplesConfig, decode: Decode) -> None:
         self._directory = directory
@@ -72,7 +72,7 @@ class SampleLog:
         self._num_parts = 0
 
     async def start(self) -> None:
-        """Import pyarrow now, because its import takes a second and would delay a batch of samples."""
+        """Import pyarrow now, because the import takes one second and would delay a batch of samples later."""
         await asyncio.to_thread(importlib.import_module, "pyarrow.parquet")
 
     async def add(
@@ -84,7 +84,7 @@ class SampleLog:
         *,
         runs: Sequence[EpisodeRun] = (),
     ) -> None:
-        """Keep a finished training group if one is due; the last group of a set writes the file.
+        """Keep a finished training group if the current set needs it. The last group of a set writes the file.
 
         ``runs`` are the episodes of the samples if an environment played them.
         """
@@ -103,7 +103,7 @@ class SampleLog:
             await self._write(SampleKind.train, version, rows)
 
     async def keep_answers(self, version: int, rows: Sequence[Mapping[str, Any]], *, per_prompt: int) -> None:
-        """Keep answers to held-out prompts: ``per_prompt`` `rows` of each prompt, the greedy answer last."""
+        """Keep answers to held-out prompts: ``per_prompt`` `rows` of each prompt. The greedy answer is the last one."""
         self._num_parts += 1
         part, last = f"-{self._num_parts:05d}", per_prompt - 1
         for kind in (SampleKind.sampled, SampleKind.greedy):

@@ -1,11 +1,12 @@
-"""Sandboxes for code that the policy wrote: no network, a read-only system, a separate scratch folder, and limits.
+"""Sandboxes for code that the policy wrote.
 
-There are three kinds. ``start`` tries them in this order with a small hostile program, and reports the chosen kind:
+A program has no network, a read-only system, its own scratch folder, and limits. There are three kinds. ``start`` tries
+them in this order with a small hostile program, and reports the chosen kind:
 
-- ``bubblewrap``: ``bwrap`` makes the namespaces. It works where only ``bwrap`` may make user namespaces.
+- ``bubblewrap``: ``bwrap`` makes the namespaces. This works on machines where only ``bwrap`` may make user namespaces.
 - ``namespaces``: the same namespaces, made by `rollout_fleet.sandbox_init`.
-- ``limits``: no namespaces. The program can read what this user can read, and signal this user's processes, unless this
-  user is root: then the program gets an unused user id. Only used by request.
+- ``limits``: no namespaces. The program can read this user's files and signal this user's processes. If this user
+  is root, the program gets an unused user id instead. This kind is used only by request.
 
 A sandbox exists for one program. All its processes end with the program, or when the owner of the sandbox ends.
 """
@@ -49,7 +50,7 @@ _KERNEL_COUNTS_PER_NAMESPACE = (5, 14)
 
 
 class SandboxKind(StrEnum):
-    """How programs are isolated; ``auto`` is the first of ``bubblewrap`` and ``namespaces`` that works."""
+    """The kind of isolation. ``auto`` is the first of ``bubblewrap`` and ``namespaces`` that works."""
 
     auto = "auto"
     bubblewrap = "bubblewrap"
@@ -79,9 +80,9 @@ class SandboxLimits:
         wall_time_s: Seconds from its start to its end.
         cpu_time_s: Seconds of processor time of all its processes.
         memory_bytes: Address space of each process, and resident memory of all processes.
-        processes: Processes and threads at once.
-        disk_bytes: Size of its scratch, which is in memory.
-        files: Files and folders in its scratch.
+        processes: Number of processes and threads at once.
+        disk_bytes: Size of its scratch folder, which is in memory.
+        files: Number of files and folders in its scratch folder.
         output_bytes: Bytes of standard output and standard error.
     """
 
@@ -104,9 +105,9 @@ class SandboxResult:
     """The result of a program.
 
     Attributes:
-        exit_status: Its exit status; the negative number of the signal that ended it. -9 if it exceeded a limit.
+        exit_status: Its exit status, or the negative number of the signal that ended it. -9 if it exceeded a limit.
         stdout: Standard output, as UTF-8 with replacements; the first ``output_bytes`` of both streams together.
-        stderr: As ``stdout``.
+        stderr: Standard error, in the same form.
         seconds: Time from the start to the end of the program.
         ended_by: The end of the program.
     """
@@ -128,7 +129,8 @@ class Sandbox:
 
     Args:
         kind: Kind of isolation. ``limits`` is never chosen automatically.
-        python: Python interpreter of the programs, with the packages that they may import; by default this one.
+        python: Python interpreter of the programs, with the packages that they may import; by default the current
+            interpreter.
         limits: Default limits of programs.
     """
 
@@ -149,10 +151,10 @@ class Sandbox:
         self._is_started = False
 
     async def start(self) -> SandboxKind:
-        """Try the kinds and choose one; return it. `run` calls this if it was not called before.
+        """Try the kinds, choose one, and return it. `run` calls this method if it was not called before.
 
         Raises:
-            SandboxError: no kind that isolates a program works on this machine; the message has the reasons.
+            SandboxError: no kind that isolates a program works on this machine. The message has the reasons.
             ValueError: there is no such interpreter.
         """
         async with self._starting:
@@ -194,8 +196,8 @@ class Sandbox:
             limits: Limits of the program.
 
         Raises:
-            SandboxError: as `start`, or the sandbox itself failed.
-            ValueError: an unknown language, or a path that is not relative.
+            SandboxError: as in `start`, or if the sandbox itself failed.
+            ValueError: the language is unknown, or a path is not relative.
         """
         if language not in self._languages:
             raise ValueError(f"language must be one of {sorted(self._languages)}, got {language!r}")
@@ -289,7 +291,7 @@ class Sandbox:
         if _unused_uid() is None:
             command += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
         for entry, target, source in [*self._root, ("ro-bind", _INIT_INSIDE, _INIT)]:
-            for folder in reversed(Path(target).parents[:-1]):  # otherwise only the owner could enter the folders
+            for folder in reversed(Path(target).parents[:-1]):  # other users must be able to enter the folders
                 command += ["--perms", "755", "--dir", str(folder)]
             command += [f"--{entry}", source, target]
         command += ["--proc", "/proc", "--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]
@@ -304,7 +306,8 @@ class Sandbox:
         with tempfile.NamedTemporaryFile(prefix="asyncrl-probe-") as canary:
             canary.write(b"canary")
             canary.flush()
-            os.chmod(canary.name, 0o644)  # a program must not reach this file, although the file's mode allows it
+            # a program must not reach this file, although the mode of the file allows reading it
+            os.chmod(canary.name, 0o644)
             limits = SandboxLimits(processes=8)
             most = limits.processes + (OTHERS_PROCESSES if kind is SandboxKind.limits else 0)
             code = _PROBE.format(path=canary.name, hides=kind is not SandboxKind.limits, forks=most + 1)
@@ -333,7 +336,10 @@ class _Output:
         ]
 
     async def wait(self, job: bytes, timeout_s: float) -> EndedBy | None:
-        """Send the job, and wait. Returns why the process must be killed, or None if the process has ended."""
+        """Send the job and wait.
+
+        Returns the reason why the process must be killed, or None if the process has ended.
+        """
         waiting = [asyncio.create_task(one) for one in (self._work(job), self._is_over.wait())]
         try:
             await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -363,7 +369,8 @@ class _Output:
             await self._process.stdin.drain()
             self._process.stdin.close()
         await self._process.wait()
-        # The process ended before it read everything; Python < 3.11.4 logs errors that are not awaited.
+        # Fails if the process ended before it read everything. It is awaited, because Python < 3.11.4 logs errors that
+        # are not awaited.
         with suppress(ConnectionError):
             await self._process.stdin.wait_closed()
 
@@ -432,7 +439,7 @@ def _num_own_threads(kind: SandboxKind, uid: int | None) -> int:
 
 
 def _root_entries(python: str) -> list[tuple[str, str, str]]:
-    """Kind, target and source of each mount of a program: system folders, devices, interpreter, packages.
+    """The kind, target and source of each mount of a program: system folders, devices, interpreter and packages.
 
     Raises `ValueError` if the interpreter does not run.
     """

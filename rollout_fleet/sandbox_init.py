@@ -1,9 +1,9 @@
 """The first process of a sandbox: builds the isolation, runs one program under limits, and ends all its processes.
 
 Usage: ``sandbox_init.py KIND OWNER_PID REPORT_FD`` with a job in JSON on standard input. KIND is ``namespaces`` (this
-program makes the namespaces), ``bubblewrap`` (it runs inside them) or ``limits`` (there are none). It writes one JSON
-object to REPORT_FD. Standard library only; it waits in ``sigtimedwait`` for the end of its children and for SIGTERM,
-and looks at what they use every `POLL_S` seconds.
+program makes the namespaces), ``bubblewrap`` (this program runs inside bubblewrap's namespaces) or ``limits`` (there
+are no namespaces). The program writes one JSON object to REPORT_FD. It needs only the standard library. It waits in
+``sigtimedwait`` for the end of its children and for SIGTERM, and checks their use of resources every `POLL_S` seconds.
 """
 
 import base64
@@ -131,9 +131,9 @@ def refuse_system_calls() -> None:
         step(equal, 1, 0, _AUDIT_ARCH[machine]),
         step(end, 0, 0, kill),
         step(load, 0, 0, 0),
-        step(at_least, 0, 1, 0x40000000),  # the x32 numbers of x86_64
+        step(at_least, 0, 1, 0x40000000),  # the system call numbers of x32 on x86_64
         step(end, 0, 0, unknown),
-        step(equal, 0, 1, _CLONE3),  # a filter cannot read its flags; the C library then uses clone
+        step(equal, 0, 1, _CLONE3),  # a filter cannot read the flags of clone3; the C library then uses clone
         step(end, 0, 0, unknown),
         *(part for number in numbers for part in (step(equal, 0, 1, number), step(end, 0, 0, refuse))),
         step(equal, 0, 3, _CLONE[machine]),
@@ -249,7 +249,7 @@ class Program:
         return "signal" if self._status is not None and self._status < 0 else "exit"
 
     def _exceeded(self, seconds: float) -> str:
-        """The limit that the processes exceed together; empty if there is none."""
+        """The limit that the processes together exceed; empty if they exceed none."""
         limits = self._limits
         done = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu_s, memory = done.ru_utime + done.ru_stime, 0
@@ -288,7 +288,7 @@ class Program:
         return found[1:]
 
     def _scratch_use(self) -> tuple[int, int]:
-        """Bytes and files in the scratch."""
+        """The number of bytes and of files in the scratch folder."""
         if self._is_alone:
             use = os.statvfs(self._job["scratch"])
             return 0, use.f_files - use.f_ffree  # the file system limits the bytes
@@ -316,7 +316,7 @@ class Program:
 def _run_inside(job: dict[str, Any], report_fd: int, *, is_alone: bool) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    _call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # the program must not read this process through /proc
+    _call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # hides this process from the program's reads through /proc
     report = Program(job, is_alone=is_alone).run()
     os.write(report_fd, json.dumps(report).encode())
 

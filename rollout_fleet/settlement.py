@@ -1,4 +1,4 @@
-"""The settlement of prompt groups in a rollout worker: a group is scored and stored, or saved and released."""
+"""Settles prompt groups in a rollout worker: a group is scored and stored, or saved and released."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Settlement:
            └─ aborted, or its engine fails ─┘
 
     With ``on_reward_failure=drop_trajectory`` a response with a failed reward is dropped from its group and counted
-    (``reward_trajectory``); its tokens are dropped (``reward``). Then each advantage compares the other responses.
+    (``reward_trajectory``). Its tokens are dropped (``reward``). Then each advantage compares the other responses.
     ``stamp`` records an event of a group in the run's profile; ``engine`` is the engine's name in receipts.
     """
 
@@ -100,8 +100,8 @@ class Settlement:
     async def give_back(self, groups: Sequence[InflightGroup]) -> None:
         """Save and release all groups of an ended loop, including finished groups, within ``stop_timeout_s``.
 
-        A revoked group is only released. A lease that is not released in time expires. Its tokens stay in flight in the
-        counters, and the run lets the buffer account for them (`ControlBuffer.bury`).
+        A revoked group is only released. A lease that is not released in time expires. The counters then still count
+        its tokens as in flight, and `ControlBuffer.bury` makes the buffer account for them.
         """
         if self._config.save_progress is not SaveProgress.never:
             await self._for_each([group for group in groups if group.end is not GroupEnd.revoked], self.save)
@@ -110,7 +110,7 @@ class Settlement:
     async def _for_each(
         self, groups: Sequence[InflightGroup], work: Callable[[InflightGroup], Coroutine[Any, Any, Any]]
     ) -> None:
-        """Do ``work`` for all groups at once, within half of ``stop_timeout_s``; failures are logged."""
+        """Do ``work`` for all groups at once, within half of ``stop_timeout_s``. Failures are logged."""
         tasks = {group.key: asyncio.create_task(work(group)) for group in groups}
         try:
             if tasks:
@@ -144,7 +144,10 @@ class Settlement:
             await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))
 
     def _survivors(self, group: InflightGroup) -> list[int]:
-        """The episodes to score. Raises an `EpisodeFailure` that ends the attempt or leaves too few episodes."""
+        """Return the indices of the episodes to score.
+
+        Raises the `EpisodeFailure` of an episode if it must fail the attempt, or if too few episodes remain.
+        """
         on_failure, survivors, last = self._config.environment.on_failure, [], None
         for index, run in enumerate(group.runs):
             if run.failure is None and group.episodes[index].answer is None:
@@ -212,7 +215,7 @@ class Settlement:
             self._meter.add(tokens_in_flight=-group.num_own_tokens, groups_finished=1)
 
     def _note(self, group: InflightGroup, tokens: TrajectoryGroup) -> None:
-        """Write the receipt for the tokens that the buffer gets next."""
+        """Write the receipt for tokens before the buffer gets them."""
         (group_id, attempt), sampled = group.key, receipts.counts_of(tokens.policy_versions)
         receipts.note(
             receipts.Act.sampled,
@@ -236,7 +239,7 @@ class Settlement:
         await self._try_again(group, reason, error)
 
     async def _try_again(self, group: InflightGroup, reason: str, error: Exception | None) -> None:
-        """Release a group as failed; the buffer drops it after ``max_attempts`` failures."""
+        """Release a group as failed. The buffer drops the group after ``max_attempts`` failures."""
         is_dropped = await self.release(group, reason, max_failures=self._config.max_attempts)
         what = "dropped" if is_dropped else "queued again"
         logger.warning("attempt %d at group %d failed; the group is %s: %s", group.key[1], group.key[0], what, error)

@@ -1,8 +1,8 @@
 """The rollout worker: an actor with an engine, a connection to the buffer, and the loop between them.
 
 The methods are asynchronous and may overlap: `counters` answers while `run` rolls out and loads new weights. A worker
-ends with its engine: when the engine fails, the loop saves and releases its groups, `run` and `wait_failed` raise, and
-the run starts another worker (`asyncrl.run.fleet_member`).
+ends when its engine ends. When the engine fails, the loop saves and releases its groups. Then `run` and `wait_failed`
+raise, and the run starts another worker (`asyncrl.run.fleet_member`).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutWorker(Worker):
-    """Generates training rollouts on its own engine, which has the worker's rank; `start` starts all parts.
+    """Generates training rollouts on its own engine, which has the worker's rank. `start` starts all parts.
 
     Args:
         model_path: Folder of the policy of version 0, with its tokenizer.
         samples_per_prompt: G.
         connect_buffer: Function that `start` calls with the engine's name in the buffer.
-        copy_weights: Also stage copies of full versions, not only images of deltas.
-        greedy_baseline: Sample one more response per prompt greedily, which is not trained on.
-        episode_context: Most tokens on a path of an episode; 0 if no prompt has an environment.
+        copy_weights: Also stage copies of full versions. Otherwise only the images of deltas are staged.
+        greedy_baseline: Sample one more response per prompt greedily. The learner does not train on it.
+        episode_context: Largest number of tokens on a path of an episode; 0 if no prompt has an environment.
         sample_dir: Folder of decoded samples; empty to keep none.
-        profile: What the process records for the run's profile.
+        profile: Options for the events that the process records for the run's profile.
 
     Raises:
         ValueError: the engine is not installed, or the model or a reward function does not exist.
@@ -119,7 +119,7 @@ class RolloutWorker(Worker):
     async def load_first(self) -> None:
         """Wait for the offered weights and load them.
 
-        Raises as `RolloutLoop.load_next`, or the failure of the engine.
+        Raises as `RolloutLoop.load_next`, or raises the failure of the engine.
         """
         await self._engine.unless_failed(self._started().load_next(-1))
         self._starting.close()
@@ -148,7 +148,7 @@ class RolloutWorker(Worker):
             if self._buffer is not None:
                 try:
                     await self._buffer.fenced()  # from now on, no part waits for a weight load of this engine
-                except Exception as report:  # noqa: BLE001 - the run notices the death of the buffer elsewhere
+                except Exception as report:  # noqa: BLE001 - another part of the run notices the death of the buffer
                     logger.warning("the buffer was not told that %s has failed: %s", self._member.name, report)
             if self._loop is not None:
                 await self._loop.wait_ended()
@@ -157,7 +157,10 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def release_device(self, incarnation: int | None = None) -> None:
-        """Let running groups finish, and release the device until the next weights; see `RolloutLoop`."""
+        """Let running groups finish, and release the device until the next weights.
+
+        See `RolloutLoop.release_device`.
+        """
         await self._started().release_device(incarnation)
 
     async def answer(self, prompts: Sequence[Prompt], version: int, num_samples: int) -> list[AnsweredPrompt]:
@@ -172,7 +175,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def drain(self) -> FleetCounters:
-        """End `run` and release all leases; the engine stays up for `answer`. Returns the final counters."""
+        """End `run` and release all leases. The engine stays up for `answer`. Returns the final counters."""
         return await self._started().stop()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

@@ -1,4 +1,4 @@
-"""Inference engines behind one port, and the function that makes the configured one."""
+"""The inference engines, which share one port, and the function that makes the configured engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def check_engine_installed(config: RolloutFleetConfig) -> None:
 
 
 def check_images(config: RolloutFleetConfig, model_path: str) -> None:
-    """Raise `ValueError` for a model with images on SGLang without a GPU, which did not answer requests with images."""
+    """Raise `ValueError` for a model with images on SGLang without a GPU.
+
+    Such a server did not answer requests with images.
+    """
     if config.engine is EngineKind.sglang and is_vision_model(model_path) and resolve_device(config) != "cuda":
         raise ValueError(
             f"rollout_fleet.engine is sglang on a CPU, where SGLang 0.5.21 did not answer requests with images, and "
@@ -56,9 +59,10 @@ def check_images(config: RolloutFleetConfig, model_path: str) -> None:
 
 
 def resolve_device(config: RolloutFleetConfig) -> EngineDevice:
-    """Return ``cpu`` or ``cuda`` for one engine of this process; ``auto`` is ``cuda`` if its GPUs are visible.
+    """Return ``cpu`` or ``cuda`` for one engine of this process.
 
-    A run resolves ``auto`` for all its engines before it places them; see `asyncrl.checks`.
+    ``auto`` becomes ``cuda`` if the GPUs of the engine are visible. A run resolves ``auto`` for all engines before it
+    places the engines; see `asyncrl.checks`.
     """
     if config.device is not EngineDevice.auto:
         return config.device

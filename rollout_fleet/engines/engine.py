@@ -1,6 +1,6 @@
-"""The port between a rollout worker and its inference engine, with the common parts of all engines.
+"""The port between a rollout worker and its inference engine, and the code that all engines share.
 
-These parts are the handling of requests, the failure of an engine, the checks of answers, and the watch for silence.
+The shared code handles requests and failures, checks answers, and watches for silence.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from asyncrl.weights.carriers import SLOWEST_LOAD, load_limit_s
 from rollout_fleet.config import SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4
-PROBE_SHARE = 0.25  # share of the deadline on silence
+PROBE_SHARE = 0.25  # share of the silence deadline that is left for the probe
 MAX_SILENT_PERIODS = 3
-STREAM_END_S = 1.0  # longest wait for the end of a stream after its last sample
+STREAM_END_S = 1.0  # longest time to wait for the end of a stream after its last sample
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -59,20 +59,20 @@ class SampleRequest:
 
     @property
     def prompt_key(self) -> bytes:
-        """Equal for requests with the same prompt: tokens and images."""
+        """A key that is equal for requests with the same prompt, that is, the same tokens and images."""
         return b"".join([self.prompt_ids.tobytes(), *(placed.image.digest.encode() for placed in self.images)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOutput:
-    """One sampled response of R tokens; a sampled end-of-sequence token is the last one.
+    """One sampled response of R tokens. A sampled end-of-sequence token is its last token.
 
     Attributes:
         token_ids: [R] int32.
         logprobs: [R] float32, log-prob under the sampling temperature, before top-p and top-k.
         versions: [R] int32, policy version that the engine reported for each token.
         finish_reason: None if the sample was aborted; then R may be 0.
-        num_cached: Tokens of the prompt that the engine had in its cache; None if it does not report them.
+        num_cached: Number of prompt tokens that the engine had in its cache; None if the engine does not report it.
     """
 
     token_ids: np.ndarray
@@ -82,7 +82,7 @@ class SampleOutput:
     num_cached: int | None = None
 
     def turn(self, parent: int) -> Turn:
-        """The finished turn below ``parent``."""
+        """Return the response as a finished turn below ``parent``."""
         return Turn(
             token_ids=self.token_ids,
             parent=parent,
@@ -108,7 +108,7 @@ class EngineLoad:
 
     Attributes:
         num_running: Samples that are being decoded.
-        num_waiting: Samples that wait for room.
+        num_waiting: Samples that wait for room in the engine.
         cache_use: Share of the KV cache used by running samples. Example: 0.83.
     """
 
@@ -124,7 +124,7 @@ class RunningSample:
         request: The request.
         version: Policy version that the engine served at the arrival of the request.
         num_tokens: Tokens so far.
-        is_aborted: The sample ends with its next token. The thread that generates it reads this.
+        is_aborted: Whether the sample ends with its next token. The generating thread reads this field.
     """
 
     def __init__(self, request: SampleRequest, version: int = 0) -> None:
@@ -134,7 +134,7 @@ class RunningSample:
         self.is_aborted = False
 
     def so_far(self) -> SampleOutput:
-        """The tokens that are kept if the engine fails now: the tokens whose version is certain."""
+        """The tokens that are kept if the engine fails now. These are the tokens whose version is certain."""
         return NOTHING
 
 
@@ -146,12 +146,12 @@ class Engine(ABC):
     """An inference engine that serves one policy version at a time.
 
     The unit is a sample. Requests of one call may be sent together, but each answer is yielded as soon as its sample is
-    finished. The failure of an engine is final. An engine fails by its death, by silence while requests run, by an
-    answer against this contract, or because it could not load and verify weights. From then on every call raises this
+    finished. The failure of an engine is final. An engine fails if it dies, if it is silent while requests run, if an
+    answer breaks this contract, or if it could not load and verify weights. From then on every call raises this
     failure.
 
-    ``name`` and ``log_tail`` are for messages. ``image_token_id`` is that of `ModelFacts`. An engine calls `_come_up`
-    when it can generate, and `_go_down` when it is stopped.
+    ``name`` and ``log_tail`` are for messages. ``image_token_id`` is the field of `ModelFacts`. An engine calls
+    `_come_up` when it can generate, and `_go_down` when it is stopped.
     """
 
     sample_type: ClassVar[type[RunningSample]] = RunningSample
@@ -189,19 +189,19 @@ class Engine(ABC):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine has failed. Answers of a failed engine do not count."""
+        """Whether the engine has failed. Answers of a failed engine are ignored."""
         return self._failure is not None and self._failure.done() and not self._failure.cancelled()
 
     @abstractmethod
     async def start(self) -> None:
         """Start the engine on the weights of version 0.
 
-        Returns when the engine can generate. Raises `DeadlineError` if the engine is not up in time, `WorkerDiedError`
-        with the end of its log if it exits.
+        Returns when the engine can generate. Raises `DeadlineError` if the engine is not up in time, and
+        `WorkerDiedError` with the end of the log if the engine exits.
         """
 
     async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
-        """Sample responses; yields each request with its answer when the sample is finished or aborted, in any order.
+        """Sample responses. Yields each request with its answer when its sample is finished or aborted, in any order.
 
         When the engine fails, each running sample is yielded first, as aborted, with the tokens whose version is
         certain. Then raises `DeadlineError` if no running request received a token within ``silence_timeout_s``,
@@ -232,7 +232,7 @@ class Engine(ABC):
                         del running[request.id]
                         self._running.pop(request.id, None)
                         yield request, _kept(request, output)
-            if tasks:  # a connection that is closed before the end of its stream cannot be used again
+            if tasks:  # a connection cannot be used again if it is closed before its stream has ended
                 await asyncio.wait(tasks, timeout=STREAM_END_S)
         finally:
             for request_id, sample in running.items():
@@ -254,9 +254,9 @@ class Engine(ABC):
 
     @abstractmethod
     def _begin(self, samples: Sequence[Any], answers: Answers) -> Sequence[asyncio.Task[None]]:
-        """Begin samples.
+        """Begin to sample.
 
-        Their results are put into ``answers``. Returns tasks that are cancelled at the end of the call.
+        The results are put into ``answers``. Returns tasks, which the caller cancels at the end of its call.
         """
 
     def _so_far(self, sample: RunningSample) -> SampleOutput:
@@ -275,25 +275,28 @@ class Engine(ABC):
 
         Running requests continue with the new weights if the engine supports this.
 
-        Returns the seconds of paused generation. Raises `EngineError` if the engine refuses the weights or differs from
-        the published ones, `DeadlineError` after ``load_timeout_s`` and a second per 100 MB, not counting the wait for
-        running requests. In both cases the engine has failed.
+        Returns the seconds of paused generation. Raises `EngineError` if the engine refuses the weights, or if its
+        weights differ from the published ones. Raises `DeadlineError` after ``load_timeout_s`` plus one second per 100
+        MB; the wait for running requests does not count. In both cases the engine has failed.
         """
 
     @abstractmethod
     async def release_memory(self) -> None:
-        """Release the device to the learner; the next `load_weights` takes it back.
+        """Release the device to the learner. The next `load_weights` takes the device back.
 
         Raises `EngineError` if the engine refuses or is generating, `DeadlineError` after ``load_timeout_s``.
         """
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """Abort running requests; `generate` yields them as aborted. Unknown ids are ignored."""
+        """Abort running requests. `generate` yields them as aborted. Unknown ids are ignored."""
         for request_id in self._running.keys() & request_ids:
             self._running[request_id].is_aborted = True
 
     def num_written(self, request_ids: Collection[str]) -> int:
-        """Number of tokens so far of these requests, until `generate` yields them. Unknown ids count 0."""
+        """Number of tokens that these requests have so far.
+
+        Requests that `generate` has yielded and unknown ids count 0.
+        """
         return sum(self._running[request_id].num_tokens for request_id in self._running.keys() & request_ids)
 
     @abstractmethod
@@ -371,7 +374,7 @@ class Engine(ABC):
     async def _probe(self) -> None:
         """Return when the engine shows that it is alive.
 
-        The default never returns: a thread in a model step cannot answer.
+        The default never returns, because a thread in a model step cannot answer.
         """
         await asyncio.Event().wait()
 
@@ -381,8 +384,8 @@ class Engine(ABC):
     ) -> AsyncIterator[None]:
         """Limit the block to ``timeout_s`` (option ``rollout_fleet.<option>``) plus the time for ``num_bytes``.
 
-        ``spent_s`` seconds of ``timeout_s`` have passed before the block. Raises `DeadlineError`, with ``what`` and the
-        log.
+        ``spent_s`` seconds of ``timeout_s`` are used already. Raises `DeadlineError`, whose message has ``what`` and
+        the end of the log.
         """
         seconds = load_limit_s(timeout_s, num_bytes)
         try:
@@ -396,7 +399,7 @@ class Engine(ABC):
 
     @asynccontextmanager
     async def _loading(self, offer: WeightOffer, timeout_s: float) -> AsyncIterator[None]:
-        """Load weights inside the block, within ``timeout_s`` and a second per 100 MB.
+        """Load weights inside the block, within ``timeout_s`` plus one second per 100 MB.
 
         An error or a cancellation of the block makes the engine fail.
         """
@@ -432,11 +435,12 @@ class ModelFacts:
 
     Attributes:
         vocab_size: Rows of the embedding; token ids are below this number.
-        eos_ids: Tokens that end a response, from ``generation_config.json`` or ``config.json``. With images, also the
-            placeholders of images and videos: no engine could continue after a sampled one.
-        pad_id: Padding token; the first of ``eos_ids``, or 0, if the model has none.
+        eos_ids: Tokens that end a response, from ``generation_config.json`` or ``config.json``. For a model with
+            images, also the placeholders of images and videos, because no engine could continue after a sampled
+            placeholder.
+        pad_id: Padding token. If the model has none: the first of ``eos_ids``, or 0.
         head_dim: Size of an attention head; 0 if heads differ in size.
-        image_token_id: The placeholder of images; None if the learner trains no images of this model.
+        image_token_id: The placeholder of images; None if the learner does not train this model on images.
     """
 
     vocab_size: int
@@ -465,7 +469,7 @@ def read_model_facts(model_path: str) -> ModelFacts:
     eos_ids = ids_of("eos_token_id")
     pad_id = (*ids_of("pad_token_id"), *eos_ids, 0)[0]
     head_dim = config.get("head_dim") or config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
-    if config.get("v_head_dim") or config.get("kv_lora_rank"):  # latent attention, or values of a different size
+    if config.get("v_head_dim") or config.get("kv_lora_rank"):  # latent attention, or value heads of a different size
         head_dim = 0
     placeholders = placeholder_ids(model_path) if is_vision_model(model_path) else ()
     return ModelFacts(
@@ -480,7 +484,7 @@ def read_model_facts(model_path: str) -> ModelFacts:
 def check_prompt(request: SampleRequest, vocab_size: int, image_token_id: int | None = None) -> None:
     """Raise `RequestRefused` for a prompt that would kill an engine.
 
-    These are an empty prompt, ids outside the vocabulary, and placeholders that are not those of the images.
+    Such a prompt is empty, has ids outside the vocabulary, or has placeholders that do not match its images.
     """
     if len(request.prompt_ids) == 0:
         raise RequestRefused(f"request {request.id} has an empty prompt; a prompt needs at least one token")
@@ -506,14 +510,14 @@ def _check_images(request: SampleRequest, image_token_id: int | None) -> None:
     if not np.array_equal(is_placeholder, is_image) or is_placeholder[-1]:
         odd = np.flatnonzero(is_placeholder != is_image)
         raise RequestRefused(
-            f"request {request.id}: the placeholders of images (token {image_token_id}) must be those of its "
-            f"{len(request.images)} images and not end the prompt, got others at {odd.tolist()[:8]}; a placeholder "
-            "that the policy sampled ends its turn, and the path cannot be continued"
+            f"request {request.id}: the placeholders of images (token {image_token_id}) must belong to its "
+            f"{len(request.images)} images and must not end the prompt, got others at {odd.tolist()[:8]}; a path "
+            "cannot be continued after a placeholder that the policy sampled"
         )
 
 
 def mixed_seed(*parts: int) -> int:
-    """A 64-bit seed of several numbers; the seeds of neighboring numbers are unrelated."""
+    """Mix several numbers into a 64-bit seed. Similar numbers give unrelated seeds."""
     return int(np.random.SeedSequence([part % 2**64 for part in parts]).generate_state(1, np.uint64)[0])
 
 
@@ -535,7 +539,7 @@ def check_output(
         return
     if not _in_vocabulary(output.token_ids, vocab_size):
         raise EngineError(f"{where}: sampled ids must be in 0..{vocab_size - 1}, got {_range(output.token_ids)}")
-    largest = float(np.maximum.reduce(output.logprobs))  # NaN if one log-prob is NaN
+    largest = float(np.maximum.reduce(output.logprobs))  # the maximum is NaN if one log-prob is NaN
     if not largest <= LOGPROB_ROUNDING:
         raise EngineError(f"{where}: log-probs must be numbers <= 0, got a largest of {largest}")
     unknown = set(output.versions.tolist()).difference(loaded_versions)
@@ -546,7 +550,10 @@ def check_output(
 
 
 def _in_vocabulary(token_ids: np.ndarray, vocab_size: int) -> bool:
-    """Whether all ids are in the vocabulary. A negative int32, read as unsigned, is larger than any vocabulary."""
+    """Whether all ids are in the vocabulary.
+
+    A negative int32 that is read as unsigned is larger than any vocabulary.
+    """
     if token_ids.dtype == np.int32:
         return int(np.maximum.reduce(token_ids.view(np.uint32))) < vocab_size
     return int(token_ids.min()) >= 0 and int(token_ids.max()) < vocab_size
@@ -559,10 +566,11 @@ def _range(token_ids: np.ndarray) -> str:
 class SilenceWatch:
     """Detects an engine that has stopped producing tokens.
 
-    A slow sample is not a failure: it may wait for other requests or for weight updates. Silence is *no* token of *any*
-    running request. After three quarters of ``timeout_s`` the watch probes the engine. An engine that does not answer
-    by the deadline has failed. An engine that answers gets a new deadline, at most three consecutive times. ``probe``
-    returns when the engine shows that it is alive; it may raise or hang. ``name`` is for messages.
+    A slow sample is not a failure, because it may wait for other requests or for weight updates. The engine is silent
+    if *no* running request gets a token. After three quarters of ``timeout_s`` the watch probes the engine. An engine
+    that does not answer by the deadline has failed. An engine that answers gets a new deadline, at most three
+    consecutive times. ``probe`` returns when the engine shows that it is alive. It may raise an exception or hang.
+    ``name`` is for messages.
     """
 
     def __init__(self, name: str, *, timeout_s: float, probe: Callable[[], Awaitable[None]]) -> None:
@@ -591,10 +599,10 @@ class SilenceWatch:
 
     @contextmanager
     def paused(self, *, recomputes: bool = False) -> Iterator[Callable[[], None]]:
-        """Do not watch inside the block, because generation is paused with another deadline.
+        """Do not watch inside the block, because generation is paused and the pause has its own deadline.
 
-        Yields a function to call when generation has stopped. The running step finishes first and is not part of the
-        pause. ``recomputes``: after the pause the engine recomputes the KV cache before the next token.
+        Yields a function; call it when generation has stopped. The running step finishes first and is not part of the
+        pause. ``recomputes``: whether the engine recomputes the KV cache after the pause, before the next token.
         """
         pause = record.NO_SPAN
 
@@ -612,7 +620,7 @@ class SilenceWatch:
             self._re_prefill = record.span(SpanKind.re_prefill)
 
     async def wait(self) -> NoReturn:
-        """Wait for silence; then raise `DeadlineError`."""
+        """Wait until the engine is silent. Then raise `DeadlineError`."""
         num_silent_periods = 0
         while True:
             await self._listening.wait()

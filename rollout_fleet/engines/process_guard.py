@@ -1,13 +1,13 @@
-"""Child processes of a rollout worker: an environment without secrets, and a guard that ends a server with its owner.
+"""Environments without secrets for child processes, and a guard that ends a server when its owner ends.
 
 Usage of the guard: ``process_guard.py OWNER_PID SCRATCH_DIR COMMAND...``
 
-SGLang's child processes die with the server only after their imports. Therefore the guard, a process with the
-standard library only, gets the kernel's parent-death signal and kills the server's process group, with SIGKILL: the
-state of a server is useless without its owner. Then it removes SCRATCH_DIR and the shared memory of the group. The
+SGLang's child processes die with the server only after their imports. Therefore the guard, a process that needs only
+the standard library, gets the kernel's parent-death signal. It kills the server's process group with SIGKILL, because
+the state of a server is useless without its owner. Then it removes SCRATCH_DIR and the shared memory of the group. The
 guard waits in ``wait``. It is woken by the exit of the server, by SIGHUP (kill the server) from its owner or from the
 kernel when the owner dies, and by SIGUSR1 (record the shared memory that the server has now). Guard and server ignore
-SIGINT and SIGTERM, which a scheduler sends to all processes at once; the owner decides when they end.
+SIGINT and SIGTERM, because a scheduler sends these to all processes at once. The owner decides when they end.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _SETTING = re.compile(r"-?\d{0,9}|true|false|yes|no|on|off", re.IGNORECASE)
 
 
 def is_secret(name: str, value: str = "...") -> bool:
-    """Whether a variable holds a secret, judged by its name.
+    """Whether the name of a variable suggests that it holds a secret.
 
     Examples: ``HF_TOKEN``, ``AWS_PROFILE``, ``JUDGE_API_KEY``. A ``*_TOKEN`` or ``*_TOKENS`` whose value is a number or
     a switch is a setting. Example: ``SGLANG_TWO_STREAM_MAX_TOKENS=1024``.
@@ -45,10 +45,10 @@ def is_secret(name: str, value: str = "...") -> bool:
 
 
 def without_secrets(passed: Collection[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Copy an environment without its secrets, except the variables named in ``passed``.
+    """Copy an environment without its secrets. The variables named in ``passed`` are kept.
 
-    Rewards run code on a model's text. This protects only against accidents: a process can read the environment of
-    other processes of the same user.
+    Rewards run code on a model's text. The copy protects only against accidents, because a process can read the
+    environment of other processes of the same user.
     """
     return {name: value for name, value in environment.items() if name in passed or not is_secret(name, value)}
 
@@ -112,7 +112,7 @@ class Guard:
                 os.wait()
 
     def _mapped_shared_memory(self) -> set[int]:
-        """Inodes of the group's mapped shared memory. A semaphore is mapped by a different name."""
+        """The inodes of the shared memory that the group has mapped. A semaphore is mapped under a different name."""
         inodes = set()
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

@@ -1,6 +1,7 @@
-"""The scripted engine: answers, delays and failures from a script, for tests of the code around an engine.
+"""The scripted engine.
 
-It writes one token at a time, so aborts and weight loads can occur within responses, as on a real engine.
+Its answers, delays and failures come from a script. It serves tests of the code around an engine. It writes one token
+at a time, so aborts and weight loads can occur within responses, as on a real engine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class ScriptedAnswer:
         token_delay_s: Pause before each token.
         logprob: Log-prob of every token.
         cut_off: The engine aborts the sample after this number of tokens; -1 finishes it.
-        error: Refuse the request with this message.
+        error: The engine refuses the request with this message.
         die: The engine dies with this error instead of an answer.
     """
 
@@ -50,7 +51,7 @@ def repeat_last_token(request: SampleRequest, version: int) -> ScriptedAnswer:
 
 
 class _ScriptedSample(RunningSample):
-    """A sample and the versions of its tokens so far."""
+    """A running sample, and the versions of its tokens so far."""
 
     def __init__(self, request: SampleRequest, version: int = 0) -> None:
         super().__init__(request, version)
@@ -74,10 +75,11 @@ class ScriptedEngine(Engine):
     Attributes:
         requests: All requests so far.
         running_at_once: Largest number of requests that ran at the same time.
-        num_slots: Number of samples at which the reported load is full; all samples are written anyway. 0: no limit.
-        released: Whether the memory is released now.
-        load_delay_s: How long a weight load takes.
-        load_error: Fail the next weight load with this message.
+        num_slots: Number of running samples at which the engine reports that it is full. All samples are written
+            anyway. 0: no limit.
+        released: Whether the memory is released at present.
+        load_delay_s: Duration of a weight load.
+        load_error: The next weight load fails with this message.
     """
 
     sample_type = _ScriptedSample
@@ -160,7 +162,7 @@ class ScriptedEngine(Engine):
         return response
 
     async def _write(self, sample: _ScriptedSample) -> SampleOutput:
-        """Write the sample token by token; a late token does not delay later ones."""
+        """Write the sample token by token. A late token does not delay later tokens."""
         answer, loop = sample.answer, asyncio.get_running_loop()
         due = loop.time()
         for _ in answer.response:

@@ -1,7 +1,8 @@
-"""Our code inside an SGLang server: faster process starts, cheaper pauses and updates, and verified weight loads.
+"""The project's code inside an SGLang server: faster process starts, cheaper pauses and updates, verified weight loads.
 
 SGLang finds `register` through the entry point that `write_plugin` puts into a folder of the server's import path.
-Other servers in the same environment do not see this folder. A server ignores SIGINT and SIGTERM; its owner kills it.
+Other servers in the same environment do not see this folder. A server ignores SIGINT and SIGTERM, because its owner
+kills it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ waits for CUDA before it hashes, on every device; without CUDA there is nothing 
 
 
 def write_plugin(folder: Path, *, has_kernels: bool = True) -> None:
-    """Install the plugin for a server with ``folder`` on its import path, and a stand-in for missing kernels."""
+    """Install the plugin into ``folder``, which the server has on its import path.
+
+    Without SGLang's kernel package, also install a stand-in for it.
+    """
     installed = folder / f"{PLUGIN}_server_hooks-1.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}-server-hooks\nVersion: 1\n")
@@ -65,7 +69,7 @@ def write_plugin(folder: Path, *, has_kernels: bool = True) -> None:
 
 
 def missing_kernel(name: str) -> Callable[..., Any]:
-    """Return a function that, when it is called, reports the missing kernel."""
+    """Return a function that reports the missing kernel when it is called."""
     if name.startswith("__"):
         raise AttributeError(name)
 
@@ -91,8 +95,9 @@ def register() -> None:
 def fork_on_cpu(_result: None, *_arguments: Any) -> None:
     """Fork the scheduler and the detokenizer on a CPU, if the process has only one thread.
 
-    Locks of other threads would stay locked. SGLang spawns these processes; each one imports all modules again, which
-    takes half of a server's start. On a GPU they are spawned, because CUDA does not survive a fork.
+    With several threads, locks of the other threads would stay locked in the child. SGLang spawns these processes; each
+    one imports all modules again, which takes half of a server's start. On a GPU they are spawned, because CUDA does
+    not survive a fork.
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and len(os.listdir("/proc/self/task")) == 1:
         multiprocessing.set_start_method("fork", force=True)
@@ -101,7 +106,8 @@ def fork_on_cpu(_result: None, *_arguments: Any) -> None:
 def rest_while_paused(_result: None, scheduler: Any) -> None:
     """Sleep until a call arrives.
 
-    Ranks without a socket wait for the first rank anyway. During a pause SGLang's loop spins, even with
+    Only the first rank has a socket to wait on; the other ranks wait for the first rank anyway. During a pause SGLang's
+    loop spins, even with
     ``--sleep-on-idle``. It would use the core that a weight update or a colocated learner needs.
     """
     if scheduler.idle_sleeper is not None:
@@ -109,7 +115,7 @@ def rest_while_paused(_result: None, scheduler: Any) -> None:
 
 
 def skip_known_logprobs(_result: None, request: Any) -> None:
-    """Do not compute log-probs of the written tokens of a retracted request, unless the request needs prompt log-probs.
+    """Skip the log-probs of tokens that a retracted request has written, unless it needs prompt log-probs.
 
     SGLang would compute the logits of all written tokens again and discard them: 19 GB in float32 for 32,000 tokens and
     a vocabulary of 152,000. Only the logits of the last token are needed.
@@ -119,10 +125,10 @@ def skip_known_logprobs(_result: None, request: Any) -> None:
 
 
 def take_pixels(processor: Any, image_data: Any = None, **_: Any) -> None:
-    """Turn the 8-bit pixels of a request into tensors, in place; the request's tokens stay as they are.
+    """Convert the 8-bit pixels of a request to tensors, in place. The request's tokens stay as they are.
 
-    SGLang has no way to send tensors over HTTP. From image files it would resize again, and encode the prompt's text
-    again.
+    SGLang has no way to send tensors over HTTP. Given image files, SGLang would resize the images again, and encode the
+    prompt's text again.
     """
     import torch
 
@@ -164,9 +170,10 @@ def load(model: Any, _named_tensors: Any) -> None:
 
 
 def arrangement_of_experts(model: Any) -> str | None:
-    """Return the places of the experts in this rank's parameters; None if this release of SGLang does not provide them.
+    """Return the places of the experts in this rank's parameters.
 
-    SGLang moves experts between ranks while it serves (``--enable-eplb``).
+    None if this release of SGLang does not provide the places. SGLang moves experts between ranks while it serves
+    (``--enable-eplb``).
     """
     try:
         from sglang.srt.eplb.expert_location import get_global_expert_location_metadata

@@ -2,8 +2,8 @@
 
 A sample is one SGLang request. One HTTP request can carry several samples, which reach the scheduler as one batch.
 The answer is a stream in which each sample ends separately. Weights are loaded in one transaction: pause, load, verify
-(`asyncrl.weights.load`, inside the server), continue. If it fails, the server's weights are not verified: the engine
-has failed, and the server stays paused until it is stopped.
+(`asyncrl.weights.load`, inside the server), continue. If the transaction fails, the server's weights are not verified.
+Then the engine has failed, and the server stays paused until it is stopped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 WARM_UP_PROMPTS = (1, 16)  # lengths, in tokens, of the prompts of the warm-up
 WARM_UP_TOKENS = 4
 STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the chunk of the first token
-LOADERS_SHARE = 0.9  # share of the deadline of a load; then the loader can report the missing part
+LOADERS_SHARE = 0.9  # share of the load's deadline that the loader gets, so that it can still report the missing part
 
 
 class _StreamedSample(RunningSample):
@@ -82,7 +82,8 @@ class _StreamedSample(RunningSample):
         self._logprobs += [triple[0] for triple in new]
         self.num_tokens += num_new
         if reason is not None:
-            self._num_cached = meta.get("cached_tokens") if self.num_tokens else None  # none if it never began
+            # empty if the request never began
+            self._num_cached = meta.get("cached_tokens") if self.num_tokens else None
             versions = np.full(self.num_tokens, -1, dtype=np.int32)
             for span in meta.get("weight_versions") or []:
                 versions[span["start"] : span["end"]] = int(span["version"])
@@ -224,7 +225,10 @@ class SGLangEngine(Engine):
     # Generation
 
     async def _warm_up(self) -> None:
-        """Generate as in training, before the watch for silence begins: on CUDA the first requests compile kernels."""
+        """Generate as in training.
+
+        The first requests on CUDA compile kernels, so this runs before the watch for silence begins.
+        """
         for length in WARM_UP_PROMPTS:
             prompt = np.arange(length, dtype=np.int32) % self._vocab_size
             sampling = replace(self._config.sampling, max_new_tokens=WARM_UP_TOKENS)
@@ -242,7 +246,7 @@ class SGLangEngine(Engine):
         return [asyncio.create_task(self._generate_batch(batch, answers)) for batch in batches]
 
     async def _generate_batch(self, samples: Sequence[_StreamedSample], answers: Answers) -> None:
-        """Send samples as one HTTP request; put each answer, or the error, into ``answers``."""
+        """Send samples as one HTTP request. Puts each answer, or the error, into ``answers``."""
         try:
             num_unanswered = len(samples)
             body = self._request_body([sample.request for sample in samples])
@@ -296,7 +300,10 @@ class SGLangEngine(Engine):
         }
 
     def _image_data(self, requests: Sequence[SampleRequest]) -> dict[str, Any]:
-        """The images of each request, in one item, for `server_hooks.take_pixels`; nothing for text."""
+        """The images for `server_hooks.take_pixels`: one item per request with images.
+
+        Empty if no request has images.
+        """
         if not any(request.images for request in requests):
             return {}
         known: dict[bytes, dict[str, Any]] = {}
@@ -312,7 +319,7 @@ class SGLangEngine(Engine):
         return {"image_data": [[known[r.prompt_key]] if r.images else None for r in requests]}
 
     def _check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise `RequestRefused` for options that need the tokenizer in a server without one."""
+        """Raise `RequestRefused` for options that need a tokenizer, if the server has none."""
         asked = [name for name in ("stop", "json_schema") if getattr(sampling, name)]
         if asked and not self._config.needs_server_tokenizer:
             raise RequestRefused(
@@ -351,13 +358,13 @@ class SGLangEngine(Engine):
             raise EngineError(f"{self._name} answered POST {path} with {str(answer)[:500]}, expected {confirmed}")
 
     async def _transact(self, offer: WeightOffer, stands_still: Callable[[], None]) -> float:
-        """Pause, load, verify, name the version, continue. After an error the server stays paused.
+        """Pause, load, verify, name the version, continue.
 
-        The server confirms the pause before its scheduler gets it. It confirms the start of the update when the running
-        step is done; then ``stands_still`` is called.
+        After an error the server stays paused. The server confirms the pause before its scheduler gets the pause. When
+        the running step is done, the server confirms the start of the update. Then ``stands_still`` is called.
 
         Returns:
-            Seconds from then until the server confirms that it continues.
+            Seconds from that call until the server confirms that it continues.
         """
         order, number = self._server.weight_order, secrets.token_hex(8)
         timeout_s = self._config.load_timeout_s * LOADERS_SHARE
@@ -381,8 +388,8 @@ class SGLangEngine(Engine):
         with _stage("load and verify", offer):
             await self._order("/update_weights_from_tensor", body, success=True)
             num_values = self._verified_values(offer, number)
-        # Only now may an answer name the version. The key of the call is `new_version`; running requests stay. The
-        # server does not sample before both calls are confirmed, so they may be sent together.
+        # Answers may name the version only from now on. The key of the call is `new_version`; running requests stay.
+        # Both calls may be sent together, because the server does not sample before both are confirmed.
         version = str(offer.version)
         named = {"new_version": version, "abort_all_requests": False}
         with _stage("end", offer):
@@ -390,7 +397,7 @@ class SGLangEngine(Engine):
                 self._order("/end_weight_update", {}, success=True),
                 self._order("/update_weight_version", named, new_version=version),
             )
-            if takes_memory_back:  # after the weights, because their load may need this memory
+            if takes_memory_back:  # after the weights, because loading the weights may need this memory
                 await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
         self._is_released = False
         self._version = offer.version
@@ -425,5 +432,5 @@ def _stage(name: str, offer: WeightOffer) -> record.OpenSpan:
 
 
 def _server_id(request_id: str) -> str:
-    """The id of a request on the server. It ends with a slash, because the server matches ids by prefix."""
+    """The id of a request on the server. The id ends with a slash, because the server matches ids by prefix."""
     return f"{request_id}/"

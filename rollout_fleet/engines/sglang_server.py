@@ -1,7 +1,7 @@
-"""Launches, supervises and calls one SGLang server: command line, readiness, log, death, stop, HTTP.
+"""Launches, supervises, calls and stops one SGLang server.
 
 The server runs under `process_guard`, in its own process group. Its output is read line by line, so that readiness and
-a bind failure are noticed at once. The exit of the guard shows the end of the server. Nothing here polls.
+a bind failure are noticed at once. The server has ended when the guard exits. This module does not poll.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ READY_LINE = "Uvicorn running on"
 BIND_FAILURE = "address already in use"
 BIND_ATTEMPTS = 3
 TAIL_LINES = 40
-SERVER_KEEP_ALIVE_S = 60  # seconds after which the server closes an idle connection; 5 by default
+SERVER_KEEP_ALIVE_S = 60  # the server closes an idle connection after these seconds; SGLang's default is 5
 DEATH_GRACE_S = 2.0
 # The client must close idle connections first: if the server closes one during a request, the request is lost.
 CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
@@ -66,7 +66,8 @@ _LOGGING = {
     "formatters": {"plain": {"format": "[%(asctime)s %(process)d %(levelname)s] %(message)s"}},
     "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}},
     "root": {"level": "WARNING", "handlers": ["out"]},
-    # Without a warm-up the server calls itself before it listens, and logs the failure with three tracebacks.
+    # With the warm-up skipped, the server calls itself before it listens. It would log this failure with three
+    # tracebacks.
     "loggers": {"sglang.srt.entrypoints.http_server": {"level": "ERROR"}},
 }
 
@@ -74,8 +75,8 @@ _LOGGING = {
 class SGLangServer:
     """One server process group, reachable at `url` with `headers` after `start`.
 
-    Its log is ``<name>-<rank>.log`` in ``log_dir``; ``head_dim`` is that of `ModelFacts`. With ``fp32_head`` the output
-    layer computes in float32; None: on a GPU.
+    Its log is ``<name>-<rank>.log`` in ``log_dir``. ``head_dim`` is the field of `ModelFacts`. With ``fp32_head`` the
+    output layer computes in float32; None: only on a GPU.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class SGLangServer:
         self._dtype = config.sglang.dtype_on(device)
         self._seed = seed
         self._port = 0
-        self._api_key = secrets.token_hex(24)  # hexadecimal: a leading dash would read as an option
+        self._api_key = secrets.token_hex(24)  # hexadecimal, because a leading dash would be read as an option
         self._guard: Process | None = None
         self._scratch: Path | None = None
         self._log_task: asyncio.Task[None] | None = None
@@ -117,7 +118,7 @@ class SGLangServer:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that every request needs: the server answers only requests with its key."""
+        """Headers that every request needs, because the server answers only requests with its key."""
         return {"Authorization": f"Bearer {self._api_key}"}
 
     @property
@@ -127,7 +128,7 @@ class SGLangServer:
 
     @property
     def weight_order(self) -> Path:
-        """The file that tells `server_hooks.load` which weights to load; the reports are beside it."""
+        """The file that tells `server_hooks.load` which weights to load. The reports are in the same folder."""
         assert self._scratch is not None
         return self._scratch / "weights.json"
 
@@ -137,7 +138,7 @@ class SGLangServer:
         return self._config.tp_size
 
     async def start(self) -> None:
-        """Start the server and wait until it listens; if another process takes the port, try another port.
+        """Start the server and wait until it listens. If another process takes the port, try another port.
 
         Raises `DeadlineError` after ``start_timeout_s``, `WorkerDiedError` if the server ends.
         """
@@ -173,7 +174,7 @@ class SGLangServer:
     async def stop(self) -> None:
         """Kill the server's process group. Returns when the guard has cleaned up."""
         self._stopping = True
-        async with self._launching:  # a running launch ends first
+        async with self._launching:  # wait for a running launch to end
             guard = self._guard
         if guard is None:
             return
@@ -188,7 +189,7 @@ class SGLangServer:
                 )
                 guard.kill()
                 await guard.wait()
-        if self._scratch is not None:  # a guard that was stopped during its start may not have removed it
+        if self._scratch is not None:  # a guard that was stopped during its start may have left the folder
             shutil.rmtree(self._scratch, ignore_errors=True)
         if self._log_task is not None:
             await asyncio.wait([self._log_task], timeout=1.0)
@@ -262,7 +263,7 @@ class SGLangServer:
                 line = chunk.decode(errors="replace").rstrip()
                 self._tail.append(line)
                 if not self._ready.is_set() and guard.returncode is None:
-                    # The server may die during its start; the guard must know its shared memory by then.
+                    # The server may die during its start, so the guard must know its shared memory early.
                     with contextlib.suppress(ProcessLookupError):
                         guard.send_signal(signal.SIGUSR1)
                 if READY_LINE in line:
@@ -288,7 +289,8 @@ class SGLangServer:
         }
         if config.max_total_tokens or on_cpu:
             arguments["--max-total-tokens"] = str(config.max_total_tokens or CPU_KV_TOKENS)
-        # SGLang's warm-up has no log-probs, and token ids that a small vocabulary lacks. `SGLangEngine` has its own.
+        # SGLang's warm-up does not request log-probs, and it uses token ids that a small vocabulary lacks. So
+        # `SGLangEngine` has its own warm-up.
         flags = ["--skip-server-warmup", "--sleep-on-idle", "--incremental-streaming-output"]
         if not self._fleet.needs_server_tokenizer:
             flags.append("--skip-tokenizer-init")
@@ -299,8 +301,9 @@ class SGLangServer:
         if self.saves_memory:
             flags.append("--enable-memory-saver")
         if config.on_update is OnUpdate.keep:
-            # The prefix cache cannot be flushed while requests run, and would give old KV to new requests. The tokens
-            # of an overlapped step would carry the new version.
+            # The prefix cache cannot be flushed while requests run, so it would give KV entries of old weights to new
+            # requests. With overlapped scheduling, the tokens of the last step before the update would carry the new
+            # version.
             flags += ["--disable-radix-cache", "--disable-overlap-schedule"]
         return [*(word for pair in arguments.items() for word in pair), *flags, *config.extra_args]
 
@@ -310,23 +313,24 @@ class SGLangServer:
             "TMPDIR": str(scratch),
             "SGLANG_LOGGING_CONFIG_PATH": str(scratch / "logging.json"),
             "HF_HUB_OFFLINE": "1",
-            "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # log-probs under the temperature
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # makes SGLang return log-probs under the temperature
             "PYTHONUNBUFFERED": "1",
             "TQDM_DISABLE": "1",
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
             ORDER_VARIABLE: str(scratch / "weights.json"),
-            # A TCPStore would listen on every address of the host and answer every client.
+            # A file, because a TCPStore would listen on every address of the host and answer every client.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
-            "MASTER_ADDR": "127.0.0.1",  # the port and this value name the shared memory of this server's ranks
+            # SGLang names the shared memory of this server's ranks by this value and the port
+            "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._port),
         }
-        if others := os.environ.get("SGLANG_PLUGINS"):  # the user's choice of plugins
+        if others := os.environ.get("SGLANG_PLUGINS"):  # plugins that the user chose
             environment["SGLANG_PLUGINS"] = f"{others},{PLUGIN}"
         if is_vision_model(self._model_path):
             environment[IMAGES_VARIABLE] = "1"
         if self._device is EngineDevice.cuda:
             environment |= self._compile_caches()
-            # Expandable segments break the memory saver, and CUDA IPC cannot share them with another process.
+            # Expandable segments break the memory saver. CUDA IPC cannot share them with another process either.
             for name in ALLOCATOR_VARIABLES:
                 environment.pop(name, None)
         if self._device is EngineDevice.cpu:
@@ -341,7 +345,7 @@ class SGLangServer:
         return environment
 
     def _compile_caches(self) -> dict[str, str]:
-        """Cache variables with folders that are kept after the end of the server."""
+        """Environment variables for compile caches, with folders that outlive the server."""
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "asyncrl", "compile")
         try:
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -366,7 +370,7 @@ class SGLangServer:
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    """Read one line, or a part of a line that is longer than the stream's buffer; empty at the end."""
+    """Read one line. Returns a part of a line that is longer than the stream's buffer, and nothing at the end."""
     try:
         return await stream.readuntil(b"\n")
     except asyncio.IncompleteReadError as error:
@@ -376,10 +380,10 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
 
 
 class SGLangClient:
-    """A connection pool to one running server; `open` it when the server is up.
+    """A pool of connections to one running server. Call `open` when the server is up.
 
-    Every call raises `RequestRefused` for a status of 4xx, `EngineError` if the server fails or cannot be reached
-    although it is alive, and `WorkerDiedError` if it died.
+    Every call raises `RequestRefused` for a status of 4xx, `EngineError` if a living server fails or cannot be reached,
+    and `WorkerDiedError` if the server died.
     """
 
     def __init__(self, server: SGLangServer) -> None:
@@ -403,8 +407,8 @@ class SGLangClient:
     async def call(self, method: str, path: str, body: Any = None) -> Any:
         """Call the server. Returns the JSON answer, or None for an empty answer.
 
-        A call whose connection breaks is sent once more on another connection. All calls of this method may be
-        repeated: the second call has the same result, or the server refuses it.
+        A call whose connection breaks is sent once more on another connection. Repeating is safe for all calls of this
+        method: the second call has the same result, or the server refuses it.
         """
         session = self._opened(method, path)
         try:
@@ -434,7 +438,8 @@ class SGLangClient:
                 async for data in response.content.iter_any():
                     *events, unread = (unread + data).split(_EVENT_END)
                     if found := [event.removeprefix(_EVENT_START) for event in events if event != _LAST_EVENT]:
-                        yield self._decoded(b"[" + b",".join(found) + b"]", "POST", path)  # faster than one by one
+                        # faster than yielding the events one by one
+                        yield self._decoded(b"[" + b",".join(found) + b"]", "POST", path)
         except aiohttp.ClientError as error:
             raise await self._unreachable("POST", path, error) from error
 
@@ -453,7 +458,7 @@ class SGLangClient:
             return orjson.loads(content)
         except orjson.JSONDecodeError as error:
             raise EngineError(
-                f"{self._server.name} answered {method} {path} with what is not JSON ({error}): {content[:500]!r}"
+                f"{self._server.name} answered {method} {path} with a body that is not JSON ({error}): {content[:500]!r}"
             ) from error
 
     async def _unreachable(self, method: str, path: str, error: Exception) -> EngineError:
@@ -461,7 +466,10 @@ class SGLangClient:
         return EngineError(f"{self._server.name} could not be reached for {method} {path}: {error!r}")
 
     async def _raise_if_dead(self) -> None:
-        """Raise `WorkerDiedError` if the server exits soon; its connections break before its process is gone."""
+        """Raise `WorkerDiedError` if the server exits soon.
+
+        The connections of a dying server break before its process is gone.
+        """
         try:
             async with asyncio.timeout(DEATH_GRACE_S):
                 await self._server.wait_exit()
@@ -470,7 +478,7 @@ class SGLangClient:
 
 
 async def _exchange(session: aiohttp.ClientSession, method: str, path: str, body: Any) -> tuple[int, bytes]:
-    """Send one HTTP request; returns the status and the whole body of the answer."""
+    """Send one HTTP request. Returns the status and the whole body of the answer."""
     async with session.request(method, path, data=None if body is None else _encoded(body)) as response:
         return response.status, await response.read()
 

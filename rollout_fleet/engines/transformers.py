@@ -1,7 +1,7 @@
 """The in-process engine: transformers' ``generate`` on batches of waiting samples.
 
 One task takes waiting samples, up to a budget of rows, and generates them in a thread, so that the event loop stays
-free. New samples wake the task. A batch is answered when its longest sample ends; rows that end earlier are dropped
+free. New samples wake the task. A batch is answered when its longest sample ends. Rows that end earlier are dropped
 from the computation. Weights are swapped between two batches. Log-probs are taken at each step, so that only one step's
 [B, V] is in memory.
 """
@@ -57,13 +57,13 @@ TAIL_TOKENS = 8  # extra decoded tokens beyond a stop text's length, because a c
 class StepRecorder:
     """Records, at every step of a batch, the log-probs before sampling and the tokens after it, and ends rows.
 
-    A row ends with one of ``eos_ids`` or of its own stop tokens, with a stop text, which ``decode`` finds, at its
-    ``max_new_tokens``, or at the next token after its sample is aborted. In a row with a seed, seed and position draw
-    each token, unless the distribution is truncated. So the draws do not change if another request continues the row. A
-    batch is written in rounds (`begin_round`); each round has the unfinished rows. With ``drops_rows`` a round ends
-    when half of its rows have ended. At temperature 0 (greedy) log-probs are those of temperature 1. ``on_step`` is
-    called after every step. The recorder is itself the logits processor: transformers inspects the signature of a
-    plain function at every step.
+    A row ends with one of ``eos_ids`` or of its own stop tokens, with a stop text (found with ``decode``), or at its
+    ``max_new_tokens``. A row whose sample is aborted ends at the next token. In a row with a seed, the seed and the
+    position determine the draw of each token, unless the distribution is truncated. So the draws do not change if
+    another request continues the row. A batch is written in rounds (`begin_round`); each round has the unfinished rows.
+    With ``drops_rows`` a round ends when half of its rows have ended. At temperature 0 (greedy) log-probs are those of
+    temperature 1. ``on_step`` is called after every step. The recorder itself is the logits processor, because
+    transformers inspects the signature of a plain function at every step.
     """
 
     def __init__(
@@ -102,7 +102,10 @@ class StepRecorder:
         return len(self._token_ids)
 
     def begin_round(self) -> Tensor:
-        """Begin a round with the unfinished rows. Returns [b] int64, their indices in the previous round."""
+        """Begin a round with the unfinished rows.
+
+        Returns [b] int64, the indices of these rows in the previous round.
+        """
         is_left = self._is_left[self._rows]
         self._rows = self._rows[is_left]
         return is_left.nonzero().squeeze(1)
@@ -149,7 +152,7 @@ class StepRecorder:
         return ~is_left.to(token_ids.device)
 
     def _is_at_stop(self, rows: Sequence[int], new_ids: Sequence[int]) -> Tensor:
-        """[b] bool, whether a row ends with one of its own stop tokens or stop texts."""
+        """Return [b] bool: whether each row ends with one of its own stop tokens or stop texts."""
         ends = [token in self._stop_ids[row] for row, token in zip(rows, new_ids, strict=True)]
         for place, row in enumerate(rows):
             stop = self._samples[row].request.sampling.stop
@@ -161,7 +164,7 @@ class StepRecorder:
         return torch.tensor(ends, dtype=torch.bool)
 
     def outputs(self, version: int) -> list[SampleOutput]:
-        """The samples after all rows have ended; every token carries ``version``."""
+        """Return the samples after all rows have ended. Every token carries ``version``."""
         token_ids = torch.stack(self._token_ids, dim=1).to(torch.int32).numpy()
         logprobs = torch.stack(self._logprobs, dim=1).numpy()
         versions = np.full(self.num_steps, version, dtype=np.int32)
@@ -180,11 +183,11 @@ class StepRecorder:
 
 
 class GenerationModel:
-    """The model, its weights, and the generation of batches; `load` reads the model.
+    """Holds the model and its weights, and generates batches. `load` reads the model.
 
-    ``dtype`` is a torch dtype's name, or ``auto`` for the stored one; ``device`` is ``cpu`` or ``cuda``. ``seed`` seeds
-    torch in this process. ``reproducible`` is the option of `TransformersConfig`. The generating thread calls
-    ``on_step`` after every token of a batch.
+    ``dtype`` is the name of a torch dtype, or ``auto`` for the dtype of the stored model. ``device`` is ``cpu`` or
+    ``cuda``. ``seed`` seeds torch in this process. ``reproducible`` is the option of `TransformersConfig`. The
+    generating thread calls ``on_step`` after every token of a batch.
     """
 
     def __init__(
@@ -209,7 +212,7 @@ class GenerationModel:
         self._pixel_format: PixelFormat | None = None
         self._decode: Decode | None = None
         self._may_pad, self._cuts_cache = True, False
-        self._eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, so that no token ends a row
+        self._eos_ids: tuple[int, ...] = ()  # no tokens during `_check_logprobs`, so that no token ends a row
         self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
@@ -222,14 +225,15 @@ class GenerationModel:
         if self._facts.image_token_id is not None:
             kind, self._pixel_format = AutoModelForImageTextToText, PixelFormat.of(load_processor(self._model_path))
         model: Any = kind.from_pretrained(self._model_path, dtype=self._dtype)
-        # What a call leaves at transformers' defaults, generate takes from here: a model's own top_k, for one.
+        # For options that a call does not set, transformers would use the model's own generation config, for example
+        # its top_k.
         model.generation_config = GenerationConfig()
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._check_logprobs()
         self._eos_ids = self._facts.eos_ids
 
     def release(self) -> None:
-        """Free the memory of the parameters on the device; `load_weights` allocates and fills it again."""
+        """Free the memory of the parameters on the device. `load_weights` allocates and fills the memory again."""
         for parameter in self._model.parameters():
             self._released.setdefault(parameter, parameter.shape)
             parameter.data = parameter.data.new_empty(0)
@@ -242,7 +246,7 @@ class GenerationModel:
     def load_weights(self, offer: WeightOffer, *, timeout_s: float) -> None:
         """Load offered weights and compare each write with its source.
 
-        Frozen weights under adapters are loaded once; the adapters are computed separately, not merged.
+        Frozen weights under adapters are loaded once. The adapters are not merged into the weights.
         ``timeout_s`` is `RolloutFleetConfig.load_timeout_s`.
 
         Raises:
@@ -260,7 +264,7 @@ class GenerationModel:
             self._adapted.load(adapter, offer.version, self._linear_layers())
 
     def _linear_layers(self) -> dict[str, torch.nn.Module]:
-        """Every linear layer by the name of its weight in a checkpoint."""
+        """Map the name of each linear layer's weight in a checkpoint to the layer."""
         layers = {
             (module.weight.data_ptr(), module.weight.shape): module
             for module in self._model.modules()
@@ -270,7 +274,10 @@ class GenerationModel:
         return {name: module for name, module in held.items() if module is not None}
 
     def _checkpoint(self) -> dict[str, Tensor]:
-        """The parameters by their checkpoint names. A checkpoint may fuse or split tensors in a different way."""
+        """Map the checkpoint's names to the parameters.
+
+        A checkpoint may fuse or split tensors in a different way than the model.
+        """
         if not self._held:
             self._held = revert_weight_conversion(self._model, dict(self._model.named_parameters()))
         return self._held
@@ -302,7 +309,7 @@ class GenerationModel:
 
     @torch.inference_mode()
     def generate(self, samples: Sequence[RunningSample], version: int) -> list[SampleOutput]:
-        """Generate new samples in one batch; all of them must have the same `distribution`.
+        """Generate new samples in one batch. All of them must have the same `distribution`.
 
         The result is in the order of the samples; ``on_first_token`` is called in this thread. Every token carries
         ``version``, the policy version of the weights. If padding changes the model's log-probs, prompts of each length
@@ -317,7 +324,8 @@ class GenerationModel:
     def _batches(self, requests: Sequence[SampleRequest]) -> Iterator[list[int]]:
         """Yield indices of requests that may share a batch.
 
-        An ended row is computed until its round ends; it must not need a position beyond the model's limit.
+        A row that has ended is still computed until its round ends. Such a row must not need a position beyond the
+        model's limit.
         """
         if self._reproducible:
             yield from ([row] for row in range(len(requests)))
@@ -334,7 +342,10 @@ class GenerationModel:
                 rows = [row for row in rows if row not in fit] if fit else []
 
     def _generate_batch(self, samples: Sequence[RunningSample], version: int) -> list[SampleOutput]:
-        """Generate a batch. If the cache can be cut, ended rows are dropped when half of the rows have ended."""
+        """Generate a batch.
+
+        If rows of the cache can be dropped, ended rows are dropped when half of the rows have ended.
+        """
         sampling = samples[0].request.sampling
         longest = max(sample.request.sampling.max_new_tokens for sample in samples)
         requests = [sample.request for sample in samples]
@@ -368,10 +379,11 @@ class GenerationModel:
         return recorder.outputs(version)
 
     def _seen(self, requests: Sequence[SampleRequest], mask: Tensor, *, is_first: bool) -> dict[str, Tensor]:
-        """The arguments of a batch with images: positions, [4, b, T] by ``mask`` [b, T], and the pixels when it begins.
+        """The model arguments of a batch with images.
 
-        The first axis of the positions is that of text. transformers would find images by their placeholders, and keep
-        the state of the positions in the model.
+        These are positions [4, b, T] from ``mask`` [b, T], and at the first step the pixels. The first axis of the
+        positions is that of text. The positions are passed explicitly, because transformers would search for
+        placeholders itself and keep the positions as state of the model.
         """
         images = [placed.image for request in requests for placed in request.images]
         if not images or self._pixel_format is None:
@@ -386,7 +398,7 @@ class GenerationModel:
         return seen | (self._pixels(images) if is_first else {})
 
     def _pixels(self, images: Sequence[Image]) -> dict[str, Tensor]:
-        """The tower's input for images."""
+        """The vision tower's input for images."""
         assert self._pixel_format is not None
         pixels = torch.from_numpy(np.concatenate([image.pixels for image in images])).to(self._device)
         grids = torch.tensor([image.grid for image in images], device=self._device)
@@ -401,7 +413,8 @@ class GenerationModel:
     def _check_logprobs(self) -> None:
         """Compare the log-probs of generated tokens with those of a forward pass, with padding and without.
 
-        Then compare with shared prefills and dropped rows, and enable these if they agree. Raises `EngineError` if
+        Then make the same comparison with shared prefills and dropped rows. These are enabled if the log-probs agree.
+        Raises `EngineError` if
         generation without padding does not agree.
         """
         rng = np.random.default_rng(0)
@@ -409,7 +422,7 @@ class GenerationModel:
         requests = [_greedy(prompt, _TRIED_TOKENS, *self._tried_image(prompt, rng)) for prompt in prompts]
         name = type(self._model).__name__
         if "chunked_attention" in (getattr(self._model.config, "layer_types", None) or ()):
-            self._may_pad = False  # otherwise the chunk of a token would depend on the padding
+            self._may_pad = False  # with padding, the attention chunk of a token would depend on the padding
         bound = 1e-3 if self._model.dtype == torch.float32 else 0.1
         try:
             difference = self._difference(requests)
@@ -459,14 +472,14 @@ class GenerationModel:
         return (placed,)
 
     def _difference(self, requests: Sequence[SampleRequest]) -> float:
-        """Largest difference, in nats, between log-probs of generation and of a forward pass."""
+        """Largest difference in nats between the log-probs of generation and those of a forward pass."""
         largest = 0.0
         outputs = self.generate([RunningSample(request) for request in requests], 0)
         for request, output in zip(requests, outputs, strict=True):
             tokens = torch.from_numpy(output.token_ids).to(self._device, torch.int64)
             prompt = torch.from_numpy(request.prompt_ids).to(self._device)
             whole, seen = torch.cat([prompt, tokens])[None], {}
-            if request.images:  # a sampled placeholder would count as an image; the rest is not compared
+            if request.images:  # a sampled placeholder would count as an image, so later tokens are not compared
                 is_placeholder = tokens == self._facts.image_token_id
                 tokens = tokens[: int(is_placeholder.int().argmax()) if is_placeholder.any() else None]
                 whole = torch.cat([prompt, tokens])[None]
@@ -479,7 +492,7 @@ class GenerationModel:
         return largest
 
     def _can_cut_cache(self, request: SampleRequest) -> bool:
-        """Whether rows of the model's cache can be dropped and copied: it holds keys and values only."""
+        """Whether rows of the model's cache can be dropped and copied. True if the cache holds only keys and values."""
         ids, mask = self._left_padded([request.prompt_ids])
         config = self._generation_config(request.sampling, 1)
         cache = self._model.generate(ids, attention_mask=mask, generation_config=config).past_key_values
@@ -500,9 +513,10 @@ class GenerationModel:
         return torch.from_numpy(ids).to(self._device), torch.from_numpy(mask).to(self._device)
 
     def _shared_prefill(self, requests: Sequence[SampleRequest]) -> Cache | None:
-        """The KV cache of [B] requests' prompts without their last token; equal prompts are computed once.
+        """Compute the KV cache of the prompts of [B] requests, without the last token of each.
 
-        None if this saves little, or if the model has a state other than keys and values.
+        Equal prompts are computed once. Returns None if this saves little, or if the model has a state other than keys
+        and values.
         """
         rows = {request.prompt_key: request for request in requests}
         shortest = min(len(request.prompt_ids) for request in requests)
@@ -539,7 +553,7 @@ class GenerationModel:
 
 
 def distribution(sampling: SamplingConfig) -> tuple[float, ...]:
-    """The common options of the samples of a batch: temperature, top-p, top-k and min-p."""
+    """The options that all samples of a batch have in common: temperature, top-p, top-k and min-p."""
     return (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
@@ -549,13 +563,13 @@ def _greedy(prompt: np.ndarray, max_new_tokens: int, *images: PlacedImage) -> Sa
 
 
 class _PendingSample(RunningSample):
-    """A sample that waits for a batch or is in one."""
+    """A sample that waits for a batch or is in a batch."""
 
     answers: Answers
 
 
 class TransformersEngine(Engine):
-    """An engine in this process; `start` loads the model."""
+    """An engine in this process. `start` loads the model."""
 
     sample_type = _PendingSample
 
@@ -592,7 +606,7 @@ class TransformersEngine(Engine):
         logger.info("%s: up", self._name)
 
     async def release_memory(self) -> None:
-        """See `Engine.release_memory`. The weights are dropped; the next load replaces them."""
+        """See `Engine.release_memory`. The weights are dropped. The next load replaces them."""
         if self._running:
             raise EngineError(f"{self._name} cannot release its memory while it generates {len(self._running)} samples")
         async with self._idle_model:
@@ -600,7 +614,10 @@ class TransformersEngine(Engine):
         logger.info("%s: released its weights", self._name)
 
     async def load_weights(self, offer: WeightOffer) -> float:
-        """See `Engine.load_weights`. Waits for the running batch; the watch for silence bounds that batch."""
+        """See `Engine.load_weights`.
+
+        Waits for the running batch. The watch for silence bounds the duration of that batch.
+        """
         self._check_up()
         return await self.unless_failed(self._load_when_idle(offer))
 

@@ -1,8 +1,8 @@
-"""Environments over the interfaces of other agents and environments; each adapter imports its package at its first use.
+"""Adapters that use other agents and environments as environments. Each adapter imports its package at its first use.
 
-`FunctionEnvironment` calls a function, ``command`` runs a program, ``gym`` and ``openenv`` play a game with ``reset``
-and ``step``, ``mcp`` gives the tools of MCP servers to the policy, and ``verifiers`` runs an environment of that
-package. docs/agents.md has a section on each.
+`FunctionEnvironment` calls a function, ``command`` runs a program. ``gym`` and ``openenv`` play a game with ``reset``
+and ``step``. ``mcp`` gives the tools of MCP servers to the policy. ``verifiers`` runs an environment of that package.
+docs/agents.md has a section on each.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SHOWN = 2000
 class FunctionEnvironment:
     """A function ``main(prompt, policy, **options)`` or ``main(prompt, base_url, api_key, **options)``.
 
-    The second form is for agents that bring a client of their own, such as an unmodified ``openai`` client. A function
+    The second form is for agents that use their own client, such as an unmodified ``openai`` client. A function
     that is not async runs in a thread. The function may have an attribute ``replayable``, as `Environment` does.
 
     Raises:
@@ -66,7 +66,7 @@ class FunctionEnvironment:
             ) from error
 
     async def run(self, prompt: Prompt, policy: Policy) -> Any:
-        """Call the function; `Outcome.of` converts what it returns."""
+        """Call the function. `Outcome.of` converts the result."""
         arguments = (prompt, policy) if self._has_policy else (prompt, policy.base_url, policy.api_key)
         if inspect.iscoroutinefunction(self._function):
             return await self._function(*arguments, **self._options)
@@ -75,7 +75,7 @@ class FunctionEnvironment:
 
 @ENVIRONMENTS.register("command")
 class CommandEnvironment:
-    """A program that is an agent, in any language: one process per episode.
+    """A program in any language that acts as the agent. Each episode runs in one process.
 
     The program finds ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY`` in its
     environment, and the text of the last message on its standard input. ``ASYNCRL_PROMPT`` is the path of a JSON file
@@ -85,8 +85,8 @@ class CommandEnvironment:
 
     Args:
         command: The program and its arguments. Example: ``python agent.py --fast``.
-        cwd: Its working directory; empty: a scratch folder of the episode, which is removed. A relative path in
-            ``command`` is looked up in the directory of the run.
+        cwd: Its working directory. Empty: a scratch folder of the episode, which is removed at the end. A relative path
+            in ``command`` is looked up in the directory of the run.
     """
 
     replayable = False
@@ -144,7 +144,7 @@ def _write_prompt(path: Path, prompt: Prompt) -> None:
 
 
 def _outcome_of(path: Path, output: str) -> Any:
-    """The output of a program: from its outcome file, or from its standard output."""
+    """Read the outcome of a program from its outcome file, or from its standard output."""
     if path.exists():
         written = path.read_text()
         try:
@@ -160,7 +160,7 @@ def _outcome_of(path: Path, output: str) -> Any:
 
 
 class _InvalidAction(Exception):
-    """The policy's text is not an action. The message goes to the policy, which answers again."""
+    """The policy's text is not an action. The policy gets the message and answers again."""
 
 
 Step = Callable[[str], Awaitable[tuple[Any, float, bool]]]
@@ -169,7 +169,10 @@ Step = Callable[[str], Awaitable[tuple[Any, float, bool]]]
 async def _play(
     prompt: Prompt, policy: Policy, observation: Any, step: Step, *, max_steps: int, turn_rewards: bool
 ) -> Outcome:
-    """Alternate between the policy and ``step``, which turns an action's text into observation, reward and end."""
+    """Alternate between the policy and ``step``.
+
+    ``step`` maps the text of an action to an observation, a reward, and whether the game has ended.
+    """
     messages = _with_observation(list(prompt.messages), observation)
     total, num_invalid, num_steps, done = 0.0, 0, 0, False
     rewards: dict[int, float] = {}
@@ -194,7 +197,10 @@ async def _play(
 
 
 def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
-    """Append an observation: chat messages, or text. Text extends the last message if that is the user's."""
+    """Append an observation: chat messages, or text.
+
+    If the last message is the user's, the text extends that message.
+    """
     if isinstance(observation, (list, tuple)) and all(isinstance(part, Mapping) for part in observation):
         return [*messages, *observation]
     text = str(observation)
@@ -260,7 +266,7 @@ class GymEnvironment:
 
 
 def _action(game: Any, text: str) -> Any:
-    """The policy's text, or the number in it for a discrete action space."""
+    """The policy's text. For a discrete action space, the number in the text."""
     space = getattr(game, "action_space", None)
     num_actions = getattr(space, "n", None)
     if num_actions is None:
@@ -274,12 +280,12 @@ def _action(game: Any, text: str) -> Any:
 
 @ENVIRONMENTS.register("openenv")
 class OpenEnvEnvironment:
-    """An environment behind a server of OpenEnv (github.com/meta-pytorch/OpenEnv); a session per episode.
+    """An environment on a server of OpenEnv (github.com/meta-pytorch/OpenEnv). Each episode has its own session.
 
     Args:
         url: URL of the server. Example: ``http://127.0.0.1:8000``.
-        action: Field of the action that gets the policy's text; ``json``: the text is the whole action.
-        observation: Field of the observation that the policy reads; empty: all of it, as JSON.
+        action: Field of the action that gets the policy's text. ``json``: the text is the whole action as JSON.
+        observation: Field of the observation that the policy reads. Empty: the whole observation as JSON.
         max_steps, turn_rewards: As in ``gym``.
     """
 
@@ -299,7 +305,7 @@ class OpenEnvEnvironment:
         self._limits = {"max_steps": max_steps, "turn_rewards": turn_rewards}
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Play one session: a WebSocket. The server keeps an instance of the environment per session."""
+        """Play one session, which is a WebSocket. The server keeps one instance of the environment per session."""
         async with AsyncExitStack() as stack:
             try:
                 client = await stack.enter_async_context(self._aiohttp.ClientSession())
@@ -388,7 +394,7 @@ async def use_tools(
                 raise ToolError(f"the arguments of {name} are not JSON: {error}") from error
             content = await policy.run_tool(call(name, arguments), name=name)
         except ToolError as error:
-            if isinstance(error.__cause__, OSError):  # of a connection, or a deadline
+            if isinstance(error.__cause__, OSError):  # a lost connection or a missed deadline
                 raise
             content = f"error: {error}"
         return {"role": "tool", "tool_call_id": wanted["id"], "name": name, "content": content}
@@ -404,13 +410,13 @@ async def use_tools(
 
 @ENVIRONMENTS.register("mcp")
 class McpEnvironment:
-    """Gives the tools of MCP servers to the policy until the policy answers; needs the package ``mcp``.
+    """Gives the tools of MCP servers to the policy until the policy answers. Needs the package ``mcp``.
 
     The reward comes from reward functions, which score the last message.
 
     Args:
-        servers: Servers by name, as in other MCP clients: ``{command: …, args: […], env: {…}}`` is started for each
-            episode, ``{url: …}`` is a running server (streamable HTTP).
+        servers: Servers by name, as in other MCP clients: A server ``{command: …, args: […], env: {…}}`` is started for
+            each episode. ``{url: …}`` is a running server (streamable HTTP).
     """
 
     replayable = False
@@ -429,7 +435,7 @@ class McpEnvironment:
         """Connect to the servers, let the policy use their tools, and return its answer."""
         try:
             return await self._use_servers(prompt, policy)
-        except ExceptionGroup as group:  # the client of a URL sends and receives in tasks of its own
+        except ExceptionGroup as group:  # the client of a URL sends and receives in its own tasks
             lost, others = group.split(_is_of_connection)
             if lost is None or others is not None:
                 raise
@@ -483,7 +489,7 @@ class McpEnvironment:
 
 
 def _is_of_connection(error: BaseException) -> bool:
-    """Whether an exception of a group is of the connection to an MCP server, and not of the policy or a tool."""
+    """Whether an exception group comes from the connection to an MCP server, and not from the policy or a tool."""
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _MCP_TRANSPORTS
 
 
@@ -493,9 +499,9 @@ def _first_of(group: BaseException) -> BaseException:
 
 @ENVIRONMENTS.register("verifiers")
 class VerifiersEnvironment:
-    """An environment of the package ``verifiers``, 0.4 or later (``verifiers.v1``): its agents, tools and rewards.
+    """An environment of the package ``verifiers``, 0.4 or later (``verifiers.v1``), with its agents, tools and rewards.
 
-    The reward is the mean of its agents' rewards; each named reward and metric is reported.
+    The reward is the mean of the agents' rewards. Each named reward and each metric is reported.
 
     Args:
         env: The environment's configuration, as ``verifiers`` reads it from a file. Example:
@@ -520,7 +526,7 @@ class VerifiersEnvironment:
                 f"column {self._task_key!r} must be the index of a task in 0..{len(self._tasks) - 1}, got {index!r}; "
                 f"write it into the data, and set data.extra_keys=[{self._task_key}]"
             )
-        variable = f"ASYNCRL_EPISODE_{uuid.uuid4().hex}"  # verifiers reads keys from the environment only
+        variable = f"ASYNCRL_EPISODE_{uuid.uuid4().hex}"  # verifiers reads keys only from environment variables
         client = self._vf.EvalClientConfig(base_url=policy.base_url, api_key_var=variable)
         environment = self._loaders.load_environment(self._config)
         os.environ[variable] = policy.api_key

@@ -1,4 +1,4 @@
-"""Anthropic's messages: their JSON to requests of a session, and answers to their JSON and events."""
+"""Anthropic's messages API: converts JSON to requests of a session, and answers to JSON and to events."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
     choice = body.get("tool_choice") or {}
     if choice.get("type", "auto") not in ("auto", "none") or choice.get("disable_parallel_tool_use"):
         raise ValueError(
-            f"tool_choice must be of the type auto or none, got {json.dumps(choice)}: no grammar of the model's tool "
-            "calls forces a call, or a single one; ask for it in a message"
+            f"tool_choice must be of the type auto or none, got {json.dumps(choice)}: the engine cannot "
+            "force the model to call a tool, or to call only one; ask for it in a message"
         )
     messages: list[dict[str, Any]] = []
     if body.get("system"):
@@ -54,7 +54,7 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
 
 
 def message(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
-    """The answer of ``/v1/messages``, with its turn's index, ``turn``."""
+    """The answer of ``/v1/messages``. Its field ``turn`` has the index of the turn."""
     blocks: list[dict[str, Any]] = []
     if answer.message.get("reasoning_content"):
         blocks.append({"type": "thinking", "thinking": answer.message["reasoning_content"], "signature": ""})
@@ -84,7 +84,7 @@ def message(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
 
 
 def events(body: Mapping[str, Any], answer: SampledAnswer) -> Iterator[dict[str, Any]]:
-    """The same answer as the events of a stream."""
+    """The answer as the events of a stream."""
     whole = message(body, answer)
     begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
     yield {"type": "message_start", "message": begun}
@@ -113,7 +113,7 @@ def error(kind: str, text: str) -> dict[str, Any]:
 
 
 def _read_message(content: Any, where: str) -> list[dict[str, Any]]:
-    """Convert an Anthropic message to messages in OpenAI's form; each tool result becomes a separate message."""
+    """Convert an Anthropic message to messages in OpenAI's form. Each tool result becomes a separate message."""
     role = content.get("role") if isinstance(content, Mapping) else None
     if role not in ("user", "assistant"):
         raise ValueError(f"{where}.role must be user or assistant, got {role!r}")
@@ -155,4 +155,4 @@ def _input_of(arguments: str) -> Any:
     try:
         return json.loads(arguments or "{}")
     except ValueError:
-        return {"arguments": arguments}  # Anthropic's format has no field for text
+        return {"arguments": arguments}  # Anthropic's format has no field for plain text

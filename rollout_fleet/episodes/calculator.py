@@ -1,8 +1,9 @@
-"""The task of ``experiment=tools``: write a number, or the sum of two numbers, with a calculator for the sums.
+"""The task of ``experiment=tools``: write a number or the sum of two numbers. A calculator computes sums.
 
 The answer to a *number* (``57123``) is the number itself. A *sum* (``12+34``) is too hard for the tiny model, so it
 needs a call: ``?12+34``, which the calculator answers. A call for a number is unnecessary and costs half of the reward.
-The teacher's demonstrations show both wrong habits: most sums with their first number, and most numbers with a call.
+The teacher's demonstrations show two wrong habits: they answer most sums with the first number, and they call the
+calculator for most numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SUM = re.compile(r"(\d{1,4})\+(\d{1,4})|(\d{1,8})")
 
 
 def calculate(expression: str) -> str:
-    """The sum, or the number itself; ``?`` if it is neither."""
+    """The value of a sum or of a number; ``?`` if the text is neither."""
     match = _SUM.fullmatch(expression)
     if match is None:
         return CALL
@@ -67,7 +68,7 @@ async def _answered(expression: str) -> str:
 
 
 def make_rows(rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
-    """Distinct prompts, half of them sums, with columns prompt (messages), ground_truth and data_source."""
+    """Make distinct prompts with the columns prompt (messages), ground_truth and data_source. Half of them are sums."""
     questions: dict[str, str] = {}
     while len(questions) < count:
         if len(questions) % 2:
@@ -90,8 +91,8 @@ def make_demonstrations(
 ) -> list[tuple[str, str]]:
     """Prompts and responses of a teacher with two wrong habits, each in a share of ``habit_rate``.
 
-    It answers a sum with its first number, and calls the calculator for a number. Every sum also has a demonstration
-    that starts after the choice: the call, and the answer with its result.
+    It answers a sum with its first number, and calls the calculator for a number. Every sum also has a right
+    demonstration: the call, and the answer with its result.
     """
     shown = []
     for row in rows:

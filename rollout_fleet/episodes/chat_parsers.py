@@ -16,7 +16,8 @@ from .chat_tokenizer import ChatTokenizer
 JSON_TAGS = "json"
 SGLANG = "sglang:"
 REASONING_BEGIN, REASONING_END = "<think>", "</think>"
-PROMPT_END = 16  # number of tokens that can contain the template's tag before the reasoning
+# number of tokens at the end of the prompt that can contain the template's opening tag of the reasoning
+PROMPT_END = 16
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
@@ -26,12 +27,12 @@ class ToolCallParser(Protocol):
     def split(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[tuple[str, Any]], list[str]]:
-        """Return the text before the calls, name and arguments of each call, and the texts of malformed calls."""
+        """Return the text before the calls, each call's name and arguments, and the texts of malformed calls."""
         ...
 
 
 class JsonTagParser:
-    """``<tool_call>{"name": …, "arguments": …}</tool_call>``, read from the text."""
+    """Reads calls of the form ``<tool_call>{"name": …, "arguments": …}</tool_call>`` from the text."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -71,7 +72,7 @@ class LibraryParser:
 
 
 class SGLangParser:
-    """A tool parser of SGLang, by its name there. Its import takes seconds and loads torch."""
+    """A tool parser of SGLang, by its name in SGLang. Importing it takes seconds and loads torch."""
 
     def __init__(self, name: str, tokenizer: ChatTokenizer) -> None:
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -96,7 +97,7 @@ class SGLangParser:
 
 
 def make_tool_parser(name: str, tokenizer: ChatTokenizer) -> ToolCallParser:
-    """Return the parser of a name: `JSON_TAGS`, ``sglang:NAME``, or a name of ``renderers.parsers``.
+    """Return the parser with this name: `JSON_TAGS`, ``sglang:NAME``, or a name of ``renderers.parsers``.
 
     Raises:
         ValueError: there is no such parser.
@@ -118,7 +119,7 @@ def make_tool_parser(name: str, tokenizer: ChatTokenizer) -> ToolCallParser:
 def split_reasoning(
     tokenizer: ChatTokenizer, prompt_ids: Sequence[int], token_ids: Sequence[int]
 ) -> tuple[str, Sequence[int]]:
-    """Split an answer without its stop token at ``</think>``; returns the reasoning and the rest.
+    """Split an answer (without its stop token) at ``</think>``. Returns the reasoning and the rest.
 
     The reasoning begins in the answer, or at the end of the prompt.
     """

@@ -37,7 +37,7 @@ class ChatTokenizer:
     Attributes:
         name_or_path: The model name by which ``renderers`` selects a renderer. Example: ``"Qwen/Qwen3-8B"``.
         chat_template: The Jinja template; empty if the model has none.
-        special_tokens: Token of each role of a special token. Example: ``{"eos_token": "<eos>"}``.
+        special_tokens: Maps the role of a special token to the token. Example: ``{"eos_token": "<eos>"}``.
 
     Raises:
         ValueError: the folder has no readable ``tokenizer.json``.
@@ -68,7 +68,7 @@ class ChatTokenizer:
         )
 
     def __call__(self, text: str, **_: Any) -> dict[str, Any]:
-        """Tokens of a text with their character offsets."""
+        """Encode a text to tokens with their character offsets."""
         encoding = self._fast.encode(text, add_special_tokens=False)
         return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
 
@@ -76,7 +76,7 @@ class ChatTokenizer:
         return self._fast.get_vocab_size()
 
     def encode(self, text: str, **_: Any) -> list[int]:
-        """Tokens of a text; special tokens in the text become their ids, and none are added."""
+        """Encode a text to token ids. Special tokens in the text become their ids. No special tokens are added."""
         return self._fast.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False, **_: Any) -> str:
@@ -85,7 +85,7 @@ class ChatTokenizer:
         return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """Id of a token, or ids of a list of tokens.
+        """Return the id of a token, or the ids of a list of tokens.
 
         A token outside the vocabulary gives the unknown token's id, or None.
         """
@@ -95,13 +95,13 @@ class ChatTokenizer:
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
     def get_vocab(self) -> dict[str, int]:
-        """Id of each token."""
+        """The id of each token."""
         return self._fast.get_vocab()
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, tokenize: bool = True, tools: Any = None, **options: Any
     ) -> Any:
-        """Render messages with the chat template; text, or token ids with ``tokenize``.
+        """Render messages with the chat template. Returns text, or token ids if ``tokenize`` is true.
 
         Raises:
             ValueError: the template refuses the messages.
@@ -117,7 +117,7 @@ class ChatTokenizer:
         add_generation_prompt: bool = False,
         **options: Any,
     ) -> str:
-        """Text of messages by the chat template. Raises `ValueError` if the template refuses the messages."""
+        """Render messages as text with the chat template. Raises `ValueError` if the template refuses the messages."""
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -148,7 +148,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_template(folder: Path, settings: Mapping[str, Any]) -> str:
-    """The chat template, from its file or the tokenizer's settings."""
+    """Read the chat template from its file or from the tokenizer's settings."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

@@ -8,10 +8,10 @@ from asyncrl.core.errors import check_bounds
 
 
 class OnFailure(StrEnum):
-    """What happens after a failed episode.
+    """Handling of a failed episode.
 
-    ``retry``: the attempt at its prompt group fails. ``score``: the rewards score what was sampled. ``drop``: the group
-    is trained on without the episode.
+    ``retry``: the attempt at its prompt group fails. ``score``: the rewards score the sampled text. ``drop``: the
+    learner trains on the group without the episode.
     """
 
     retry = "retry"
@@ -53,8 +53,9 @@ class RendererConfig:
         name: ``auto`` selects the renderer of the library ``renderers`` if its tokens equal those of the model's chat
             template; otherwise it selects the template. ``template`` always selects the template. Any other name is a
             renderer of that library. Example: ``qwen3``.
-        tool_parser: How tool calls are read with ``template``: a parser of ``renderers``, ``sglang:NAME``, or ``json``
-            for ``<tool_call>{JSON}</tool_call>``. Empty: ``json`` if the template writes these tags, otherwise none.
+        tool_parser: The parser of tool calls if ``template`` renders: a parser of ``renderers``, ``sglang:NAME``, or
+        ``json`` for ``<tool_call>{JSON}</tool_call>``. Empty: ``json`` if the template writes these tags, otherwise
+        none.
         keep_reasoning: Keep sampled reasoning in the context even if the template drops it. Then reasoning never causes
             a new branch, but the contexts differ from those of the template.
         options: Arguments of the renderer or the template. Example: ``{"enable_thinking": false}``.
@@ -68,24 +69,24 @@ class RendererConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    """The environment between the turns of an episode; without a name, a rollout is a single answer.
+    """The environment between the turns of an episode. Without a name, a rollout is a single answer.
 
     Attributes:
         name: A built-in adapter (``gym``, ``command``, ``openenv``, ``mcp``, ``verifiers``), or your own class or
             async function as ``file.py:Name`` or ``module:Name``. Empty: none, unless a row of the data names one.
         options: Keyword arguments of the environment. Example: ``{max_guesses: 7}``.
-        python: Interpreter of the environment's processes, Python 3.11 or later, which needs none of asyncrl's
-            packages. Empty: that of the run.
+        python: Interpreter of the environment's processes, Python 3.11 or later. It does not need asyncrl's packages.
+            Empty: the interpreter of the run.
         processes: Child processes per rollout worker.
         episodes_per_process: Episodes that one process runs at once.
         threads: Threads of numerical libraries per process (``OMP_NUM_THREADS`` and the like).
-        memory_limit_gb: A process that uses more, its own children included, is killed, and its episodes fail.
+        memory_limit_gb: A process that uses more memory (with its children) is killed, and its episodes fail.
         max_turns: Sampled turns per episode.
         max_tokens: Sampled tokens per episode; 0 is ``max_turns`` times ``sampling.max_new_tokens``.
-        max_context: Tokens on any path of an episode, prompt and answer included; 0 is what the model, without the 6
-            positions that SGLang reserves, and a micro-batch of each learner role hold.
-        max_tree_tokens: Tokens of all paths of an episode together, each with its whole history; 0 is no limit. A loss,
-            weight or mask of whole trajectories needs a limit, because the learner then reads all paths at once.
+        max_context: Tokens on any path of an episode, including prompt and answer. 0: the largest number that fits into
+            the model's context and into a micro-batch of each learner role. SGLang reserves 6 positions of the context.
+        max_tree_tokens: Tokens of all paths of an episode together, each path with its whole history; 0 is no limit. A
+            loss, weight or mask of whole trajectories needs a limit, because the learner then reads all paths at once.
         start_timeout_s: Deadline for a process to start, and for loading an environment in it.
         turn_timeout_s: Deadline of one request for a turn.
         tool_timeout_s: Deadline of one call of a tool (`Policy.run_tool`, and the tools of the adapters).

@@ -1,8 +1,9 @@
-"""The policy's HTTP endpoint in a rollout worker: OpenAI's and Anthropic's routes over the sessions of its episodes.
+"""The policy's HTTP endpoint in a rollout worker.
 
-One address, and one key per episode: the key finds the session. An answer is sent when its turn has finished. Until
-then a stream gets comments, so that proxies and clients do not close the connection. Errors have the format of the
-called API.
+It serves the sessions of its episodes under OpenAI's and Anthropic's routes. All episodes share one address. Each
+episode has its own key, and the key selects the session. An answer is sent when its turn has finished. Until then the
+endpoint sends comments into a stream, so that proxies and clients do not close the connection. Errors have the format
+of the called API.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .session import ChatRequest, SampledAnswer, Session, TextRequest
 KEEP_ALIVE_S = 5.0
 MAX_BODY_BYTES = 64 << 20
 MAX_CLOSED_KEYS = 100_000
-RETRY_COUNT = "x-stainless-retry-count"  # headers of the clients of OpenAI and Anthropic
+RETRY_COUNT = "x-stainless-retry-count"  # headers that the clients of OpenAI and Anthropic send
 _PREFIX = "asyncrl-"
 A = TypeVar("A", ChatRequest, TextRequest)
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """How an environment reaches the policy.
+    """The address and key with which an environment reaches the policy.
 
     Attributes:
         base_url: OpenAI's base URL. Anthropic's is the same without ``/v1``. Example: ``"http://127.0.0.1:41001/v1"``.
@@ -50,11 +51,11 @@ class Access:
 
 @dataclass(kw_only=True)
 class EndpointCounts:
-    """Counts of an endpoint.
+    """Numbers of calls and errors of an endpoint.
 
     Attributes:
         requests: Calls with a key of an episode.
-        unknown_keys: Calls with another key; ``closed_keys``: with the key of an episode that has ended.
+        unknown_keys: Calls with an unknown key. ``closed_keys``: calls with the key of an ended episode.
         lost: Answers whose client had disconnected.
         errors: Error answers by HTTP status.
     """
@@ -75,7 +76,10 @@ class _Refused(Exception):
 
 
 class Endpoint:
-    """An HTTP server for the environments of a rollout worker; ``keep_alive_s`` is the pause between comments."""
+    """An HTTP server for the environments of a rollout worker.
+
+    ``keep_alive_s`` is the pause between comments in a stream.
+    """
 
     def __init__(self, *, keep_alive_s: float = KEEP_ALIVE_S) -> None:
         self.counts = EndpointCounts()
@@ -123,7 +127,10 @@ class Endpoint:
         return Access(base_url=self._base_url, api_key=key)
 
     def close_session(self, api_key: str) -> None:
-        """Refuse later calls with this key; the last `MAX_CLOSED_KEYS` keys are distinguished from unknown keys."""
+        """Refuse later calls with this key.
+
+        The last `MAX_CLOSED_KEYS` closed keys are distinguished from unknown keys.
+        """
         self._sessions.pop(api_key, None)
         self._stored.pop(api_key, None)
         self._closed[api_key] = None
@@ -256,9 +263,9 @@ class Endpoint:
         whole: Callable[[list[SampledAnswer]], Mapping[str, Any]],
         stream: Callable[[list[SampledAnswer]], Iterable[bytes]] | None,
     ) -> web.StreamResponse:
-        """Wait for the turns and send them, in one piece or as events.
+        """Wait for the turns and send them in one piece or as events.
 
-        Counts the turns of a client that has disconnected.
+        If the client has disconnected, count the turns as lost.
         """
         ask = session.chat(asked) if isinstance(asked, ChatRequest) else session.complete(asked)
         work = asyncio.ensure_future(ask)
@@ -280,7 +287,7 @@ class Endpoint:
         work: asyncio.Future[list[SampledAnswer]],
         stream: Callable[[list[SampledAnswer]], Iterable[bytes]],
     ) -> web.StreamResponse:
-        """Send events. An error before the first comment has its own status; a later one is an event."""
+        """Send events. An error before the first comment sets the HTTP status. A later error is sent as an event."""
         await asyncio.wait([work], timeout=self._keep_alive_s)
         if work.done():
             work.result()
@@ -303,7 +310,7 @@ class Endpoint:
 
 
 def _status_of(error: Exception) -> tuple[int, str, str]:
-    """HTTP status, kind and message of a failure."""
+    """The HTTP status, kind and message for a failure."""
     if isinstance(error, _Refused):
         return error.status, error.kind, str(error)
     if isinstance(error, EpisodeOverflow):
@@ -334,7 +341,7 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
 
 
 def _read(reader: Callable[..., A], body: Mapping[str, Any], request: web.Request) -> A:
-    """Read a body, and the headers about a repeated request."""
+    """Read a body, and the headers that mark a repeated request."""
     retries = request.headers.get(RETRY_COUNT, "0")
     is_retry = retries.isdigit() and int(retries) > 0
     try:
@@ -355,7 +362,7 @@ def _json(content: Any, *, status: int = 200, headers: Mapping[str, str] | None 
 
 
 def _data(chunks: Iterable[Mapping[str, Any]]) -> Iterable[bytes]:
-    """Chunks as OpenAI's server-sent events."""
+    """Format chunks as OpenAI's server-sent events."""
     for chunk in chunks:
         yield b"data: " + orjson.dumps(chunk) + b"\n\n"
     yield b"data: [DONE]\n\n"

@@ -1,7 +1,7 @@
-"""The interface of environments (the user's code), and the policy's client for that code.
+"""The interface of environments (the user's code), and the client with which that code reaches the policy.
 
-An environment runs in a child process (`rollout_fleet.episodes.environment_processes`) and talks to the policy over
-HTTP only. This module needs only the standard library, because the child process may use another Python.
+An environment runs in a child process (`rollout_fleet.episodes.environment_processes`). It reaches the policy only over
+HTTP. This module needs only the standard library, because the child process may use another Python.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LARGEST = 3.4028234663852886e38  # of float32
 
 
 class FailureKind(StrEnum):
-    """Why an episode failed; ``rollout_fleet.environment.on_failure`` sets the handling of each kind."""
+    """The kind of an episode's failure. ``rollout_fleet.environment.on_failure`` sets the handling of each kind."""
 
     environment = "environment"
     tool = "tool"
@@ -44,7 +44,7 @@ class FailureKind(StrEnum):
 
 
 class EpisodeFailure(AsyncRLError):
-    """An episode has no outcome. The message has the reason."""
+    """An episode has no outcome. The message names the reason."""
 
     def __init__(self, kind: FailureKind, message: str) -> None:
         super().__init__(kind, message)
@@ -55,18 +55,21 @@ class EpisodeFailure(AsyncRLError):
 
 
 class ToolError(AsyncRLError):
-    """A tool of an environment failed. An environment that does not catch it ends with a failure of kind ``tool``."""
+    """A tool of an environment failed.
+
+    If the environment does not catch this error, the episode ends with a failure of kind ``tool``.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome of an episode, as its environment reports it.
+    """The outcome of an episode that its environment reports.
 
     Attributes:
         reward: Result of the built-in reward ``environment``; None leaves the reward to other reward functions.
         turn_rewards: Additional rewards of turns, by `AssistantMessage.turn` or `SampledTurn.turn`.
         metrics: Numbers to report. Example: ``{"guesses": 4.0}``.
-        answer: The text that reward functions score; empty: the text of the last turn.
+        answer: The text that reward functions score. Empty: the text of the last turn.
     """
 
     reward: float | None = None
@@ -76,7 +79,7 @@ class Outcome:
 
     @classmethod
     def of(cls, returned: object) -> Outcome:
-        """Convert what an environment returned: an `Outcome`, its fields as a mapping, a number, or None.
+        """Convert the return value of an environment: an `Outcome`, its fields as a mapping, a number, or None.
 
         Raises `EpisodeFailure` of kind ``reward`` for anything else, and for numbers that are not finite in float32.
         """
@@ -102,7 +105,7 @@ class Outcome:
 
 
 def _number(value: Any) -> float:
-    """A Python, numpy or torch scalar as a finite float."""
+    """Convert a Python, numpy or torch scalar to a finite float."""
     if isinstance(value, (str, bytes)) or getattr(value, "ndim", 0) != 0:
         raise ValueError(f"{value!r} is not a number")
     number = float(value)
@@ -118,10 +121,10 @@ def _turn(key: Any) -> int:
 
 
 class AssistantMessage(dict[str, Any]):
-    """An assistant's message in the form of OpenAI's API; append it to the messages to continue.
+    """An assistant's message in the form of OpenAI's API. Append it to the messages to continue the conversation.
 
     Attributes:
-        turn: Index of its turn in the episode, for `Outcome.turn_rewards`.
+        turn: Index of the message's turn in the episode, for `Outcome.turn_rewards`.
         finish_reason: ``stop``, ``length`` or ``tool_calls``.
     """
 
@@ -141,12 +144,12 @@ class AssistantMessage(dict[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class SampledTurn:
-    """A turn that `Policy.sample` asked for.
+    """The turn that `Policy.sample` returns.
 
     Attributes:
-        turn: Index of the turn in the episode; the ``parent`` of the following turns.
+        turn: Index of the turn in the episode. Pass it as ``parent`` for a following turn.
         token_ids: The sampled tokens.
-        logprobs: One per token.
+        logprobs: One log-prob per token.
         finish_reason: ``stop`` or ``length``.
     """
 
@@ -163,10 +166,10 @@ class Policy:
 
     Attributes:
         base_url: URL for this episode. Example: ``"http://127.0.0.1:41234/v1"``.
-        api_key: Key of this episode; refused after its end.
+        api_key: Key of this episode. The endpoint refuses it after the end of the episode.
         sample_index: Index of this rollout in its prompt group, 0..G - 1.
-        metrics: Numbers that are added to the outcome's: ``tool_calls``, ``tool_errors`` and ``tool_s`` if `run_tool`
-            was used.
+        metrics: Numbers that are added to the metrics of the outcome: ``tool_calls``, ``tool_errors`` and ``tool_s`` if
+            `run_tool` was used.
     """
 
     def __init__(
@@ -214,16 +217,16 @@ class Policy:
         return message
 
     async def sample(self, tokens: Sequence[int], *, parent: int | None = 0, **options: Any) -> SampledTurn:
-        """Sample a turn below ``parent`` and the new ``tokens``; the turn of the prompt is 0, None is a new root.
+        """Sample a turn after the turn ``parent`` and the new ``tokens``.
 
-        ``options`` and errors are those of `chat`.
+        The prompt is turn 0; None begins a new root. ``options`` and errors are those of `chat`.
         """
         body = {"parent": parent, "tokens": [int(token) for token in tokens], **options}
         answer = await self._post("/asyncrl/sample", body)
         return SampledTurn(**{name: answer[name] for name in ("turn", "token_ids", "logprobs", "finish_reason")})
 
     async def give(self, tokens: Sequence[int], *, parent: int | None = 0) -> int:
-        """Append tokens that the policy did not sample, and return their turn. The errors are those of `chat`."""
+        """Append tokens that the policy did not sample, and return their turn. Raises as `chat`."""
         answer = await self._post("/asyncrl/give", {"parent": parent, "tokens": [int(token) for token in tokens]})
         return answer["turn"]
 
@@ -280,7 +283,7 @@ class Policy:
 
 
 async def _post_json(url: str, api_key: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Send one request on a new connection, with the standard library. Returns status and answer."""
+    """Send one request on a new connection, using only the standard library. Returns the status and the answer."""
     place = urlsplit(url)
     payload = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(place.hostname, place.port or 80)
@@ -291,7 +294,8 @@ async def _post_json(url: str, api_key: str, body: Mapping[str, Any]) -> tuple[i
         )
         writer.write(head.encode() + payload)
         await writer.drain()
-        head, _, content = (await reader.read(-1)).partition(b"\r\n\r\n")  # HTTP/1.0: the server closes at the end
+        # HTTP/1.0, so the server closes the connection at the end
+        head, _, content = (await reader.read(-1)).partition(b"\r\n\r\n")
         status_line, _, lines = head.partition(b"\r\n")
         headers = http.client.parse_headers(io.BytesIO(lines + b"\r\n\r\n"))
         if len(content) < int(headers.get("Content-Length", 0)) or not status_line:
@@ -304,19 +308,20 @@ async def _post_json(url: str, api_key: str, body: Mapping[str, Any]) -> tuple[i
 
 
 class Environment(Protocol):
-    """The user's code between the turns of an episode. This code controls the episode.
+    """The user's code between the turns of an episode.
 
-    One object serves all episodes of a process with the same options, many at once: keep the state of an episode in
-    `run`. With the class attribute ``replayable = False``, an episode whose worker died starts again without its
-    recorded turns. Set it if `run` changes anything outside its process.
+    This code controls the episode. One object serves all episodes of a process that have the same options, also at the
+    same time. So keep the state of an episode in `run`. With the class attribute ``replayable = False``, an episode
+    whose worker died starts again without its
+    recorded turns. Set the attribute if `run` changes anything outside its process.
     """
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Run one episode.
 
         Raises:
-            Exception: the episode has failed. The kind is ``tool`` for a `ToolError`, the kind of an `EpisodeFailure`,
-                and otherwise ``environment``.
+            Exception: the episode has failed. The kind of the failure is ``tool`` for a `ToolError`, the kind of an
+                `EpisodeFailure`, or else ``environment``.
         """
         ...
 

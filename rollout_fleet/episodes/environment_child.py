@@ -1,6 +1,6 @@
 """The process in which environments run: many episodes at once in one event loop.
 
-The parent (`rollout_fleet.episodes.environment_processes`) asks with pickled builtins, and the process answers in
+The parent (`rollout_fleet.episodes.environment_processes`) sends requests as pickled builtins. The process answers in
 JSON::
 
     {"run": 7, …} ──▶   "loading"                            its event loop may stand still until the next message
@@ -10,9 +10,9 @@ JSON::
     {"cancel": 7} ──▶   the answer to 7
 
 An episode is answered after it has been cleared up: its tasks are cancelled, and the programs that it started are
-killed. What cannot be ended (a thread, a task that ignores its cancellation) is counted, and the parent replaces the
-process when there is too much of it. The Python may be another one than the run's: this module needs the standard
-library only.
+killed. Some leftovers cannot be ended: a thread, or a task that ignores its cancellation. They are counted, and the
+parent replaces the process when there are too many. This module needs only the standard library, because the process
+may run another Python than the run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ EPISODE = "ASYNCRL_EPISODE"
 """Variable in the environment of the programs that an episode starts."""
 _ENVIRONMENTS_KEPT = 16
 _THREADS = 64
-_SHUTTING_DOWN = frozenset({410, 503})  # the endpoint's status when the episode was cut off
+_SHUTTING_DOWN = frozenset({410, 503})  # the endpoint's HTTP status for an episode that was cut off
 
 
 class _Traces:
@@ -99,7 +99,7 @@ def _kill_fork(pid: int) -> bool:
             return False
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    except (ChildProcessError, ProcessLookupError):  # the environment has already reaped it
+    except (ChildProcessError, ProcessLookupError):  # the environment has already reaped the process
         return False
     return True
 
@@ -108,7 +108,7 @@ class _TracedThreads(ThreadPoolExecutor):
     """The thread pool of ``asyncio.to_thread``; records the episode of each call."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        traces, token = _current.get(), _current.set(None)  # threads of the pool do not belong to an episode
+        traces, token = _current.get(), _current.set(None)  # the threads of the pool do not belong to one episode
         try:
             call = super().submit(fn, *args, **kwargs)
         finally:
@@ -163,7 +163,7 @@ def _trace(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class EnvironmentChild:
-    """Runs the episodes that the parent requests; writes the answers to a pipe."""
+    """Runs the episodes that the parent requests, and writes the answers to a pipe."""
 
     def __init__(self, answers: BinaryIO) -> None:
         self._answers = answers
@@ -210,7 +210,7 @@ class EnvironmentChild:
         write_frame(self._answers, answer)
 
     async def _run(self, question: Mapping[str, Any]) -> None:
-        """One episode, from the question to its answer."""
+        """Run one requested episode and send its answer."""
         number, answer = question["run"], {}
         traces = _Traces(f"{os.getpid()}-{number}")
         context = contextvars.copy_context()
@@ -222,7 +222,7 @@ class EnvironmentChild:
             body = context.run(asyncio.create_task, _outcome(environment, prompt, policy))
             await asyncio.wait([body])
             answer["outcome"] = asdict(body.result())
-        except BaseException as error:  # the user's code raised it, or the parent has cancelled this task
+        except BaseException as error:  # the user's code raised this, or the parent has cancelled the task
             failure = _failure(error)
             answer["failure"] = (failure.kind, str(failure))
             if not isinstance(error, (asyncio.CancelledError, EpisodeFailure)):
@@ -237,7 +237,7 @@ class EnvironmentChild:
         write_frame(self._answers, {"id": episode, "tool": [number, name[:MOST_NAMED], is_running]})
 
     def _environment(self, name: str, options: Mapping[str, Any]) -> Any:
-        """The environment with this name and these options. A cache keeps the latest environments."""
+        """Return the environment with this name and these options. A cache keeps the latest environments."""
         key = json.dumps([name, options], sort_keys=True, default=repr)
         environment = self._kept.pop(key, None)
         if environment is None:
@@ -282,19 +282,19 @@ def _prompt(pickled: bytes) -> Prompt:
 async def _outcome(environment: Any, prompt: Prompt, policy: Policy) -> Outcome:
     try:
         outcome = Outcome.of(await environment.run(prompt, policy))
-    except SystemExit as error:  # in a task it would end the event loop
+    except SystemExit as error:  # SystemExit in a task would end the event loop
         raise EpisodeFailure(FailureKind.environment, f"the environment called sys.exit({error.code})") from error
     return replace(outcome, metrics={**policy.metrics, **outcome.metrics})
 
 
 def _failure(error: BaseException) -> EpisodeFailure:
-    """The failure of an episode that ended with this exception. The first of its causes with a kind counts."""
+    """The failure of an episode that ended with this exception. Its kind is that of the first cause that has one."""
     for cause in _causes(error):
         if isinstance(cause, EpisodeFailure):
             return cause
         if isinstance(cause, ToolError):
             return EpisodeFailure(FailureKind.tool, str(cause))
-        if getattr(cause, "code", None) == OVERFLOW_CODE:  # an exception of an OpenAI client
+        if getattr(cause, "code", None) == OVERFLOW_CODE:  # exceptions of an OpenAI client have this code
             return EpisodeFailure(FailureKind.overflow, str(cause))
         if getattr(cause, "status_code", None) in _SHUTTING_DOWN:
             return EpisodeFailure(FailureKind.infrastructure, str(cause))
@@ -321,6 +321,6 @@ def main(parent_pid: int) -> None:
     while not serving.done():
         try:
             loop.run_until_complete(serving)
-        except SystemExit:  # a task of an environment raised it; the code that awaits the task gets it
+        except SystemExit:  # a task of an environment raised this exception; the code that awaits the task gets it
             logger.warning("a task of an environment called sys.exit, which ends the task only")
-    os._exit(0)  # do not wait for threads
+    os._exit(0)  # ends the process without waiting for threads

@@ -1,9 +1,10 @@
-"""Runs environments in child processes: starts, watches and replaces the processes, and hands them episodes.
+"""Runs environments in child processes. Starts, watches and replaces the processes, and assigns episodes to them.
 
-An episode waits for a process with a free place; its deadline starts then. `EnvironmentProcesses` waits for the answers
-of `rollout_fleet.episodes.environment_child`; a task per process reads them and wakes the episode concerned. Another
-task looks at all processes twice per second, and kills those whose event loop is blocked or whose memory is too large.
-The episodes of a killed process fail; the next episode that needs the process starts another one.
+An episode waits for a process with a free place. The episode's deadline starts when it gets the place.
+`EnvironmentProcesses` waits for the answers of `rollout_fleet.episodes.environment_child`. One task per process reads
+the answers and wakes the episodes. Another task looks at all processes twice per second, and kills those whose event
+loop is blocked or whose memory is too large. The episodes of a killed process fail; the next episode that needs the
+process starts another one.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ MOST_STUCK = 16
 _TRACEBACK_S = 0.2
 _MAX_BACKOFF_S = 30.0
 _STEADY_S = 300.0
-"""The end of a process that has lived so long is not one of a series."""
+"""A process that lived longer than this does not count as one that ended soon."""
 
 
 class HasAccess(Protocol):
-    """The policy's address for one episode; the worker's endpoint makes it."""
+    """The policy's address and key for one episode. The worker's endpoint makes them."""
 
     @property
     def base_url(self) -> str:
@@ -79,10 +80,10 @@ class _EnvironmentProcess:
     """One child process and its episodes.
 
     Attributes:
-        answers: A future per unanswered question, by number.
-        listeners: Who hears of the tools of an episode, by the number of its question.
-        is_retiring: It gets no further episodes, and is killed after its last one.
-        began: When it was started, on the monotonic clock.
+        answers: One future per unanswered request, by the number of the request.
+        listeners: The callbacks for the tool calls of an episode, by the number of its request.
+        is_retiring: Whether the process gets no further episodes and is killed after its last one.
+        began: Time of its start on the monotonic clock.
     """
 
     def __init__(self, child: ChildProcess, config: RolloutFleetConfig) -> None:
@@ -101,12 +102,12 @@ class _EnvironmentProcess:
         return self._end is not None
 
     async def ask(self, question: Mapping[str, Any], number: int) -> dict[str, Any]:
-        """Send a question and return the answer. If this call is cancelled, the future stays in ``answers``."""
+        """Send a request and return the answer. If this call is cancelled, the future stays in ``answers``."""
         answer = self.answers[number] = asyncio.get_running_loop().create_future()
         answer.add_done_callback(lambda _: self.answers.pop(number, None))
         if self._end is not None:
             answer.set_result(self._lost())
-        with suppress(ConnectionError):  # the reading task fails its questions
+        with suppress(ConnectionError):  # the reading task answers the requests with a failure
             await self._child.send(question)
         return await asyncio.shield(answer)
 
@@ -123,9 +124,9 @@ class _EnvironmentProcess:
             await self.end(f"did not clear up a cancelled episode within {timeout_s:g} s")
 
     def check(self, late_s: float) -> str:
-        """Why the process must be killed; empty if it is healthy.
+        """Return why the process must be killed; empty if the process is healthy.
 
-        ``late_s``: time for which this worker's loop was blocked.
+        ``late_s``: seconds for which this worker's own event loop was blocked.
         """
         self._quiet_until += late_s
         options = self._options
@@ -146,7 +147,7 @@ class _EnvironmentProcess:
         return ""
 
     async def end(self, why: str) -> None:
-        """Kill the process; its episodes fail with the message ``why``."""
+        """Kill the process. Its episodes fail with the message ``why``."""
         if self._end is None:
             self._end = why
         await self._child.kill()
@@ -245,18 +246,18 @@ class EnvironmentProcesses:
     ) -> Outcome:
         """Run one episode in a process with a free place.
 
-        A cancellation of this call also cancels the environment, and ends all that it started.
+        Cancelling this call also cancels the environment, and ends everything that the environment started.
 
         Args:
             prompt: The prompt.
             access: Base URL and key of the episode.
             sample: Index of the rollout in its group, 0..G - 1.
-            name: The environment; empty: that of the run.
-            options: Options of the row. If its environment is the run's, they extend and replace those of the run.
-            on_tool: Told of the calls of `Policy.run_tool`.
+            name: The environment. Empty: the environment of the run.
+            options: Options of the row. If the row uses the run's environment, they override the run's options one by
+                one.
+            on_tool: Called at the beginning and the end of each call of `Policy.run_tool`.
 
-        Raises:
-            EpisodeFailure: there is no outcome.
+        Raises: EpisodeFailure: the episode has no outcome.
         """
         name = name or self._options.name
         values = {field.name: getattr(prompt, field.name) for field in fields(prompt)}
@@ -339,7 +340,7 @@ class EnvironmentProcesses:
         return min(range(len(self._slots)), key=lambda slot: len(p.answers) if (p := self._slots[slot]) else 0)
 
     def _retire(self, process: _EnvironmentProcess) -> None:
-        """Give the process no further episodes, because it has too many threads and tasks that cannot be ended."""
+        """Stop giving episodes to the process, because it has too many threads and tasks that cannot be ended."""
         if process.is_retiring:
             return
         logger.warning("a process of environments is replaced: more than %d threads or tasks are left", MOST_STUCK)
@@ -349,9 +350,10 @@ class EnvironmentProcesses:
         self._slots[self._slots.index(process)] = None
 
     async def _process(self, slot: int) -> _EnvironmentProcess:
-        """The process of a slot.
+        """Return the process of a slot.
 
-        A missing process is started, after a pause if earlier ones ended soon. Raises `EpisodeFailure` if the process
+        A missing process is started, after a pause if earlier processes ended soon. Raises `EpisodeFailure` if the
+        process
         does not start.
         """
         async with self._starting[slot]:
@@ -418,7 +420,7 @@ class EnvironmentProcesses:
 
 
 def _memory_bytes(pid: int) -> int:
-    """Resident bytes of a process and its descendants."""
+    """The resident memory of a process and its descendants, in bytes."""
     total = 0
     with suppress(psutil.Error):
         for process in (root := psutil.Process(pid), *root.children(recursive=True)):

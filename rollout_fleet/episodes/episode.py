@@ -12,9 +12,9 @@ The life of a sampled turn::
         │                   └──abandon──▶ dropped            after each abort, with its tokens so far as prompt
         └──sample of another request──▶ dropped
 
-The forest is append only, and turns are known by their indices, parents before children. The engine's prompt of a turn
-is exactly the tokens on the path to it: no token is ever decoded and encoded again. Pure and synchronous; the caller
-sends the requests and runs the environment.
+Turns are only added to the forest. A turn is named by its index, and a parent comes before its children. The engine's
+prompt for a turn is exactly the tokens on the path to the turn. No token is ever decoded and encoded again. The module
+is pure and synchronous: the caller sends the requests and runs the environment.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class EpisodeBudget:
 
     Attributes:
         max_turns: Sampled turns. Example: 32.
-        max_tokens: Sampled tokens of all turns; a running turn counts with all tokens that it may still write.
-        max_context: Tokens on any path, the prompt and the answer included; at most the model's context length.
+        max_tokens: Sampled tokens of all turns. A running turn counts with all tokens that it may still write.
+        max_context: Tokens on any path, including prompt and answer; at most the model's context length.
         max_tree_tokens: Tokens of all paths together, each with its whole history. The learner can then train on them
             at once. 0: no limit. A running turn counts with all tokens that it may still write.
     """
@@ -59,11 +59,13 @@ class _Node:
     """A turn in the forest.
 
     Attributes:
-        turn: The turn; it has no finish reason before it is finished.
-        depth: Tokens on the path, from the root to the end of this turn.
-        is_live: The turn was given or requested in this attempt; otherwise it is recorded and waits for its replay.
-        is_dropped: The turn was recorded, but the environment made another request.
-        sampling: How the turn is sampled; ``max_new_tokens`` bounds the whole turn. None before it is asked for.
+        turn: The turn. It has no finish reason until it is finished.
+        depth: Number of tokens on the path from the root to the end of this turn.
+        is_live: Whether the turn was given or requested in this attempt. Otherwise it is recorded and waits for its
+            replay.
+        is_dropped: Whether the turn was dropped: it was recorded, but the environment made another request.
+        sampling: Sampling options of the turn; ``max_new_tokens`` bounds the whole turn. None until the turn is
+            requested.
     """
 
     turn: Turn
@@ -78,7 +80,7 @@ class _Node:
 
     @property
     def reserved_depth(self) -> int:
-        """Tokens on the path if the turn reaches its maximum length."""
+        """Number of tokens on the path if the turn reaches its maximum length."""
         left = self.sampling.max_new_tokens - len(self.turn.token_ids) if self.is_running and self.sampling else 0
         return self.depth + left
 
@@ -91,9 +93,9 @@ class Episode:
     ``images`` are those of the prompt.
 
     Attributes:
-        name: Begins the ids of its requests; without ``/``. Example: ``"4711-0-3"``: group, attempt, sample.
+        name: Prefix of the ids of its requests; without ``/``. Example: ``"4711-0-3"``: group, attempt, sample.
         num_replayed: Recorded tokens that a request of this attempt has used.
-        num_dropped: Dropped tokens: recorded ones after a different request, and those of abandoned turns.
+        num_dropped: Number of dropped tokens: recorded tokens after a different request, and tokens of abandoned turns.
 
     Raises:
         ValueError: the record is of another prompt.
@@ -132,17 +134,17 @@ class Episode:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens of this attempt, with the replayed tokens."""
+        """Number of sampled tokens of this attempt, including the replayed tokens."""
         return sum(len(node.turn.token_ids) for node in self._nodes if node.turn.sampled and node.is_live)
 
     @property
     def num_held(self) -> int:
-        """All recorded tokens and all sampled tokens of this attempt, with the dropped ones."""
+        """Number of all recorded tokens and all sampled tokens of this attempt, including the dropped tokens."""
         return self.num_tokens + self.num_waiting + self.num_dropped
 
     @property
     def num_waiting(self) -> int:
-        """Recorded tokens that no request has used yet."""
+        """Number of recorded tokens that no request has used yet."""
         return sum(len(node.turn.token_ids) for node in self._nodes if self._waits(node))
 
     @property
@@ -157,7 +159,7 @@ class Episode:
 
     @property
     def live(self) -> list[int]:
-        """The turns that were given or sampled in this life, parents before children."""
+        """The turns that were given or sampled in this attempt, parents before children."""
         return [index for index, node in enumerate(self._nodes) if node.is_live]
 
     @property
@@ -177,22 +179,22 @@ class Episode:
             self.num_dropped += len(node.turn.token_ids)
 
     def turn(self, index: int) -> Turn:
-        """Return a turn; a turn without a finish reason is running or given."""
+        """Return a turn. A turn without a finish reason is running or was given."""
         return self._nodes[index].turn
 
     def path(self, index: int) -> np.ndarray:
-        """[T] int32, the tokens from the root to the end of a turn; empty for `ROOT`."""
+        """Return [T] int32, the tokens from the root to the end of a turn. Empty for `ROOT`."""
         parts: list[np.ndarray] = []
         while index != ROOT:
             parts.append(self._nodes[index].turn.token_ids)
             index = self._nodes[index].turn.parent
         parts = [part for part in parts[::-1] if len(part)]
-        if len(parts) == 1:  # the same array for all requests, so the engine can see that they share the prompt
+        if len(parts) == 1:  # all requests get the same array, so the engine can see that they share the prompt
             return parts[0]
         return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
 
     def images(self, index: int) -> tuple[PlacedImage, ...]:
-        """The images on the path from the root to the end of a turn, by their places on the path."""
+        """The images on the path from the root to the end of a turn, with their places on the path."""
         images: list[PlacedImage] = []
         while index != ROOT:
             node = self._nodes[index]
@@ -201,13 +203,14 @@ class Episode:
         return tuple(images)
 
     def give(self, parent: int, tokens: Sequence[int] | np.ndarray, *, images: tuple[PlacedImage, ...] = ()) -> int:
-        """Append tokens that the policy did not sample; returns the turn.
+        """Append tokens that the policy did not sample. Returns the turn.
 
         Equal tokens with equal images below the same parent become one turn, so branches share it. ``parent`` is a turn
         of this attempt, or `ROOT` for a new root.
 
         Raises:
-            EpisodeOverflow: the path, or all paths together, would be longer than the budget; the forest is as before.
+            EpisodeOverflow: the path, or all paths together, would be longer than the budget. The forest does not
+                change.
             ValueError: there are no tokens, or the parent is running or not a turn of this attempt.
         """
         self._check_parent(parent)
@@ -234,16 +237,16 @@ class Episode:
         *,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Start a turn that continues the path of ``parent`` with ``new_tokens``; return the running turn.
+        """Start a turn that continues the path of ``parent`` with ``new_tokens``. Returns the running turn.
 
         ``images`` are those at the placeholders of ``new_tokens``.
 
-        If a recorded turn matches the request, this turn is returned: finished, or running with its tokens so far.
-        Otherwise the recorded turns of other requests from this parent are dropped, with all turns below them.
-        Equal requests are siblings: each gets its own turn.
+        If a recorded turn matches the request, this turn is returned. It is finished, or running with its recorded
+        tokens. Otherwise the recorded turns of other requests from this parent are dropped, with all turns below them.
+        Equal requests are siblings, so each gets its own turn.
 
         Raises:
-            EpisodeOverflow: the budget has no turn, token, context or tree left; the forest is as before.
+            EpisodeOverflow: the budget has no turn, token, context or tree tokens left. The forest does not change.
             ValueError: as `give`; ``new_tokens`` may be empty below a turn.
         """
         self._check_parent(parent)
@@ -272,7 +275,7 @@ class Episode:
         return index
 
     def next_requests(self) -> list[SampleRequest]:
-        """Make a request for each running turn that has none; `take` gets the answers."""
+        """Make a request for each running turn that has no request yet. Pass the answers to `take`."""
         requests = []
         for index in sorted(set(self.running).difference(self._outstanding.values())):
             node = self._nodes[index]
@@ -317,13 +320,16 @@ class Episode:
         return index
 
     def refuse(self, request_id: str) -> int:
-        """Drop the turn of a request that the engine refused; return the turn."""
+        """Drop the turn of a request that the engine refused. Returns the turn."""
         index = self._outstanding.pop(request_id)
         self._abandon([index])
         return index
 
     def abandon(self) -> None:
-        """Drop all running turns, because nobody waits for them. Later tokens of the engine are counted too."""
+        """Drop all running turns, because no caller waits for them.
+
+        Tokens that the engine still sends for them are counted.
+        """
         self._abandon(self.running)
 
     def trajectory(
@@ -333,9 +339,10 @@ class Episode:
         turn_rewards: Mapping[int, float] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Trajectory:
-        """Convert the finished episode; ``turn_rewards`` are by the indices of this episode.
+        """Convert the finished episode to a trajectory.
 
-        The result lacks recorded turns without a request, and given turns without a later sampled turn or a reward.
+        ``turn_rewards`` uses the indices of this episode. The result omits recorded turns that were not requested, and
+        given turns that have neither a reward nor a sampled turn after them.
 
         Raises:
             ValueError: a turn is still running.
@@ -352,7 +359,7 @@ class Episode:
         )
 
     def progress(self) -> Trajectory:
-        """The turns to save for another attempt of this episode, with the unfinished and the not yet replayed turns."""
+        """The turns to save for another attempt, including unfinished turns and turns that were not replayed yet."""
         kept = (node.turn.sampled and not node.is_dropped and len(node.turn.token_ids) > 0 for node in self._nodes)
         turns, _ = self._subforest([index for index, is_kept in enumerate(kept) if is_kept])
         return Trajectory(turns=turns, reward=0.0)
@@ -380,7 +387,7 @@ class Episode:
             raise ValueError(f"episode {self.name}: turn {parent} is still running; take its answer first")
 
     def depth(self, index: int) -> int:
-        """Tokens on the path to the end of a turn; 0 for `ROOT`."""
+        """Number of tokens on the path to the end of a turn; 0 for `ROOT`."""
         return 0 if index == ROOT else self._nodes[index].depth
 
     @property
@@ -389,7 +396,10 @@ class Episode:
         return limits if limits["max_tree_tokens"] else {**limits, "max_tree_tokens": sys.maxsize}
 
     def _other_paths(self, extended: int) -> int:
-        """Tokens of all paths, each with its whole history, without a path that ends in ``extended``."""
+        """Number of tokens of all paths, each with its whole history.
+
+        A path that ends in the turn ``extended`` does not count.
+        """
         live = {index: node for index, node in enumerate(self._nodes) if node.is_live and index != PROMPT}
         inner = {node.turn.parent for node in live.values()}
         return sum(node.reserved_depth for index, node in live.items() if index not in inner and index != extended)
@@ -420,9 +430,9 @@ class Episode:
         return node.turn.sampled and not node.is_live and not node.is_dropped
 
     def _drop_others(self, parent: int, context: int) -> None:
-        """Drop the recorded turns of other requests from ``parent``, and all recorded turns below them."""
+        """Drop the recorded turns that continue ``parent`` with other requests, and all recorded turns below them."""
         for node in filter(self._waits, self._nodes):
-            above = node.turn.parent  # up to the parent of the request for this turn
+            above = node.turn.parent  # climb to the parent of the request for this turn
             while above not in (ROOT, context) and not (self._nodes[above].turn.sampled or self._nodes[above].is_live):
                 above = self._nodes[above].turn.parent
             if above != ROOT and (above in (parent, context) or self._nodes[above].is_dropped):
@@ -436,7 +446,10 @@ class Episode:
             node.turn = replace(node.turn, finish_reason=FinishReason.length)
 
     def _subforest(self, indices: Sequence[int]) -> tuple[tuple[Turn, ...], dict[int, int]]:
-        """Return these turns with the prompt and all turns above them, and the place of each turn by its index."""
+        """Return these turns, the prompt and all turns above them.
+
+        Also returns the place of each turn, by its index.
+        """
         kept = {PROMPT}
         for index in indices:
             while index != ROOT and index not in kept:
@@ -456,7 +469,7 @@ def _at_most(sampling: SamplingConfig, max_new_tokens: int) -> SamplingConfig:
 
 
 def _given_key(parent: int, token_ids: np.ndarray, images: Sequence[PlacedImage]) -> tuple[int, bytes, tuple[str, ...]]:
-    """What a turn that was not sampled is known by."""
+    """The key that identifies a turn that was not sampled."""
     return parent, token_ids.tobytes(), tuple(placed.image.digest for placed in images)
 
 

@@ -1,4 +1,4 @@
-"""One running episode: its environment's calls wait for turns of the engine, across weight updates and aborts."""
+"""One running episode. Calls of its environment wait for turns of the engine, across weight updates and aborts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Player(Protocol):
 
     @property
     def counts(self) -> Counter[str]:
-        """What happened so far, by `EpisodeCount`."""
+        """The numbers of events so far, by `EpisodeCount`."""
         ...
 
     def scores(self, failure: EpisodeFailure) -> bool:
@@ -46,11 +46,11 @@ class Player(Protocol):
         ...
 
     async def start(self) -> None:
-        """Start everything that plays need. Raises the errors of the starts."""
+        """Start everything that playing an episode needs. Raises the errors of the starts."""
         ...
 
     async def close(self) -> None:
-        """End everything that `start` started."""
+        """Stop everything that `start` started."""
         ...
 
     async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
@@ -60,7 +60,7 @@ class Player(Protocol):
 
 @dataclass(kw_only=True)
 class PromptTokens:
-    """Prompt tokens of several requests, and how many of them the engine had in its cache."""
+    """The number of prompt tokens of several requests, and how many of them the engine had in its cache."""
 
     num_tokens: int = 0
     num_cached: int = 0
@@ -78,16 +78,16 @@ class EpisodeRun:
     Attributes:
         episode: The forest of turns.
         outcome: The environment's result; None before it has one.
-        failure: Why there is no outcome.
+        failure: The reason why there is no outcome.
         metrics: Numbers of the session to report.
-        times: When it waited for what.
-        later_prompts: The prompts of all turns after the first one, as far as the engine reports its cache. Requests
-            that continue a cut-off turn do not count.
+        times: The times of its turns and tools.
+        later_prompts: Prompt tokens of all turns after the first one, if the engine reports its cache. Requests that
+            continue a cut-off turn do not count.
 
     Args:
-        ask: Called when a turn wants the engine; never waits.
+        ask: Called when a turn needs the engine. It must not wait.
         vocab_size: Token ids must be below it.
-        on_place: Called when `place` may have changed and no turn was asked for; never waits.
+        on_place: Called when `place` may have changed although no turn was requested. It must not wait.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class EpisodeRun:
 
     @property
     def place(self) -> LevelName:
-        """What occupies the episode's place on the engine: its turns, a tool, its environment, or its group's tail."""
+        """The use of the episode's place on the engine: its turns, a tool, its environment, or its group's tail."""
         if self.is_over:
             return LevelName.tail
         if self.episode.running:
@@ -125,24 +125,27 @@ class EpisodeRun:
         return LevelName.tool if self.times.is_in_tool else LevelName.environment
 
     def called(self, names: Sequence[str]) -> None:
-        """The answer that the environment gets now calls these tools."""
+        """Record that the answer which the environment gets now calls these tools."""
         self.times.called(names)
         self._on_place()
 
     def tool(self, number: int, name: str, is_running: bool) -> None:
-        """As `EpisodeTimes.tool`."""
+        """See `EpisodeTimes.tool`."""
         self.times.tool(number, name, is_running)
         self._on_place()
 
     def next_requests(self) -> list[SampleRequest]:
-        """As `Episode.next_requests`; the first token of each is timed."""
+        """See `Episode.next_requests`. The first token of each request is timed."""
         return [
             replace(request, on_first_token=partial(self.times.first_token, self.episode.turn_of(request.id)))
             for request in self.episode.next_requests()
         ]
 
     def sampled(self) -> SampleOutput:
-        """All tokens that the policy wrote in this attempt, turn after turn; unfinished if there is no answer."""
+        """All tokens that the policy wrote in this attempt, turn after turn.
+
+        The result is unfinished if there is no answer.
+        """
         turns = [self.episode.turn(index) for index in self.episode.sampled]
         return SampleOutput(
             token_ids=np.concatenate([NOTHING.token_ids, *(turn.token_ids for turn in turns)]),
@@ -152,7 +155,7 @@ class EpisodeRun:
         )
 
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout:
-        """The input of reward functions for this episode."""
+        """The input of the reward functions for this episode."""
         turns = {index: decode(self.episode.turn(index).token_ids.tolist()) for index in self.episode.sampled}
         last = self.episode.answer
         return Rollout(
@@ -165,17 +168,17 @@ class EpisodeRun:
         )
 
     def described(self, decode: Callable[[Sequence[int]], str], rewards: Mapping[int, float]) -> dict[str, Any]:
-        """The turns, their texts and times, and the tools, as JSON values: what the report shows of an episode.
+        """The episode for the report, as JSON values: the turns with their texts and times, and the tools.
 
         Args:
             decode: From token ids to text.
-            rewards: Of turns, by their indices.
+            rewards: Rewards of turns, by their indices.
 
         Returns:
             ``failure`` and ``duration_s`` of the episode; its ``tools``, as `ToolTimes`; and its ``turns``: ``turn``,
             ``parent`` (-1 for a root), ``is_sampled``, ``num_tokens``, ``pieces`` (policy version and text of each
             stretch of tokens of one version, -1 for given tokens), ``reward``, ``finish_reason``, and the fields of
-            `TurnTimes`, None for given turns. Seconds since the episode began.
+            `TurnTimes`, None for given turns. Times are in seconds since the episode began.
         """
         turns = []
         for index in self.episode.live:
@@ -212,12 +215,12 @@ class EpisodeRun:
         sampling: SamplingConfig,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Sample a turn that continues the path of ``parent`` with ``new_tokens``; return the finished turn.
+        """Sample a turn that continues the path of ``parent`` with ``new_tokens``. Returns the finished turn.
 
         If the caller is cancelled, the turn keeps running, so the same request finds it again.
 
         Raises:
-            EpisodeOverflow: the budget is used up; the forest is as before.
+            EpisodeOverflow: the budget is used up. The forest does not change.
             EpisodeEnded: the episode has been ended.
             RequestRefused: a token is outside the vocabulary, or the engine refuses the request.
             ValueError: as `Episode.sample`.
@@ -265,7 +268,7 @@ class EpisodeRun:
             _wake(waiting, error)
 
     def end(self, reason: str) -> None:
-        """End the episode; the first reason counts. If the environment has ended, running turns are dropped."""
+        """End the episode. The first reason counts. If the environment has ended, running turns are dropped."""
         self._end_reason = self._end_reason or reason
         self.times.end()
         if self.is_over:
@@ -280,7 +283,7 @@ class EpisodeRun:
 
 
 class DirectRun(EpisodeRun):
-    """An episode of an evaluation: it sends its requests to an engine itself, and has no lease and no account."""
+    """An episode of an evaluation. It sends its requests directly to an engine, and has no lease and no account."""
 
     def __init__(self, episode: Episode, engine: Engine) -> None:
         super().__init__(episode, ask=self._send, vocab_size=engine.vocab_size)
@@ -303,7 +306,7 @@ class DirectRun(EpisodeRun):
                 async for request, output in self._engine.generate(requests):
                     self.take(request.id, output)
                 requests = self.next_requests()
-        except Exception as error:  # noqa: BLE001 - who waits for a turn gets the failure of the engine
+        except Exception as error:  # noqa: BLE001 - callers that wait for a turn get this error
             for waiting in self._waiting.values():
                 _wake(waiting, error)
             self._waiting.clear()

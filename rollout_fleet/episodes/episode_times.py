@@ -1,11 +1,12 @@
-"""What an episode waits for, and when: each turn's way through the engine, and the tools between turns.
+"""The times of an episode: when it waited for the engine, turn by turn, and when for the tools between turns.
 
 ::
 
     asked ──queue──▶ first token ──generation──▶ ended ──tool or environment──▶ the next turn is asked for
 
 An episode is inside a tool while a call of `Policy.run_tool` runs, and from an answer that calls tools until its next
-request. While neither is true and no turn runs, it is inside its environment. Pure; the clock is an argument.
+request. While neither is true and no turn runs, the episode is inside its environment. The module is pure; the clock is
+an argument.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from dataclasses import dataclass, fields
 
 @dataclass(kw_only=True, slots=True)
 class TurnTimes:
-    """The times of a sampled turn, in seconds since the episode began; a turn that is replayed takes none.
+    """The times of a sampled turn, in seconds since the episode began. A replayed turn takes no time.
 
     Attributes:
         asked_s: The environment asked for the turn.
-        first_token_s: Its first token came; None before that.
-        ended_s: It had its last token; None while it runs.
+        first_token_s: The first token came; None before that.
+        ended_s: The last token came; None while the turn runs.
     """
 
     asked_s: float
@@ -32,7 +33,10 @@ class TurnTimes:
 
 @dataclass(kw_only=True, slots=True)
 class ToolTimes:
-    """One call of a tool, or of several that an answer called at once; seconds since the episode began."""
+    """One call of a tool, or of several tools that an answer called at once.
+
+    Times are in seconds since the episode began.
+    """
 
     name: str
     began_s: float
@@ -46,8 +50,8 @@ class EpisodeTimes:
     """The times of one episode.
 
     Attributes:
-        turns: By the index of the sampled turn.
-        tools: In the order of their begins.
+        turns: The times of each sampled turn, by its index.
+        tools: The tool calls, in the order of their beginnings.
     """
 
     def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
@@ -61,7 +65,7 @@ class EpisodeTimes:
 
     @property
     def is_in_tool(self) -> bool:
-        """Whether a tool runs, as far as the worker knows."""
+        """Whether the worker knows of a running tool."""
         return bool(self._running) or self._called is not None
 
     @property
@@ -71,34 +75,34 @@ class EpisodeTimes:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the episode's begin to its end, or until now."""
+        """Seconds from the beginning of the episode to its end, or until now."""
         return self.now_s if self._end_s is None else self._end_s
 
     def asked(self, turn: int) -> None:
-        """The environment asks for a turn: the tools of the last answer have ended."""
+        """Record that the environment requests a turn. So the tools of the last answer have ended."""
         self.turns.setdefault(turn, TurnTimes(asked_s=self.now_s))
         self._end_calls()
 
     def first_token(self, turn: int) -> None:
-        """The first token of a turn came. A turn that goes on after a weight update keeps its first time."""
+        """Record the first token of a turn. A turn that continues after a weight update keeps its first time."""
         times = self.turns[turn]
         if times.first_token_s is None:
             times.first_token_s = self.now_s
 
     def ended(self, turn: int) -> None:
-        """A turn has its last token."""
+        """Record the last token of a turn."""
         times = self.turns[turn]
         if times.ended_s is None:
             times.ended_s = self.now_s
 
     def called(self, names: Sequence[str]) -> None:
-        """The last answer calls these tools, or none."""
+        """Record that the last answer calls these tools, or none."""
         self._end_calls()
         if names:
             self._called = ToolTimes(name=", ".join(names), began_s=self.now_s)
 
     def tool(self, number: int, name: str, is_running: bool) -> None:
-        """A call of `Policy.run_tool` begins or ends; ``number`` tells the calls of an episode apart."""
+        """Record that a call of `Policy.run_tool` begins or ends. ``number`` identifies the call within the episode."""
         if is_running:
             self._running[number] = ToolTimes(name=name, began_s=self.now_s)
             self.tools.append(self._running[number])
@@ -106,12 +110,12 @@ class EpisodeTimes:
             running.ended_s = self.now_s
 
     def end(self) -> None:
-        """The episode has ended; the first time counts."""
+        """Record the end of the episode. The first call counts."""
         self._end_calls()
         self._end_s = self.duration_s
 
     def _end_calls(self) -> None:
-        """The tools of the last answer have ended. They are noted unless `tool` has noted them one by one."""
+        """Record that the tools of the last answer have ended, unless `tool` has recorded them one by one."""
         called, self._called = self._called, None
         has_noted = called is not None and bool(self.tools) and self.tools[-1].began_s >= called.began_s
         if called is not None and not has_noted:

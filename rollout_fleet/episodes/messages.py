@@ -1,9 +1,9 @@
 """Chat messages: converts a client's messages to the form that templates need, and compares messages.
 
-A client sends the history with every request, and client libraries normalize the history. An image counts by its
-content. Messages are equal if they differ only in these: ids of tool calls, the formatting of JSON arguments, white
-space around an assistant's content, a content of None, ``""`` or text parts, unknown fields, and reasoning that the
-client left out. Different reasoning is an edit.
+A client sends the whole history with every request, and client libraries normalize it. Images are compared by their
+content. Messages count as equal if they differ only in the following: ids of tool calls, the formatting of JSON
+arguments, white space around an assistant's content, a content of None, ``""`` or text parts, unknown fields, and
+reasoning that the client left out. Different reasoning makes messages different.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ def read_message(message: Any, where: str, read_image: ReadImage | None = None) 
     The content is text. With images it is a list of parts ``{"type": "text", "text": …}`` and
     ``{"type": "image", "digest": …}``.
 
-    Raises:
-        ValueError: the message has an unknown role, or a part that is not text, or an image of a message of the user or
-            a tool. ``where`` names it.
+    Raises: ValueError: the message has an unknown role, or a part that is neither text nor an image in a message of the
+        user or a tool. ``where`` names it.
     """
     role = _ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
     if role is None:
@@ -107,7 +106,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def canonical(message: Message, call_places: Mapping[str, int]) -> str:
-    """Return the same text for messages that count as equal, without reasoning.
+    """Return a text that is the same for all messages that count as equal. Reasoning is left out.
 
     ``call_places`` maps the id of each earlier tool call to its place; the text identifies results by these places, not
     by ids.
@@ -127,7 +126,7 @@ def canonical(message: Message, call_places: Mapping[str, int]) -> str:
 
 
 def follow(digest: bytes, message: Message, call_places: Mapping[str, int]) -> bytes:
-    """Extend the digest of messages by one message; ``call_places`` as in `canonical`."""
+    """Extend the digest of messages by one message. ``call_places`` is as in `canonical`."""
     return hashlib.blake2b(digest + canonical(message, call_places).encode(), digest_size=16).digest()
 
 
@@ -144,7 +143,10 @@ def chain(messages: Sequence[Message]) -> list[bytes]:
 
 
 def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
-    """Whether the client's reasoning equals that of the known messages, where the client sent any."""
+    """Whether the client's reasoning equals that of the known messages.
+
+    Messages without reasoning from the client are skipped.
+    """
     for own, other in zip(sent, known, strict=True):
         reasoning = own.get("reasoning_content", "").strip()
         if reasoning and reasoning != other.get("reasoning_content", "").strip():
@@ -153,7 +155,7 @@ def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
 
 
 def with_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> list[Message]:
-    """The client's messages; missing reasoning is taken from the known messages."""
+    """The client's messages. Missing reasoning is taken from the known messages."""
     return [
         {**own, "reasoning_content": other["reasoning_content"]}
         if other.get("reasoning_content") and not own.get("reasoning_content")

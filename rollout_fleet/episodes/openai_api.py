@@ -132,19 +132,19 @@ def check_fields(body: Mapping[str, Any], known: set[str]) -> None:
 
 
 def check_tool_choice(body: Mapping[str, Any], has_tools: bool) -> None:
-    """Raise `ValueError` for a choice of tools that cannot be enforced."""
+    """Raise `ValueError` for a tool choice that the engine cannot enforce."""
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise ValueError(
-            f"tool_choice must be auto or none, got {json.dumps(choice)}: no grammar of the model's tool calls forces "
-            "one; ask for it in a message"
+            f"tool_choice must be auto or none, got {json.dumps(choice)}: the engine cannot force the model to "
+            "call a tool; ask for it in a message"
         )
     if has_tools and body.get("parallel_tool_calls") is False:
         raise ValueError("parallel_tool_calls must be true, got false: the number of calls cannot be enforced")
 
 
 def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
-    """A field that is a list; empty if it is missing. Raises `ValueError` if it is something else."""
+    """Return a field that must be a list; empty if the field is missing. Raises `ValueError` for any other value."""
     value = body.get(name)
     if value is None:
         return []
@@ -169,7 +169,7 @@ def _read_format(value: Any) -> str:
 
 
 def usage_of(answers: Sequence[SampledAnswer]) -> dict[str, Any]:
-    """The ``usage`` field of OpenAI's API; the prompt counts once."""
+    """The ``usage`` field of OpenAI's API. The prompt counts once, for any number of choices."""
     written = sum(len(answer.token_ids) for answer in answers)
     prompt = answers[0].num_prompt_tokens
     return {
@@ -183,7 +183,7 @@ def usage_of(answers: Sequence[SampledAnswer]) -> dict[str, Any]:
 def chat_completion(
     body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer
 ) -> dict[str, Any]:
-    """The answer of ``/v1/chat/completions``. Each choice has its turn's index, ``turn``."""
+    """The answer of ``/v1/chat/completions``. The field ``turn`` of each choice has the index of the turn."""
     choices = [
         {
             "index": index,
@@ -200,7 +200,7 @@ def chat_completion(
 def chat_chunks(
     body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer
 ) -> Iterator[dict[str, Any]]:
-    """The chunks of a streamed answer: role, reasoning, content, each tool call, end, and usage if asked."""
+    """The chunks of a streamed answer: role, reasoning, content, each tool call, end, and usage if requested."""
     head = _head("chatcmpl", "chat.completion.chunk", body)
 
     def chunk(index: int, delta: Mapping[str, Any], finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def chat_chunks(
 
 
 def completion(body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """The answer of ``/v1/completions``; with ``stream`` the only chunk."""
+    """The answer of ``/v1/completions``. With ``stream`` it is the only chunk."""
     choices = [
         {
             "index": index,
@@ -248,7 +248,7 @@ def completion(body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokeni
 
 
 def _chat_logprobs(answer: SampledAnswer, tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """Log-probs of all tokens of a turn, with reasoning, tool calls and end."""
+    """Log-probs of all tokens of a turn, including reasoning, tool calls and the end token."""
     entries = []
     for token, logprob in zip(answer.token_ids.tolist(), answer.logprobs.tolist(), strict=True):
         text = tokenizer.decode([token])

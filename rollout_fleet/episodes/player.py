@@ -1,4 +1,7 @@
-"""Plays the episodes of one rollout worker: environments in child processes, sessions and URLs in this process."""
+"""Plays the episodes of one rollout worker.
+
+Environments run in child processes; sessions and URLs are in this process.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ from .session import Session, SessionCounts
 class EpisodePlayer:
     """Implements `rollout_fleet.episodes.episode_run.Player` with the environments that the options and the rows name.
 
-    `start` starts the processes; `close` may be called at any time. ``max_context``: as in `EpisodeBudget`.
-    ``images`` reads the images in messages; None for a model without.
+    `start` starts the processes; `close` may be called at any time. ``max_context`` is as in `EpisodeBudget`.
+    ``images`` reads the images in messages; None if the model takes no images.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class EpisodePlayer:
 
 
 def session_metrics(run: EpisodeRun, counts: SessionCounts) -> dict[str, float]:
-    """The metrics ``episode.NAME`` of docs/metrics.md: numbers of one episode. A step has their means."""
+    """The metrics ``episode.NAME`` of docs/metrics.md for one episode. The metrics of a step are their means."""
     later = run.later_prompts
     return {
         **({"episode.prefix_hits": later.num_cached / later.num_tokens} if later.num_tokens else {}),

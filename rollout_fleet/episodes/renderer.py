@@ -1,9 +1,9 @@
 """Converts messages to tokens and back, with the model's chat template.
 
-`load_renderer` takes the library ``renderers``' renderer of the model family if it renders token for token what the
-model's own chat template renders. Otherwise the template itself renders, and `TemplateRenderer` finds the tokens that
-new messages append. A `ChatRenderer` never encodes what was sampled: `ChatRenderer.extend` returns the tokens that
-follow it.
+`load_renderer` chooses the renderer of the model family in the library ``renderers``, if its tokens equal those of the
+model's own chat template. Otherwise the template itself renders, and `TemplateRenderer` finds the tokens that new
+messages append. A `ChatRenderer` never encodes sampled text again. `ChatRenderer.extend` returns only the tokens that
+follow the sampled tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from .config import RendererConfig
 AUTO = "auto"
 TEMPLATE = "template"
 _SENTINEL = "asyncrl sentinel"
-_NAMED_TOOLS = ("gpt-oss",)  # renderers that write a tool's name only if the message has it
-_DOWNLOADS = {"gpt-oss": "<|channel|>"}  # renderers that download a vocabulary, and a token of their models
+_NAMED_TOOLS = ("gpt-oss",)  # these renderers write a tool's name only if the message has it
+# these renderers download a vocabulary; for each, a token that only its models have
+_DOWNLOADS = {"gpt-oss": "<|channel|>"}
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
@@ -36,8 +37,8 @@ class ParsedAnswer:
     """A sampled turn as a message.
 
     Attributes:
-        content: Text after the reasoning, without tool calls; malformed tool calls stay in it.
-        reasoning: Text of the reasoning; empty without any.
+        content: Text after the reasoning, without tool calls. Malformed tool calls stay in the text.
+        reasoning: Text of the reasoning; empty if there is none.
         calls: Name and arguments of each tool call. Example: ``(("search", {"query": "rain"}),)``.
         num_malformed: Tool calls that could not be read.
     """
@@ -55,7 +56,7 @@ class ChatRenderer(ABC):
         name: Name in logs. Example: ``"qwen3"``; ``"template"`` for the model's chat template itself.
         tokenizer: The model's tokenizer.
         stop_ids: Tokens that end an assistant's turn.
-        append_only: Whether the conversation kinds of `self_test` continue without a branch, by name.
+        append_only: Whether each conversation kind of `self_test` continues without a branch, by the name of the kind.
     """
 
     def __init__(self, name: str, tokenizer: ChatTokenizer, stop_ids: Sequence[int]) -> None:
@@ -85,9 +86,9 @@ class ChatRenderer(ABC):
 
         Args:
             prompt_ids: Tokens on the path before the turn.
-            sampled_ids: Tokens of the turn. If it lacks a stop token, the result begins with the turn's close.
-            history: Messages of the path; the last one is the turn's.
-            new_messages: The messages after it.
+            sampled_ids: Tokens of the turn. If the turn lacks a stop token, the result begins with the end of the turn.
+            history: Messages of the path. The last message is the turn itself.
+            new_messages: The messages after the turn.
             tools: As in `render`.
 
         Returns:
@@ -96,20 +97,20 @@ class ChatRenderer(ABC):
 
     @abstractmethod
     def parse(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], tools: Sequence[Message]) -> ParsedAnswer:
-        """Parse a sampled turn; text that cannot be parsed stays in the content."""
+        """Parse a sampled turn. Text that cannot be parsed stays in the content."""
 
     @abstractmethod
     def close(self, history: Sequence[Message], answer: Message, tools: Sequence[Message]) -> list[int] | None:
         """Tokens of an assistant's message as the template renders it, with its stop token; for `self_test`."""
 
     def without_stop(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """The tokens without a stop token at their end."""
+        """Return the tokens without the stop token at the end, if there is one."""
         return token_ids[:-1] if len(token_ids) and token_ids[-1] in self.stop_ids else token_ids
 
     def self_test(self) -> dict[str, str]:
-        """Render conversations of each kind; return the result for each kind.
+        """Render a conversation of each kind. Returns the result for each kind.
 
-        ``continues``: the next turn appends tokens only. ``branches``: the template renders the history differently,
+        ``continues``: the next turn only appends tokens. ``branches``: the template renders the history differently,
         so that the session starts a new branch. ``refused``: the template does not accept such a conversation.
         """
         verdicts: dict[str, str] = {}
@@ -118,7 +119,7 @@ class ChatRenderer(ABC):
                 prompt = self.render(messages, tools)
                 sampled = self.close(messages, answer, tools)
                 whole = self.render([*messages, answer, *new], tools)
-                self.parse(prompt, sampled or (), tools)  # its imports are loaded now
+                self.parse(prompt, sampled or (), tools)  # also loads the imports of the renderer now
             except ValueError as error:
                 verdicts[kind] = f"refused: {error}"
                 continue
@@ -195,7 +196,10 @@ class LibraryRenderer(ChatRenderer):
 
 
 class _PromptTexts:
-    """The template's texts of the latest prompts by their tokens, at most ``most_letters`` together."""
+    """The rendered texts of the latest prompts, by the tokens of the prompts.
+
+    All texts together have at most ``most_letters`` letters.
+    """
 
     def __init__(self, most_letters: int = 1 << 25) -> None:
         self._most_letters = most_letters
@@ -203,11 +207,11 @@ class _PromptTexts:
         self._texts: dict[int, str] = {}
 
     def of(self, token_ids: Sequence[int]) -> str:
-        """The text of a prompt; empty if it is not kept. A hash may collide, so the caller compares the text."""
+        """The text of a prompt; empty if the text is not kept. A hash may collide, so the caller compares the text."""
         return self._texts.get(hash(tuple(token_ids)), "")
 
     def keep(self, token_ids: Sequence[int], text: str) -> None:
-        """Keep the text of a prompt, and drop the oldest texts beyond the bound; an empty text is not kept."""
+        """Keep the text of a prompt, and drop the oldest texts beyond the bound. An empty text is not kept."""
         if not text:
             return
         key = hash(tuple(token_ids))
@@ -218,13 +222,13 @@ class _PromptTexts:
 
 
 class TemplateRenderer(ChatRenderer):
-    """The model's chat template, with parsers by option.
+    """Renders with the model's chat template; options choose the parsers.
 
-    A short conversation is rendered with and without the new messages; the difference is encoded and gives the new
+    A short conversation is rendered with and without the new messages. The difference is encoded and gives the new
     tokens. The whole conversation is rendered too, to check that the template appends exactly this text and keeps the
-    reasoning. The text of the turn's prompt is known from the request before, so the history is not rendered a second
-    time. ``keeps_reasoning`` skips the second check: then sampled reasoning stays in the context, whatever the template
-    does.
+    reasoning. The text of the turn's prompt is known from the previous request, so the history is not rendered a second
+    time. ``keeps_reasoning`` skips the check of the whole conversation. Then sampled reasoning stays in the context
+    even if the template drops it.
     """
 
     def __init__(
@@ -277,7 +281,8 @@ class TemplateRenderer(ChatRenderer):
             whole = self._prepared_text(messages, tools, prompts=True)
             prompt = self._texts.of(prompt_ids)
             is_continued = prompt and whole.startswith(prompt) and whole.endswith(added, len(prompt))
-            if is_continued:  # the template renders the prompt's messages as before, so it need not render them alone
+            # the whole text begins with the prompt's text, so the old messages need not be rendered alone
+            if is_continued:
                 old = whole.removesuffix(added)
             else:
                 old = self._prepared_text(messages[:num_old], tools, prompts=False)
@@ -318,7 +323,7 @@ class TemplateRenderer(ChatRenderer):
             sampled = after[len(before) :]
         elif opened != before.rstrip() and after.startswith(
             opened
-        ):  # the history has no reasoning; the prompt starts it
+        ):  # the prompt starts the reasoning, and the history has none
             sampled = f"{answer.get('reasoning_content', '')}{REASONING_END}{after[len(opened) :]}"
         else:
             return None
@@ -334,7 +339,8 @@ class TemplateRenderer(ChatRenderer):
     def _find_stop_texts(self) -> list[str]:
         """Special tokens that close an assistant's message.
 
-        Some templates (GLM) have no closing token; the first token of the next message closes the previous one.
+        Some templates (GLM) have no closing token. There the first token of the next message closes the previous
+        message.
         """
         special = self.tokenizer.all_special_tokens
         found = [text for text in special if text in self._close]
@@ -351,7 +357,7 @@ class TemplateRenderer(ChatRenderer):
         return found
 
     def _after_stop(self, sampled_ids: Sequence[int], text: str) -> str | None:
-        """The part of ``text`` after the sampled tokens; ``text`` has the close and the new messages."""
+        """The part of ``text`` after the sampled tokens. ``text`` has the end of the turn and the new messages."""
         if not len(sampled_ids) or sampled_ids[-1] not in self.stop_ids:
             return text
         sampled = self.tokenizer.decode([int(sampled_ids[-1])])
@@ -363,14 +369,14 @@ class TemplateRenderer(ChatRenderer):
         return None if any(text.startswith(stop) for stop in self._stop_texts) else text
 
     def _num_reasoning_ends(self, path: list[int]) -> int:
-        """Number of ends of reasoning on a path."""
+        """Number of end-of-reasoning tags on a path."""
         token = self.tokenizer.convert_tokens_to_ids(REASONING_END)
         if token not in (None, self.tokenizer.unk_token_id):
             return path.count(token)
         return self.tokenizer.decode(path).count(REASONING_END)
 
     def _encode_after_stop(self, text: str) -> list[int]:
-        """Encode a text as if it followed a stop token; some tokenizers add a space at the start of a text."""
+        """Encode a text as if it followed a stop token, because some tokenizers add a space at the start of a text."""
         if self.stop_ids:
             ids = self.tokenizer.encode(self.tokenizer.decode([self.stop_ids[0]]) + text)
             if ids[0] == self.stop_ids[0]:
@@ -397,7 +403,10 @@ def load_renderer(model_path: str, config: RendererConfig) -> ChatRenderer:
 
 
 def _choose(tokenizer: ChatTokenizer, config: RendererConfig, *, is_vision: bool) -> ChatRenderer:
-    """The renderer by the options; for a model with images the template, whose placeholders the session repeats."""
+    """Choose the renderer by the options.
+
+    A model with images gets the template, because the session repeats the placeholders that the template writes.
+    """
     if not tokenizer.chat_template:
         _check_markers(tokenizer)
     own = TemplateRenderer(
@@ -422,7 +431,7 @@ def _choose(tokenizer: ChatTokenizer, config: RendererConfig, *, is_vision: bool
             )
         try:
             return LibraryRenderer(config.name, tokenizer, options)
-        except Exception as error:  # its tokens are missing, or it does not know an option
+        except Exception as error:  # the tokenizer lacks the renderer's tokens, or the renderer does not know an option
             raise ValueError(
                 f"rollout_fleet.environment.renderer.name={config.name} does not fit {tokenizer.name_or_path}: "
                 f"{error!r}; {AUTO} and {TEMPLATE} follow the model's chat template"
@@ -444,7 +453,7 @@ def _choose(tokenizer: ChatTokenizer, config: RendererConfig, *, is_vision: bool
 
 
 def _check_markers(tokenizer: ChatTokenizer) -> None:
-    """Refuse the plain template for a tokenizer that cannot write its markers."""
+    """Refuse the plain template for a tokenizer that has no tokens for its markers."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{tokenizer.name_or_path} has neither a chat template nor an eos_token; add a chat_template to its "
@@ -459,7 +468,7 @@ def _check_markers(tokenizer: ChatTokenizer) -> None:
 
 
 def _renders_like(renderer: ChatRenderer, own: ChatRenderer) -> bool:
-    """Whether a renderer renders the test conversations as the model's chat template does, token for token."""
+    """Whether a renderer gives the same tokens as the model's chat template for all test conversations."""
     num_equal = 0
     for messages, answer, new, tools in _TEST_TURNS.values():
         for conversation in (messages, [*messages, answer, *new]):
@@ -471,7 +480,7 @@ def _renders_like(renderer: ChatRenderer, own: ChatRenderer) -> bool:
                 if renderer.render(conversation, tools) != expected:
                     return False
             except ValueError:
-                continue  # the renderer refuses such messages, and so does the session
+                continue  # the renderer refuses such messages, so the session refuses them too
             num_equal += 1
     return num_equal >= len(_TEST_TURNS)
 

@@ -1,6 +1,7 @@
-"""OpenAI's responses API, as far as agent loops use it: converts items to requests of a session, and answers to items.
+"""The parts of OpenAI's responses API that agent loops use.
 
-The items are texts, reasoning, function calls and their outputs. Tools that OpenAI's servers would run are refused.
+Converts items to requests of a session, and answers to items. The items are texts, reasoning, function calls and their
+outputs. Tools that run on OpenAI's servers are refused.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ _FIELDS = {
 def read_request(
     body: Mapping[str, Any], *, stored: Mapping[str, Sequence[Message]], key: str = "", is_retry: bool = False
 ) -> ChatRequest:
-    """Read the body of ``/v1/responses``; ``stored`` has the messages of earlier responses by their ids.
+    """Read the body of ``/v1/responses``.
+
+    ``stored`` has the messages of earlier responses, by the ids of the responses.
 
     Raises:
-        ValueError: a field is not supported; the message has its name and valid values.
+        ValueError: a field is not supported. The message has the field's name and its valid values.
     """
     check_fields(body, _FIELDS)
     messages: list[Message] = []
@@ -66,7 +69,7 @@ def read_request(
 
 
 def response(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
-    """The answer of ``/v1/responses``, with its turn's index, ``turn``."""
+    """The answer of ``/v1/responses``. Its field ``turn`` has the index of the turn."""
     output: list[dict[str, Any]] = []
     if answer.message.get("reasoning_content"):
         part = {"type": "reasoning_text", "text": answer.message["reasoning_content"]}

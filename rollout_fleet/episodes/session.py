@@ -1,4 +1,4 @@
-"""A session: matches the messages of one episode's requests with the episode's forest of turns.
+"""A session matches the messages of one episode's requests with the episode's forest of turns.
 
 ::
 
@@ -6,8 +6,9 @@
                            └─ no such turn, or the template renders its path differently: render the whole request,
                               and branch at the first difference; counted by cause
 
-What was sampled stays as it is: a path is continued by the tokens of the new messages only. `Session.chat` waits for
-the engine, through `TurnSampler.sample`. The turn goes on if the caller is cancelled; the same request gets it later.
+Sampled tokens never change: a path is continued only by the tokens of new messages. `Session.chat` waits for
+the engine, through `TurnSampler.sample`. If the caller is cancelled, the turn continues, and the same request gets it
+later.
 """
 
 from __future__ import annotations
@@ -72,13 +73,13 @@ class TurnSampler(Protocol):
         sampling: SamplingConfig,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Request a turn as `Episode.sample` does, and wait for its end; return the turn.
+        """Request a turn as `Episode.sample` does, and wait for its end.
 
-        The call covers weight updates, aborts and continuations.
+        Returns the turn. The call waits across weight updates, aborts and continuations.
 
         Raises:
             EpisodeOverflow: the episode has used its budget.
-            EpisodeEnded: the group was cut off; the environment is being cancelled.
+            EpisodeEnded: the group was cut off, and the environment is being cancelled.
         """
         ...
 
@@ -88,12 +89,12 @@ class SampleOptions:
     """Sampling options of a request.
 
     Attributes:
-        n: Number of turns to sample; they are siblings.
+        n: Number of turns to sample. The turns are siblings.
         max_tokens: Longest turn in tokens, at most ``rollout_fleet.sampling.max_new_tokens``; None is this maximum.
-        stop: Texts that end a turn; ``stop_token_ids``: tokens that end a turn, in addition to the renderer's.
+        stop: Texts that end a turn. ``stop_token_ids``: tokens that end a turn, in addition to those of the renderer.
         seed: See `SamplingConfig.seed`; the i-th of n turns gets ``seed + i``.
         json_schema: See `SamplingConfig.json_schema`.
-        reads_calls: Read tool calls; otherwise they stay in the content.
+        reads_calls: Whether to read tool calls. Otherwise they stay in the content.
         other: Options, by OpenAI's names, that the learner does not support if they differ from the run's.
             Example: ``{"temperature": 0.2}``.
     """
@@ -115,8 +116,8 @@ class ChatRequest:
     Attributes:
         messages: In OpenAI's form.
         tools: In OpenAI's form: ``{"type": "function", "function": …}``.
-        options: How to sample.
-        key: Idempotency key; requests with one key are one request.
+        options: Sampling options.
+        key: Idempotency key. Requests with the same key are one request.
         is_retry: The client's headers mark this request as repeated.
     """
 
@@ -145,7 +146,7 @@ class SampledAnswer:
         turn: Index in the episode.
         message: The assistant's message in OpenAI's form. For a text request, its content is the text.
         finish_reason: ``stop``, ``length`` or ``tool_calls``.
-        num_prompt_tokens: Tokens on the path before the turn; ``num_reused_tokens`` of them were on it before the
+        num_prompt_tokens: Tokens on the path before the turn. ``num_reused_tokens`` of them were on the path before the
             request.
         token_ids: [R] int32 tokens of the turn; ``logprobs``: [R] float32; ``versions``: [R] int32.
     """
@@ -162,19 +163,19 @@ class SampledAnswer:
 
 @dataclass(kw_only=True)
 class SessionCounts:
-    """Counts of a session.
+    """The counts of a session.
 
     Attributes:
-        requests: New requests; ``repeated``: requests that got the turns of an earlier request.
+        requests: Number of new requests. ``repeated``: number of requests that got the turns of an earlier request.
         branches: Requests that could not continue their history, by cause: ``template`` (the template renders the
             history differently, for example without the reasoning), ``unparseable`` (the same, after an answer that
             could not be parsed), ``edited`` (the history has other messages), ``tools`` (other tools), ``new_root`` (no
             message is known: compaction, or a sub-agent).
-        overridden: Sampling options that differed from the run's, by name.
+        overridden: Number of sampling options that differed from the run's, by name.
         malformed_calls: Tool calls that could not be read.
-        prompt_tokens: Tokens of all prompts; ``reused_tokens`` of them were on the path before their request.
-        retokenised_tokens: Sampled tokens of answers that a request gave back without continuing them: their text was
-            encoded again, as context of the branch. The learner does not train on this context.
+        prompt_tokens: Number of tokens of all prompts. ``reused_tokens`` of them were on the path before their request.
+        retokenised_tokens: Sampled tokens of answers that a request contained without continuing their path. The text
+            of these answers was encoded again as context of the branch. The learner does not train on this context.
     """
 
     requests: int = 0
@@ -200,7 +201,7 @@ class _History:
 
 @dataclass(kw_only=True)
 class _Call:
-    """A request: its task, its content, its number of callers, and how many of them did not get the answer."""
+    """A request: its task, its content, its number of callers, and the number of callers without an answer."""
 
     task: asyncio.Task[list[SampledAnswer]]
     digest: str
@@ -221,9 +222,9 @@ class _Place:
 class Session:
     """The conversations of one episode.
 
-    ``sampling`` is how the run samples; ``refuses`` refuses requests with other options, rather than override these.
-    ``on_calls`` gets the names of the tools that an answer calls, none of most answers.
-    ``images`` reads the images in messages; None for a policy without.
+    ``sampling`` has the run's options. A request with other options is refused if ``refuses`` is true; otherwise its
+    options are overridden. ``on_calls`` gets the names of the tools that an answer calls; most answers call none.
+    ``images`` reads the images in messages; None if the policy takes no images.
     """
 
     def __init__(
@@ -261,7 +262,7 @@ class Session:
         return self._renderer
 
     async def chat(self, request: ChatRequest) -> list[SampledAnswer]:
-        """Sample ``n`` answers to the messages; a repeated request gets the turns of the first one.
+        """Sample ``n`` answers to the messages. A repeated request gets the turns of the first request.
 
         A request with the key of an earlier request is repeated. An equal request is repeated if the first one is still
         running, if its answer was lost (`lose`), or if the client marks it as a retry. Any other equal request gets
@@ -275,11 +276,11 @@ class Session:
         return await self._once(request, lambda: self._answer_chat(request))
 
     async def complete(self, request: TextRequest) -> list[SampledAnswer]:
-        """Sample ``n`` continuations of a text; errors and repeated requests as in `chat`."""
+        """Sample ``n`` continuations of a text. Errors and repeated requests are as in `chat`."""
         return await self._once(request, lambda: self._answer_text(request))
 
     async def sample(self, parent: int, tokens: Sequence[int], options: SampleOptions) -> SampledAnswer:
-        """Sample a turn after a turn or `ROOT`, and new tokens.
+        """Sample a turn that follows a turn (or `ROOT`) and new tokens.
 
         Raises as `chat`, and `ValueError` as `Episode.sample`.
         """
@@ -287,7 +288,7 @@ class Session:
         return answer
 
     def give(self, parent: int, tokens: Sequence[int]) -> int:
-        """Append tokens that were not sampled; returns the turn. Raises as `Episode.give`."""
+        """Append tokens that were not sampled. Returns the turn. Raises as `Episode.give`."""
         turn = self._sampler.episode.give(parent, tokens)
         self._know(turn)
         return turn
@@ -336,7 +337,7 @@ class Session:
         contents = (message.get("content") for message in request.messages if isinstance(message, Mapping))
         if any(is_image(part) for content in contents if isinstance(content, list) for part in content):
             read = partial(_read_messages, request.messages, read_image)
-            messages = await asyncio.to_thread(read)  # an image takes some milliseconds
+            messages = await asyncio.to_thread(read)  # reading an image takes some milliseconds
         else:
             messages = _read_messages(request.messages, read_image)
         if not messages:
@@ -395,7 +396,10 @@ class Session:
         return _Place(parent=parent, new_tokens=tokens[num_shared:], messages=messages, images=new_images)
 
     def _count_retokenised(self, messages: Sequence[Message], parent: int) -> bool:
-        """Count the tokens of the answers in ``messages`` that the path of ``parent`` lacks; return if any are."""
+        """Count the tokens of the answers in ``messages`` that the path of ``parent`` lacks.
+
+        Returns whether there are such answers.
+        """
         on_path: set[int] = set()
         while parent != ROOT:
             on_path.add(parent)
@@ -410,7 +414,7 @@ class Session:
         return num_tokens > 0
 
     def _with_images(self, tokens: list[int], messages: Sequence[Message]) -> tuple[list[int], tuple[PlacedImage, ...]]:
-        """Rendered tokens with as many placeholders as the images of the messages have tokens, and the images."""
+        """Return the rendered tokens and the images. Each image gets as many placeholders as it has tokens."""
         images = [self._images[digest] for message in messages for digest in images_in(message)]
         if self._reader is None or not images:
             return tokens, ()
@@ -419,7 +423,7 @@ class Session:
         return tokens, place_images(np.asarray(tokens), images, token_id, where)
 
     def _read_image(self, part: Mapping[str, Any], where: str) -> str:
-        """Decode an image that is new to the session; returns its digest."""
+        """Decode an image that is new to the session. Returns the digest of the image."""
         assert self._reader is not None
         content = read_bytes(source_of(part), where)
         key = hashlib.blake2b(content, digest_size=16).digest()
@@ -432,7 +436,7 @@ class Session:
     def _longest_history(
         self, messages: Sequence[Message], tools: str, digests: Sequence[bytes]
     ) -> tuple[_History | None, str]:
-        """The longest known history that the messages continue; otherwise the cause of the branch."""
+        """Find the longest known history that the messages continue. Without one, returns the cause of the branch."""
         called = {str(message.get("tool_call_id")) for message in messages if message["role"] == "tool"}
         cause = ""
         for length in range(len(messages) - 1, 0, -1):
@@ -485,9 +489,9 @@ class Session:
         return message
 
     def _name_of(self, turn: int) -> str:
-        """A name of a sampled turn that is the same in a replay, where turns may have other indices.
+        """A name for a sampled turn that stays the same in a replay, although turns may have other indices there.
 
-        It follows from the tokens of the path, and tells apart siblings of equal tokens.
+        The name is computed from the tokens of the path. Siblings with equal tokens get different names.
         """
         episode = self._sampler.episode
         own = episode.turn(turn)
@@ -523,7 +527,7 @@ class Session:
     # Turns
 
     async def _sample(self, place: _Place, options: SampleOptions, *, stops: bool) -> list[SampledAnswer]:
-        """Sample turns at a place. With ``stops``, the renderer's stop tokens also end a turn."""
+        """Sample turns at a place in the forest. With ``stops``, the renderer's stop tokens also end a turn."""
         sampling = self._sampling_of(options, stops=stops)
         episode = self._sampler.episode
         seeds = [None if options.seed is None else options.seed + i for i in range(options.n)]
@@ -562,14 +566,17 @@ class Session:
         return answers
 
     def _check_continues(self, context: int, place: _Place) -> None:
-        """Assert that a turn's prompt is the path of ``place.parent`` and the new tokens: nothing was encoded again."""
+        """Assert that a turn's prompt is the path of ``place.parent`` plus the new tokens.
+
+        So no sampled token was encoded again.
+        """
         tokens, given = place.new_tokens, self._sampler.episode.turn(context)
         is_given = given.parent == place.parent and np.array_equal(given.token_ids, tokens)
         continues = is_given if len(tokens) else context == place.parent
         assert continues, f"turn {context} is not turn {place.parent} and the tokens of its request"
 
     def _sampling_of(self, options: SampleOptions, *, stops: bool) -> SamplingConfig:
-        """The run's sampling options with a request's changes.
+        """The run's sampling options with the changes that a request may make.
 
         Other changes raise `ValueError`, or are counted and ignored.
         """
@@ -630,7 +637,7 @@ def _read_messages(messages: Sequence[Any], read_image: ReadImage | None) -> lis
 
 
 def _digest(request: ChatRequest | TextRequest) -> str:
-    """A digest of a request's content; the key does not count."""
+    """A digest of a request's content. The idempotency key is not part of the content."""
     kept = [value for name, value in vars(request).items() if name not in ("key", "is_retry")]
     content = orjson.dumps(kept, option=orjson.OPT_SORT_KEYS, default=repr)
     return hashlib.blake2b(content, digest_size=16).hexdigest()

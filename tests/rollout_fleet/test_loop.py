@@ -613,7 +613,7 @@ async def test_groups_that_an_engine_does_not_abort_continue_and_keep_the_device
 
         with monkeypatch.context() as patched:
             patched.setattr(engine, "abort", ignore)
-            with pytest.raises(DeadlineError, match=r"2 prompt groups neither finished within .* nor were aborted"):
+            with pytest.raises(DeadlineError, match=r"2 prompt groups did not finish within .* were not aborted"):
                 await loop.release_device()
         assert "2 prompt groups were not aborted within 0.1 s" in caplog.text
         assert not engine.released

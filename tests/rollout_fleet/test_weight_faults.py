@@ -58,7 +58,7 @@ DEADLINE = rf"did not load policy version \d+ from .* within rollout_fleet.load_
 SILENCE = r"produced no token of its \d+ running requests"
 FAILURES = {
     "500": "answered POST {step} with 500: b'oops'",
-    "garbage": "answered POST {step} with what is not JSON",
+    "garbage": "answered POST {step} with a body that is not JSON",
     "nothing": r"answered POST {step} with \{{\}}, expected",
     "truncated": "could not be reached for POST {step}",
     "stalls": DEADLINE,
