@@ -295,7 +295,7 @@ class RolloutLoop:
                 raise missed(
                     f"{len(self._groups.in_phase())} prompt groups did not finish within "
                     f"rollout_fleet.drain_timeout_s = {self._config.drain_timeout_s:g} s, and were not aborted within "
-                    f"rollout_fleet.load_timeout_s = {self._config.load_timeout_s:g} s; the learner waits for the device"
+                    f"rollout_fleet.load_timeout_s = {self._config.load_timeout_s:g} s; the learner needs the device"
                 ) from None
         await self._engine.release_memory()
         self._released = record.span(SpanKind.released)
