@@ -6,8 +6,8 @@ them on the ranks. It gathers or sums batch-wide quantities over the ranks, so t
 batch is divided among the ranks.
 
 Sums use float64, so that small differences between large rewards are kept. Equal rewards give exact zeros. Letters: B
-trajectories, M policy tokens of all trajectories, laid end to end. M does not include tokens from an environment: in a
-multi-turn trajectory the next policy token follows directly.
+trajectories; M policy tokens of all trajectories, one trajectory after the other. M does not include tokens from an
+environment: in a multi-turn trajectory, the next policy token follows directly.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _need_two(counts: Tensor, name: str) -> None:
 @ADVANTAGES.register("gae")
 @token_level
 def gae(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
-    """Generalized advantages from a critic's values, standardized over the batch's tokens with ``whiten_advantages``.
+    """Generalized advantages from a critic's values. ``whiten_advantages`` standardizes them over the batch's tokens.
 
     See `generalized_advantages`; ``gamma`` and ``gae_lambda`` are options. A truncated trajectory ends like any other
     trajectory: its last token does not bootstrap from a value. ``mask_truncated`` leaves such trajectories out.
@@ -222,7 +222,7 @@ def reinforce_plus_plus(batch: TokenRewards, config: AlgorithmConfig, total: Sum
     With ``kl_reward_coef`` β this is the paper's r - β Σ KL over the remaining tokens. Deviation: the paper uses the KL
     of the policy before the update. We use the KL of the behavior policy, which sampled the tokens.
 
-    Example: one-token trajectories with rewards 3, 0, 0 give 1.155, -0.577, -0.577, for any prompts.
+    Example: one-token trajectories with rewards 3, 0, 0 give 1.155, -0.577, -0.577, whatever their prompts are.
     """
     returns = returns_to_go(batch.rewards, batch.lengths, gamma=config.gamma)
     return TokenAdvantages(advantages=standardized(returns, total), returns=returns)
@@ -247,7 +247,7 @@ def generalized_advantages(
     A_t = δ_t + γ λ A_(t+1) with δ_t = r_t + γ V_(t+1) - V_t, from each trajectory's last token backwards.
 
     Args:
-        rewards: [M] float, one per policy token, trajectories laid end to end.
+        rewards: [M] float, one per policy token, one trajectory after the other.
         values: [M] float, the critic's value before each of these tokens.
         lengths: [B] int64, number of policy tokens of each trajectory; the sum is M.
         gamma: In [0, 1].
@@ -280,9 +280,9 @@ def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
 def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
     """Compute S_t = v_t + factor · S_(t+1) in place, for [M] float64 values; S is 0 after the ``ends``.
 
-    The values are split into blocks of equal length, regardless of trajectories. Each step adds one value to all
-    blocks, from the last position to the first. The sums carried between blocks follow the same recursion with
-    `_BLOCK` times fewer values.
+    The values are split into blocks of equal length, regardless of trajectories. Each iteration handles one position of
+    all blocks at the same time, from the last position to the first. The same recursion then computes the sums that
+    are carried from block to block; it has `_BLOCK` times fewer values.
     """
     whole = len(values) // _BLOCK
     inside, rest = values[: whole * _BLOCK].view(whole, _BLOCK), values[whole * _BLOCK :]
@@ -308,12 +308,12 @@ def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
 def standardized(values: Tensor, total: SumOverRanks) -> Tensor:
     """Subtract the mean and divide by the sample deviation (n - 1, at least `MIN_DEVIATION`), over all ranks' tokens.
 
-    ``values`` are this rank's, [M] float64. Returns [M] float64; zeros if all values are equal.
+    ``values`` are the values of this rank, [M] float64. Returns [M] float64; zeros if all values are equal.
     """
     count, sums = total(torch.tensor([len(values), float(values.sum())], dtype=torch.float64)).tolist()
     differences = values - sums / max(1.0, count)
     squares = float(total(differences.square().sum()[None]))
-    # For equal values, only rounding errors remain after centering: they are not an advantage.
+    # If all values are equal, only rounding errors remain after centering. They must not become an advantage.
     mean_square = float(total(values.square().sum()[None])) / max(1.0, count)
     if count < 2 or squares / count <= 1e-24 * mean_square:
         return torch.zeros_like(values)
@@ -350,8 +350,8 @@ class BatchAdvantages:
     """Turns rewards into the column ``advantages``. Its methods are collectives over the data-parallel ranks.
 
     The KL penalty in the rewards uses the behavior policy, as in AReaL's decoupled loss. Deviation: InstructGPT (arXiv
-    2203.02155) and verl use the policy before the update. Our penalty is on the distribution that the tokens were
-    sampled from and does not need a forward pass. On-policy both are equal.
+    2203.02155) and verl use the policy before the update. Our penalty needs no forward pass, and uses the distribution
+    from which the tokens were sampled. On-policy, both penalties are equal.
 
     Attributes:
         kl_coefficient: The coefficient of the KL penalty in the rewards; adaptive if ``algorithm.kl_target`` is set.
@@ -413,7 +413,7 @@ class BatchAdvantages:
             each = self._over_the_batch(outcomes.index_add(0, of_token, penalties, alpha=-1), keys)
             return _with_column(sequences, "advantages", each[of_token]), metrics
         of_turns = _rewards_of_turns(sequences)
-        outcomes = outcomes.index_add(0, of_token, of_turns, alpha=-1)  # the rewards include them
+        outcomes = outcomes.index_add(0, of_token, of_turns, alpha=-1)  # the rewards include those of turns
         token_rewards = of_turns - penalties
         ends = lengths.cumsum(0) - 1
         token_rewards[ends[lengths > 0]] += outcomes[trajectory[lengths > 0]]

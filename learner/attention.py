@@ -39,20 +39,21 @@ ATTENTION_NAME = "asyncrl_packed"
 """Name of the packed attention in transformers' registry."""
 
 MAX_PADDING = 0.25
-"""Each sequence of a padded batch has a length >= longest * (1 - x)."""
+"""Each sequence of a padded batch has at least the length ``longest * (1 - MAX_PADDING)``."""
 
 TOKENS_PER_CALL = 200
 """One more SDPA call costs as much as padding and unpadding this many tokens (measured on a CPU)."""
 
 FREE_PADDING_TOKENS = 128
-"""This much padding costs less than one more SDPA call (measured on a CPU); up to it, any lengths share a batch."""
+"""Sequences of any lengths share a padded batch if it has at most this many tokens of padding. This much padding costs
+less than one more SDPA call (measured on a CPU)."""
 
 
 CAPPED_QUERIES = 512
 """Queries per block of soft-capped scores; one block is in memory at a time."""
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 128, 1024
-"""Queries per call with a sliding window or sinks: the window size, within these limits."""
+"""Limits for the number of queries per call with a sliding window or sinks, which is otherwise the window size."""
 MAX_FLASH_DIM = 256
 """Largest head of SDPA's FlashAttention on CUDA."""
 
@@ -144,14 +145,14 @@ def packed_layout(
 ) -> PackedLayout:
     """Plan the attention calls for packed sequences; the indices are on ``device``.
 
-    ``lengths`` are in packed order; the order longest first needs the fewest calls. ``kernel`` must not be ``auto``. If
-    sequences share tokens, ``token_index`` [sum of lengths] int64 is the packed position of each token.
+    ``lengths`` are in packed order; longest first needs the fewest calls. ``kernel`` must not be ``auto``. If sequences
+    share tokens, ``token_index`` [sum of lengths] int64 is the packed position of each token.
     """
     ends = np.concatenate((np.zeros(1, dtype=np.int32), np.cumsum(lengths, dtype=np.int32)))
     layout = PackedLayout(cu_seqlens=on_device(ends, device), lengths=tuple(map(int, lengths)), kernel=kernel)
     if token_index is None:
         return layout
-    # Packed tokens occur first in ascending order.
+    # The first occurrences of the packed tokens are in ascending order.
     first = np.unique(token_index, return_index=True)[1]
     return replace(
         layout,
@@ -177,7 +178,7 @@ def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class _CheckpointedLayer(threading.local):
-    """The layer that this thread computes under `attention_kept`; the backward pass of a GPU has its own thread.
+    """The state of `attention_kept` in this thread. On a GPU, the backward pass has its own thread.
 
     Attributes:
         attend: Runs the attention of the layer, or returns its kept output.
@@ -193,15 +194,15 @@ def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManag
     """Contexts for the forward pass of a checkpointed layer, and for its recomputation without attention.
 
     This is a ``context_fn`` of `torch.utils.checkpoint.checkpoint`. The forward pass keeps what attention saves for its
-    own backward pass: queries, keys, values and output. The recomputation takes the kept output. So attention of any
-    kernel runs once, and so do its collectives; attention with sinks is computed again. A policy of
-    `torch.utils.checkpoint` on single operations would not see kernels outside of torch's dispatcher, such as flash-
-    attn 4, or the operations inside compiled code.
+    own backward pass: queries, keys, values and output. The recomputation uses the kept output. Thus attention and its
+    collectives run only once, with any kernel. Only attention with sinks is computed again. A policy of
+    `torch.utils.checkpoint` for single operations would not be enough: it does not see kernels outside of torch's
+    dispatcher (such as flash-attn 4), nor operations inside compiled code.
     """
     outputs: deque[Tensor] = deque()
 
     def keep(attend: Callable[[], Tensor]) -> Tensor:
-        with saved_tensors_hooks(_alone, lambda tensor: tensor):  # instead of the checkpoint's
+        with saved_tensors_hooks(_alone, lambda tensor: tensor):  # replaces the hooks of activation checkpointing
             out = attend()
         outputs.append(out.detach().requires_grad_(out.requires_grad))
         return out
@@ -210,7 +211,7 @@ def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManag
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if it is part of a larger one: values may be a slice of queries, keys and values."""
+    """The tensor, or a copy if it is part of a larger one. Values may be a slice of a tensor with queries and keys."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
@@ -396,10 +397,11 @@ def _windowed(
 
 
 def takes_fewer_keys(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether SDPA's fused kernels for causal attention take fewer heads of keys than of queries.
+    """Whether SDPA's fused kernels for causal attention support fewer heads of keys than of queries.
 
-    Of those on CUDA, only FlashAttention does. It takes no mask, no float32, and heads of at most `MAX_FLASH_DIM`. In
-    all other cases SDPA would compute, and keep for the backward pass, the weights of all pairs of tokens.
+    On CUDA, only FlashAttention supports this. FlashAttention needs half precision, no mask, and heads of at most
+    `MAX_FLASH_DIM`. In all other cases SDPA would compute the weights of all pairs of tokens, and keep them for the
+    backward pass.
     """
     return device.type != "cuda" or (dtype is not torch.float32 and head_dim <= MAX_FLASH_DIM)
 
@@ -450,9 +452,11 @@ def _blocks(
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor) -> tuple[list[Tensor], Tensor]:
     """Add a key that all tokens attend to: its score is the head's sink, its value zero.
 
-    An additional dimension of the queries holds the sink; only the added key is nonzero there. Eight dimensions are
-    added, since GPU kernels need a multiple of eight. q is [count, H, queries, D], k [count, H, L, D], v [count, H, L,
-    Dv], the mask [queries, L] bool, and sinks [H], divided by the scale of the scores.
+    The sink is in an additional dimension of the queries. In this dimension, only the added key is nonzero. Eight
+    dimensions are added, since GPU kernels need a multiple of eight.
+
+    q is [count, H, queries, D], k [count, H, L, D], v [count, H, L, Dv], the mask [queries, L] bool, and sinks [H],
+    divided by the scale of the scores.
     """
     count, _, length, _ = q.shape
     added = F.pad(sinks.to(q.dtype).view(1, -1, 1, 1).expand(count, -1, length, 1), (0, 7))
@@ -461,5 +465,5 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor)
     return [torch.cat((q, added), dim=3), keys, F.pad(v, (0, 0, 0, 1))], F.pad(mask, (0, 1), value=True)
 
 
-# Not compiled: its calls differ from batch to batch, and torch.compile would recompile it each time.
+# Attention is not compiled, because its calls differ between batches, and torch.compile would recompile it each time.
 AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))

@@ -34,7 +34,7 @@ _FUNCTIONS = {
 _LENGTHS = (33, 7, 1)
 _WINDOW = 9
 _TOLERANCE = 0.03
-"""Largest accepted relative difference of outputs and gradients from float32; rounding gives about 0.004."""
+"""Largest accepted relative difference of outputs and gradients from float32. Rounding alone gives about 0.004."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ def karmarkar_karp(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     Returns ``num_parts`` (>= 1) lists of indices into ``sizes`` (each >= 0). Each list is ascending and may be empty;
     the largest part comes first. Example: sizes 8, 7, 6, 5, 4 in two parts give parts of 16 and 14.
     """
-    # A partition: its spread (negated for the heap), a tie-break, and its non-empty parts, largest first.
+    # A partition is a tuple: its spread (negated for the heap), a tie-break, and its non-empty parts, largest first.
     heap = [(-size, index, [(size, [index])]) for index, size in enumerate(sizes)]
     if num_parts == 1 or not heap:
         return [list(range(len(sizes)))] + [[] for _ in range(num_parts - 1)]
@@ -54,7 +54,10 @@ _Parts = list[tuple[float, list[int]]]
 
 
 def _joined_parts(left: _Parts, right: _Parts, num_parts: int) -> _Parts:
-    """Join two partitions: the largest part of one with the smallest part of the other. Missing parts are empty."""
+    """Join two partitions: the largest part of one with the smallest part of the other, and so on.
+
+    If one partition has fewer parts, its missing parts count as empty.
+    """
     shared = max(0, len(left) + len(right) - num_parts)
     kept, rest = len(left) - shared, right[: len(right) - shared]
     pairs = zip(left[kept:], reversed(right[len(rest) :]), strict=True)
@@ -159,10 +162,11 @@ def _balanced(
 
 
 def needs_whole_groups(advantage: str) -> bool:
-    """Whether each rank must hold whole prompt groups: a user's token estimator may compare the samples of a group.
+    """Whether each rank must hold whole prompt groups.
 
-    The built-in token estimators do not. Outcome estimators get the whole batch on each rank. This function imports
-    torch only for a user's estimator.
+    This is needed for a user's token estimator, which may compare the samples of a group. The built-in token estimators
+    do not compare samples, and outcome estimators get the whole batch on each rank. This function imports torch only
+    for a user's estimator.
     """
     if ":" not in advantage:
         return False
@@ -191,9 +195,10 @@ def plan_rewards(group: GroupSummary, algorithm: AlgorithmConfig) -> np.ndarray:
 def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer_tokens: int) -> np.ndarray:
     """Soft penalty of long responses (DAPO, arXiv 2503.14476, equation 13).
 
-    ``lengths`` is [B], in tokens. The penalty is -1 for lengths of ``max_tokens`` or more. Over the ``buffer_tokens``
-    before that length it goes linearly from 0 to -1; with ``buffer_tokens=0`` it is a step. Returns [B] float32 in
-    [-1, 0], to be added to the rewards. Example: with 10 and 4, lengths 6, 7, 10, 12 give 0, -0.25, -1, -1.
+    ``lengths`` is [B], in tokens. The penalty is -1 for lengths of ``max_tokens`` or more. It falls linearly from 0 to
+    -1 over the ``buffer_tokens`` before ``max_tokens``. With ``buffer_tokens=0`` there is no linear part. Returns [B]
+    float32 in [-1, 0], to be added to the rewards. Example: with ``max_tokens=10`` and ``buffer_tokens=4``, the lengths
+    6, 7, 10, 12 give 0, -0.25, -1, -1.
     """
     over = lengths.astype(np.float64) - (max_tokens - buffer_tokens)
     penalty = (over >= 0) if buffer_tokens == 0 else (over / buffer_tokens).clip(0.0, 1.0)

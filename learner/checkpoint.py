@@ -1,9 +1,10 @@
 """Checkpoints of a learner group: model, optimizer, schedule position, policy version and random state.
 
-Each rank writes its shards (torch.distributed.checkpoint), so a checkpoint can be loaded with another dp × sp. It is
-written to a temporary folder and renamed when it is complete: a crash during a save leaves the previous checkpoint
-intact. A save can run in the background; the writing thread also renames the folder. The next save, a load and `finish`
-wait for it. `export` converts a checkpoint to a Hugging Face model in one process, without a GPU or a process group.
+Each rank writes its shards (torch.distributed.checkpoint), so a checkpoint can be loaded with another dp × sp. A
+checkpoint is written to a temporary folder, which is renamed when it is complete. Therefore a crash during a save
+leaves the previous checkpoint intact. A save can run in the background; the writing thread also renames the folder. The
+next save, a load and `finish` wait for that thread. `export` converts a checkpoint to a Hugging Face model in one
+process, without a GPU or a process group.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class ShardedCheckpointer:
         # A background save needs its own group, so that its collectives do not mix with those of training.
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=trainer.mesh.timeout))
         self._pending: Future[None] | None = None
-        # On a GPU it keeps its page-locked memory for the next save: to lock it takes longer than the copy.
+        # On a GPU, the stager keeps page-locked memory for the next save, because locking takes longer than copying.
         self._stager: DefaultStager | None = None
         what = f"a checkpoint under {self._directory} could not be written"
         self._unwritten = (what, "free space or repair the folder; the previous checkpoint is complete")
@@ -92,8 +93,8 @@ class ShardedCheckpointer:
 
         Args:
             version: Policy version of the state.
-            wait: Return when the checkpoint is complete; otherwise when its content is copied to the host.
-            keep: Number of whole checkpoints to keep, including the newest; -1 removes none.
+            wait: Return when the checkpoint is complete. If False, return when its content is copied to the host.
+            keep: Number of complete checkpoints to keep, including the newest; -1 removes none.
             saved: ``role``, ``run``, ``life`` and ``parts`` of `SavedProgress`.
 
         Raises:
@@ -132,9 +133,9 @@ class ShardedCheckpointer:
     def load(self, path: Path) -> int:
         """Restore the trainer from a checkpoint of any dp × sp; returns the policy version of the checkpoint.
 
-        With the same dp × sp, a run continues bit for bit; with another one, the random state starts anew. Raises
-        `ValueError` if there is no checkpoint. Raises `CheckpointError` if a part is missing, broken, or from another
-        model; then the trainer may already hold other parts of the checkpoint.
+        With the same dp × sp, a run continues bit for bit. With another dp × sp, the random state is initialized again.
+        Raises `ValueError` if there is no checkpoint. Raises `CheckpointError` if a part is missing, broken, or from
+        another model. The trainer may then already hold other parts of the checkpoint.
         """
         self.finish()
         progress, state, random_state = read_progress(path), self._state(), {}
@@ -191,7 +192,7 @@ class ShardedCheckpointer:
         try:
             written.result()
             if dist.get_rank() == 0:
-                described = partial_path(final) / HUGGING_FACE  # here, because no rank waits for this thread
+                described = partial_path(final) / HUGGING_FACE  # written in this thread, so that no rank waits for it
                 self._trainer.pretrained.config.save_pretrained(described)
                 copy_tokenizer(self._trainer.model_path, described)
                 put_in_place(final)
@@ -206,7 +207,7 @@ class ShardedCheckpointer:
         error = ""
         try:
             action()
-        except CheckpointException as fault:  # a BaseException, and the same on all ranks
+        except CheckpointException as fault:  # it is a BaseException, and all ranks raise the same one
             error = first_failure(fault)
         except Exception as fault:  # noqa: BLE001 - raised below, on all ranks
             error = _in_one_line(dist.get_rank(), fault)
@@ -231,7 +232,7 @@ class ShardedCheckpointer:
 
 
 def _make_stager(device: torch.device) -> DefaultStager:
-    """Copies a state to the host before training continues. From a GPU, through page-locked memory."""
+    """Make the object that copies a state to the host before training continues, from a GPU via page-locked memory."""
     is_gpu = device.type == "cuda"
     options = StagingOptions(
         use_pinned_memory=is_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=is_gpu
@@ -267,7 +268,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
-    """Write the policy of a checkpoint in Hugging Face layout, adapters merged, with its tokenizer, to ``out``.
+    """Write the policy of a checkpoint to ``out`` in Hugging Face layout, with merged adapters and the tokenizer.
 
     ``checkpoint`` can be a folder of checkpoints; then the newest is exported. Returns the exported checkpoint.
     ``dtype`` is the dtype of the written weights, such as ``bfloat16``; empty: the dtype of the learner's computation.

@@ -1,10 +1,11 @@
-"""A folder of checkpoints on disk: complete checkpoints, the newest one, and their progress records. No torch import.
+"""A folder of checkpoints on disk: its complete checkpoints, the newest one, and the progress records.
 
-``v00000012/`` is the checkpoint of policy version 12. It is written as ``.v00000012.partial`` and renamed when it is
-complete. So a folder with the final name is always complete, even if a process died during a save.
+This module does not import torch. ``v00000012/`` is the checkpoint of policy version 12. The folder is written as
+``.v00000012.partial`` and renamed when it is complete. So a folder with the final name is always complete, even if a
+process died during a save.
 
-Other parts of the same checkpoint are in folders beside it: ``critic/v00000012/`` for the critic. The checkpoint names
-its parts (`SavedProgress.parts`). It is whole when all its parts have their final names.
+Other parts of the same checkpoint are in folders beside it, for example ``critic/v00000012/`` for the critic. The
+checkpoint names its parts (`SavedProgress.parts`). It is whole when all its parts have their final names.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ class SavedProgress:
     Attributes:
         version: Policy version of the weights.
         num_updates: Number of optimizer updates, which is the position in the schedule.
-        num_ranks: Number of ranks that saved it.
+        num_ranks: Number of ranks that saved the checkpoint.
         sp_size: Sequence-parallel size of these ranks.
         dtype: Dtype of the parameters in the computation, and of exported weights.
         role: Plain values that the role needs to resume, besides its model. Example: its KL coefficient.
         lora: Options of the policy's adapters; empty without adapters.
         run: Plain values that the controller needs to resume; empty if the caller passed none.
-        life: Folder of the run that saved it, which has the metrics before it; empty if the caller passed none.
+        life: Folder of the run that saved the checkpoint. It has the metrics of the earlier steps. Empty if the caller
+            passed none.
         parts: Names of the folders beside the checkpoint that hold its other parts. Example: ``["critic"]``.
     """
 
@@ -141,15 +143,18 @@ def put_in_place(final: Path) -> None:
 
 
 def lineage_of(checkpoint: Path) -> str:
-    """The run over all its lives that saved a checkpoint; empty if no run did. Raises as `read_progress`."""
+    """The random name of the run that saved a checkpoint; empty if no run did. Raises the errors of `read_progress`.
+
+    The name is the same in all lives of the run.
+    """
     return read_progress(checkpoint).run.get("lineage", "")
 
 
 def keep_newest(newest: Path, keep: int) -> None:
-    """Remove the checkpoints of a run that are older than its ``keep`` whole ones up to ``newest``, with all parts.
+    """Keep the ``keep`` newest whole checkpoints of a run up to ``newest``, and remove its older ones with all parts.
 
-    -1 keeps all. Other runs' checkpoints in the folder stay, and so do later versions, from which the run went back. An
-    interrupted removal is completed next time.
+    -1 keeps all. Checkpoints of other runs in the folder stay. So do checkpoints after ``newest``, which exist if the
+    run returned to an earlier version. An interrupted removal is completed by the next call.
     """
     directory, lineage = newest.parent, lineage_of(newest)
     named = named_checkpoints(directory)

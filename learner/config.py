@@ -184,8 +184,8 @@ class AlgorithmConfig:
             ``module:function``.
         critic: Train a critic and pass its values to your own token-level or turn-level estimator. ``gae`` and
             ``turn_gae`` have a critic without this option.
-        advantage_by_source: Other estimators for the prompt groups of a data source. They and ``advantage`` get one
-            reward per trajectory; each sees the groups of its sources only. Example: ``{gsm8k: rloo}``.
+        advantage_by_source: Other estimators for the prompt groups of a data source. These estimators and ``advantage``
+            must use one reward per trajectory. Each gets only the groups of its sources. Example: ``{gsm8k: rloo}``.
         gamma: Discount of returns, in [0, 1]; per token, and per turn with a turn-level advantage.
         gae_lambda: Lambda of ``gae`` (per token) and ``turn_gae`` (per turn), in [0, 1].
         whiten_advantages: Standardize the advantages of ``gae`` over the batch's tokens, and those of ``turn_gae`` over
@@ -412,7 +412,7 @@ class OptimizerConfig:
     Attributes:
         lr: Peak learning rate.
         betas: Decay of the first and second moment.
-        eps: Added to the root of the second moment.
+        eps: Number that is added to the root of the second moment.
         weight_decay: Decoupled weight decay, on matrices only.
         schedule: Shape of the learning rate after the warm-up.
         warmup_steps: Optimizer updates of linear warm-up.
@@ -438,7 +438,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters on the policy. Supervised fine-tuning trains all weights.
+    """Low-rank adapters of the policy. Supervised fine-tuning trains all weights.
 
     Attributes:
         rank: Rank of the adapters; 0 trains all weights without adapters.
@@ -468,8 +468,8 @@ class RoleOptions:
 
     Attributes:
         sp_size: Ulysses sequence-parallel ranks of this role; a divisor of the processes of its pool.
-        fsdp_size: Ranks that share one copy of this role's parameters; -1: all ranks. null in a pool of another size
-            than ``learner.num_ranks``: -1.
+        fsdp_size: Ranks that share one copy of this role's parameters; -1: all ranks. null means -1 if the size of the
+            role's pool is not ``learner.num_ranks``.
         dtype: Dtype of this role's parameters in the computation.
         attention: The attention kernel of this role.
         max_tokens_per_micro_batch: Token budget of one micro-batch of this role on one rank.
@@ -610,14 +610,16 @@ class LearnerConfig:
             less memory. ``auto`` is ``micro_batch`` if whole gradients take more than 15% of the GPU's memory, else
             ``update``. HSDP sums the gradients of its copies once per update in all cases.
         resharding: ``layer`` frees a layer's gathered parameters after its forward pass and after its backward pass.
-            ``update`` keeps them from the first micro-batch of an update to the last: faster, more memory.
+            ``update`` keeps them from the first micro-batch of an update to the last, which is faster and needs more
+            memory.
         offload_policy: Keep parameters, gradients and optimizer state on the host all the time (FSDP's CPU offload
             policy); FSDP loads one layer at a time. The three options below then have no effect, and the learner logs
             a warning.
         param_offload: Move the parameters to the host after each use.
         optimizer_offload: Move the optimizer state to the host after each update.
-        offload_at_transition_only: Keep both on the device during training, and move them to the host when colocated
-            engines take over. Ignored, with a warning, together with either of the two options above.
+        offload_at_transition_only: Keep parameters and optimizer state on the device during training, and move them to
+            the host when colocated engines take over. Ignored, with a warning, together with either of the two options
+            above.
         keep_snapshots: Published weight versions to keep, including the newest; -1 keeps all.
         start_timeout_s: Deadline for the group to build its model; a run adds one second per 100 MB of the models.
         restarts: How often a run restarts its ranks after a rank died or hung. The ranks resume from the run's newest
@@ -627,7 +629,7 @@ class LearnerConfig:
             the longest step so far, at least 120 s and at most the doubled deadline. Calls that save, load or publish
             always get the doubled deadline.
         optimizer: AdamW and its schedule.
-        lora: Adapters on the policy.
+        lora: Adapters of the policy.
         critic: The critic, if the algorithm has a critic.
         reference: The reference policy, if the algorithm has a KL penalty.
         reward_model: The reward model, if the run has a reward model.
@@ -690,7 +692,7 @@ class LearnerConfig:
         return getattr(self, ROLE_SECTIONS[role]).own if role in ROLE_SECTIONS else {}
 
     def option_name(self, role: str, option: str) -> str:
-        """Where the value of a role's option comes from. Example: ``learner.critic.sp_size`` or ``learner.sp_size``."""
+        """The name of the option that sets a role's value. Example: ``learner.critic.sp_size``, ``learner.sp_size``."""
         return f"learner.{ROLE_SECTIONS[role]}.{option}" if option in self.own_options(role) else f"learner.{option}"
 
     def of_role(self, role: str, *, num_ranks: int | None = None) -> LearnerConfig:

@@ -153,7 +153,10 @@ class LearnerMesh:
         return values
 
     def any_in_sp_group(self, flags: Sequence[bool]) -> list[bool]:
-        """Elementwise or over the ranks of this rank's sp group. All pass the same number of flags, at least one."""
+        """Combine the flags of all ranks of this rank's sp group with a logical or, elementwise.
+
+        All ranks pass the same number of flags, at least one.
+        """
         shared = torch.tensor(flags, dtype=torch.int32, device=self.device)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.sp_group)
         return shared.bool().tolist()
@@ -167,9 +170,10 @@ class LearnerMesh:
         return shared.to(values.device)
 
     def on_host(self) -> LearnerMesh:
-        """The same ranks with gloo groups of their own, for a thread beside the one that trains; a collective.
+        """The same ranks with separate gloo groups, for a thread that runs in parallel with training; a collective.
 
-        Ranks that call collectives in two threads need two sets of groups, since the order of the calls may differ.
+        If ranks call collectives in two threads, each thread needs its own groups, since the order of the calls may
+        differ between ranks.
         """
         if self.num_ranks == 1:
             return replace(self, device=torch.device("cpu"))
@@ -213,7 +217,10 @@ def open_mesh(config: LearnerConfig) -> LearnerMesh:
 
 
 def _join_group(backend: str, timeout: timedelta) -> None:
-    """Join the group of the environment, through a file on this host or a store that listens on a single address."""
+    """Join the group that the environment variables describe.
+
+    The ranks meet through a file on this host, or through a store that listens on a single address.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent, or a test, created the store
         dist.init_process_group(backend, timeout=timeout)
         return
@@ -242,8 +249,8 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
     uses the options ``dtype`` (gradients are reduced in float32), ``resharding``, ``offload_policy`` and
     ``torch_compile``.
 
-    A single rank that computes in the dtype of its parameters does not need sharding or casting. Then the model stays
-    plain; `fully_shard` would give the same results with the overhead of its hooks.
+    A single rank that computes in the dtype of its parameters needs no sharding and no casting. In this case the model
+    is not wrapped, because `fully_shard` would give the same results with the overhead of its hooks.
     """
     layers = decoder_layers(model)
     if compiles_layers(config, mesh.device):
@@ -274,8 +281,8 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
 def shard_dimension(shape: Sequence[int], num_shards: int) -> int:
     """The dimension over which FSDP shards a parameter: 0, or 1 for stacked experts that the shards do not divide.
 
-    FSDP pads dimension 0 to a multiple of the shards: 16 experts on 64 ranks would take the memory of 64 experts. It
-    does not pad dimension 1, and accepts it only if the shards divide it.
+    FSDP pads dimension 0 to a multiple of the number of shards: 16 experts on 64 ranks would need the memory of 64
+    experts. FSDP does not pad dimension 1, and accepts it only if the number of shards divides it.
     """
     return int(len(shape) > 2 and shape[0] % num_shards > 0 and shape[1] % num_shards == 0)
 
@@ -296,7 +303,7 @@ def compiles_layers(config: LearnerConfig, device: torch.device) -> bool:
 
 
 def prepare_backward(model: nn.Module, config: LearnerConfig, *, is_last: bool) -> None:
-    """Apply ``gradient_sync`` and ``resharding`` to the next backward pass. ``is_last``: the update's last one."""
+    """Apply ``gradient_sync`` and ``resharding`` to the next backward pass; ``is_last``: the last one of an update."""
     if not isinstance(model, FSDPModule):
         return
     model.set_requires_gradient_sync(is_last or config.gradient_sync is GradientSync.micro_batch)
@@ -347,7 +354,7 @@ def is_first_rank() -> bool:
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The persistent buffers by name. Each rank has them whole, and they are not trained."""
+    """The persistent buffers by name. Each rank has complete buffers, and they are not trained."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()

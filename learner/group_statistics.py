@@ -1,4 +1,4 @@
-"""Means and deviations over groups of numbers, in float64: equal numbers give exact zeros, noise stays small.
+"""Means and deviations over groups of numbers, in float64. Equal numbers give exact zeros, and noise stays small.
 
 Letter: N numbers, each in a group.
 """
@@ -41,7 +41,7 @@ def largest(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
 def centered(values: Tensor, group: Tensor, counts: Tensor, *, weights: Tensor | None = None) -> Tensor:
     """Return the values minus the mean of their group, [N] float64; exactly 0 if all values of the group are equal.
 
-    ``weights`` are [N] float64, whose sums are the ``counts``; 1 for each value by default.
+    ``weights`` are [N] float64; 1 for each value by default. The sum of the weights of a group is its ``counts``.
     """
     values = values.to(torch.float64)
     sums = group_sums(values if weights is None else values * weights, group, len(counts))
@@ -59,7 +59,8 @@ def group_deviations(
 ) -> Tensor:
     """Return the sample deviation (n - 1) of each group, at least `smallest_deviation`; n is its entry of ``counts``.
 
-    ``differences`` and ``weights`` are the result and the weights of `centered`. A group of one has the smallest one.
+    ``differences`` and ``weights`` are the result and the weights of `centered`. A group of one value has the smallest
+    deviation.
     """
     squares = differences.square() if weights is None else differences.square() * weights
     variance = group_sums(squares, group, len(counts)) / (counts - 1).clamp(min=1)

@@ -163,7 +163,8 @@ class RewardHead(PackedHead):
 def _scores_at(head: PackedHead, batch: MicroBatch, places: np.ndarray) -> tuple[Tensor, ...]:
     """A classifier's output at [M] packed positions, the same on all sp ranks, in float32 for any model dtype.
 
-    bfloat16 would round values and scores to three digits: 100.4 to 100.5, and small advantages to zero.
+    bfloat16 would round values and scores to three digits. For example, 100.4 would become 100.5, and small advantages
+    would become zero.
     """
     linear = cast("nn.Linear", getattr(head.pretrained, SCORE_HEAD))
 
@@ -217,8 +218,8 @@ def chunked_log_probs(
     """Log-prob of each target, and the entropy of the distribution at its position.
 
     The distribution is softmax(logits / temperature), as at sampling, before any top-p or top-k. Logits are computed
-    chunk by chunk, and recomputed in the backward pass. Gradients flow to hidden, weight and bias. Logits are float32
-    and never rounded to half precision: rounding would change log-probs by up to 0.06 nats.
+    chunk by chunk, and recomputed in the backward pass. Gradients flow to hidden, weight and bias. Logits are float32.
+    They are never rounded to half precision, because this would change log-probs by up to 0.06 nats.
 
     If weight and bias are frozen, as with adapters, the forward pass also computes the log-probs' derivatives by the
     states, one more [M, h] tensor. The backward pass recomputes logits only for a gradient of the entropies.
@@ -230,7 +231,7 @@ def chunked_log_probs(
     Returns:
         Log-probs [M] float32, each <= 0, and entropies [M] float32 in nats, or None.
     """
-    if shape.soft_cap is None:  # a scale is a temperature
+    if shape.soft_cap is None:  # without a cap, a scale has the effect of a temperature
         shape, temperature = LINEAR, temperature / shape.scale
     options = (temperature, shape, chunk_tokens, entropy)
     log_probs, entropies = _ChunkedLogProbs.apply(hidden, weight, bias, targets, *options)  # type: ignore[misc]
@@ -290,7 +291,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         factor = _factor(weight)
         by_log_prob = (torch.zeros_like(normalizer) if grad_log_probs is None else grad_log_probs) / ctx.temperature
         by_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
-        # One product for several chunks on a GPU: each reads and writes the whole gradient of the weight.
+        # On a GPU, one product serves several chunks, because each product reads and writes the gradient of the weight.
         step = max(1, WEIGHT_CHUNK_TOKENS // ctx.chunk) * ctx.chunk if multiplies_halves(hidden) else ctx.chunk
         left = hidden.new_empty(min(step, len(hidden)), len(weight)) if to_weight and step > ctx.chunk else None
         for start in range(0, len(hidden), ctx.chunk):
@@ -340,7 +341,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a float32 matrix product to ``total`` in place, without a temporary of its size."""
+    """Add a float32 matrix product to ``total`` in place, without a temporary tensor of that size."""
     if multiplies_halves(left):
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
@@ -367,8 +368,8 @@ def _logits_gradient(
 ) -> Tensor:
     """Gradient with respect to the logits: g (1[target] - p) by log-prob, -g p (log p + H) by entropy.
 
-    ``by_log_prob`` and ``by_entropy`` are g / temperature, [n] float32. The result replaces ``logits`` [n, V]: tensors
-    of this size are the largest of a step.
+    ``by_log_prob`` and ``by_entropy`` are g / temperature, [n] float32. The result is written into ``logits`` [n, V],
+    because tensors of this size are the largest of a step.
     """
     slope = None if shape.soft_cap is None else shape.slope(logits)
     if temperature != 1.0:

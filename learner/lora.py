@@ -44,7 +44,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
     the model's own weights keep their dtypes. Expert tensors stay frozen, and the log names them. Raises `ValueError`
     if a target is not the name of a linear layer.
     """
-    from peft import LoraConfig as PeftConfig  # takes most of a second, so import it only for adapters
+    from peft import LoraConfig as PeftConfig  # this import takes most of a second, so do it only for adapters
     from peft import inject_adapter_in_model
 
     chosen = _target_layers(model, list(config.target_modules))
@@ -62,9 +62,10 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
 
 
 def fill_adapters(model: nn.Module) -> None:
-    """Initialize allocated adapters: A as a linear layer, by torch's random state, and B with 0.
+    """Initialize allocated adapters: A randomly like a linear layer, and B with 0.
 
-    Each rank draws the whole of one A after another, and keeps its rows, so the values do not depend on the ranks.
+    Each rank draws one complete A after another from torch's random state, and keeps its own rows. Thus the values do
+    not depend on the number of ranks.
     """
     for _, layer in _layers(model):
         for part, init in (("A", partial(nn.init.kaiming_uniform_, a=math.sqrt(5))), ("B", nn.init.zeros_)):
@@ -126,7 +127,7 @@ def adapted_layers(model: nn.Module, tensor_of: Mapping[str, str]) -> tuple[Adap
         tensor_of: Maps a parameter's name to the name of the equal tensor in the checkpoint.
 
     Raises:
-        WeightsError: an adapted parameter is not stored as such in the checkpoint, but split, joined or transposed.
+        WeightsError: the checkpoint does not store an adapted parameter as one tensor, but split, joined or transposed.
     """
     layers = _layers(model)
     if missing := [name for name, _ in layers if f"{name}.base_layer.weight" not in tensor_of]:
@@ -187,7 +188,8 @@ def _layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
 def _target_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
     """Names of the linear layers that match ``targets``; a target is a name or a suffix of a name, as in peft.
 
-    The output embedding never gets an adapter: the head reads its weight, not its output, and the weight may be tied.
+    The output embedding never gets an adapter, because the head reads its weight and not its output. The weight may
+    also be tied.
     """
     head = model.get_output_embeddings()
     if targets == [_ALL_LINEAR]:

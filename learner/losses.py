@@ -38,7 +38,8 @@ class TokenInputs:
 
     Attributes:
         trajectory_index: [M] int64, index of each token's trajectory within the micro-batch.
-        trajectory_lengths: [number of trajectories] int64, tokens in the loss of each trajectory, on all its branches.
+        trajectory_lengths: [number of trajectories] int64, number of tokens in the loss on all branches of each
+            trajectory.
         columns: [M] float32 by name: ``behavior_logprobs`` and ``advantages`` in RL, ``reference_logprobs`` with a KL
             penalty, ``values`` and ``returns`` with a critic. Your own loss also gets all token columns of the prompt
             groups, [M, …] float32, 0 if a group does not have the column: ``token_ids``, ``logprobs``, ``versions``,
@@ -197,7 +198,7 @@ def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 @LOSSES.register("reinforce")
 @by_token
 def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-    """-A log policy (Williams, 1992): a baseline. Without a correction it treats all batches as on-policy."""
+    """-A log policy (Williams, 1992), for comparison. Without a correction, all batches are treated as on-policy."""
     return LossTerms(per_token=-inputs.columns["advantages"] * inputs.log_probs)
 
 
@@ -390,7 +391,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     policy_loss = LOSSES.get(config.loss)
 
     def loss(inputs: LossInputs) -> LossTerms:
-        # With several updates, only the first one has no column. Without the option, no update has the column.
+        # With several updates, only the first update lacks this column. Without the option, no update has the column.
         inputs = replace(inputs, is_proximal=config.num_mini_batches == 1 or config.needs_proximal)
         terms = policy_loss(inputs, config)
         per_token, metrics = terms.per_token, {**terms.metrics, **behavior_metrics(inputs)}
@@ -428,10 +429,12 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
     """Metrics of the distance between policy and behavior policy, [M] each.
 
-    ``ratio`` is policy ÷ behavior, reported with its square. ``behavior_kl`` is KL(behavior ‖ policy) in nats by the k3
-    estimator: r - 1 - log r with log r clamped to ±20, each value >= 0. ``engine_gap`` is the distance of the log-probs
-    before the step from the engine's, at tokens of lag 0 (`summarized` divides by their share): engine and learner had
-    the same weights. It is missing if these log-probs are not known.
+    - ``ratio`` is policy ÷ behavior; its square is reported, too.
+    - ``behavior_kl`` is KL(behavior ‖ policy) in nats by the k3 estimator: r - 1 - log r, with log r clamped to ±20.
+      Each value is >= 0.
+    - ``engine_gap`` is the distance between the engine's log-probs and the learner's log-probs before the step, at
+      tokens of lag 0, for which both had the same weights. `summarized` divides by the share of these tokens. The
+      metric is missing if the log-probs before the step are not known.
     """
     behavior = inputs.columns["behavior_logprobs"]
     log_ratio = inputs.log_probs.detach() - behavior
@@ -465,7 +468,7 @@ def _with_square(name: str, values: Tensor) -> dict[str, Tensor]:
 
 
 def value_objective(clip: float) -> Objective:
-    """The critic's objective: `value_loss` with this ``clip``, averaged over the batch's tokens."""
+    """The critic's objective: the mean of `value_loss` with this ``clip`` over the batch's tokens."""
 
     def loss(inputs: ValueInputs) -> LossTerms:
         values, returns = inputs.values, inputs.columns["returns"]
@@ -497,7 +500,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
         return 0.5 * loss, torch.zeros_like(values, dtype=torch.bool)
     moved = values - old_values
     outside = moved.abs() > clip
-    # Inside the interval, old + (v - old) may differ from v in the last bit and count as clipped; so take v itself.
+    # Inside the interval, use v itself: old + (v - old) may differ from v in the last bit and would count as clipped.
     near = torch.where(outside, old_values + moved.clamp(-clip, clip), values)
     clipped = (near - returns).square()
     return 0.5 * torch.maximum(loss, clipped), outside & (clipped > loss)

@@ -24,7 +24,7 @@ from .model_shards import PretrainedShards
 from .packed_model import PackedModel
 
 Span = tuple[int, int]
-"""First byte in the file, and number of bytes."""
+"""A range of a file: its first byte, and its number of bytes."""
 
 
 def save_policy(model: PackedModel, directory: str) -> None:
@@ -34,7 +34,7 @@ def save_policy(model: PackedModel, directory: str) -> None:
     the model was loaded from.
 
     Raises:
-        WeightsError: on all ranks, if a host does not have enough space.
+        WeightsError: a host does not have enough space. All ranks raise this error.
     """
     shards = PretrainedShards.of(model)
     layout = ModelLayout(shards)

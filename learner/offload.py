@@ -27,7 +27,7 @@ from .trainer import ModelOptimizer
 log = logging.getLogger(__name__)
 
 _FREED_WITHIN_S = 30.0
-"""After its death, how long the memory of an engine on the same device may take to be freed."""
+"""Longest time from the death of an engine on the same device until its memory is free."""
 _RETRY_S = 0.2
 _ALIGNMENT = 512
 """Alignment of each copy in the slab, in bytes."""
@@ -117,10 +117,10 @@ class MovableTensors:
 class OffloadPolicy:
     """Decides when the model and the optimizer state are on the device. The state stays correct if a use fails.
 
-    ``param_offload`` and ``optimizer_offload`` move them to the host after each use. ``offload_at_transition_only``
-    keeps both on the device during training and moves them when the pool switches to rollout. Together with one of the
-    other options it is ignored, with a warning. Offloaded tensors are loaded when they are needed. A frozen model does
-    not have an optimizer. After each use, every layer holds its shards only.
+    ``param_offload`` moves the model to the host after each use, and ``optimizer_offload`` moves the optimizer state.
+    ``offload_at_transition_only`` keeps both on the device during training, and moves them when the pool switches to
+    rollout. Together with one of the other options, it is ignored with a warning. Offloaded tensors are loaded when
+    they are needed. A frozen model has no optimizer. After each use, every layer holds only its shards.
 
     Attributes:
         metrics: Bytes on the device before and after the last switch to each mode: ``rollout_device_bytes_before``,
@@ -185,7 +185,7 @@ class OffloadPolicy:
         if self._at_transition:
             self._leave(model=True, optimizer=True)
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # of the activations: the engines on the same device need the memory
+            torch.cuda.empty_cache()  # free cached activations, because the engines on the same device need the memory
         self._note("rollout", before)
 
     def enter_training(self) -> None:
@@ -222,7 +222,7 @@ class OffloadPolicy:
 
 
 def _when_freed(load: Callable[[], None]) -> None:
-    """Load; wait for the memory of an engine that was killed because it did not release the device."""
+    """Load tensors. If the device has no room, wait until the memory of a killed engine is free."""
     began_s = time.monotonic()
     while True:
         try:

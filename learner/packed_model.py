@@ -67,7 +67,7 @@ class PackedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSetup:
-    """Settings that replace a model's own checks, to run it at full size without a GPU.
+    """Settings that replace a model's checks, so that a full-size model can run without a GPU.
 
     Attributes:
         mesh: This rank's position in a group that exists.
@@ -207,7 +207,7 @@ class PackedModel:
         return results
 
     def _set_training(self, training: bool) -> None:
-        """Switch training mode on or off. Skips this if nothing changes, since visiting all modules takes 1 ms."""
+        """Switch training mode on or off. Do nothing if the mode is the same, since visiting all modules takes 1 ms."""
         if self.head.training != training:
             self.head.train(training)
 
@@ -248,7 +248,7 @@ class PackedModel:
 
     @property
     def _shares_prompts(self) -> bool:
-        """Whether the samples of a prompt share its tokens. Not with layers that carry a state from token to token."""
+        """Whether the samples of a prompt share its tokens. Models with layers that carry a state do not share them."""
         can = not self.head.recurrent.layers if self.selftest is None else self.selftest.shares
         return self.config.share_prompts and can
 

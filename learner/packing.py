@@ -1,8 +1,8 @@
-"""Packs unpadded sequences end to end into micro-batches within a token budget. Nothing is padded or truncated.
+"""Packs sequences one after the other into micro-batches within a token budget. Nothing is padded or truncated.
 
 The samples of one prompt can share the prompt's tokens: the prompt is packed once, and the attention of each sample
-reads these tokens. Prompts are equal if their tokens and their images are. A sequence never shares the token before its
-first token in the loss. So each packed token predicts at most one token.
+reads these tokens. Prompts are equal if their tokens and their images are equal. A sequence never shares the token
+before its first token in the loss. Therefore each packed token predicts at most one token.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class MicroBatch:
         lengths: Number of tokens of each sequence. The sum is N, or more than N if sequences share tokens.
         token_index: [sum of lengths] int64, packed position of each token of each sequence. None if the sequences
             share no tokens. It stays on the host, since indices are derived from it without waiting for the device.
-        image_rows: [N] int64, row of each token's merged feature among those of ``pixels``; -1 for text. None without
-            images, like the next two.
-        pixels: [patches, …] uint8 of the images, each once.
-        grids: [images, 3] int64, their patches in time, height and width.
+        image_rows: [N] int64, row of each token's merged feature among the features of ``pixels``; -1 for text. None
+            without images.
+        pixels: [patches, …] uint8, the pixels of each image once. None without images.
+        grids: [images, 3] int64, the patches of each image in time, height and width. None without images.
         predict_index: [M] int64, packed position of the token before each token in the loss. It stays on the host.
         targets: [M] int64, the tokens in the loss.
         trajectory_index: [M] int64, trajectory (within this micro-batch) of each token in the loss.
@@ -150,9 +150,9 @@ class Packer:
             sequences: In any order; may be empty.
             columns: Fill the columns. If False, call `MicroBatch.with_columns` when they are known.
             agree: Called once with the number of micro-batches that this rank needs. It returns the number to make,
-                which is at least as large. The additional micro-batches hold one token, which is not in the loss, so
-                that each rank takes part in each collective. A rank whose sequences do not fit requests `REFUSED`; then
-                all ranks raise.
+                which is at least as large. Additional micro-batches hold one token that is not in the loss. With them,
+                each rank takes part in each collective. A rank whose sequences do not fit requests `REFUSED`; all ranks
+                then raise an error.
 
         Returns:
             At least one micro-batch. Each sequence is in exactly one micro-batch.
@@ -234,7 +234,7 @@ def _num_leading(sequence: TokenSequence) -> int:
 
 
 def _prompts(sequences: Sequence[TokenSequence]) -> dict[SampleKey, bytes]:
-    """The prompt of each trajectory, as bytes: its shortest run of shareable leading tokens over all branches."""
+    """The prompt of each trajectory, as bytes: the shareable leading tokens of the branch that has the fewest."""
     first: dict[SampleKey, tuple[int, TokenSequence]] = {}
     for sequence in sequences:
         num_leading = _num_leading(sequence)
@@ -269,7 +269,7 @@ def _micro_batch(
     totals: Mapping[SampleKey, int],
     prompts: Mapping[SampleKey, bytes],
 ) -> MicroBatch:
-    """Lay the first ``packed`` tokens of each sequence end to end; pack tokens that sequences share once.
+    """Concatenate the first ``packed`` tokens of each sequence. Tokens that sequences share are packed once.
 
     ``totals`` is the number of tokens in the loss per trajectory.
     """
@@ -315,7 +315,7 @@ def _micro_batch(
 
 
 def _images(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """The images that the first ``packed`` tokens of the sequences need, each once; None without any.
+    """The images that the first ``packed`` tokens of the sequences need, each image once; None without images.
 
     Returns the row of each token of the concatenated sequences (-1 for text, and for tokens that are not packed), the
     pixels and the grids, as in `MicroBatch`.
@@ -343,7 +343,7 @@ def _images(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> tuple[np.
 
 
 def _positions(chosen: Sequence[TokenSequence]) -> np.ndarray:
-    """Positions on three axes of the concatenated sequences: [tokens, 3] int64."""
+    """Positions of the tokens of the concatenated sequences on three axes: [tokens, 3] int64."""
     own = (
         np.repeat(np.arange(len(sequence.input_ids))[:, None], 3, axis=1)
         if sequence.images is None
@@ -369,11 +369,11 @@ def _leading_tokens(
 ) -> np.ndarray | None:
     """Map each token of the concatenated sequences to the token that is packed for it: [sum of ``packed``] int64.
 
-    A token maps to itself, or to the equal token of another sequence with the same beginning: the first one with the
-    same prompt, or a branch of the same trajectory. Returns None if no tokens are shared.
+    A token maps to itself, or to the equal token of another sequence with the same beginning. This other sequence is
+    the first one with the same prompt, or a branch of the same trajectory. Returns None if no tokens are shared.
 
-    A sequence shares only tokens before its first one in the loss, with sequences that come before it in the ``order``.
-    In the order of the tree, the branches before a branch have all of its tokens up to there.
+    A sequence shares only tokens before its first token in the loss. It shares them with sequences that come earlier in
+    the ``order``. In the order of the tree, earlier branches contain all of these tokens.
     """
     leads, shares, starts = np.arange(sum(packed)), False, [0, *accumulate(packed)]
     leaders: dict[bytes, tuple[int, np.ndarray]] = {}
@@ -396,7 +396,7 @@ def _leading_tokens(
 
 
 def _num_common(tokens: np.ndarray, others: np.ndarray) -> int:
-    """Length of the longest common prefix."""
+    """Length of the longest common prefix of two arrays."""
     length = min(len(tokens), len(others))
     different = np.flatnonzero(tokens[:length] != others[:length])
     return int(different[0]) if len(different) else length

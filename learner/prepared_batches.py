@@ -1,13 +1,14 @@
-"""Prepares the batch of the next learner step while a rank computes this one: fetches its groups and packs them.
+"""Prepares the batch of the next learner step while a rank computes the current step: fetches and packs its groups.
 
 Each process has one `BatchPreparer` with one thread, for all roles of the process. The controller announces a batch
-when it queues the step. The thread prepares the batch as soon as the step before has taken its own, so a process holds
-at most two batches. A step waits for its own batch; the thread wakes it. The thread waits for the buffer under the
-client's deadline, and for the threads of the other ranks under the deadline of their groups.
+when it queues the step. The thread prepares the batch as soon as the previous step has taken its own batch. Therefore a
+process holds at most two batches. A step waits for its own batch, and the thread wakes it. The thread waits for the
+buffer under the client's deadline, and for the threads of the other ranks under the deadline of their groups.
 
-Preparing a batch needs collectives: the ranks agree whether a group is missing, and on the number of micro-batches.
-They use groups of their own (`LearnerMesh.on_host`). All ranks prepare the same batches in the same order, since every
-batch is prepared once, either when it is announced or when its step asks for it, and both happen in the same order.
+Preparing a batch needs collectives, with separate process groups (`LearnerMesh.on_host`). In these collectives the
+ranks agree whether a group is missing, and on the number of micro-batches. All ranks prepare the same batches in the
+same order: every batch is prepared once, when it is announced or when its step asks for it, and the order of these
+calls is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class PreparedBatch:
     Attributes:
         groups: The groups of the batch by id.
         lost: Ids of the step's groups that this process did not find in the buffer.
-        most_lost: The largest number of such groups on one rank. If it is not 0, the batch is not complete, and the
+        most_lost: The largest number of lost groups on one rank. If it is not 0, the batch is not complete, and the
             fields below are empty.
         sequences: The sequences of the batch, without columns that a role computes.
         scored: The sequences packed for `PackedModel.scores`; None if the role scores nothing for other roles.
@@ -77,8 +78,8 @@ class StepGroups:
     def fetch(self, batch: RankBatch, mesh: LearnerMesh, buffer: LearnerBuffer | None) -> None:
         """Fetch the missing groups of a batch, a collective of the sp group.
 
-        One rank of the group fetches, and sends the groups to the others. All of its ranks fetch the same groups, which
-        may be more than a rank misses: a role with another sp size has fetched for other sp groups.
+        One rank of the sp group fetches the groups and sends them to its other ranks. A rank may already have some of
+        these groups, because a role with another sp size has fetched them for other sp groups.
         """
         is_missing = [group_id not in self.found for group_id in batch.group_ids]
         if mesh.sp_size > 1 and is_missing:
@@ -98,7 +99,7 @@ class StepGroups:
 
 
 def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-    """Fetch the groups that the buffer has. A `DeadlineError` is retried once: the slow store may be gone."""
+    """Fetch the groups that the buffer has. Retry once after a `DeadlineError`: the slow store may be gone by then."""
     with suppress(UnknownGroup):
         try:
             return buffer.fetch(group_ids)
@@ -132,7 +133,7 @@ class BatchPreparer:
         self._groups: dict[int, StepGroups] = {}
 
     def announce(self, role: str, batch: RankBatch, prepare: Prepare) -> None:
-        """Prepare a role's batch as soon as the step before it has taken its own."""
+        """Prepare a role's batch as soon as the previous step has taken its own batch."""
         with self._lock:
             self._announced.append((_key(role, batch), prepare))
             if self._newest is None:
@@ -140,7 +141,7 @@ class BatchPreparer:
             self._submit_due(self._newest + 1)
 
     def take(self, role: str, batch: RankBatch, prepare: Prepare) -> PreparedBatch:
-        """The prepared batch of a role; prepares it now if it is not announced. Drops batches of earlier steps.
+        """The prepared batch of a role. If it was not announced, prepare it now. Drops batches of earlier steps.
 
         Raises what ``prepare`` raised.
         """
@@ -156,19 +157,20 @@ class BatchPreparer:
         return future.result()
 
     def forget(self) -> None:
-        """Drop all batches, also the announced ones. The thread finishes what it does, and the result is dropped.
+        """Drop all batches, including announced ones. The thread finishes its current batch, whose result is dropped.
 
-        The ranks call this at the same point of the order, so that the same batches are in their threads.
+        All ranks must call this at the same point in the order of their calls, so that their threads prepare the same
+        batches.
         """
         with self._lock:
             self._begin()
 
     def close(self) -> None:
-        """End the thread after the batch that it prepares."""
+        """End the thread when it has finished its current batch."""
         self._thread.shutdown(cancel_futures=True)
 
     def _submit_due(self, newest: int) -> None:
-        """Begin with the announced batches up to a version."""
+        """Let the thread prepare the announced batches up to a version."""
         while self._announced and self._announced[0][0][0] <= newest:
             self._submit(*self._announced.popleft())
 
@@ -179,5 +181,5 @@ class BatchPreparer:
 
 
 def _key(role: str, batch: RankBatch) -> _Key:
-    """What a prepared batch depends on: not the rewards."""
+    """The key of a prepared batch: everything that it depends on. It does not depend on rewards."""
     return batch.version, role, tuple((share.group_id, share.samples, share.mini_batch) for share in batch.shares)

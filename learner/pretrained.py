@@ -80,7 +80,7 @@ def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def parameter_sizes(model_path: str) -> dict[str, int]:
-    """Number of values of each parameter of the causal language model in a folder. Reads only ``config.json``.
+    """Number of values in each parameter of the causal language model in a folder. Reads only ``config.json``.
 
     Raises as `load_causal_lm` does.
     """
@@ -224,7 +224,7 @@ def _config_of(model_path: str, **options: Any) -> PreTrainedConfig:
 
 
 def _prepared(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Keep in float32 what the family keeps in float32, and switch off all randomness."""
+    """Convert to float32 the parameters that the model family keeps in float32, and switch off all randomness."""
     kept = [re.compile(name.replace("*", ".*")) for name in model._get_dtype_plan(dtype)]
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if any(pattern.search(name) for pattern in kept):
@@ -233,7 +233,7 @@ def _prepared(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _deterministic(model: PreTrainedModel) -> PreTrainedModel:
-    """Put the model in training mode and switch off its dropout and noise; the log names what was on.
+    """Put the model in training mode and switch off its dropout and noise. The log names what was switched off.
 
     The ratio of policy-gradient losses needs the same policy as at sampling. Dropout would make a different model per
     micro-batch. The same applies to critic and reward model. Configuration and files do not change.

@@ -1,6 +1,6 @@
-"""The learner's roles as data: the model of each role, its column of scores, its objective, and the columns it reads.
+"""A table of the learner's roles. An entry has the model of a role, its scores, its objective and the columns it reads.
 
-A new role, such as a distillation teacher, is one more entry. This module does not import torch.
+To add a role, such as a distillation teacher, add an entry. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .losses import Objective
 
 Scores = Mapping[SampleKey, np.ndarray]
-"""Scores of each trajectory, branch after branch: [tokens in the loss] float32."""
+"""Scores by trajectory: [tokens in the loss] float32, one branch after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Role:
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:
-    """A function of this package whose module is imported at the first call, because it loads torch."""
+    """A function of this package. Its module is imported at the first call, because the module loads torch."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         return getattr(import_module(f".{module}", __package__), name)(*arguments, **options)

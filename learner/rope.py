@@ -8,8 +8,9 @@ from typing import Any
 _BY_LONGEST = frozenset({"longrope", "su", "dynamic"})
 """Types whose frequencies change for all tokens when the largest position exceeds the original length.
 
-transformers compares the original length with the largest position of the call (``dynamic_rope_update``), SGLang with
-the largest position of the batch. The log-probs of a longer sequence therefore depend on the rest of its batch.
+transformers compares the original length with the largest position of the call (``dynamic_rope_update``). SGLang
+compares it with the largest position of the batch. The log-probs of a longer sequence therefore depend on the other
+sequences of its batch.
 """
 
 

@@ -63,7 +63,7 @@ TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.12}
 """Largest accepted relative difference of hidden states between different kernels, by the dtype of the run."""
 
 LEAK_TOLERANCE = {torch.float32: 2e-4, torch.float16: 3e-3, torch.bfloat16: 0.012}
-"""Largest accepted relative change of a sequence when only its neighbors change, with the same kernels."""
+"""Largest accepted relative change of a sequence's hidden states when other sequences of the micro-batch change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class SelfTest:
         self._group, self._columns = self._place_images(rng) if head.vision is not None else (None, {})
 
     def _place_images(self, rng: np.random.Generator) -> tuple[GroupImages, dict[str, list[np.ndarray]]]:
-        """Put random images into the first sequences, the same one into the two that have a common prefix.
+        """Put random images into the first sequences. The two sequences with a common prefix get the same image.
 
         Returns the images, and the image columns of each sequence.
         """
@@ -130,14 +130,17 @@ class SelfTest:
         return GroupImages(columns), {name: np.split(column, ends) for name, column in of_tokens.items()}
 
     def _images_of(self, tokens: Sequence[np.ndarray], places: Sequence[int]) -> Sequence[SequenceImages | None]:
-        """The images of the sequences with these places; text sequences among them have their positions here, too."""
+        """The images, and the positions of all tokens, of the sequences with these indices; None for a text model."""
         if self._group is None:
             return [None] * len(places)
         rows, positions = ([self._columns[name][place] for place in places] for name in (IMAGE_ROWS, POSITIONS))
         return SequenceImages.of(self._group, tokens, rows, positions)
 
     def run(self) -> SelfTestResult:
-        """Find out how to run the model, without changing it. Raises `ValueError` with layer and remedy if it fails."""
+        """Find out how the learner must run the model. The model does not change.
+
+        Raises `ValueError` if no way is correct. The message names the layer that differs, and a remedy.
+        """
         start, training = time.perf_counter(), self._head.training
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
         self._head.train(False)
@@ -148,7 +151,7 @@ class SelfTest:
                 torch.random.fork_rng(devices),
                 _lowered_thresholds(pretrained),
                 _fixed_routing(pretrained),
-                torch.compiler.set_stance("force_eager"),  # it would compile for its own shapes
+                torch.compiler.set_stance("force_eager"),  # torch would compile for the shapes of this test
             ):
                 packs, difference = self._decide()
                 shares = packs and self._shares()
@@ -161,7 +164,10 @@ class SelfTest:
         return SelfTestResult(packs=packs, shares=shares, difference=difference, seconds=time.perf_counter() - start)
 
     def _decide(self) -> tuple[bool, float]:
-        """Select the fastest correct method. Returns whether sequences may share a micro-batch, and the difference."""
+        """Select the fastest correct method.
+
+        Returns whether sequences may share a micro-batch, and the difference from Hugging Face's forward.
+        """
         expected = self._attempted("Hugging Face's own forward", self._plain)
         self._check_logits()
         recurrent, difference = self._head.recurrent, float("inf")
@@ -238,7 +244,7 @@ class SelfTest:
             )
 
     def _training(self, forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The forward in training mode."""
+        """Call a forward in training mode."""
 
         def run() -> Tensor:
             self._head.train(True)
@@ -293,7 +299,7 @@ class SelfTest:
         }
 
     def _together(self, *, changed: bool = False) -> Tensor:
-        """Run all sequences in one micro-batch; with ``changed``, every second one has other tokens."""
+        """Run all sequences in one micro-batch. With ``changed``, every second sequence has other tokens."""
         middle = self._vocabulary // 2
         tokens = [
             middle + (ids - middle + 1) % (self._vocabulary - middle) if changed and index % 2 == 0 else ids
@@ -320,7 +326,7 @@ class SelfTest:
     def _packed_forward(
         self, tokens: Sequence[np.ndarray], places: Sequence[int] = (), *, num_prompt: int = 1
     ) -> Tensor:
-        """The hidden states of all sequences, or of those with these places."""
+        """The hidden states of all sequences, or of the sequences with these indices."""
         images = self._images_of(tokens, places or range(len(tokens)))
         sequences = [
             TokenSequence(input_ids=ids.astype(np.int32), loss_mask=np.arange(len(ids)) >= num_prompt, images=own)
@@ -367,7 +373,7 @@ class SelfTest:
         return torch.cat([torch.arange(length) for length in self._lengths])
 
     def _leak(self, together: Tensor) -> float:
-        """The difference for unchanged sequences when the other sequences of the micro-batch change."""
+        """The difference in the hidden states of unchanged sequences when the other sequences change."""
         relative = _relative(self._together(changed=True), together)
         sequence = torch.arange(len(self._lengths)).repeat_interleave(torch.tensor(self._lengths))
         same, first = sequence % 2 == 1, self._places() < FIRST_TOKENS
@@ -473,7 +479,7 @@ def _lowered_thresholds(pretrained: PreTrainedModel) -> Iterator[None]:
 
 
 class _FirstExperts(TorchDispatchMode):
-    """Makes each ``topk`` over the last dimension choose the first entries, with their own values."""
+    """Makes each ``topk`` over the last dimension return the first entries and their values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -488,8 +494,9 @@ class _FirstExperts(TorchDispatchMode):
 def _fixed_routing(pretrained: PreTrainedModel) -> Iterator[None]:
     """Route all tokens of a mixture of experts to the first experts inside the context.
 
-    Rounding in half precision changes the order of experts with almost equal scores. Then a token goes to other experts
-    in the packed forward than alone, and the hidden states differ although both are right.
+    Rounding in half precision changes the order of experts with almost equal scores. A token may then go to other
+    experts in the packed forward than in the forward of its sequence alone. The hidden states then differ, although
+    both are correct.
     """
     parts = dict(pretrained.named_modules())
     experts = {name.rpartition(".")[0] for name in expert_tensors(pretrained)}

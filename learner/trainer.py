@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch._dynamo  # takes a second; the first optimizer step would load it, so load it while engines start
+import torch._dynamo  # this import takes a second; without it, the first optimizer step would wait for it
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -104,7 +104,10 @@ class ModelOptimizer:
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], shards: DeviceMesh | None) -> float:
-    """Norm of all gradients over the ranks of one copy (`shard_mesh`). All must be plain, or sharded the same way."""
+    """Norm of all gradients over the ranks of one copy (`shard_mesh`).
+
+    Either all gradients are plain tensors, or all are sharded in the same way.
+    """
     gradients = _local_gradients(parameters)
     if not gradients:
         return 0.0
@@ -164,7 +167,10 @@ class Trainer(PackedModel):
 
     @property
     def trains_as_it_scores(self) -> bool:
-        """Whether log-probs of a training forward are those of `scores`: self-tested, and without adapters' dropout."""
+        """Whether a training forward gives the same log-probs as `scores`.
+
+        This is so if the self-test has confirmed it, and the adapters have no dropout.
+        """
         lora = self.config.lora
         return self.selftest is not None and not (self.role.adapters and lora.rank and lora.dropout)
 
@@ -247,8 +253,8 @@ class PackedStep:
     """The micro-batches of a learner step, packed before the step; they have no columns.
 
     Attributes:
-        scored: The sequences whose proximal log-probs need a forward pass of their own; None if there are none.
-        updates: The sequences of each mini-batch. The only entry of a measured step has all of its sequences.
+        scored: The sequences whose proximal log-probs need a separate forward pass; None if there are none.
+        updates: The sequences of each mini-batch. A measured step has a single entry with all its sequences.
     """
 
     scored: PackedBatch | None
@@ -307,7 +313,7 @@ class LearnerStep:
         return self.update([*own, *scored], packed)
 
     def _later(self, trained: Sequence[TokenSequence]) -> list[TokenSequence]:
-        """The sequences whose proximal log-probs need a forward pass of their own."""
+        """The sequences whose proximal log-probs need a separate forward pass."""
         return [sequence for sequence in trained if sequence.mini_batch >= self._first_scored]
 
     def update(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:

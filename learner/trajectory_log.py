@@ -1,7 +1,7 @@
 """A log of the consumed trajectories: one parquet file per learner step and rank, one row per branch.
 
-With ``record_trajectories`` a run logs all trajectories. It can also log a few sequences of some steps for people to
-read, with the learner's log-probs next to the engine's (`TokenLogOptions`).
+With ``record_trajectories`` a run logs all trajectories. A run can also log a few sequences of some steps for the user,
+with the learner's log-probs next to the engine's (`TokenLogOptions`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LEARNER_LOGPROBS = "learner_logprobs"
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogOptions:
-    """Options for a log for people to read, from the first data-parallel rank.
+    """Options for the log of a few sequences, which the first data-parallel rank writes for the user.
 
     Attributes:
         directory: Folder of the files.
@@ -57,7 +57,7 @@ class TokenLogOptions:
 
 
 class TrajectoryLog:
-    """Writes consumed trajectories: ``step_00000012_rank0.parquet`` has those of version 12 on rank 0."""
+    """Writes consumed trajectories. Example of a file: ``step_00000012_rank0.parquet`` for version 12 and rank 0."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
@@ -92,12 +92,12 @@ class TrajectoryLog:
 def trained_groups(
     batch: RankBatch, groups: Mapping[int, TrajectoryGroup], sequences: Sequence[TokenSequence]
 ) -> list[dict[str, Any]]:
-    """What the receipt of a step says of the groups that a rank has trained on.
+    """The entries for a step's receipt: one per group that a rank has trained on.
 
-    Per group: its ``attempt``, the number of tokens in the rank's sequences by policy version (``versions``), their
-    ``digest`` (`token_digest`), and the tokens ``in_loss``. A trajectory that `AlgorithmConfig.mask_truncated` leaves
-    out of the loss has a digest and no token in the loss. ``sequences`` has one sequence per branch, in the order of
-    the shares.
+    An entry has the ``attempt`` of the group, the number of tokens in the rank's sequences by policy version
+    (``versions``), the ``digest`` of these tokens (`token_digest`), and the number of tokens ``in_loss``. A trajectory
+    that `AlgorithmConfig.mask_truncated` leaves out of the loss counts in the digest, but has no token in the loss.
+    ``sequences`` has one sequence per branch, in the order of the shares.
     """
     found: dict[int, dict[str, Any]] = {}
     versions: dict[int, list[np.ndarray]] = {}

@@ -1,12 +1,13 @@
 """Advantages of turns: one number per sampled turn, for trajectories that are trees of turns.
 
-The sampled turns of a trajectory form a forest. A turn is followed by no turn, by one, or by several if the history was
-branched. A new root begins after a compaction or for a sub-agent. The *index* of a turn is the number of sampled turns
-before it on its path. Turns of a prompt, a tool or an environment have no advantage.
+The sampled turns of a trajectory form a forest. A turn may have no next turn, one next turn, or several if the history
+was branched. A new root begins after a compaction or for a sub-agent. The *index* of a turn is the number of sampled
+turns before it on its path. Turns of a prompt, a tool or an environment have no advantage.
 
-The reward of a turn is its own, with the rewards of the given turns that follow it directly, less the KL penalty of its
-tokens. The last turn of each path also gets the trajectory's outcome. If several turns follow a turn, their mean takes
-the place of the next turn, because each of them is a sample of what follows. Letter: K turns of the whole batch.
+The reward of a turn is its own reward, plus the rewards of the given turns directly after it, minus the KL penalty of
+its tokens. The last turn of each path also gets the trajectory's outcome. If a turn has several next turns, the
+estimators use their mean as the next turn, because each of them is a sample of the continuation. Letter: K turns of the
+whole batch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class TurnRewards:
         values: [K] float64, the critic's value before the turn's first token; zeros without a critic, NaN for a turn
             without a token in the loss.
         num_tokens: [K] int64, tokens in the loss. It is 0 for an empty turn, and for turns that ``mask_truncated``
-            leaves out; these turns still count in the baselines of others.
+            leaves out; these turns still count in the baselines of other turns.
         previous: [K] int64, position of the previous turn on the path; -1 for the first.
         trajectories: [K] int64, the trajectory of each turn.
         group_ids: [K] int64, prompt group of each turn.
@@ -83,11 +84,11 @@ def turn_gae(batch: TurnRewards, config: AlgorithmConfig) -> TurnAdvantages:
     A_k = δ_k + γ λ A_(k+1) with δ_k = r_k + γ V_(k+1) - V_k, as in GAE (arXiv 1506.02438, equation 16). V_k is the
     critic's value before the first token of turn k; γ is ``gamma`` and λ ``gae_lambda``, per turn. After the last turn
     of a path, V and A are 0. ``whiten_advantages`` standardizes the advantages over the batch; each trajectory has the
-    same weight, whatever its number of turns. Deviations: Turn-PPO clips the ratio of a whole turn, here ``loss``
-    decides; ArCHer trains a separate critic of utterances off-policy.
+    same weight, regardless of its number of turns. Deviations: Turn-PPO clips the ratio of a whole turn; here,
+    ``algorithm.loss`` decides this. ArCHer trains a separate critic of utterances off-policy.
 
-    Example: turns with rewards 0, 1 and values 0.5, 0.6 with γ = 1 and λ = 0.5 give 0.3, 0.4, as `gae` gives for two
-    tokens, for turns of any length.
+    Example: turns of any length with rewards 0, 1 and values 0.5, 0.6, with γ = 1 and λ = 0.5, give 0.3, 0.4. `gae`
+    gives the same numbers for two tokens.
     """
     num_next = torch.bincount(batch.previous[batch.previous >= 0], minlength=len(batch.previous)).clamp(min=1)
     values, advantages = batch.values.clone(), torch.zeros_like(batch.values)
@@ -111,10 +112,10 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
     """Compare a turn's return with those of the turns of the same index in its prompt group.
 
     The return of turn k is Σ γ^(j - k) r_j over the turns j >= k of its path. Its advantage is (return - mean) ÷ sample
-    deviation, over the trajectories of the group that have a turn of this index; without ``has_deviation`` it is not
-    divided. A trajectory with several turns of an index counts once: each of them has the weight 1 ÷ their number. A
-    turn of an index that no other trajectory of the group has cannot be compared: it gets the advantage of the turn
-    before it on its path, and 0 without one.
+    deviation. Mean and deviation are over the trajectories of the group that have a turn of this index. Without
+    ``has_deviation``, the difference is not divided. If a trajectory has n turns of this index, each of them has the
+    weight 1 ÷ n. If no other trajectory of the group has a turn of this index, the turn cannot be compared. It then
+    gets the advantage of the previous turn on its path, or 0 if it is the first turn.
 
     Sources: the turn-level advantages of MT-GRPO (arXiv 2505.11821), whose turns are compared by their index, and the
     step groups of GiGPO (arXiv 2505.10978), which compares returns from equal states. Deviation:
@@ -148,7 +149,8 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
 def _standardized(advantages: Tensor, batch: TurnRewards) -> Tensor:
     """Subtract the mean and divide by the deviation (n - 1) over the n trajectories with turns in the loss.
 
-    The turns of a trajectory share its weight of 1. A turn that is not in the loss does not count, and gets 0.
+    Each trajectory has the weight 1, which its n turns share equally (1 ÷ n each). A turn that is not in the loss does
+    not count; its result is 0.
     """
     is_in_loss = batch.num_tokens > 0
     trajectory, sizes = members(batch.trajectories[is_in_loss])
@@ -165,8 +167,8 @@ def _standardized(advantages: Tensor, batch: TurnRewards) -> Tensor:
 def turn_rows(sequences: Sequence[TokenSequence], rewards: Mapping[SampleKey, float]) -> TurnRows:
     """Convert the turns of a rank's sequences to rows, in the order of the sequences.
 
-    The sequences have the column ``penalties`` and, with a critic, ``values``. ``rewards`` are those of trajectories,
-    with the rewards of their turns.
+    The sequences have the column ``penalties`` and, with a critic, ``values``. ``rewards`` has the reward of each
+    trajectory, including the rewards of its turns.
 
     Raises:
         ValueError: a sequence has tokens in the loss and does not name its turns.
@@ -198,7 +200,7 @@ def joined_turns(shares: Sequence[TurnRows]) -> tuple[TurnRewards, np.ndarray]:
     """Join the rows of all ranks. Returns the batch, and [K] the row of each of its turns."""
     ids, numbers = (torch.cat(parts) for parts in zip(*shares, strict=True))
     trajectories, _ = members(ids[:, :2])
-    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # as the groups are, independent of the ranks
+    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # the order of the groups, on any number of ranks
     ids, numbers, trajectories = ids[order], numbers[order], trajectories[order]
     span = int(ids[:, 2].max()) + 1 if len(ids) else 1
     places, before = trajectories * span + ids[:, 2], trajectories * span + ids[:, 3]
@@ -214,9 +216,9 @@ def joined_turns(shares: Sequence[TurnRows]) -> tuple[TurnRewards, np.ndarray]:
 
 
 def with_turns(sequences: Sequence[TokenSequence], name: str, values: Tensor) -> list[TokenSequence]:
-    """Add a column to the sequences: the value of its turn at each token in the loss, 0 elsewhere.
+    """Add a column to the sequences: the value of the token's turn at each token in the loss, 0 elsewhere.
 
-    ``values`` are [K] of the sequences' turns, in the order of `turn_rows`.
+    ``values`` [K] has one value per turn of the sequences, in the order of `turn_rows`.
     """
     rest, spread = iter(values.tolist()), []
     for sequence in sequences:

@@ -28,7 +28,7 @@ class GroupShare:
         samples: [S] indices of the trajectories in the group, ascending.
         rewards: [S] float32, including a length penalty.
         mini_batch: Index of the optimizer update that trains on them, from 0.
-        data_source: Of the group's prompt.
+        data_source: Data source of the group's prompt.
     """
 
     group_id: int
@@ -45,7 +45,7 @@ class RankBatch:
     Attributes:
         version: Learner version that consumes the batch; the version after the step is ``version + 1``.
         shares: The rank's shares of prompt groups; may be empty. A group can have several shares, one per mini-batch.
-        max_lag: Staleness bound in learner steps; the rank refuses a batch that breaks it.
+        max_lag: Staleness bound in learner steps; the rank refuses a batch that exceeds the bound.
     """
 
     version: int
@@ -59,7 +59,7 @@ class RankBatch:
 
     @property
     def sample_keys(self) -> list[SampleKey]:
-        """Group id and index in the group of each sample, in the order of the shares."""
+        """The keys (group id, index in the group) of all samples. Their order is the order of ``shares``."""
         return [(share.group_id, sample) for share in self.shares for sample in share.samples]
 
     @property
@@ -69,7 +69,7 @@ class RankBatch:
 
     @property
     def rewards(self) -> dict[SampleKey, float]:
-        """The reward of each sample, in the same order."""
+        """The reward of each sample, in the order of `sample_keys`."""
         rewards = [float(reward) for share in self.shares for reward in share.rewards]
         return dict(zip(self.sample_keys, rewards, strict=True))
 
@@ -80,8 +80,8 @@ class TurnSpan(NamedTuple):
     Attributes:
         turn: Index of the turn in its prompt group.
         previous: Index of the previous sampled turn on the path; -1 for the first.
-        start: Position of its first token in the sequence; ``stop``: after its last token.
-        reward: Its own reward, with the rewards of the given turns that follow it directly.
+        start: Position of the turn's first token in the sequence. ``stop`` is the position after its last token.
+        reward: Reward of the turn, plus the rewards of the given turns directly after it.
     """
 
     turn: int
@@ -100,8 +100,8 @@ class SequenceImages:
         indices: [T] int64, the index of each token's image in the group; -1 for text.
         rows: [T] int32, the row of each token's merged feature in the group; -1 for text.
         positions: [T, 3] int32, positions in time, height and width.
-        compared: [T] int32, equal in two sequences only for equal tokens, or equal images: the token id, or a negative
-            number of the image.
+        compared: [T] int32, the id of each text token, and a negative number for each token of an image. Entries of two
+            sequences are equal only if the tokens are equal, or belong to equal images.
     """
 
     group: GroupImages
@@ -139,12 +139,12 @@ class TokenSequence:
         columns: Further [T] float32 arrays by name, aligned with ``input_ids``. The loss reads them where ``loss_mask``
             is True. Example: ``behavior_logprobs``, ``advantages``. Token columns of a group may be [T, …] of any
             numeric dtype.
-        mini_batch: Index of the optimizer update that trains on it, from 0.
+        mini_batch: Index of the optimizer update that trains on this sequence, from 0.
         trajectory: The trajectory of which this sequence is a branch. The default is a new trajectory.
         token_rewards: [T] float32, rewards of turns at their last tokens; the trajectory's reward includes them. None
             if no turn has a reward.
-        turns: The sampled turns that this sequence trains, in order. They are also named if ``mask_truncated`` leaves
-            them out of the loss. Empty for a sequence that is not of a trajectory.
+        turns: The sampled turns that this sequence trains, in order, including turns that ``mask_truncated`` leaves out
+            of the loss. Empty for a sequence that does not belong to a trajectory.
         images: The images in the sequence; None for text.
     """
 
@@ -159,7 +159,7 @@ class TokenSequence:
 
     @property
     def compared(self) -> np.ndarray:
-        """[T] int32: two sequences may share the tokens of a common beginning of this array."""
+        """[T] int32, for finding common tokens: where this array begins equally, two sequences may share tokens."""
         return self.input_ids if self.images is None else self.images.compared
 
     def with_column(self, name: str, values: np.ndarray) -> TokenSequence:

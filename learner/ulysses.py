@@ -1,6 +1,7 @@
 """Ulysses sequence parallelism (arXiv 2309.14509): tokens are split over the sp ranks, heads during attention.
 
-Outside attention each rank holds N/sp of the packed tokens and all heads; inside, all N tokens and H/sp heads.
+Outside attention, each rank holds N/sp of the packed tokens and all heads. Inside attention, each rank holds all N
+tokens and H/sp heads.
 Two differentiable all-to-alls convert between these layouts. The group is ``group``, or the group of the innermost
 `UlyssesShardingManager`. Without a group, or with a group of one rank, all functions are the identity.
 """
@@ -58,7 +59,7 @@ def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int) -> None:
 def gather_seq_scatter_heads(
     x: Tensor, seq_dim: int, head_dim: int, unpadded_dim_size: int = 0, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Exchange part of the tokens with all heads for all tokens with part of the heads.
+    """Convert from a part of the tokens with all heads to all tokens with a part of the heads.
 
     Example: [1, N/sp, H, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N, H/sp, D]; H must be a multiple of sp.
     Tokens from ``unpadded_dim_size`` on are padding and are removed; 0 keeps all.
@@ -73,7 +74,7 @@ def gather_seq_scatter_heads(
 
 
 def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """Exchange all tokens with part of the heads for part of the tokens with all heads.
+    """Convert from all tokens with a part of the heads to a part of the tokens with all heads.
 
     Example: [1, N, H/sp, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N/sp, H, D]. The tokens are padded at the
     end to a multiple of sp.

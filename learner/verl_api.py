@@ -1,4 +1,4 @@
-"""verl's worker methods over the learner's trainer: a `DataProto` in, a `DataProto` out, and the caller waits.
+"""verl's worker methods on top of the learner's trainer. They take and return a `DataProto`, and the caller waits.
 
 A row is a prompt padded on the left and a response padded on the right. ``input_ids``, ``attention_mask`` and
 ``position_ids`` are [B, L]. ``responses`` and all token columns are [B, R] for the last R <= L positions, 0 at padding.
@@ -41,7 +41,7 @@ class ActorWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """``old_log_probs`` and ``entropys`` [B, R] float32 of the responses under the current policy."""
+        """Compute ``old_log_probs`` and ``entropys`` [B, R] float32 of the responses under the current policy."""
         temperature = float(data.meta_info.get("temperature", self._temperature))
         with self._offload.reading(), self._model.at_temperature(temperature):
             log_probs, entropies = self._model.log_probs_and_entropies(scored_sequences(data))
@@ -229,7 +229,7 @@ def response_rows(data: DataProto, values: Sequence[np.ndarray]) -> Tensor:
 
 
 def _sequences(data: DataProto, mask: np.ndarray, tensors: Mapping[str, np.ndarray]) -> list[TokenSequence]:
-    """One sequence per row: its attended tokens, with ``mask`` [B, R] in the loss."""
+    """One sequence per row with its attended tokens. The response tokens in ``mask`` [B, R] are in the loss."""
     input_ids, attention = _array(data, "input_ids"), _array(data, "attention_mask").astype(bool)
     _check_positions(data, attention)
     num_prompt = input_ids.shape[1] - mask.shape[1]

@@ -49,8 +49,8 @@ class VisionTower:
     def inputs(self, batch: MicroBatch, input_ids: Tensor) -> dict[str, Any]:
         """The language model's inputs for this rank's tokens, [1, n] int64, in place of ``input_ids``.
 
-        A micro-batch without images runs the tower on a blank one, whose features are not used: the tower's parameters
-        are sharded, and all ranks must take part in gathering them.
+        A micro-batch without images runs the tower on a blank image, whose features are not used. The reason is that
+        the tower's parameters are sharded, and all ranks must take part in gathering them.
         """
         embedded = self._model.get_input_embeddings()(input_ids)
         rows, pixels, grids = batch.image_rows, batch.pixels, batch.grids
@@ -73,12 +73,12 @@ class VisionTower:
 
 
 def vision_tower(pretrained: PreTrainedModel, model_path: str) -> VisionTower | None:
-    """The vision tower of a model of a path; None for a text model."""
+    """The vision tower of the model in a folder; None for a text model."""
     if not has_vision(pretrained):
         return None
     return VisionTower(cast("nn.Module", pretrained.base_model), PixelFormat.of(load_processor(model_path)))
 
 
 def has_vision(pretrained: PreTrainedModel) -> bool:
-    """Whether a model is of a family with images."""
+    """Whether a model's family takes images."""
     return pretrained.config.model_type in VISION_FAMILIES

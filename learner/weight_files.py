@@ -61,7 +61,7 @@ class StoredWeight(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _InSafetensors:
-    """A tensor of a safetensors file. The file is read, not mapped: mapped pages count as memory of the process."""
+    """A tensor of a safetensors file. The file is not mapped, because mapped pages count as memory of the process."""
 
     path: Path
     dtype: torch.dtype
@@ -230,7 +230,7 @@ def fill_weights(model: PreTrainedModel, model_path: str) -> set[str]:
 def _sources(
     model: PreTrainedModel, held: Mapping[str, Tensor], stored: Mapping[str, StoredWeight], model_path: str
 ) -> dict[str, _Source]:
-    """The stored tensors of each parameter, by the name of the parameter, or of the first of several.
+    """The stored tensors of each parameter, by the name of the parameter (or of the first of several parameters).
 
     The model remembers the conversions, as after ``from_pretrained``, and reverts them when it is saved.
     """

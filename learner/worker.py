@@ -1,9 +1,10 @@
 """One rank of a learner role: scores its share of a batch, trains on it, publishes and saves weights.
 
 A run calls these methods with a list of `RankBatch`, one per data-parallel rank, and does not wait for them. A thread
-of each rank fetches its prompt groups from the buffer and packs them (`prepared_batches`). It prepares an announced
-batch while the rank computes the step before. One role's worker sends its scores directly to another role's worker;
-roles that share a process keep the scores there. `learner.verl_api` adds verl's methods on the same trainer.
+of each rank fetches its prompt groups from the buffer and packs them (`prepared_batches`). The thread prepares an
+announced batch while the rank computes the previous step. The worker of a role sends its scores directly to the worker
+of another role. Roles that share a process keep the scores there. `learner.verl_api` adds verl's methods on the same
+trainer.
 
 The controller imports this module for the method names only. Imports that load torch are therefore inside functions.
 
@@ -96,8 +97,8 @@ class BatchCache:
         open_roles: Roles that have not stopped. The last role to stop destroys the process group.
         preparer: Prepares the batches of all roles.
         lost: Ids of the groups that this process did not find in the buffer.
-        most_lost: The largest number of such groups on one rank. If it is not 0, all roles of the process skip their
-            calls until `clear`, also a role whose own groups were found.
+        most_lost: The largest number of lost groups on one rank. If it is not 0, all roles of the process skip their
+            calls until `clear`. Even a role whose own groups were found skips its calls.
     """
 
     def __init__(self) -> None:
@@ -140,7 +141,7 @@ class ModelWorker(Worker):
             does not publish weights.
         publish: Options for publishing weights.
         trajectory_dir: Folder for a log of the consumed samples, one file per step and rank. None: no log.
-        token_log: Options for the log of a few samples for people to read. None: no log.
+        token_log: Options for the log of a few samples for the user. None: no log.
         profile: Options for the profile of this process. Its name in the profile is ``pool`` and the rank.
         pool: Name of the pool that runs the role.
 
@@ -223,7 +224,7 @@ class ModelWorker(Worker):
     @beside
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     def announce(self, batch: RankBatch) -> None:
-        """Prepare the batch of a step that is queued, beside the step that this rank computes. Returns at once.
+        """Prepare the batch of a queued step in parallel with the step that this rank computes. Returns immediately.
 
         The batches of a step are announced in the order in which the roles of a process use them.
         """
@@ -266,10 +267,14 @@ class ModelWorker(Worker):
                 process.
 
         Returns:
-            The same dict on each rank: the step's metrics, of the actor also the ``digest`` of the tokens that all
-            ranks have trained on (`receipts.token_digest`), and of the slowest rank the seconds ``fetch_s`` of waiting
-            for the batch, ``prepare_s`` of preparing it and ``train_s`` of computing; ``started_at`` of the first rank
-            and ``ended_at`` of the last rank (seconds since the epoch); ``lag_max`` (learner steps).
+            The same dict on each rank, with the step's metrics and these entries:
+
+            - ``digest``, only of the actor: digest of the tokens that all ranks have trained on
+              (`receipts.token_digest`);
+            - ``fetch_s``, ``prepare_s`` and ``train_s``: seconds of the slowest rank for waiting for the batch, for
+              preparing it, and for computing;
+            - ``started_at`` of the first rank and ``ended_at`` of the last rank, in seconds since the epoch;
+            - ``lag_max``, in learner steps.
 
         Raises:
             StalenessError: a group is older than the staleness bound allows.
@@ -310,7 +315,7 @@ class ModelWorker(Worker):
     def _witness(
         self, batch: RankBatch, groups: Mapping[int, TrajectoryGroup], sequences: Sequence[TokenSequence]
     ) -> int:
-        """Note what this rank has trained on, and return the digest of the tokens of all ranks."""
+        """Write this rank's receipt of the step, and return the digest of the tokens of all ranks."""
         import torch
 
         trained, mesh = trained_groups(batch, groups, sequences), self._model.mesh
@@ -331,7 +336,7 @@ class ModelWorker(Worker):
         self._publish_copy(version)
 
     def _publish_copy(self, version: int, then: Callable[[], None] = lambda: None) -> None:
-        """As `publish_weights`. The version is offered after ``then``, called after the copy, returned on all ranks."""
+        """Like `publish_weights`. ``then`` is called after the copy. The version is offered when all calls returned."""
         assert self._publisher is not None
         self._check_turn(version)
         self._version = version if self._version is None else self._version
@@ -355,7 +360,8 @@ class ModelWorker(Worker):
     def rollout_mode(self, version: int) -> None:
         """Publish the weights if the role publishes weights, and offload according to the options.
 
-        Returns when rank 0 has offered the version. Engines may load an offer at once, so all ranks offload before it.
+        Returns when rank 0 has offered the version. All ranks offload before the offer, because engines may load an
+        offered version immediately.
         """
         if self._publisher is None:
             self._offload.enter_rollout()
@@ -450,7 +456,7 @@ class ModelWorker(Worker):
         return trainer
 
     def _scored(self, batch: RankBatch) -> dict[SampleKey, np.ndarray]:
-        """Scores of each trajectory of the batch, branch after branch: [tokens in the loss] float32."""
+        """Scores by trajectory of the batch: [tokens in the loss] float32, one branch after the other."""
         own = self._taken(batch)
         # A role with adapters scores with the weights at the start of the run, other roles with the current weights.
         weights = self._model.frozen() if self.role.adapters else nullcontext()
@@ -462,9 +468,9 @@ class ModelWorker(Worker):
         return {key: np.concatenate(parts) for key, parts in scores.items()}
 
     def _for_people(self, version: int, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-        """This rank's first sequences with the learner's log-probs, every ``every_steps`` steps, else an empty list.
+        """The sequences for the token log: in every ``every_steps``-th step, this rank's first ones; otherwise none.
 
-        This is a collective in the steps that return sequences.
+        They get the learner's log-probs. The call is a collective in the steps that return sequences.
         """
         options = self._token_log_options
         if options is None or version % options.every_steps:
@@ -503,7 +509,7 @@ class ModelWorker(Worker):
         return self._checkpoints[directory]
 
     def _check_turn(self, version: int) -> None:
-        """Raise `BatchLost` for a call queued after a lost step."""
+        """Raise `BatchLost` for a call that was queued after a lost step."""
         if self._version is not None and version > self._version:
             raise BatchLost(
                 f"role {self.role.name!r} is at version {self._version} and skips a call for version {version}, "
@@ -511,7 +517,7 @@ class ModelWorker(Worker):
             )
 
     def _taken(self, batch: RankBatch) -> PreparedBatch:
-        """The prepared batch. If it is lost, raises `BatchLost` on all ranks, and for the later calls for it too."""
+        """The prepared batch. If it is lost, this call and later calls for the batch raise `BatchLost` on all ranks."""
         cache = self.cache
         with record.span(SpanKind.fetch, step=batch.version):
             own = cache.preparer.take(self.role.name, batch, partial(self._prepared, batch))
@@ -526,7 +532,7 @@ class ModelWorker(Worker):
         return own
 
     def _prepared(self, batch: RankBatch, groups: StepGroups) -> PreparedBatch:
-        """Fetch the groups of a batch, and pack them for what this role computes. Runs in the preparer's thread."""
+        """Fetch the groups of a batch, and pack them for the calls of this role. Runs in the preparer's thread."""
         import torch
 
         mesh, started_at = self._host_mesh, time.monotonic()
@@ -548,7 +554,7 @@ class ModelWorker(Worker):
         if self.role.objective is not None:
             step = self._step.pack(sequences, mesh, is_measured=batch.version < self._measured_steps)
         if self._model.mesh.device.type == "cuda":
-            torch.cuda.set_device(self._model.mesh.device)  # of this thread: page-locked memory belongs to a GPU
+            torch.cuda.set_device(self._model.mesh.device)  # for this thread, since page-locked memory belongs to a GPU
             scored, step = (packed and packed.pinned() for packed in (scored, step))
         return replace(own, sequences=sequences, scored=scored, step=step)
 
@@ -573,7 +579,7 @@ class ModelWorker(Worker):
         trace.export_chrome_trace(str(Path(self._profile.directory, name)))
 
     def _sequences(self, batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> list[TokenSequence]:
-        """The sequences of a batch, share by share."""
+        """The sequences of a batch, in the order of its shares."""
         return [
             sequence
             for share in batch.shares
