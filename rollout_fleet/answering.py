@@ -59,7 +59,7 @@ class AnsweringParts:
         Args:
             config: Options of the engine, the rewards and the environments.
             model_path: Folder of the policy with its tokenizer.
-            seed: The run's seed.
+            seed: The engine's seed.
             rank: The engine's number.
             log_dir: Folder of the engine's log.
             episode_context: Largest number of tokens on a path of an episode; 0 if no prompt has an environment.

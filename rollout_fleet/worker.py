@@ -61,6 +61,7 @@ class RolloutWorker(Worker):
         log_dir: str,
         staging_dir: str,
         seed: int,
+        engine_seed: int,
         copy_weights: bool = False,
         greedy_baseline: bool = False,
         episode_context: int = 0,
@@ -77,7 +78,7 @@ class RolloutWorker(Worker):
             model_path=model_path,
             rank=self.rank,
             log_dir=log_dir,
-            seed=seed,
+            seed=engine_seed,
             episode_context=episode_context,
             sample_dir=sample_dir,
         )

@@ -36,6 +36,7 @@ from asyncrl.single_controller.resource_pool import current_node
 from asyncrl.weights.staging import LINKS
 from buffer import BufferConnection, BufferRole, ControlClient
 from rollout_fleet.config import RolloutFleetConfig
+from rollout_fleet.engines.engine import engine_seed
 from rollout_fleet.member import MemberState
 from rollout_fleet.membership import (
     NAMESPACE,
@@ -64,25 +65,28 @@ class FleetGroup:
         paths: RunPaths,
         say: Callable[[str], None],
         supply: Callable[[str], Awaitable[str]],
+        version: int = 0,
         pool: RayResourcePool | None = None,
     ) -> None:
         """Start the first workers in ``pool``, or in their own pool if it is None; `start` brings up their engines.
 
-        ``say`` shows a line to the user. ``supply`` copies the files of a worker to a node, given by its id, and
-        returns the model's path on the node.
+        The learner begins at ``version``. ``say`` shows a line to the user. ``supply`` copies the files of a worker to
+        a node, given by its id, and returns the model's path on the node.
         """
         fleet = config.rollout_fleet
         self._config = config
         self._links = paths.snapshots / LINKS
         self._control = ControlClient(buffer.client())
         self._say = say
-        self._places = EnginePlaces(config, worker=_worker_class(config, buffer, paths), logs=paths.logs, pool=pool)
+        worker = _worker_class(config, buffer, paths, version)
+        self._places = EnginePlaces(config, worker=worker, logs=paths.logs, pool=pool)
         self._may_use_devices = asyncio.Event()
         self._may_use_devices.set()
         self._parts = MemberParts(
             places=self._places,
             bury=self._control.bury,
             supply=supply,
+            version=version,
             on_change=self._note_change,
             may_use_devices=self._may_use_devices,
             say=say,
@@ -449,7 +453,7 @@ async def _serve(fleet: FleetGroup, config: RunConfig, name: str) -> None:
             logger.warning("the desk for join and leave died and is replaced: %s", died.exceptions[0])
 
 
-def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths) -> RayClassWithInitArgs:
+def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths, version: int) -> RayClassWithInitArgs:
     return RayClassWithInitArgs(
         ray.remote(RolloutWorker),
         fleet_options(config),
@@ -460,6 +464,7 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths) 
         staging_dir=str(paths.staging),
         copy_weights=config.weights.copies,
         seed=config.seed,
+        engine_seed=engine_seed(config.seed, version, 0),
         greedy_baseline=config.algorithm.greedy_baseline,
         episode_context=episode_context(config),
         sample_dir=str(paths.samples),

@@ -38,6 +38,7 @@ from asyncrl.core.remote import raised_in_worker, within
 from asyncrl.core.stacks import missed
 from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.run.cluster import EnginePlaces, finished_in_thread
+from rollout_fleet.engines.engine import engine_seed
 from rollout_fleet.member import Member, MemberState, member_limits
 from rollout_fleet.metrics import FleetCounters, note_member
 
@@ -62,6 +63,7 @@ class MemberParts:
         places: The places of the workers.
         bury: `ControlBuffer.bury`.
         supply: Copies the files of a worker to a node, given by its id; returns the model's path on the node.
+        version: Learner version at which this life of the run began.
         on_change: Called when `FleetMember.is_serving` may have changed.
         may_use_devices: Set while no learner rank uses the devices of the engines. A worker starts only then.
         say: Shows a line to the user.
@@ -70,6 +72,7 @@ class MemberParts:
     places: EnginePlaces
     bury: Callable[[str, int], Awaitable[int]]
     supply: Callable[[str], Awaitable[str]]
+    version: int
     on_change: Callable[[], None]
     may_use_devices: asyncio.Event
     say: Callable[[str], None]
@@ -90,6 +93,7 @@ class FleetMember:
         note_member(self.member, f"engine-{rank}/worker")
         self._parts = parts
         self._fleet = fleet
+        self._seed = config.seed
         self._failure: Exception | None = None
         self._declared: asyncio.Queue[Exception] = asyncio.Queue()
         self._died_s = math.nan
@@ -443,7 +447,8 @@ class FleetMember:
         """Take a place, start a worker there, and load the newest weights. Returns the id of the node."""
         found = await self._place(node, place_timeout_s)
         model_path = await self._parts.supply(found)
-        make = partial(self._parts.places.replace_worker, self.rank, model_path=model_path)
+        seed = engine_seed(self._seed, self._parts.version, self.member.epoch)
+        make = partial(self._parts.places.replace_worker, self.rank, model_path=model_path, engine_seed=seed)
         await self._parts.may_use_devices.wait()
         self._may_use_device = True
         await finished_in_thread(make, self._start_s)

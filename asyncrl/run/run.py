@@ -243,7 +243,8 @@ class Run:
         return starting.result(), fleet.result()
 
     async def _start_fleet(self, stack: AsyncExitStack, make: Callable[..., Awaitable[FleetGroup]]) -> FleetGroup:
-        fleet = await make(FleetGroup, self._config, say=self._view.say, supply=self._nodes.admit)
+        parts = {"say": self._view.say, "supply": self._nodes.admit, "version": self._state.version}
+        fleet = await make(FleetGroup, self._config, **parts)
         stack.push_async_callback(fleet.stop, stop_deadlines(self._config).fleet_s)
         await stack.enter_async_context(served_requests(fleet, self._config, self._run_dir))
         count, engine = self._config.rollout_fleet.fewest_engines, self._config.rollout_fleet.engine

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 def make_engine(config: RolloutFleetConfig, *, model_path: str, rank: int, log_dir: str, seed: int) -> Engine:
     """Make the engine of rollout worker ``rank``; call `Engine.start` next.
 
-    A server's log goes to ``log_dir``. The seed of each rank is derived from the run's ``seed``. Raises `ValueError` if
+    A server's log goes to ``log_dir``. Each rank derives its own seed from ``seed``. Raises `ValueError` if
     SGLang is configured but not installed, or if ``model_path`` has no model in Hugging Face layout.
     """
     if config.engine is EngineKind.scripted:

@@ -521,6 +521,15 @@ def mixed_seed(*parts: int) -> int:
     return int(np.random.SeedSequence([part % 2**64 for part in parts]).generate_state(1, np.uint64)[0])
 
 
+def engine_seed(seed: int, version: int, epoch: int) -> int:
+    """The seed of one start of an engine, below 2^31.
+
+    A life of the run that begins at another ``version``, or another ``epoch`` of the worker, has an unrelated seed.
+    Otherwise each restart would draw the same random numbers again.
+    """
+    return mixed_seed(seed, version, epoch) >> 33
+
+
 def check_output(
     output: SampleOutput, request: SampleRequest, *, vocab_size: int, loaded_versions: Collection[int]
 ) -> None:

@@ -93,6 +93,23 @@ async def test_a_worker_that_hangs_before_the_first_weights_ends_the_start(fleet
         await asyncio.wait_for(fleet_of(Workers(takes_s=60, hangs=True)).start(), 5)
 
 
+async def test_each_start_of_an_engine_draws_other_random_numbers(fleet_of):
+    seeds = []
+    for version in (0, 40):  # a new run, and one that goes on from a checkpoint
+        workers = Workers(takes_s=100.0)
+        fleet = fleet_of(workers, TWO, version=version)
+        await fleet.start()
+        run = asyncio.create_task(fleet.run())
+        for _ in range(2):
+            await asyncio.sleep(20)
+            workers.die(1, WorkerDiedError("it was killed"))
+        await asyncio.sleep(20)
+        run.cancel()
+        seeds += workers.engine_seeds
+    assert len(set(seeds)) == len(seeds) == 2 * 3
+    assert all(0 <= seed < 2**31 for seed in seeds)  # numpy, which SGLang seeds, refuses 2^32 and more
+
+
 async def test_a_worker_that_dies_is_buried_and_replaced_and_the_run_goes_on(running):
     workers, fleet, run = await running(100.0, TWO)
     workers.die(1, WorkerDiedError("worker of group 'rollout', rank 1 died"))

@@ -36,6 +36,7 @@ def make_worker(model_path, tmp_path, monkeypatch):
             staging_dir=str(tmp_path / "staging"),
             sample_dir=str(tmp_path / "samples"),
             seed=0,
+            engine_seed=0,
         )
 
     return make

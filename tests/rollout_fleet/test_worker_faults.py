@@ -40,6 +40,7 @@ def working(monkeypatch, tmp_path):
             log_dir=str(tmp_path),
             staging_dir=str(tmp_path / "staging"),
             seed=0,
+            engine_seed=0,
         )
         await worker.start()
         await buffer.offer(bare_offer(buffer.ledger.learner_version))

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from asyncrl.cli.compose import compose_run
+from asyncrl.config import RunConfig
 from asyncrl.core.errors import WorkerDiedError
 from asyncrl.run import fleet_group
 from asyncrl.run.fleet_group import FleetGroup
 from asyncrl.run.run_folder import RunPaths
+from asyncrl.single_controller import RayClassWithInitArgs
 from rollout_fleet.metrics import FleetMeter
 
 
@@ -27,7 +29,8 @@ class Workers:
         replaced: Ranks in the order of their replacements.
         full: No node has room until `make_room`.
         closed: Ranks with released places.
-        made_with: Arguments of the last worker.
+        made_with: Arguments of the last worker, without its seed.
+        engine_seeds: Seeds of the engines in the order of their starts.
         calls: Rank and method of every call but `counters`.
         keeps_leases: Ranks that cannot give everything back when they end.
         run_errors: By rank, what `run` raises; ``run_error`` is what every rank raises.
@@ -47,6 +50,7 @@ class Workers:
         self.closed = []
         self.supplied = []
         self.made_with = {}
+        self.engine_seeds = []
         self.lives = {}
         self.keeps_leases = set()
 
@@ -74,13 +78,14 @@ class Workers:
             await self.full.wait()
         return wanted or f"node-{rank}"
 
-    def replace_worker(self, rank, **made_with):
+    def replace_worker(self, rank, engine_seed, **made_with):
         self.replaced.append(rank)
         self.deaths.pop(rank, None)
         self.lives.pop(rank, None)
         self.awake_s.pop(rank, None)
         self.hangs = False
         self.made_with = made_with
+        self.engine_seeds.append(engine_seed)
 
     def close(self, rank):
         self.closed.append(rank)
@@ -164,9 +169,19 @@ class Graves:
         pass
 
 
-def fleet_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers, *options: str) -> FleetGroup:
-    """A fleet with these workers; ``buffer.request_timeout_s`` is 0.1 unless ``options`` change it."""
-    monkeypatch.setattr(fleet_group, "EnginePlaces", lambda *_, **__: workers)
+def fleet_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers, *options: str, version: int = 0
+) -> FleetGroup:
+    """A fleet with these workers, in a life that begins at ``version``.
+
+    ``buffer.request_timeout_s`` is 0.1 unless ``options`` change it.
+    """
+
+    def places(config: RunConfig, *, worker: RayClassWithInitArgs, **_: Any) -> Workers:
+        workers.engine_seeds.append(worker.kwargs["engine_seed"])
+        return workers
+
+    monkeypatch.setattr(fleet_group, "EnginePlaces", places)
     monkeypatch.setattr(fleet_group, "ControlClient", lambda client: client)
 
     async def supply(node_id: str) -> str:
@@ -180,4 +195,4 @@ def fleet_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers, 
     paths = RunPaths(**folders, trajectories=None)
     short = ["buffer.request_timeout_s=0.1", "rollout_fleet.load_timeout_s=0.1", "ray.start_timeout_s=10"]
     config, pool, said = compose_run([*short, *options]), SimpleNamespace(), workers.said.append
-    return FleetGroup(config, buffer=connection, paths=paths, pool=pool, say=said, supply=supply)
+    return FleetGroup(config, buffer=connection, paths=paths, pool=pool, say=said, supply=supply, version=version)
