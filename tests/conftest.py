@@ -33,11 +33,12 @@ _WATCHER = pytest.StashKey[subprocess.Popen]()
 
 
 def pytest_configure(config):
-    # Then processes of tests find the packages and `tests.support` from any folder.
+    # So the processes of tests find the packages and `tests.support` from any folder.
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if not hasattr(config, "workerinput"):
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # fixtures end their processes
+        # as for SIGINT, so that fixtures end their processes
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler)
         config.stash[_SESSION] = name_session()
         config.stash[_WATCHER] = watch_session(config.stash[_SESSION])
@@ -62,12 +63,12 @@ def pytest_collection_modifyitems(items):
 
 
 def group_of(nodeid):
-    """The name of the tests that share a process with this test; its file if it shares no resources."""
+    """The name of the group of tests that share a process with this test. The test's file if it shares no resources."""
     return next((name for start, name in _GROUPS.items() if nodeid.startswith(start)), nodeid.partition("::")[0])
 
 
 def _rank(item):
-    """The longest groups go first, so that neither process waits for the other at the end."""
+    """The longest groups go first, so that no process waits long for the other at the end."""
     if (group := group_of(item.nodeid)) in _GROUPS.values():
         return list(_GROUPS.values()).index(group)
     return len(_GROUPS) + (item.path.parent.name not in ("rollout_fleet", "learner"))
@@ -86,7 +87,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True)
 def collects_garbage():
-    """Undo ``gc.freeze`` after a test: workers and servers call it for their own process."""
+    """Undo ``gc.freeze`` after a test, because workers and servers call it for their own process."""
     yield
     gc.unfreeze()
 

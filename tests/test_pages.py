@@ -1,4 +1,4 @@
-"""The pages in docs/ match the code; docs/guarantees.md names existing tests."""
+"""The pages in docs/ match the code, and docs/guarantees.md names existing tests."""
 
 import ast
 import re
@@ -36,7 +36,7 @@ def messages_of(page):
 
 
 def texts(path):
-    """The strings of a file, each as its constant parts in order."""
+    """The strings of a file. Each string is the list of its constant parts, in order."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.JoinedStr):
             yield [part.value for part in node.values if isinstance(part, ast.Constant)]

@@ -37,7 +37,7 @@ def test_demonstrations_have_about_the_given_rate_of_mistakes(assets):
         for right, shown in zip(row["prompt"][-2::-1], row["response"], strict=True)
     ]
     wrong = sum(right != shown for right, shown in pairs) / len(pairs)
-    assert 0.10 < wrong < 0.17  # a share of 0.15 is drawn at random, and a tenth of it is right by chance
+    assert 0.10 < wrong < 0.17  # 0.15 of the digits are drawn at random, and a tenth of these are right by chance
 
 
 def test_the_teacher_swaps_the_first_two_digits_of_most_long_answers(tmp_path):

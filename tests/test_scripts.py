@@ -81,7 +81,8 @@ def test_two_stopped_hosts_end_their_run_and_leave_no_process(hosts, number, sta
     output += process.communicate(timeout=100)[0]
     skip_unless_permitted(process, output)
     assert process.returncode == status, output
-    assert left_of(mark, grace_s=10.0 if number is signal.SIGKILL else 0.0) == []  # then the kernel ends the processes
+    # after SIGKILL, the kernel ends the processes
+    assert left_of(mark, grace_s=10.0 if number is signal.SIGKILL else 0.0) == []
     if number is not signal.SIGKILL:
         assert "told to stop" in output
         assert [path.name for path in out.iterdir() if path.name.startswith(".")] == []

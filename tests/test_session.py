@@ -23,7 +23,7 @@ def orphan():
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    assert process.stdout.readline() == b"up\n"  # before this, its environment cannot be read
+    assert process.stdout.readline() == b"up\n"  # before this line, the environment of the process cannot be read
     yield process
     process.kill()
     process.communicate()

@@ -1,4 +1,4 @@
-"""scripts/setup.sh, with fakes of Python, pip, uv, nvidia-smi and getconf."""
+"""scripts/setup.sh with fake versions of Python, pip, uv, nvidia-smi and getconf."""
 
 import os
 import shutil
@@ -39,7 +39,10 @@ H100 = {"DRIVER": "580.65.06", "CAPABILITY": "9.0", "GLIBC": "2.34"}
 
 @pytest.fixture
 def setup(tmp_path):
-    """Return a function that runs setup in a copy of the repository; it returns status, output and pip calls."""
+    """Return a function that runs setup in a copy of the repository.
+
+    It returns the status, the output and the pip calls.
+    """
     folder, stand_ins = tmp_path / "repository", tmp_path / "bin"
     stand_ins.mkdir()
     (folder / "scripts").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Alarms over the records of steps and evaluations, and over the files of a run."""
+"""Alarms about the records of steps and evaluations, and about the files of a run."""
 
 import json
 from dataclasses import replace
@@ -35,7 +35,7 @@ NORMAL = StepRecord(
 
 
 def changes_of(alarms, records):
-    """Step, name and whether it began, for each alarm that begins or ends."""
+    """For each alarm that begins or ends: its step, its name, and whether it began."""
     return [(r.step, alarm.name, alarm.last_step is None) for r in records for alarm in alarms.step(r)]
 
 

@@ -1,4 +1,4 @@
-"""Each idle second has one cause: small traces with known causes, and sums that hold for any trace."""
+"""Each idle second has one cause. Tests use small traces with known causes, and sums that hold for any trace."""
 
 import pytest
 from hypothesis import given, settings

@@ -42,7 +42,7 @@ def trained_on(group, step, samples):
 
 
 def write_life(folder, steps, *, resumed=None, before=()):
-    """A life with one group per step. Another engine saved four tokens of each group of attempt 1."""
+    """Write a life with one group per step. Another engine saved four tokens of each group of attempt 1."""
     make_life(folder, resumed=resumed, status=0)
     receipts.start(folder, "all")
     for step in steps:
@@ -80,7 +80,10 @@ def write_life(folder, steps, *, resumed=None, before=()):
 
 @pytest.fixture
 def run(tmp_path):
-    """Two lives: three steps, of which the last one was lost, and two more; groups of two engines."""
+    """A run of two lives with groups of two engines.
+
+    The first life made three steps, and its last step was lost. The second life made two steps.
+    """
     first = {0: group_of(0, [0] * 4), 1: group_of(1, [0, 0, 1, 1], attempt=1), 2: group_of(2, [2] * 4)}
     one = write_life(tmp_path / "1", first)
     checkpoint = save(one / "checkpoints", 2)
@@ -89,7 +92,7 @@ def run(tmp_path):
 
 
 def change(run: Path, act, chosen, **values):
-    """Change the receipts of a kind."""
+    """Change the fields of the chosen receipts of one kind."""
     path = run / "receipts" / "all.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
@@ -142,7 +145,10 @@ def test_a_receipt_that_is_wrong_or_missing_is_named(run, capsys, act, chosen, v
 
 
 def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, capsys):
-    """The killed life made a step that is lost; the next one took over its journal, with a group of its engine."""
+    """The killed life made a step that is lost.
+
+    The next life took over its journal, which has a group of the killed life's engine.
+    """
     checkpoint = run.parent / "1" / "checkpoints" / "v00000002"
     killed = write_life(run.parent / "1b", {2: group_of(3, [2] * 4)}, resumed=checkpoint)
     (killed / "summary.json").unlink()
@@ -158,7 +164,8 @@ def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, cap
 
 
 def test_a_step_in_a_checkpoint_counts_though_its_controller_was_killed_before_it_noted_the_commit(run, capsys):
-    for life, step in ((run.parent / "1", 1), (run, 2)):  # before the next life, and before a later commit
+    # the last commit before the next life, and a commit before a later one
+    for life, step in ((run.parent / "1", 1), (run, 2)):
         path = life / "receipts" / "all.jsonl"
         lines = path.read_text().splitlines(keepends=True)
         kept = [line for line in lines if json.loads(line) != {"act": Act.committed, "step": step}]

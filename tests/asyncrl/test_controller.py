@@ -25,7 +25,8 @@ TOKENS_PER_STEP = 10
 class ScriptedBuffer(OffersInMemory):
     """Like the real ledger, this buffer may plan one version ahead of the last commit.
 
-    ``slow_parts`` are versions of checkpoints whose part it writes after the commit of another version.
+    ``slow_parts`` maps the version of a checkpoint to a step. The buffer writes its part of that checkpoint only after
+    the commit of that step.
     """
 
     def __init__(self, trained_per_step=TOKENS_PER_STEP, version=0, earlier=None, slow_parts=()):
@@ -136,7 +137,7 @@ class ScriptedLearner:
         return asyncio.ensure_future(self._publish(version))
 
     async def _publish(self, version):
-        """Copy the weights at once; offer them in the background after a short time."""
+        """Copy the weights at once, and offer them in the background after a short time."""
         async with self.turn:
             self.background.add(asyncio.ensure_future(self._offer(version)))
 
@@ -264,7 +265,10 @@ async def test_the_next_update_is_queued_on_the_ranks_before_the_running_one_is_
 
 
 class UnsureLearner(ScriptedLearner):
-    """A learner whose reward model gives no score for one extra group, a copy of the first group with other lengths."""
+    """A learner with one extra group, a copy of the first group with other lengths.
+
+    Its reward model has no score for that group.
+    """
 
     async def scored(self, plan):
         (known,) = plan.groups
@@ -348,7 +352,7 @@ async def test_a_record_carries_the_batchs_numbers():
 
 
 class BufferOfShortGroups(ScriptedBuffer):
-    """Each batch has a complete group of four samples, and a group that lost one sample (two at odd versions)."""
+    """Each batch has a complete group of four samples, and a group that lost one sample, or two at odd versions."""
 
     async def plan(self, version):
         [whole] = (await super().plan(version)).groups
@@ -414,7 +418,7 @@ async def test_both_parts_of_a_checkpoint_are_queued_between_two_updates():
 
 
 async def test_checkpoints_wait_while_the_buffer_writes_two(caplog):
-    """A store server that cannot be reached keeps the first two parts from their ends until step 9 is committed."""
+    """A store server cannot be reached, so the first two parts are not finished until step 9 is committed."""
     saved = []
     buffer = ScriptedBuffer(slow_parts={1: 9, 2: 9})
     controller, _, fleet, _ = make_controller(
@@ -494,7 +498,7 @@ async def test_a_training_that_is_stopped_before_its_first_batch_ends_at_once_an
 
 async def test_a_requested_checkpoint_is_saved_with_the_next_step_and_told_when_it_is_whole(tmp_path):
     class Writer(ScriptedLearner):
-        """Copies at once; the checkpoint gets its name two steps later."""
+        """A learner that copies its state at once. The checkpoint gets its name two steps later."""
 
         async def _saved(self, version):
             folder = tmp_path / f"v{version:08d}"

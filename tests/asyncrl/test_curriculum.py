@@ -1,4 +1,7 @@
-"""A curriculum on the real buffer: the outcomes of groups, also of filtered ones, change what is trained."""
+"""A curriculum on the real buffer.
+
+The outcomes of groups, including filtered groups, change which groups are trained.
+"""
 
 import json
 from collections import Counter
@@ -23,7 +26,7 @@ def stream_of(tmp_path, sampler: str) -> PromptStream:
 
 
 async def train(client: AnyRole, prompts: RepeatedPrompts, steps: range) -> Counter[str]:
-    """Make the steps; returns the generated groups by the difficulty of their row."""
+    """Make the steps. Returns the generated groups by the difficulty of their row."""
     generated: Counter[str] = Counter()
     for step in steps:
         while (await client.stats()).groups["stored"] < SIZE:
@@ -59,7 +62,8 @@ async def test_a_curriculum_continues_from_the_state_of_a_checkpoint_with_the_sa
                 client = run.client()
                 for end in (start + 3,) if restarts else range(3, 13, 3):
                     await train(client, prompts, range(start, end))
-                    prompts.note(await client.enqueue([], wants_outcomes=True))  # as for a checkpoint
+                    # a checkpoint asks for the outcomes too
+                    prompts.note(await client.enqueue([], wants_outcomes=True))
                     start = end
             if restarts:
                 state = RunState(prompts=json.loads(json.dumps(prompts.state())))
@@ -74,7 +78,10 @@ async def test_a_curriculum_whose_groups_train_twice_continues_from_a_checkpoint
     options = {"groups_per_step": SIZE, "max_lag": 2, "max_uses": 2, "filters": ["equal_rewards"]}
 
     async def step_of(client: AnyRole, prompts: RepeatedPrompts, step: int) -> list[tuple[int, int]]:
-        """Generate what the step lacks, one group at a time, and plan it; returns groups and their earlier uses."""
+        """Generate the groups that the step lacks, one at a time, and plan the step.
+
+        Returns its groups and their earlier uses.
+        """
         while (await client.stats()).groups["stored"] < SIZE:
             prompts.note(await client.enqueue(prompts.take(1), wants_outcomes=True))
             for lease in await client.lease(step, 1):
@@ -82,7 +89,7 @@ async def test_a_curriculum_whose_groups_train_twice_continues_from_a_checkpoint
         return [(group.group_id, group.num_uses) for group in (await client.plan(step)).groups]
 
     async def lives(*ends: int) -> tuple[list[list[tuple[int, int]]], dict, dict]:
-        """Live until each of these steps, and continue from a checkpoint there."""
+        """Run lives that end at each of these steps. Each next life continues from a checkpoint."""
         planned, resumed, account = [], None, {}
         for life, end in enumerate(ends):
             prompts = RepeatedPrompts(stream_of(tmp_path, "difficulty"), resumed and resumed.state)

@@ -137,7 +137,7 @@ def test_memory_of_a_rank_is_within_five_hundredths_of_the_tracked_peak(name, nu
 
 
 def test_memory_of_a_rank_equals_a_calculation_by_hand():
-    """Four ranks: a rank has a quarter of parameters and moments, and all gradients or a quarter of them."""
+    """Four ranks. Each has a quarter of the parameters and moments, and either all gradients or a quarter of them."""
     config = run("learner.num_ranks=4")
     parts = rank_memory(config, SMALL)["learner"]
     assert parts["parameters"] == SMALL.num_parameters
@@ -225,7 +225,8 @@ def test_a_pool_apart_is_counted_alone_and_is_never_paused():
         ([], 12 + 12 + 2),
         ([MOVES], 0),
         ([MOVES, "learner.critic.offload_at_transition_only=false"], 12),
-        ([MOVES, "learner.critic.param_offload=true"], 8),  # offload by use, not at the transition: the moments stay
+        # the critic is offloaded after each use instead of at the transition, so its moments stay
+        ([MOVES, "learner.critic.param_offload=true"], 8),
         ([MOVES, "learner.reference.param_offload=true"], 0),
     ],
 )
@@ -255,7 +256,8 @@ def test_the_learner_recomputes_layers_on_cuda_and_sums_large_gradients_at_once(
     model, config = nn.Linear(2, 2), LearnerConfig()
     on_cpu = with_memory_options(config, model, torch.device("cpu"))
     assert (on_cpu.activation_checkpointing, on_cpu.gradient_sync) == (False, GradientSync.update)
-    on_cuda = with_memory_options(config, model, torch.device("cuda"))  # 24 bytes of gradients: more than 15% of 80
+    # 24 bytes of gradients are more than 15% of 80 bytes of memory
+    on_cuda = with_memory_options(config, model, torch.device("cuda"))
     assert (on_cuda.activation_checkpointing, on_cuda.gradient_sync) == (True, GradientSync.micro_batch)
     named = replace(config, activation_checkpointing=False, gradient_sync=GradientSync.update)
     assert with_memory_options(named, model, torch.device("cuda")) == named

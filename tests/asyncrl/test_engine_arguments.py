@@ -89,7 +89,7 @@ def engine_of(name, folder):
 
 @pytest.fixture(scope="module")
 def on_cards(tmp_path_factory):
-    """Per card and experiment: the options, the engine, and the arguments that SGLang resolves on this card."""
+    """For each card and experiment: the options, the engine, and the arguments that SGLang resolves on this card."""
     folder = tmp_path_factory.mktemp("cards")
     (folder / "server.yaml").write_text("api-key: 0\n")
     engines = [engine_of(name, folder) for name in EXPERIMENTS]

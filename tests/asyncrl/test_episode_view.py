@@ -1,4 +1,4 @@
-"""What the report shows of an episode: rows in the order of its branches, and what it waited for, second by second."""
+"""The report's view of an episode: rows in the order of its branches, and the waits of the episode second by second."""
 
 import json
 

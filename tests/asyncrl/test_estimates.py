@@ -41,7 +41,7 @@ def test_a_mean_lies_within_its_interval(values):
 
 @pytest.mark.parametrize("count", range(1, 300, 7))
 def test_an_interval_of_equal_values_includes_the_mean(count):
-    """Wilson's upper end of 256 passes of 256 is 1 - 1e-16 in floating point."""
+    """In floating point, the upper end of Wilson's interval for 256 passes of 256 is 1 - 1e-16."""
     assert Estimate.over([1.0] * count).high == 1.0
     assert Estimate.over([0.0] * count).low == 0.0
 

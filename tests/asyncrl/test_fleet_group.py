@@ -133,7 +133,7 @@ async def test_a_worker_that_ends_with_leases_left_is_buried_with_its_own_count(
     if end == "leave":
         await fleet.leave(1)
     counts = await fleet.drain()
-    worker = f"worker-1-{workers.replaced.count(1)}"  # a joining worker has its own place
+    worker = f"worker-1-{workers.replaced.count(1)}"  # a worker that joined has its own place
     assert (workers.graves.buried, workers.graves.known) == ([worker], [100])
     assert (counts.tokens_generated, counts.tokens_in_flight) == (100 + 70, 0)
 
@@ -142,7 +142,7 @@ async def test_a_worker_whose_engine_failed_with_leases_left_is_buried_with_its_
     workers, fleet, _ = await running(500.0, TWO, "rollout_fleet.restarts=0")
     workers.keeps_leases.add(1)
     workers.die(1, EngineLost("the engine of rank 1 failed"))
-    del workers.deaths[1]  # the worker answers the call itself
+    del workers.deaths[1]  # the worker still answers the next call itself
     await asyncio.sleep(100)
     assert (workers.graves.buried, workers.graves.known) == (["worker-1-0"], [100])
     counts = await fleet.drain()

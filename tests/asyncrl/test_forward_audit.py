@@ -1,4 +1,4 @@
-"""Log-probs of stored samples under the weights of the versions that their tokens name."""
+"""Log-probs of stored samples, recomputed with the weights of the versions that their tokens name."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +25,7 @@ def logprobs_under(folder):
 
 @pytest.fixture
 def run(tmp_path):
-    """A life that has stored versions 2 and 3, and a sample of both; version 4 is gone."""
+    """A life that stored versions 2 and 3, and a sample with tokens of both. Version 4 was removed."""
     folder = make_life(tmp_path / "1", status=0)
     second, third = (folder / "snapshots" / f"v{version:08d}" for version in (2, 3))
     for place, seed in ((second, 2), (third, 3)):

@@ -87,14 +87,17 @@ def test_wrong_arguments_are_refused_with_the_choices(arguments, words, monkeypa
 
 
 def measured(setup, name, options):
-    """What a task measures, as a list."""
+    """The measurements of a task, as a list."""
     module, _, function = name.partition(":")
     return list(getattr(import_module(f"asyncrl.gpu_check.{module}"), function)(setup, **options))
 
 
 @pytest.mark.parametrize("name", ["log_probs", "training", "offload", "checkpoint"])
 def test_the_checks_of_the_learner_pass_at_toy_size(setup, monkeypatch, name):
-    """In forks of one process that has imported torch; a machine's own check starts a process for each task."""
+    """The tasks run in forks of one process that has imported torch.
+
+    The real check starts a new process for each task.
+    """
 
     def run_task(setup, task, *, num_ranks=1, **options):
         yield from run_on_ranks(num_ranks, measured, setup, task, options)[0]
@@ -117,7 +120,7 @@ def test_the_program_prints_its_results_and_writes_a_report(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_learner_engines_and_runs_pass_the_check_at_toy_size(tmp_path):
-    """What an engine is checked for, `tests/rollout_fleet/test_sglang_engine.py` always shows."""
+    """Slow. `tests/rollout_fleet/test_sglang_engine.py` checks the same properties of an engine in every session."""
     found = check(tmp_path, "--gpus", "2", "--only", "log_probs,training,offload,checkpoint,serving,runs")
     assert {result["state"] for result in found.values()} == {"PASS"}
     with_head, without_head = (found["output layer"]["figures"][head] for head in ("float32", "bfloat16"))

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 class RewindingBuffer(ScriptedBuffer):
-    """A buffer that can rewind; it drops the tokens of the undone steps."""
+    """A buffer that can rewind. It drops the tokens of the undone steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class MortalLearner(ScriptedLearner):
 
 
 def _unwatched(call):
-    """A call whose failure may stay unobserved, because nobody awaits calls that are queued after a death."""
+    """A call whose failure may stay unobserved, because no code awaits calls that are queued after a death."""
     call.add_done_callback(lambda done: done.cancelled() or done.exception())
     return call
 
@@ -114,7 +114,7 @@ class RewindingFleet(ScriptedFleet):
 
 
 class Run:
-    """A run of six steps with a checkpoint every two, whose learner dies."""
+    """A run of six steps with a checkpoint every two steps. Its learner dies."""
 
     def __init__(self, folder: Path, deaths: list[int], *overrides: str, error=None, resumed=None) -> None:
         overrides = ("total_steps=6", "checkpoint.every_steps=2", *overrides)
@@ -169,7 +169,10 @@ async def test_a_step_that_a_checkpoint_holds_and_the_ledger_has_not_heard_of_is
 
 
 class LosingLearner(MortalLearner):
-    """A learner whose ranks do not find the batches in ``losses``; calls queued after a lost batch are skipped."""
+    """A learner whose ranks do not find the batches in ``losses``.
+
+    Calls that are queued after a lost batch are skipped.
+    """
 
     def __init__(self, buffer, folder: Path, losses: list[int], *, names=(7,)) -> None:
         super().__init__(buffer, folder, [])

@@ -1,4 +1,4 @@
-"""Any fault of a worker ends only this worker: the fleet's calls end, and the run continues with the other workers."""
+"""A fault of a worker ends only this worker. The fleet's calls end, and the run continues with the other workers."""
 
 import asyncio
 import time

@@ -178,7 +178,7 @@ def test_without_a_terminal_the_view_writes_plain_lines():
     assert "waiting for buffer" in text
     assert "buffer: ready" in text
     assert "step 1/2" in text
-    # The fleet's rate over both steps: 100 tokens in 0.5 s, not the 4,000 tokens of the last step.
+    # The fleet's rate is taken over both steps: 100 tokens in 0.5 s, not the 4,000 tokens of the last step.
     assert "step 2/2  reward 0.250  lag 1.00 (max 2)  rollout 200 tok/s  learner 20,000 tok/s" in text
     assert "entropy 1.25  kl 0.0125  gradient 0.75  buffer 3 stored, 5 generating  left 0:00" in text
     assert "\x1b" not in text

@@ -76,7 +76,7 @@ RUN = """
 
 
 def test_a_multirun_starts_a_run_per_value_and_a_signal_stops_it_with_its_running_run(tmp_path):
-    """With whole runs: `tests/e2e/test_multirun.py`."""
+    """`tests/e2e/test_multirun.py` tests this with whole runs."""
     run = tmp_path / "run"
     run.write_text(textwrap.dedent(RUN).lstrip().format(python=sys.executable))
     run.chmod(0o755)

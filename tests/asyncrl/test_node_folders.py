@@ -1,4 +1,7 @@
-"""Files that are sent to and collected from other nodes; folders of this machine stand in for their file systems."""
+"""Files that are sent to other nodes and collected from them.
+
+Folders of this machine stand in for their file systems.
+"""
 
 import asyncio
 import shutil
@@ -17,7 +20,10 @@ from buffer import make_keys
 
 
 class Node:
-    """Stands in for the actor of a node with its paths under ``root``; None: the node shares our file system."""
+    """Stands in for the actor of a node, with its paths under ``root``.
+
+    None means that the node shares this file system.
+    """
 
     def __init__(self, root=None):
         self.root = root
@@ -43,7 +49,7 @@ class Node:
 
 @pytest.fixture
 def nodes(tmp_path, monkeypatch):
-    """Two nodes: one shares our file system, the other has its own."""
+    """Two nodes: one shares this process's file system, the other has its own."""
     monkeypatch.setattr(node_folders.ray, "put", lambda data: data)
     monkeypatch.setattr(run_folder, "SHARED_MEMORY", tmp_path / "memory")
     monkeypatch.setattr(node_folders, "CHUNK_BYTES", 7)
@@ -84,7 +90,7 @@ async def test_one_that_a_node_lacks_or_has_otherwise_is_copied_to_the_runs_fold
     model = make_model(tmp_path / "model")
     if text_there:
         make_model(nodes["10.0.0.2"].file(model), text_there)
-    for _ in range(2):  # as after a restart of the ranks
+    for _ in range(2):  # the second time stands for a restart of the ranks
         path = await folders.bring(model, "model")
     assert path == tmp_path / "run" / "model"
     there = nodes["10.0.0.2"].file(path)

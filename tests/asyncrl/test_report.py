@@ -1,4 +1,4 @@
-"""The figures of the report for recorded runs with known stages, and the other files of a run's folder."""
+"""The figures in the report of recorded runs with known stages, and the other files of a run's folder."""
 
 import itertools
 import json

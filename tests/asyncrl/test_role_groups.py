@@ -94,7 +94,7 @@ class ScriptedConnection(BufferConnection):
 
 @pytest.fixture(scope="module", autouse=True)
 def by_value():
-    """Workers cannot import this file, so the call carries its definitions."""
+    """Workers cannot import this file, so the call carries the definitions of this file."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -190,7 +190,7 @@ async def train_on_other_tokens(learner: LearnerGroup) -> None:
 
 
 async def fail(learner: LearnerGroup) -> None:
-    plan = Plan(version=7, groups=[group(1).summary])  # the shares contain a sample that the group does not have
+    plan = Plan(version=7, groups=[group(1).summary])  # the shares name a sample that the group does not have
     batches = learner._shares(plan, "critic")
     strange = replace(batches[0].shares[0], samples=(5,), rewards=np.zeros(1))
     learner._batches[1][1] = [replace(batch, shares=(strange,)) for batch in batches]
@@ -302,7 +302,7 @@ def test_every_role_of_the_actors_pool_leaves_the_device_at_the_hand_over(start,
             found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
             await learner.rollout_mode(version + 1)
             found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
-        await learner.save_policy(tmp_path / "policy")  # the engines use the device
+        await learner.save_policy(tmp_path / "policy")  # at this moment the engines use the device
         found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
         return found
 
@@ -359,7 +359,10 @@ def test_an_estimator_of_ones_own_has_a_critic_which_learns_while_the_policy_war
 
 
 def test_a_reward_model_scores_what_is_planned_and_training_goes_on_without_a_group_that_has_no_score(start, tmp_path):
-    """The embedding of one token is not a number, so the group with this token has no score; others have scores."""
+    """The embedding of one token is not a number, so the group with this token has no score.
+
+    Other groups have scores.
+    """
     torch.manual_seed(3)
     groups = {summary.group_id: group(summary.group_id, 1) for summary in plan_of(1).groups}
     broken, *others = groups
@@ -402,7 +405,7 @@ def test_a_reward_model_scores_what_is_planned_and_training_goes_on_without_a_gr
 def test_adapters_make_the_actor_the_reference(start) -> None:
     learner = start(
         "learner.lora.rank=4",
-        "weights.adapters=false",  # `run_steps` reads whole models
+        "weights.adapters=false",  # because `run_steps` reads whole models
         "algorithm.num_mini_batches=1",
     )
     metrics, _ = asyncio.run(asyncio.wait_for(run_steps(learner), DEADLINE_S))

@@ -37,7 +37,7 @@ class FullDisk(ScriptedLearner):
 
 
 def make_training(run_dir, view, *overrides, learner=None, records=()):
-    """A training of a run that has recorded ``records``; no loop of its own has run."""
+    """Make the training of a run that has recorded ``records``. Its own loops have not run."""
     parts = dict.fromkeys(("buffer", "fleet", "prompts", "evaluator", "watching", "resumed"))
     return training.Training(
         compose_run([*overrides]),
@@ -54,7 +54,7 @@ def make_training(run_dir, view, *overrides, learner=None, records=()):
 
 
 async def keep(tmp_path, policy, *overrides, learner=ScriptedLearner):
-    """What is said and what is there, after a training is stopped in its fourth step and keeps what it has."""
+    """Stop a training in its fourth step and let it keep its results. Returns its messages and its files."""
     buffer, saved = ScriptedBuffer(), []
     controller, _, fleet, records = make_controller(steps=1000, buffer=buffer, learner=learner(buffer, saved=saved))
     steps = asyncio.ensure_future(train(controller, fleet))

@@ -30,7 +30,7 @@ from rollout_fleet.config import EngineDevice
 from rollout_fleet.rewards import WeightedRewards
 from tests.support.ray_cluster import away_from_the_shared_cluster
 
-pytestmark = pytest.mark.timeout(600)  # about sixty processes on a Ray of its own
+pytestmark = pytest.mark.timeout(600)  # starts about sixty processes on a separate Ray cluster
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -93,7 +93,7 @@ def run(*options):
 
 
 def seen_by_all(config, num_joining=0):
-    """The visible GPUs of each process by name. The groups are started as in a run."""
+    """The visible GPUs of each process, by the name of the process. The groups are started as in a run."""
     probe = RayClassWithInitArgs(ray.remote(Probe))
     layout = learner_layout(config)
     groups = {
@@ -250,7 +250,7 @@ def test_new_ranks_and_engines_get_the_gpus_of_the_dead_ones(ray_with_8_gpus, tm
         before = [group.execute_all_sync("environment") for group in (ranks, places.first)]
         ranks.shutdown()
         places.replace_worker(1)
-        engines = places.first.execute_all_sync("environment")  # while there are no ranks
+        engines = places.first.execute_all_sync("environment")  # measured while no learner ranks exist
         ranks = RayWorkerGroup(pool, probe, worker_env=worker_env(config))
         after = [ranks.execute_all_sync("environment"), engines]
         devices = [[[one["CUDA_VISIBLE_DEVICES"] for one in group] for group in life] for life in (before, after)]

@@ -54,7 +54,8 @@ def test_and_into_the_runs_folder_where_they_do_not_or_where_all_are_kept(run_di
         ValueError, match=r"shared_memory needs room: .*7 MiB free and 10 MiB are needed; .*transport=file"
     ):
         snapshots(run_dir, *in_memory)
-    with pytest.raises(ValueError, match=r"28 MiB are needed"):  # deltas since the full version, and all images
+    # includes the deltas since the full version, and all images
+    with pytest.raises(ValueError, match=r"28 MiB are needed"):
         snapshots(run_dir, *in_memory, "weights.full_every=5", "rollout_fleet.num_engines=3")
 
 
@@ -205,7 +206,7 @@ def test_a_run_that_begins_on_a_full_disk_names_the_file_and_the_remedy_and_leav
     tmp_path, monkeypatch, capsys, shared_memory
 ):
     def write(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a write: no file name
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # an error of a write has no file name
 
     monkeypatch.setattr(Path, "write_text", write)
     assert train_command.main([f"output_dir={tmp_path}/out"]) == 1

@@ -24,7 +24,10 @@ EQUAL = LengthModel(mean_tokens=100, spread=0.0, prompt_spread=0.0)
 
 
 def scenario(**options):
-    """Responses of 100 tokens at 0.03 s per token: 3 s to generate a batch, 2 s to train on it, no other times."""
+    """Responses have 100 tokens at 0.03 s per token.
+
+    So a batch takes 3 s to generate and 2 s to train; nothing else takes time.
+    """
     numbers = {
         "groups_in_flight": 4,
         "groups_per_step": 4,
@@ -62,7 +65,7 @@ def test_two_engines_halve_the_time_of_a_batch_if_places_are_the_limit():
 
 
 def test_an_engine_slows_down_with_the_number_of_running_samples():
-    model = EngineModel(step_s=0.01, step_s_per_sample=0.005)  # 8 samples: 0.05 s per token
+    model = EngineModel(step_s=0.01, step_s_per_sample=0.005)  # 8 samples give 0.05 s per token
     outcome = simulate(scenario(max_lag=0, engine=model))
     assert outcome.step_s == pytest.approx(5 + 2)
 
@@ -73,7 +76,7 @@ def test_a_publish_costs_copy_travel_and_load_time_without_overlap():
 
 
 def test_more_ranks_share_the_tokens_of_a_step():
-    learner = LearnerModel(step_s=1.0, rank_s_per_token=0.01)  # 800 tokens: 8 rank-seconds
+    learner = LearnerModel(step_s=1.0, rank_s_per_token=0.01)  # 800 tokens take 8 rank-seconds
     assert simulate(scenario(max_lag=0, learner=learner)).step_s == pytest.approx(3 + 1 + 8)
     assert simulate(scenario(max_lag=0, learner=learner, num_ranks=4)).step_s == pytest.approx(3 + 1 + 2)
 
@@ -101,7 +104,7 @@ def test_the_jobs_on_a_core_share_it_equally():
     core.run(3.0, lambda: ends.setdefault("long", env.now))
     core.run(1.0, lambda: ends.setdefault("short", env.now))
     env.run(until=3.0)
-    core.run(0.5, lambda: ends.setdefault("late", env.now))  # the long job needs another 1.5 s
+    core.run(0.5, lambda: ends.setdefault("late", env.now))  # at this time the long job needs another 1.5 s
     env.run()
     assert ends == pytest.approx({"short": 2.0, "late": 4.0, "long": 4.5})
     assert core.busy_s == pytest.approx(4.5)
@@ -121,7 +124,10 @@ def test_two_engines_on_one_core_are_as_fast_as_one():
 
 @pytest.mark.parametrize(("max_lag", "expected_s"), [(0, 3 + 0.25 + 0.3 + 3), (2, 3.8)])
 def test_other_work_on_the_host_slows_down_busy_pools(max_lag, expected_s):
-    """The engine takes 3 s, four groups of 0.0625 s, and 0.3 s to ask; with lag, it shares the others' 1 s."""
+    """The engine generates for 3 s, settles four groups in 0.0625 s each, and asks for 0.3 s.
+
+    With lag, it also shares the core with other work of 1 s.
+    """
     host = HostModel(is_shared=True, settle_s=0.0625, step_s=1.0)
     work = {"engine": BATCHES, "learner": LearnerModel(step_s=3.0), "host": host}
     outcome = simulate(scenario(max_lag=max_lag, ask_s=0.3, **work))
@@ -134,7 +140,7 @@ def test_only_engines_that_take_batches_can_share_a_core():
 
 
 def test_an_engine_runs_at_most_max_running_samples():
-    """Eight samples, four at a time: two rounds of 3 s."""
+    """Eight samples run four at a time, in two rounds of 3 s."""
     outcome = simulate(scenario(max_lag=0, engine=EngineModel(step_s=0.03, max_running=4)))
     assert outcome.step_s == pytest.approx(6 + 2)
 
@@ -305,7 +311,10 @@ def test_a_stopped_group_needs_its_missing_tokens():
 
 
 def test_a_group_stopped_in_a_batch_is_returned_at_the_end_of_the_batch():
-    """0.5 s, then 0.01 s per token: at 0.8 s, the long sample has 30 tokens and the sample of 20 tokens is finished."""
+    """A batch takes 0.5 s plus 0.01 s per token.
+
+    So at 0.8 s the long sample has 30 tokens, and the sample of 20 tokens is finished.
+    """
     simulation, left, finished = Simulation(scenario()), [], []
     engine = engine_of(simulation, EngineModel(step_s=0.01, batch_s=0.5, takes_batches=True), finished)
     long, short = (
@@ -323,7 +332,7 @@ def test_a_group_stopped_in_a_batch_is_returned_at_the_end_of_the_batch():
 
 
 def test_a_waiting_group_that_is_stopped_is_returned_after_a_batch_of_one_token():
-    """One row per batch: the second group is stopped before its batch of one token (1.5 s to 2.01 s) begins."""
+    """Each batch has one row. The second group is stopped before its batch of one token (1.5 s to 2.01 s) begins."""
     simulation, left = Simulation(scenario()), []
     model = EngineModel(step_s=0.01, batch_s=0.5, takes_batches=True, max_running=1)
     engine = engine_of(simulation, model)
@@ -349,7 +358,7 @@ def test_handed_over_groups_continue_without_lost_tokens():
 
 
 def test_simulated_steps_vary_like_the_recorded_ones():
-    """Every fourth step takes longer than the others; without lag, a step takes the sum of both pools' times."""
+    """Every fourth step takes longer than the others. Without lag, a step takes the sum of both pools' times."""
     variation = [0.75, 0.75, 0.75, 1.75]
     varied = scenario(max_lag=0, num_steps=30, warm_up_steps=10, learner=LearnerModel(step_s=2.0, variation=variation))
     outcome = simulate(varied)
@@ -359,7 +368,10 @@ def test_simulated_steps_vary_like_the_recorded_ones():
 
 
 def test_the_groups_of_a_batch_are_settled_one_by_one_during_the_next_batch():
-    """Four groups of 0.5 s share the core with the next batch: from 3 s on, one group is stored per second."""
+    """Settling four groups takes 0.5 s each and shares the core with the next batch.
+
+    So one group is stored per second from 3 s on.
+    """
     host = HostModel(is_shared=True, settle_s=0.5)
     simulation = Simulation(
         scenario(max_lag=2, groups_per_step=8, engine=BATCHES, learner=LearnerModel(step_s=0.01), host=host)

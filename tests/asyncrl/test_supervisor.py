@@ -32,7 +32,7 @@ def start(body, before=(), after="", **constants):
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also where the tests run under nohup
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # needed if the tests run under nohup
     )
 
 
@@ -80,7 +80,7 @@ def test_a_signal_to_every_process_reaches_the_work_once_and_ends_none_of_its_ch
     for process in (*psutil.Process(run.pid).children(recursive=True), run):
         process.send_signal(number)
     time.sleep(0.1)
-    run.send_signal(number)  # as a sweep does, which passes on what it gets itself
+    run.send_signal(number)  # a sweep passes on the signals that it gets itself
     assert run.communicate(timeout=30)[0] == "status 11 own\n"
 
 
@@ -116,7 +116,7 @@ def test_a_hangup_of_the_terminal_ends_the_work_except_under_nohup(before, statu
     )
     assert run.stdout.readline() == "ready\n"
     run.send_signal(signal.SIGHUP)
-    if not before:  # it ends by the signal alone
+    if not before:  # without a handler, the signal ends the run
         run.wait(60)
     assert run.communicate("go on\n", timeout=60)[0] == status
 

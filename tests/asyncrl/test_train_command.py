@@ -1,4 +1,7 @@
-"""The end of ``asyncrl train`` with scripted runs: exit status, last output, processes. Without torch and Ray."""
+"""The end of ``asyncrl train``: exit status, last output and processes.
+
+The runs are scripted, without torch and Ray.
+"""
 
 import os
 import signal
@@ -144,7 +147,7 @@ def test_a_second_signal_kills_a_run_without_its_supervisor(start):
     command = start(READY.format(seconds=3600), "stop_timeout_s=120")
     controller = psutil.Process(int(command.line_with("ready").split()[1]))
     command.process.kill()
-    command.line_with("stopping")  # it ended because its supervisor died
+    command.line_with("stopping")  # the run stops because its supervisor died
     os.kill(controller.pid, signal.SIGTERM)
     controller.wait(60)
 

@@ -1,4 +1,4 @@
-"""The terminal, trackers, dashboard and advice of a run: a failure of one costs a line and never the run."""
+"""The terminal, trackers, dashboard and advice of a run. If one of them fails, the run logs a line and continues."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""The buffer's cost of many waiting engines whose weights are too old for any group."""
+"""The cost for the buffer of many waiting engines whose weights are too old for any group."""
 
 from asyncrl.core.types import GroupSummary
 from buffer import BufferConfig, commands
@@ -7,7 +7,7 @@ from buffer.service import BufferService
 
 
 class CountedRequests:
-    """A service without sockets; counts the leases that are requested from its ledger."""
+    """A service without sockets that counts the requests for leases to its ledger."""
 
     def __init__(self, *, max_lag: int) -> None:
         self.replies: list[tuple[bytes, Message]] = []
@@ -59,7 +59,8 @@ def after_one_step(requests: CountedRequests) -> None:
 async def test_engines_whose_version_is_refused_cost_nothing_while_others_work():
     requests = CountedRequests(max_lag=1)
     after_one_step(requests)
-    requests.ask(b"worker", commands.LeaseGroups(engine_version=0, max_groups=2))  # as many as version 1 can consume
+    # as many groups as version 1 can consume
+    requests.ask(b"worker", commands.LeaseGroups(engine_version=0, max_groups=2))
     for number in range(100):
         requests.ask(b"old-%d" % number, commands.LeaseGroups(engine_version=0, max_groups=1))
     requests.num_lease_commands = 0

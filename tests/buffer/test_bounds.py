@@ -39,7 +39,7 @@ async def test_prompts_wait_while_others_fill_their_bound_and_go_on_when_groups_
 
 
 async def test_a_batch_whose_prompts_exceed_their_bound_together_is_planned():
-    """Eight prompts under a bound of three: the plan must not wait for prompts that cannot come."""
+    """There are eight prompts under a bound of three. The plan must not wait for prompts that cannot come."""
     size = size_of(prompt_frames(prompt(0)))
     async with running(groups_per_step=8, max_lag=0, max_prompt_bytes=3 * size) as run:
         client, feeder = run.client(), run.client()
@@ -160,7 +160,7 @@ async def test_a_pending_request_is_answered_once_by_its_timer_or_by_a_grant():
 
 @pytest.mark.parametrize("num_store_servers", [0, 1])
 async def test_a_full_store_makes_nobody_send_a_payload_twice(monkeypatch: pytest.MonkeyPatch, num_store_servers: int):
-    """Eight producers wait for bytes that suffice for three of their groups: each group is sent once."""
+    """Eight producers wait for bytes that suffice for three of their groups. Each group is sent only once."""
     num_sent = Counter()
     push = ChunkSender.push
 
@@ -192,7 +192,7 @@ async def test_small_puts_that_meet_a_full_store_all_go_on_when_there_is_room():
         leases = await producer.lease(0, 8)
         puts = asyncio.gather(*(producer.put(rollout(lease, num_tokens=500)) for lease in leases))
         for version in range(8):
-            await asyncio.wait_for(control.plan(version), 30)  # no producer waits for a lost wake-up
+            await asyncio.wait_for(control.plan(version), 30)  # fails if a producer misses a wake-up
             await control.commit(version)
         await asyncio.wait_for(puts, 60)
 

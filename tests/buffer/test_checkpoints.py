@@ -1,4 +1,7 @@
-"""A run's next life begins from a checkpoint of its buffer, with every group, prompt and prefix that is still valid."""
+"""The next life of a run begins from a checkpoint of its buffer.
+
+It has every group, prompt and prefix that is still valid.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -26,9 +29,10 @@ def options_of(kind: str, directory: Path, **more: Any) -> dict[str, Any]:
 
 
 async def first_life(client: AnyRole, folder: Path) -> None:
-    """Train step 0, and checkpoint version 1 as a run does: after the plan, before the commit.
+    """Train step 0, and write the checkpoint of version 1.
 
-    Groups 0 and 1 are consumed, 2 and 3 are stored, 4 has a saved prefix of 4 tokens, 5 runs, 6 to 9 are queued.
+    As in a run, this happens after the plan and before the commit. Groups 0 and 1 are consumed, 2 and 3 are stored, 4
+    has a saved prefix of 4 tokens, 5 runs, 6 to 9 are queued.
     """
     await client.enqueue([prompt(i) for i in range(10)])
     leases = await client.lease(0, 6)

@@ -16,7 +16,7 @@ NUM_BYTES = 1_000_000
 
 
 async def store_two_groups(client: AnyRole) -> list[int]:
-    """Two groups that fill more than half of `NUM_BYTES` together."""
+    """Two groups that together fill more than half of `NUM_BYTES`."""
     await client.enqueue([prompt(i) for i in range(2)])
     for lease in await client.lease(0, 2):
         await client.put(rollout(lease, num_tokens=25_000))
@@ -95,12 +95,15 @@ def test_a_client_of_another_loop_is_refused_by_name_and_an_open_one_does_not_ho
 
 @pytest.mark.parametrize("call", ["enqueue", "lease", "put", "plan", "fetch", "commit", "renew", "release"])
 async def test_a_call_cancelled_at_any_moment_loses_no_group(call: str):
-    """A cancelled call has either taken effect or not; repeating it gives the result of a single call."""
+    """A cancelled call may or may not have taken effect. Repeating the call gives the result of a single call."""
     async with running(groups_per_step=2, max_lag=0) as run:
         worker, control = run.client(), run.client()
 
         async def through(name: str, make) -> object:
-            """Run the call; the call under test is first cancelled at several moments."""
+            """Make a call.
+
+            If it is the call under test, first make it several times and cancel it at different moments.
+            """
             for num_turns in range(8 if name == call else 0):
                 task = asyncio.ensure_future(make())
                 for _ in range(num_turns):

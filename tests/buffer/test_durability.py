@@ -107,7 +107,7 @@ class Learner:
         self._advanced = asyncio.Event()
 
     async def lease(self, client: AnyRole) -> list[Lease]:
-        """Leases at the newest version: a call that waits at an older one is cancelled."""
+        """Lease at the newest version. A call that waits at an older version is cancelled."""
         while True:
             call = asyncio.ensure_future(client.lease(self.version, 2))
             advanced = asyncio.ensure_future(self._advanced.wait())
@@ -121,7 +121,7 @@ class Learner:
 
 
 async def work(client: AnyRole, learner: Learner) -> None:
-    """A rollout worker: leases at the learner's version, puts, and continues after any error."""
+    """A rollout worker that leases at the learner's version, puts, and continues after any error."""
     while True:
         for lease in await learner.lease(client):
             with suppress(ReplayBufferError):
@@ -129,7 +129,7 @@ async def work(client: AnyRole, learner: Learner) -> None:
 
 
 async def train(control: AnyRole, learner: Learner, *, num_steps: int) -> list[int]:
-    """A learner: returns the groups it consumed."""
+    """A learner. Returns the groups that it consumed."""
     consumed: list[int] = []
     while learner.version < num_steps:
         plan = await control.plan(learner.version)
@@ -214,7 +214,7 @@ async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_s
         stats = await worker.stats()
         assert stats.groups["stored"] == len(acknowledged)
         address = run.server.address
-    async with running(groups_per_step=4, **options) as run:  # the disk is as full as before
+    async with running(groups_per_step=4, **options) as run:  # the disk is still as full as before
         assert run.server.address == address
         fetched = await run.client().fetch(acknowledged)
         assert [group.group_id for group in fetched] == acknowledged
@@ -351,7 +351,10 @@ async def test_after_a_power_failure_large_frames_that_were_written_last_are_los
 
 
 async def outcomes_of_cut_files(tmp_path: Path) -> tuple[set[int], set[int]]:
-    """Cut unsynced writes at any byte of either file; returns the numbers of stored and lost groups."""
+    """Cut unsynced writes at any byte of either file.
+
+    Returns the number of stored groups and the number of lost groups.
+    """
     before = tmp_path / "before"
     options = {"durability": Durability.disk, "max_lag": 3}
     async with running(directory=str(before), **options) as run:
@@ -421,7 +424,7 @@ async def test_a_saved_prefix_that_did_not_survive_is_dropped_and_counted(tmp_pa
 
 
 def test_frames_are_written_whole_though_the_system_takes_few_bytes_at_once(tmp_path: Path, monkeypatch):
-    """A `writev` that writes only a part, as it does above 2^31 bytes."""
+    """A `writev` that writes only a part of the bytes, as the real one does above 2^31 bytes."""
     written = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, parts, *at: written(fd, [bytes(parts[0])[:7]], *at))
     file = AppendOnlyFile(tmp_path / "file")
@@ -468,7 +471,7 @@ async def test_a_put_is_acknowledged_only_when_it_is_written(tmp_path: Path, mon
             with pytest.raises(ReplayBufferError, match="journal cannot be written: Bad file descriptor; check the"):
                 await client.put(rollout(first))
         await client.put(rollout(second))
-        await client.put(rollout(first))  # the put is repeated: the group was stored before, and is written now
+        await client.put(rollout(first))  # a repeated put: the group was stored before, and is only written now
     async with running(groups_per_step=4, **options) as run:
         fetched = await run.client().fetch([0, 1])
         assert [group.group_id for group in fetched] == [0, 1]
@@ -543,7 +546,7 @@ async def test_a_journal_is_compacted_while_groups_are_stored_wherever_their_fra
 
 def test_a_reference_to_frames_that_were_lost_never_finds_others(tmp_path: Path):
     first = Journal(tmp_path / "journal")
-    first.note({("payload", 1): 1})  # its frames were lost
+    first.note({("payload", 1): 1})  # the frames of place 1 were lost
     first.close()
     second = Journal(tmp_path / "journal")
     second.note({("payload", 2): [b"others"]})
@@ -565,7 +568,7 @@ def test_a_second_server_on_the_same_folder_is_refused_and_a_third_may_follow_th
 
 
 def compact(journal_of_run: Journal) -> None:
-    """Compact a journal and wait until its old files are gone, or stay."""
+    """Compact a journal, and wait until its old files are deleted or their deletion has failed."""
 
     async def compact_and_wait() -> None:
         written = asyncio.Event()
@@ -591,7 +594,7 @@ def test_old_files_whose_deletion_was_cut_short_leave_with_the_next_ones(tmp_pat
     first = Journal(tmp_path / "journal")
     compact(first)
     assert len(deleted) == 2
-    first.close()  # the files as they are after a kill at this moment
+    first.close()  # leaves the files as a kill at this moment would
     monkeypatch.undo()
     second = Journal(tmp_path / "journal")
     compact(second)

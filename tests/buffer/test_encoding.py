@@ -1,4 +1,4 @@
-"""Trajectory groups as payload frames: all columns of the schema, and errors for columns that do not fit."""
+"""Trajectory groups as payload frames: all columns of the schema, and the errors for columns that do not fit."""
 
 from __future__ import annotations
 

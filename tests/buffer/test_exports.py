@@ -1,4 +1,4 @@
-"""Exports of a buffer: parquet files and back, with the same bits, from every kind of checkpoint."""
+"""Exports of a buffer from every kind of checkpoint: reading the parquet files gives the same bits."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ DTYPES = ("?", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16")
 
 
 def column(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
-    """Values of any bits: also NaN with a payload, -0.0 and infinities."""
+    """Values with any bits, including NaN with a payload, -0.0 and infinities."""
     if dtype == "?":
         return rng.integers(0, 2, shape).astype(bool)
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -29,13 +29,13 @@ def column(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
 
 
 def group_of_seed(seed: int, group_id: int) -> TrajectoryGroup:
-    """A group of random trees with random columns; the columns that it has depend on the seed."""
+    """A group of random trees with random columns. The seed decides which columns the group has."""
     rng = np.random.default_rng([seed, group_id])
     rows = [(SHARED, ROOT, int(rng.integers(0, 4)), 0, -1)]
     num_trajectories = int(rng.integers(1, 4))
     for trajectory in range(num_trajectories):
         first = len(rows)
-        rows.append((trajectory, 0, int(rng.integers(1, 5)), 1, 0))  # a group has a sampled token
+        rows.append((trajectory, 0, int(rng.integers(1, 5)), 1, 0))  # every group has a sampled token
         for _ in range(rng.integers(0, 3)):
             parent = int(rng.choice([0, *range(first, len(rows))]))
             sampled = int(rng.integers(0, 2))
@@ -124,7 +124,7 @@ def test_an_export_of_any_groups_returns_with_the_same_bits(seed: int, has_token
 
 def test_images_and_many_groups_return_with_the_same_bits(tmp_path: Path):
     groups = []
-    for number in range(130):  # more than are written at once
+    for number in range(130):  # more groups than are written at once
         held = grouped() if number == 5 else group_of_seed(1, number)
         groups.append(ExportedGroup(prompt=prompt(number), state=GroupState.stored, trajectories=held))
     sent = contents_of(*groups)

@@ -1,4 +1,4 @@
-"""What the inspector is told: why the next batch waits, where a group is, and what it holds."""
+"""The reports for the inspector: why the next batch waits, where a group is, and what the group holds."""
 
 import json
 from pathlib import Path

@@ -49,7 +49,7 @@ def test_more_groups_share_a_deadline_than_its_steps_take_and_the_last_leased_gi
     of.step()
     [fresh] = of.lease(1, 9, now=0.0)
     of.put(summary_of(fresh))
-    # groups 1 and 2 are due at 2: one of them must be in batch 1, or is dropped; group 3 is ready
+    # Groups 1 and 2 are due at 2, so one of them must be in batch 1 or is dropped. Group 3 is ready.
     assert of.step() == [3]
     assert [r.group_id for _, r in of.attempts.drain_revocations()] == [2]
 
@@ -280,7 +280,7 @@ def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatc
     def end(lease: outcomes.GrantedLease) -> None:
         ending = (lease.group_id * 7 + lease.attempt) % 16
         if ending == 0:
-            return  # its worker never sends another message
+            return  # the worker never sends another message
         if ending == 1:
             apply(commands.Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=3, reason="aborted"))
             return
@@ -346,7 +346,7 @@ def test_what_a_dead_worker_had_generated_and_nobody_can_report_is_lost(num_gene
 
 
 def test_what_a_buried_worker_reports_later_is_counted_once_also_after_a_restart():
-    """An attempt expires before the burial and has not reported; the burial counts its tokens as lost."""
+    """An attempt expires before the burial and has not reported its tokens. The burial counts the tokens as lost."""
     new = ledger(2, 2, lease_s=10.0)
     expired, running, _ = new.lease(0, 3, owner=b"a")
     new.renew(running.group_id, running.attempt, now=15.0)
@@ -365,7 +365,10 @@ def test_what_a_buried_worker_reports_later_is_counted_once_also_after_a_restart
 
 
 def test_the_last_ended_attempt_of_each_unfinished_group_is_known():
-    """Group 0 runs in its first attempt, 1 is queued after two, 2 is stored in its second, 3 was never leased."""
+    """Group 0 runs in its first attempt.
+
+    Group 1 is queued after two attempts. Group 2 is stored in its second attempt. Group 3 was never leased.
+    """
     of = DrivenLedger(StalenessRule(max_lag=3, groups_per_step=4))
     of.enqueue(range(3))
     zero, one, two = of.lease(0, 3)

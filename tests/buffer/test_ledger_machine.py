@@ -1,6 +1,6 @@
 """A hypothesis state machine drives the ledger through every event, and checks a model after every action.
 
-The model is independent of the ledger: it keeps its own deadlines, token counts and sets of groups.
+The model is independent of the ledger. It keeps its own deadlines, token counts and sets of groups.
 """
 
 from collections import Counter
@@ -131,7 +131,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.hosts) > 1 and self.joining)
     @rule(data=st.data())
     def a_store_is_gone(self, data: st.DataObject) -> None:
-        """Drop a store: its groups are queued again, except groups of a planned batch."""
+        """Drop a store. Its groups are queued again, except those of a planned batch."""
         number = data.draw(st.sampled_from(sorted(self.hosts)))
         planned = {group_id for ids in self.planned.values() for group_id in ids}
         lost = {group_id for group_id in self.stored if self.places[group_id] == number} - planned
@@ -174,7 +174,10 @@ class LedgerMachine(RuleBasedStateMachine):
             assert no_more or not self._may_have(bytes([worker]))
 
     def _may_have(self, worker: bytes) -> int:
-        """Number of queued groups that a worker may lease; at most one of them is dropped after its next death."""
+        """Number of queued groups that a worker may lease.
+
+        At most one of them would be dropped at its next worker death.
+        """
         suspects = [group_id for group_id in self.deaths if self._is_suspect(group_id) and group_id not in self.running]
         holds_one = any(lease.owner == worker for g, (lease, _) in self.running.items() if self._is_suspect(g))
         return self._num_queued() - len(suspects) + bool(suspects and not holds_one)
@@ -223,7 +226,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _put(self, lease: GrantedLease, expires_at: float, oldest: int, num_tokens: int) -> None:
         num_tokens += self._least_tokens(lease)
         filtered = bool(self.filters) and num_tokens % 5 == 0
-        left_out = num_tokens // 4  # tokens of omitted trajectories, including saved ones
+        left_out = num_tokens // 4  # tokens of omitted trajectories, including saved tokens
         newest = oldest + num_tokens % (self.version - oldest + 1)
         rewards = (0.0, 0.0 if filtered else 1.0)
         summary = summary_of(lease, oldest=oldest, newest=newest, num_tokens=num_tokens - left_out, rewards=rewards)
@@ -248,7 +251,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return 1 + group_id * 7 % 9
 
     def _reserve(self, lease: GrantedLease) -> bool:
-        """Reserve bytes; returns whether they fit. Evicted groups must be due later, or lose only a saved prefix."""
+        """Reserve bytes. Returns whether they fit. Evicted groups must be due later, or lose only a saved prefix."""
         size, host = self._size(lease.group_id), "ab"[lease.group_id % 2]
         near = {number for number in self.hosts if self.hosts[number] == host}
         has_near = any(self._held(number) + size <= self.max_bytes or not self.max_bytes for number in near)
@@ -452,7 +455,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(-15.0, 15.0) | st.sampled_from([-1e9, 1e9]))
     def time_passes(self, seconds: float) -> None:
-        """The clock may jump in both directions: leases expire early or late, and nothing else changes."""
+        """The clock may jump in both directions. Then leases expire early or late, and nothing else changes."""
         self.now += seconds
         lost = [lease for lease, expires_at in self.running.values() if expires_at <= self.now]
         assert self.ledger.expire(self.now) == len(lost)
@@ -495,7 +498,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.planned[version] = ids
 
     def _num_missing_from(self, version: int) -> int:
-        """Number of groups that the batch lacks, for the worst deadline."""
+        """The number of groups that the batch lacks, for the deadline that lacks the most."""
         planned = {group_id for ids in self.planned.values() for group_id in ids}
         ready = [deadline for group_id, (_, deadline) in self.stored.items() if group_id not in planned]
         deadlines = self._open_deadlines()
@@ -535,7 +538,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.marked = {version: self.marked[version] for version in sorted(self.marked)[-MAX_MARKS:]}
 
     def _stay_for_further_uses(self, batch: dict[int, tuple[GroupSummary, int]]) -> None:
-        """A group of a batch stays if all deadlines can be met with one more group of its age."""
+        """A group of a batch stays stored if all deadlines can still be met with one more group of its age."""
         for group_id, (summary, deadline) in batch.items():
             may_stay = summary.num_uses + 1 < self.max_uses and self.places[group_id] in self.hosts
             if may_stay and self._admits(deadline - self.max_lag, self._open_deadlines()):
@@ -544,9 +547,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stored)
     @rule(data=st.data())
     def trajectories_are_lost(self, data: st.DataObject) -> None:
-        """As after a power failure: their prompts are queued again, and batches with these groups are planned again.
+        """Trajectories are lost, as after a power failure.
 
-        The other groups of these batches are lost too if their store is lost.
+        The prompts are queued again, and batches with these groups are planned again. Other groups of these batches are
+        also lost if their store is lost.
         """
         lost = data.draw(st.lists(st.sampled_from(sorted(self.stored)), min_size=1, max_size=2, unique=True))
         first = min((version for version, ids in self.planned.items() if set(ids) & set(lost)), default=None)
@@ -584,7 +588,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.enqueue(range(self.num_enqueued)) == sorted(again - self.stored.keys() - self.lost_by_rewind)
 
     def _lose_versions_above(self, version: int, again: set[int]) -> None:
-        """No store has the groups of a batch on a store that is gone either."""
+        """Remove the groups that the rewind loses. Groups of a batch whose store is gone are also lost."""
         planned = {group_id for ids in self.planned.values() for group_id in ids}
         gone = {group_id for group_id in planned if self.places[group_id] not in self.hosts}
         lost = {group_id for group_id, (summary, _) in self.stored.items() if summary.newest_version > version}
@@ -666,7 +670,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def whoever_waits_for_a_batch_is_woken(self) -> None:
-        """A missing plan waits for a running lease, a commit, or prompts for an engine at the newest version."""
+        """A missing plan waits for one of: a running lease, a commit, prompts for an engine at the newest version."""
         num_stored = len(self._open_deadlines()) - len(self.running)
         if self.running:
             return
@@ -690,7 +694,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return deadline >= next_plan and all(due[i] >= next_plan + i // self.size for i in range(len(due)))
 
     def _check_prefix(self, lease: GrantedLease, version: int, deadlines: list[int]) -> None:
-        """The next attempt gets the saved prefix if a group with the prefix's age is still admitted."""
+        """Check that the next attempt gets the saved prefix if a group of the prefix's age is still admitted."""
         prefix = self.prefixes.pop(lease.group_id, None)
         if prefix is not None and self._admits(prefix.oldest_version, deadlines):
             assert lease.progress == prefix
@@ -701,35 +705,41 @@ class LedgerMachine(RuleBasedStateMachine):
             assert lease.engine_version == version
 
     def _prefixes_in_use(self) -> list[tuple[int, int]]:
-        """Running attempts whose inherited prefix counts, because it is continued or not yet replaced by a save."""
+        """The running attempts whose inherited prefix still counts.
+
+        The worker continues it, or no save has replaced it yet.
+        """
         keys = [(lease.group_id, lease.attempt) for lease, _ in self.running.values()]
         return [key for key in keys if key in self.inherited and (self.continues[key] or key not in self.saved)]
 
     def _continued(self, lease: GrantedLease) -> bool:
-        """Whether a report says that the worker continued the prefix; a saved report determines later ones."""
+        """Whether a report must say that the worker continued the prefix. After a save, later reports say so too."""
         key = lease.group_id, lease.attempt
         return key not in self.inherited or self.continues[key] or key in self.saved
 
     def _least_tokens(self, lease: GrantedLease) -> int:
-        """Minimum tokens of an attempt: the prefix that it continues, or that it saved last."""
+        """The minimum number of tokens of an attempt.
+
+        These are the tokens that it saved last, or those of its inherited prefix.
+        """
         key = lease.group_id, lease.attempt
         continued = self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0
         return self.saved[key].num_tokens if key in self.saved else continued
 
     def _own(self, lease: GrantedLease, num_tokens: int) -> int:
-        """The tokens that an attempt wrote itself."""
+        """The number of tokens that an attempt wrote itself."""
         key = lease.group_id, lease.attempt
         return num_tokens - (self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0)
 
     def _report(self, lease: GrantedLease, num_tokens: int) -> None:
-        """An attempt reports its tokens, including the continued prefix; only the first report counts."""
+        """An attempt reports its tokens, including the continued prefix. Only the first report counts."""
         key = lease.group_id, lease.attempt
         if key not in self.reported:
             self.reported.add(key)
             self.own_tokens[key] = self._own(lease, num_tokens)
 
     def _count_saved(self, lease: GrantedLease) -> None:
-        """An attempt ends without a report; only its saved tokens are known."""
+        """An attempt ends without a report. Only its saved tokens are known."""
         key = lease.group_id, lease.attempt
         if key in self.saved:
             self.own_tokens[key] = self._own(lease, self.saved[key].num_tokens)

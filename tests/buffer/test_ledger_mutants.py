@@ -1,4 +1,4 @@
-"""Changes one comparison at a time in the rule, the window, the room and the ledger: a test must fail.
+"""Mutation tests: one comparison in the rule, the window, the room or the ledger is changed, and a test must then fail.
 
 cosmic-ray makes the mutants from the syntax tree. Each mutant runs in its own process; an import hook there replaces
 the real module.
@@ -66,7 +66,7 @@ except BaseException as error:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One mutant: the ``number``-th place in a module where ``change`` applies."""
+    """One mutant. ``change`` is applied at the ``number``-th place in a module where it fits."""
 
     module: str
     change: str

@@ -1,4 +1,4 @@
-"""The log of weight offers: which version each engine is shown, and which version each engine serves."""
+"""The log of weight offers: the version that each engine should load, and the version that each engine serves."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Hand-over of running groups to faster workers: whole fleets in simulated time, the pace measure, and the limits."""
+"""Hand-over of running groups to faster workers: whole fleets in simulated time, the measured pace, and the limits."""
 
 import random
 import time
@@ -25,7 +25,7 @@ ONE_SLOW = [FAST, FAST, FAST, SLOW]
 
 
 def share(speeds, *, seconds=40.0, num_places=8, **options) -> float:
-    """Tokens trained per second, relative to the sum of the engines' speeds with all places taken."""
+    """Tokens trained per second, divided by the sum of the engines' speeds with all places taken."""
     fleet = SimulatedFleet(speeds, num_places=num_places, **options)
     at_end = [speed(1e9) if callable(speed) else speed for speed in speeds]
     return fleet.rate(seconds, warm_up_s=10.0) / (num_places * sum(at_end))
@@ -184,7 +184,10 @@ def lease(
 
 
 def measured(**paces: float) -> WorkerPaces:
-    """Workers that have each finished eight groups of 100 tokens at these seconds per token, the last one at 1000 s."""
+    """Workers that have each finished eight groups of 100 tokens, with these seconds per token.
+
+    The last group ended at 1000 s.
+    """
     of = WorkerPaces()
     group_id = -1
     for name, pace in paces.items():
@@ -321,7 +324,10 @@ class Workers:
         self.check()
 
     def check(self) -> None:
-        """Every worker that may begin a group has begun it, unless a place is kept for a group that still runs."""
+        """Check that every worker that may begin a group has begun it.
+
+        A place that is kept for a running group is excepted.
+        """
         ledger = self.ledger
         if not ledger.groups.num_queued or not ledger.room.has_room():
             return
@@ -332,7 +338,10 @@ class Workers:
 @settings(max_examples=60, deadline=None)
 @given(max_lag=st.integers(0, 3), data=st.data())
 async def test_whoever_may_begin_a_group_by_the_rule_begins_it(max_lag: int, data: st.DataObject) -> None:
-    """Workers keep old versions, are slow or fast, store, hand over, and die, without a deadlock."""
+    """Workers keep old versions, are slow or fast, store groups, hand groups over, and die.
+
+    There must be no deadlock.
+    """
     of = Workers(max_lag)
     for _ in range(data.draw(st.integers(5, 60))):
         action = data.draw(st.sampled_from(["enqueue", "lease", "lease", "put", "put", "step", "hand", "die"]))

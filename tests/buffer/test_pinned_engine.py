@@ -1,4 +1,4 @@
-"""A fast engine that may not lease does not delay slower engines: two rollout loops on a real buffer server."""
+"""A fast engine that may not lease must not delay slower engines. Two rollout loops run on a real buffer server."""
 
 import asyncio
 import itertools
@@ -26,7 +26,10 @@ def offer(version: int) -> WeightOffer:
 
 @asynccontextmanager
 async def staged_until_pinned(offered: WeightOffer):
-    """Keeps the engine at its version, like a hanging load: it keeps requesting leases at the old version."""
+    """Keeps the engine at its version, like a load that hangs.
+
+    So the worker keeps requesting leases at the old version.
+    """
     if offered.version > PINNED_FROM:
         await asyncio.Event().wait()
     yield offered

@@ -81,7 +81,8 @@ async def test_what_was_granted_at_the_moment_of_closing_goes_back_at_once():
             num_known = len(answer) if isinstance(answer, list) else 0
             stats = await control.stats()
             assert stats.groups["leased"] == num_known
-            [lease] = await control.lease(0, 1)  # if the leaving worker knew the group: when that worker becomes silent
+            # if the leaving worker knew the group, this waits until that worker counts as silent
+            [lease] = await control.lease(0, 1)
             await control.put(rollout(lease))
             if number % 8 == 7:
                 version = number // 8
@@ -223,7 +224,7 @@ async def test_a_worker_that_is_buried_loses_its_leases_at_once_and_what_it_cann
         await worker.put(rollout(first))
         worker.count_generated = lambda: 12
         worker._send_beat()
-        await worker.stats()  # the heartbeat arrived before it
+        await worker.stats()  # the heartbeat arrived before this request
         for _ in range(2):
             assert await control.bury(name) == 12
         stats = await control.stats()
@@ -236,7 +237,7 @@ async def test_a_worker_that_is_buried_loses_its_leases_at_once_and_what_it_cann
 
 
 async def test_a_buried_worker_is_refused_by_a_server_that_was_started_again(tmp_path: Path):
-    """Leases and reports do not count twice, and a repeated call returns the same number of tokens."""
+    """Leases and reports are not counted twice, and a repeated call returns the same number of tokens."""
     options = {"durability": Durability.disk, "directory": str(tmp_path), "lease_s": 600.0, "epoch": "run"}
     async with running(groups_per_step=4, **options) as run:
         worker, control = run.client(), run.client()
@@ -250,7 +251,7 @@ async def test_a_buried_worker_is_refused_by_a_server_that_was_started_again(tmp
         assert await control.bury(name) == 12
         before = await control.stats()
         run.server.close()
-        run.server = BufferServer(BufferConfig(**options), groups_per_step=4)  # the journal has its address
+        run.server = BufferServer(BufferConfig(**options), groups_per_step=4)  # the journal remembers the address
         for call in (worker.put(rollout(second)), worker.lease(0, 1), worker.release(first, num_tokens=5, reason="x")):
             with pytest.raises(DeclaredDead):
                 await call
@@ -295,7 +296,7 @@ async def test_a_put_that_the_journal_still_writes_when_its_worker_is_buried_cou
 
 
 async def test_a_lease_whose_prefix_gave_way_before_it_was_sent_begins_afresh_in_the_account():
-    """A restarted server answers a request again, and the saved prefix is lost."""
+    """A restarted server answers a request again, but the saved prefix is lost."""
     async with running(groups_per_step=4, max_lag=2) as run:
         first, second = run.client(), run.client()
         await first.enqueue([prompt(0)])

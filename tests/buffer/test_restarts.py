@@ -25,7 +25,7 @@ NUM_STEPS = 4
 
 
 class Script:
-    """A worker and a controller that send one request after the other."""
+    """A worker and a controller that send their requests one after the other."""
 
     def __init__(self, server: MortalServer) -> None:
         self.server = server
@@ -46,7 +46,7 @@ class Script:
 
     def step(self, version: int) -> None:
         leases: list[commands.LeasedGroup] = []
-        while len(leases) < 2:  # after a kill between two grants, the first grant remains
+        while len(leases) < 2:  # a kill between two grants leaves the first grant in effect
             leases += self.ask(WORKER, commands.LeaseGroups(engine_version=version, max_groups=2 - len(leases))).leases
         assert [lease.key for lease in leases] == [(2 * version, 0), (2 * version + 1, 0)]
         for lease in leases:
@@ -146,7 +146,8 @@ async def test_a_request_that_was_held_by_the_server_before_is_due_as_if_it_were
         due = max(held.due for held in link._unanswered.values())
     async with running(**options), asyncio.timeout(10):
         while min(held.due for held in link._unanswered.values()) <= due:
-            await client.stats()  # the first request may be answered before the client notices the new connection
+            # repeated, because a request may be answered before the client notices the new connection
+            await client.stats()
         waiting.cancel()
         await client.close()
 
@@ -263,7 +264,7 @@ FIRST_WRITES = [
         for number, name in enumerate(FIRST_WRITES, 1)
         for share in (0, 1, 2)
         for is_usual in [(name, share) in {("put", 1), ("plan", 0), ("commit", 2)}]
-        if number > 4  # the client must announce itself first
+        if number > 4  # not earlier, because the client must greet first
     ],
 )
 async def test_a_server_process_that_is_killed_at_a_write_comes_back_with_what_it_acknowledged(
@@ -309,7 +310,10 @@ class FullDisk:
 async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
     tmp_path: Path, monkeypatch, is_restarted_while_full: bool
 ):
-    """The store writes the removal as soon as possible; otherwise the ledger sends the finished groups again."""
+    """The store writes the removal as soon as it can.
+
+    If it is killed before, the ledger sends the finished groups again.
+    """
     disk = FullDisk()
     monkeypatch.setattr(journal, "write_all", disk)
     config = BufferConfig(durability=Durability.disk, directory=str(tmp_path))

@@ -1,4 +1,4 @@
-"""The learner goes back to a checkpoint: effects on the ledger, the offers and the stores."""
+"""The effects on the ledger, the offers and the stores when the learner goes back to a checkpoint."""
 
 import asyncio
 from itertools import accumulate
@@ -88,7 +88,7 @@ class Life:
         command = Rewind(version=version, incarnation=self.ledger.incarnation + 1)
         assert self.ledger.apply(command).is_new
         assert not self.ledger.apply(command).is_new
-        for lease in self.running:  # their workers get the notice late
+        for lease in self.running:  # the workers get the notice of the revocation late
             self.report(lease, refused=True)
         self.running.clear()
         assert self.ledger.learner_version == self.ledger.next_plan == version
@@ -98,7 +98,7 @@ class Life:
         assert due[-1] == len(kept), "no group is due later than the newest one that an engine may begin now"
         assert all(number <= (k + 1) * SIZE for k, number in enumerate(due)), "F(c)"
         assert self.ledger.account.tokens_trained == tokens
-        self.ledger.enqueue(range(100))  # groups that it knows are omitted
+        self.ledger.enqueue(range(100))  # groups that the ledger knows are ignored
 
     def check(self) -> None:
         account = self.ledger.account
@@ -133,7 +133,7 @@ def test_whenever_the_learner_goes_back_the_account_balances_and_no_attempt_come
         if name == "rewind":
             life.check()
     life.rewind(0)
-    for _ in range(100):  # every prompt is trained again, or for the first time
+    for _ in range(100):  # every prompt is trained, some of them again
         life.lease(2 * SIZE)
         life.put(2 * SIZE)
         life.step(plans_ahead=False)

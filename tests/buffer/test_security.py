@@ -110,7 +110,8 @@ async def test_a_role_is_refused_what_is_not_its_work(tmp_path: Path):
                 await call
         assert (await inspector.inspect())["stats"]["groups"]["queued"] == 1
         [lease] = await worker.lease(0, 1)
-        await worker.put(rollout(lease, num_tokens=200_000))  # through the bulk socket, with the same limit
+        # a large put goes through the bulk socket, which checks the same roles
+        await worker.put(rollout(lease, num_tokens=200_000))
         with pytest.raises(NotAllowed):
             await rank.put(rollout(lease, num_tokens=200_000))
 
@@ -165,7 +166,7 @@ async def test_a_connection_whose_message_has_no_end_is_closed_and_others_go_on(
         channel.close()
     assert refused == ["endless"]
     assert set(arrived) == {bytes(1 << 16)}
-    assert sum(map(len, arrived)) > 1 << 20  # complete messages together may exceed the bound
+    assert sum(map(len, arrived)) > 1 << 20  # the bound does not limit the sum of complete messages
 
 
 async def send_without_end(writer: asyncio.StreamWriter, good: zmq.Socket[bytes]) -> None:
@@ -358,7 +359,7 @@ PLAIN = {
 
 
 def of_type(kind: Any) -> st.SearchStrategy:
-    """Values of a field; most values make an effective request."""
+    """A strategy for the values of a field. Most values make an effective request."""
     match kind:
         case inspect.TupleType():
             return st.tuples(*map(of_type, kind.item_types))
@@ -379,7 +380,7 @@ def of_type(kind: Any) -> st.SearchStrategy:
 
 @st.composite
 def operations(draw: st.DrawFn) -> Operation:
-    """Any operation; None if two fields do not fit together."""
+    """A strategy for any operation. None if two fields do not fit together."""
     kind = draw(st.sampled_from(OPERATIONS))
     try:
         return draw(of_type(inspect.type_info(kind)))

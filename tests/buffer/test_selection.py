@@ -19,7 +19,8 @@ from tests.support.ledgers import ledger, summary_of
         ({}, 5, 5, True),
         ({6: 7}, 5, 5, True),
         ({6: 8}, 5, 5, False),
-        ({6: 4}, 5, 4, True),  # groups with later deadlines leave room in the step for the old version
+        # the open groups have later deadlines, so the next step has room for a group of the old version
+        ({6: 4}, 5, 4, True),
         ({5: 3, 6: 4}, 5, 4, True),
         ({5: 4}, 5, 4, False),
         ({5: 4, 6: 3}, 5, 5, True),
@@ -38,7 +39,10 @@ def test_a_group_is_admitted_where_every_step_up_to_the_bound_has_a_seat_for_wha
 
 
 def is_feasible(open_by_deadline: Mapping[int, int], *, version: int, groups_per_step: int) -> bool:
-    """Whether steps from ``version`` on meet all deadlines if each takes the groups with the earliest deadlines."""
+    """Whether the steps from ``version`` on meet all deadlines.
+
+    Each step takes the groups with the earliest deadlines.
+    """
     due_first = sorted(deadline for deadline, number in open_by_deadline.items() for _ in range(number))
     return all(deadline >= version + place // groups_per_step for place, deadline in enumerate(due_first))
 
@@ -62,9 +66,9 @@ def test_admission_refuses_exactly_what_would_miss_a_deadline(max_lag: int, grou
 
 def test_a_batch_must_hold_what_the_steps_after_it_cannot_take():
     rule = StalenessRule(max_lag=2, groups_per_step=3)
-    # due: 2 at version 10, 5 by 11, 9 by 12; the steps after 10 take 3 each
+    # 2 groups are due at version 10, 5 by version 11, and 9 by version 12. The steps after 10 take 3 each.
     assert rule.required({10: 2, 11: 3, 12: 4}, version=10) == [2, 2, 3]
-    # 7 groups are due by 11, and one step would need 4 of them: more than a batch holds; admission prevents this
+    # 7 groups are due by 11, so step 10 would have to take 4 of them, more than a batch holds. Admission prevents this.
     assert rule.required({10: 2, 11: 5}, version=10) == [2, 4, 1]
 
 

@@ -98,7 +98,7 @@ async def test_admission_is_shared_between_waiting_workers():
     async with running(groups_per_step=4, max_lag=0) as run:
         workers, control = [run.client(), run.client()], run.client()
         waits = [asyncio.ensure_future(worker.lease(0, 4)) for worker in workers]
-        while (await control.stats()).leases_waiting < 2:  # each worker announces itself before its request
+        while (await control.stats()).leases_waiting < 2:  # each worker sends a greeting before its request
             pass
         await control.enqueue([prompt(i) for i in range(8)])
         assert [len(leases) for leases in await asyncio.gather(*waits)] == [2, 2]
@@ -303,7 +303,7 @@ async def test_a_store_too_small_for_a_batch_is_an_error_of_the_plan_and_not_a_w
         [lease] = await worker.lease(0, 1)
         await worker.put(rollout(lease))
         [lease] = await worker.lease(0, 1)
-        put = asyncio.ensure_future(worker.put(rollout(lease)))  # waits for room; only a batch could free room
+        put = asyncio.ensure_future(worker.put(rollout(lease)))  # waits for bytes that only a batch could free
         with pytest.raises(StoreFull, match=r"buffer\.max_stored_bytes=600 cannot hold a batch"):
             await asyncio.wait_for(plan, 30)
         put.cancel()

@@ -45,10 +45,10 @@ class HeldGroup:
     Attributes:
         num_inherited: Tokens of the prefix that the attempt continues.
         num_own: Tokens that its worker wrote.
-        oldest: Version of its oldest token, or of the lease while there is none.
+        oldest: Version of its oldest token; the version of the lease until there is a token.
         newest: Version of its newest token.
         continued: Whether the worker continues the prefix of the lease.
-        is_finished: Whether the group was put; then no more tokens are written.
+        is_finished: Whether the group was put. Then no more tokens are written.
     """
 
     group_id: int
@@ -129,7 +129,7 @@ class Life:
     # Messages
 
     def send(self, client: bytes, operation: commands.Operation, payload: Sequence[Any] = ()) -> int:
-        """Send a request; its number."""
+        """Send a request, and return its number."""
         self.next_request += 1
         request = Message(request_id=self.next_request, body=operation, payload=payload)
         self.sent.append((client, request))
@@ -179,7 +179,7 @@ class Life:
         self.send(CONTROLLER, enqueue, [part for parts in frames for part in parts])
 
     def an_engine_loads(self) -> None:
-        """A worker whose engine advances while it waits withdraws its request, and asks again."""
+        """A worker whose engine advances while it waits withdraws its request and sends a new one."""
         if (worker := self.any_living()) is not None:
             self.withdraw(worker)
             worker.version, worker.incarnation = self.version, self.incarnation
@@ -287,7 +287,8 @@ class Life:
             group_id=group.group_id, attempt=group.attempt, progress=progress, continued=group.continued
         )
         reply = self.ask(worker.name, save, [b"%d %d %d" % (group.num_tokens, group.oldest, group.newest)])
-        group.continued = group.continued or kind_of(reply) == "ok"  # the new prefix replaced the inherited one
+        # after a save, the new prefix replaces the inherited one
+        group.continued = group.continued or kind_of(reply) == "ok"
 
     def a_lease_is_released(self) -> None:
         if (found := self.any_group()) is not None:
@@ -332,7 +333,7 @@ class Life:
             self.bury(self.rng.choice(dead), self.rng.choice([0, 1]))
 
     def bury(self, worker: WorkerModel, share: float) -> None:
-        """Bury a worker with the known share of its count; ``share`` is 1 if the worker ended by itself."""
+        """Bury a worker. The controller knows a ``share`` of its generated tokens; 1 if the worker ended by itself."""
         known = int(worker.num_generated * share)
         for _ in range(self.rng.randint(1, 2)):
             number = self.control(commands.Bury(worker.name.hex(), known)).value
@@ -347,7 +348,7 @@ class Life:
             self.planning = self.send(CONTROLLER, commands.PlanBatch(self.version + len(self.planned)))
 
     def take_plan(self) -> None:
-        """The controller reads the answer to its request for a batch, and checks the bound."""
+        """The controller reads the answer to its request for a batch. The bound on the lag is checked."""
         reply = self.server.replies.pop((CONTROLLER, self.planning), None)
         if reply is None:
             return
@@ -380,7 +381,7 @@ class Life:
         self.version += 1
 
     def tokens_trained(self, *, is_reuse: bool = False) -> int:
-        """Tokens of the trained groups, once per group, or once per use after the first."""
+        """The tokens of the trained groups: each group counts once, or once per use after the first."""
         uses = Counter(key for keys in self.trained.values() for key in keys)
         return sum(self.written[key].num_tokens * (uses[key] - 1 if is_reuse else 1) for key in uses)
 
@@ -400,7 +401,7 @@ class Life:
         self.enqueue([*range(self.num_prompts)])
 
     def batches_are_lost(self) -> None:
-        """The learner's ranks did not find some groups of a batch: the batches are planned again."""
+        """The learner's ranks did not find some groups of a batch, so the batches are planned again."""
         if not self.planned or self.planning:
             return
         first = self.rng.choice([*self.planned])
@@ -446,7 +447,7 @@ class Life:
             yield self.rng.choice(self.rng.choices([often, now_and_then, seldom], weights=[12, 3, 1])[0])
 
     def settle(self) -> None:
-        """Stop the faults: dead workers are buried, and leases without an owner expire."""
+        """Stop the faults. Dead workers are buried, and leases without an owner expire."""
         for worker in [worker for worker in self.workers if worker.is_dead]:
             self.bury(worker, 0.5)
         self.a_worker_enters()
@@ -502,7 +503,7 @@ class Life:
 
 
 def live(seed: int, directory: Path) -> Life:
-    """One life whose server also dies at random writes of its seed."""
+    """One life whose server also dies at random writes, which the seed chooses."""
     rng = random.Random(seed + 1_000_000)
     kills = [(rng.randint(1, 40), rng.choice([0, 1, 16, 31, 32])) for _ in range(rng.randint(0, 6))]
     directory.mkdir()

@@ -1,4 +1,4 @@
-"""Clients with a slow link: a proxy with limited rate and latency is between clients and server."""
+"""Clients with a slow link. A proxy between clients and server limits the rate and adds latency."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -17,7 +17,10 @@ _BYTES_PER_TOKEN = 12
 
 
 class _Lane:
-    """One direction of the link: pieces pass first come first served, so a payload and a heartbeat share it fairly."""
+    """One direction of the link.
+
+    Pieces pass in order of arrival, so a payload and a heartbeat share the link fairly.
+    """
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -31,7 +34,7 @@ class _Lane:
 
 
 class SlowLink:
-    """Forwards the sockets of a server; all connections of one direction share ``bytes_per_s``."""
+    """Forwards the sockets of a server. All connections of one direction share ``bytes_per_s``."""
 
     def __init__(self, server: BufferServer, *, bytes_per_s: float, latency_s: float) -> None:
         self._folder = make_socket_folder()

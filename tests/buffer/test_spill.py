@@ -42,7 +42,7 @@ def test_the_bound_on_memory_needs_a_journal():
 
 @contextmanager
 def serving(directory: Path, **changes):
-    """A server in a process of its own."""
+    """A server in a separate process."""
     config = BufferConfig(**options(directory, **changes))
     with BufferSupervisor(config, groups_per_step=NUM_GROUPS, log_path=directory / "buffer.log") as server:
         yield server.connection
@@ -64,12 +64,12 @@ def servers() -> list[psutil.Process]:
 
 
 def memory() -> int:
-    """Resident bytes of all servers, without pages of files."""
+    """The resident bytes of all servers, excluding pages of files."""
     return sum(one.memory_info().rss - one.memory_info().shared for one in servers())
 
 
 async def put_groups(control, worker, tokens=TOKENS):
-    """Store the groups of one step; returns them by id."""
+    """Store the groups of one step. Returns the groups by id."""
     await control.enqueue([prompt(group_id) for group_id in range(NUM_GROUPS)])
     put = {}
     for _ in range(NUM_GROUPS):

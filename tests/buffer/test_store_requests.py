@@ -163,7 +163,7 @@ async def test_a_batch_whose_store_died_before_it_was_fetched_is_planned_anew_fr
         assert (again.prompt.group_id, again.attempt) == (0, 1)
         await a.put(rollout(again))
         assert (await of.control.commit(0)).tokens_trained == 10
-        await of.control.lose(first)  # late repeated puts of consumed groups
+        await of.control.lose(first)  # a late report about consumed groups has no effect
         second = [group.group_id for group in (await of.control.plan(1)).groups]
         assert set(second) < {0, 1, 2, 3, 4} - set(first)
         stats = await of.control.commit(1)
@@ -171,11 +171,14 @@ async def test_a_batch_whose_store_died_before_it_was_fetched_is_planned_anew_fr
 
 
 async def test_a_store_that_dies_with_two_planned_batches_costs_one_new_plan_of_each():
-    """The learner reports only the missing group of the first batch; the second batch lost a group there too."""
+    """The learner reports only the missing group of the first batch.
+
+    The second batch lost a group on that store too.
+    """
     async with hosts("a", "b", max_lag=3) as of:
         a, b = of.worker("a"), of.worker("b")
         await of.control.enqueue([prompt(i) for i in range(8)])
-        for worker in (a, b, a, b, b, b):  # groups 0 and 2 are on the host a
+        for worker in (a, b, a, b, b, b):  # groups 0 and 2 are stored on host a
             [lease] = await worker.lease(0, 1)
             await worker.put(rollout(lease))
         for version in range(2):
@@ -248,7 +251,10 @@ def late(reconcile, asked: asyncio.Event, reported: asyncio.Event):
 
 
 async def test_a_payload_that_comes_while_its_store_says_what_it_holds_is_not_taken_for_lost(monkeypatch):
-    """A restarted ledger asks the stores while workers, which do not know of the restart, continue their puts."""
+    """A restarted ledger asks the stores for their groups.
+
+    Meanwhile workers continue their puts without knowing of the restart.
+    """
     async with hosts("a") as of:
         a = of.worker("a")
         await of.control.enqueue([prompt(0)])
@@ -316,7 +322,7 @@ ENDS = ["expired", "silent", "buried", "released", "too old", "rewound"]
 
 @pytest.mark.parametrize("end", ENDS)
 async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
-    """The store has room for one payload: if the old payload stayed, no other could be stored."""
+    """The store has room for one payload. If the old payload stayed, no other payload could be stored."""
     times = {"lease_s": 0.5 if end == "expired" else 600.0, "heartbeat_s": 0.1 if end == "silent" else 5.0}
     async with hosts("a", groups_per_step=1, max_stored_bytes=1200, max_lag=2, **times) as of:
         a, other = of.worker("a"), of.worker("a")
@@ -343,7 +349,7 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
 
 
 async def test_a_store_drops_an_ended_payload_that_it_said_it_lacked():
-    """The ledger asks the store for its groups during the transfer of a payload; then the worker becomes silent."""
+    """The ledger asks the store for its groups during the transfer of a payload. Then the worker becomes silent."""
     async with hosts("a", groups_per_step=1, max_stored_bytes=1200) as of:
         a, other = of.worker("a"), of.worker("a")
         await of.control.enqueue([prompt(0)])

@@ -1,4 +1,4 @@
-"""A group trains more than one step: what stays for a further use, and what becomes of it."""
+"""A group trains more than one step: the groups that stay for a further use, and the fate of these groups."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_a_further_use_has_the_deadline_of_the_first_one():
     of = using(max_lag=2, size=1, max_uses=3)
     generate(of, 1)
     of.step()
-    generate(of, 1)  # due later than the used group
+    generate(of, 1)  # this group is due later than the used group
     assert {group.group_id: group.deadline for group in of.groups.of_state(GroupState.stored)} == {0: 2, 1: 3}
     assert of.plan(1).groups[0].num_uses == 1
 

@@ -35,4 +35,4 @@ def first_touches(how: str) -> int:
 def test_freed_memory_is_used_again_without_new_pages():
     one_round = NUM_BLOCKS * BLOCK_PAGES
     assert first_touches("keep") < one_round / 8
-    assert first_touches("default") > one_round  # otherwise the test could not fail
+    assert first_touches("default") > one_round  # without this, the test could not fail

@@ -1,4 +1,4 @@
-"""The recorder: its records, its writes, and its cost when it is off."""
+"""The recorder: its records, its writes, and its cost when recording is off."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ def written(folder):
 
 @pytest.fixture(autouse=True)
 def stopped():
-    """Stop after each test what `record.start` starts also without a recorder: receipts and stacks."""
+    """After each test, stop the receipts and stacks. `record.start` starts them even without a recorder."""
     yield
     record.stop()
 

@@ -1,4 +1,4 @@
-"""Names of algorithms: built-in, in files, and in modules."""
+"""Names of algorithms: built-in names, names in files, and names in modules."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def long_name(inputs, config):
 
 @pytest.fixture
 def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(LOSSES, "_entries", dict(LOSSES._entries))  # undo the registrations of the file
+    monkeypatch.setattr(LOSSES, "_entries", dict(LOSSES._entries))  # so that the registrations of the file are undone
     path = tmp_path / "own_losses.py"
     path.write_text(OWN.replace("{tag}", tmp_path.name))
     return path

@@ -1,4 +1,4 @@
-"""Deadlines of waits: their messages, and deadlines of repeated calls from earlier durations."""
+"""Deadlines of waits: their messages, and the deadlines of repeated calls, which follow from earlier durations."""
 
 import asyncio
 import time

@@ -75,7 +75,7 @@ def test_a_process_that_does_not_write_its_stacks_is_named_with_its_state(child,
 
 def test_files_of_processes_that_have_ended_are_not_asked_and_go_if_they_are_empty(child, listening, monkeypatch):
     monkeypatch.setattr(stacks, "_asked_s", -stacks._REST_S)
-    stranger = listening / f"engine-0-{os.getppid()}.log"  # the number belongs to another process now
+    stranger = listening / f"engine-0-{os.getppid()}.log"  # this process id now belongs to another process
     stranger.touch()
     assert "no answer" not in str(stacks.missed("waited 1 s"))
     assert stranger.read_text() == ""

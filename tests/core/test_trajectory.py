@@ -54,7 +54,7 @@ def test_a_single_turn_is_the_smallest_tree() -> None:
 
 
 def test_every_sampled_turn_is_trained_exactly_once_in_any_tree() -> None:
-    # prompt - a - tool - b, prompt - a - tool - c, and r - d from a new root: a is on two branches.
+    # Three branches: prompt - a - tool - b, prompt - a - tool - c, and r - d from a new root. So a is on two branches.
     tree = Trajectory(
         turns=(
             PROMPT,
@@ -188,5 +188,5 @@ def test_columns_that_do_not_match_are_refused(change, message: str) -> None:
 
 def test_the_example_of_a_tree_on_the_page_is_true() -> None:
     page = (Path(__file__).parents[2] / "docs" / "trajectories.md").read_text()
-    tree, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)  # the other one reads an export
+    tree, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)  # the second example reads an export
     exec(compile(tree, "docs/trajectories.md", "exec"), {})

@@ -52,7 +52,7 @@ def read(chat_tokenizer):
 
 
 def digits(prompt):
-    """The digits of the prompt; ``=`` is 3 and 0 is 4."""
+    """Decode the prompt. Token 3 is ``=``, and token 4 is 0."""
     return "".join("=" if token == 3 else str(token - 4) for token in prompt.prompt_ids)
 
 

@@ -47,7 +47,7 @@ def test_a_prompt_has_tokens_truth_source_and_extra_columns(make_stream):
     stream = make_stream(shuffle=False, data_source_key="data_source", extra_keys=["extra_info.index", "extra_info"])
     prompt = stream.take(4)[3]
     assert prompt.group_id == 3
-    assert prompt.prompt_ids.tolist() == [7, 3]  # "3=": digits begin at 4
+    assert prompt.prompt_ids.tolist() == [7, 3]  # the tokens of "3="; token 4 is the digit 0
     assert prompt.prompt_ids.dtype == np.int32
     assert not prompt.prompt_ids.flags.writeable
     assert (prompt.ground_truth, prompt.data_source) == ("3", "echo")

@@ -1,4 +1,4 @@
-"""Samplers choose rows from their seed and the outcomes alone, and continue from their state."""
+"""Samplers choose rows only from their seed and the outcomes, and continue from their state."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""docs/vision.md: its rows are read, and its options exist."""
+"""docs/vision.md: its example rows can be read, and its options exist."""
 
 import re
 import subprocess

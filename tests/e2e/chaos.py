@@ -1,7 +1,8 @@
-"""A lineage of lives under random faults: draws faults, injects them, resumes, and watches for a silent stand-still.
+"""Runs the lives of one run under random faults.
 
-All draws come from one seed, so the same seed injects the same faults after the same pauses. The driver signals only
-processes of its own run. It finds them by the scratch folder in their environment, so that it also finds orphans.
+Draws faults, injects them, resumes the run, and watches for a silent standstill. All draws come from one seed, so the
+same seed injects the same faults after the same pauses. The driver signals only processes of its own run. It finds them
+by the scratch folder in their environment, so it also finds orphans.
 """
 
 import os
@@ -80,10 +81,10 @@ class Event:
     """One fault or request.
 
     Attributes:
-        kind: ``kill``, ``stall``, ``pair`` (two kills at once), ``stop`` (SIGTERM), ``checkpoint``, ``full`` (disk) or
+        kind: ``kill``, ``stall``, ``pair`` (two kills at once), ``stop`` (SIGTERM), ``checkpoint``, ``full`` (disk), or
             ``kill all``.
-        parts: The parts that get the signal; for ``stop``, parts that are killed while the run stops.
-        share: Which of several such processes, in [0, 1).
+        parts: The parts that get the signal. For ``stop``, the parts that are killed while the run stops.
+        share: Chooses one of several such processes; in [0, 1).
         in_training: Whether the pause begins with the first step of the life, instead of now.
         pause_s: Pause before the event.
         length_s: Length of a stall or of a full disk, or from SIGTERM to the kill.
@@ -110,7 +111,7 @@ _SHARE_IN_TRAINING = 0.75
 
 
 def drawn_events(seed: int) -> Iterator[Event]:
-    """An endless sequence of events; each takes the same number of draws."""
+    """An endless sequence of events. Each event takes the same number of draws."""
     draw = random.Random(seed)
     while True:
         (kind,) = draw.choices(list(_KINDS), list(_KINDS.values()))
@@ -133,7 +134,10 @@ def drawn_events(seed: int) -> Iterator[Event]:
 
 @contextmanager
 def small_disk(folder: Path, size_mb: int) -> Iterator[Path]:
-    """A file system of limited size on ``folder``, for root only. After an error its files are copied beside it."""
+    """Mount a file system of limited size on ``folder``.
+
+    Only root can do this. After an error its files are copied to a folder beside it.
+    """
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "chaos", folder], check=True)
     try:
@@ -152,7 +156,7 @@ class Lineage:
 
     Attributes:
         disk: A file system of limited size. The lives write to ``disk/out`` and ``disk/journal``.
-        seed: Draws everything.
+        seed: Seed of all draws.
         start: Starts a life with these options.
         say: Receives a line about each event.
         counts: Number of events by kind and part, and of lives by end.
@@ -177,7 +181,10 @@ class Lineage:
         self.run: RunningTraining
 
     def through(self, duration_s: float, sglang_share: float) -> RunningTraining:
-        """Inject events for ``duration_s`` from the first checkpoint on, resume after each end, and end in order."""
+        """Inject events for ``duration_s`` after the first checkpoint.
+
+        Resume after each end, and finally stop the run normally.
+        """
         self._begin("transformers")
         self._await(lambda: bool(self.checkpoint()), "the first checkpoint", 240.0)
         end_s = time.monotonic() + duration_s
@@ -194,7 +201,7 @@ class Lineage:
         return self._last_life()
 
     def _last_life(self) -> RunningTraining:
-        """Stop the current life, and let one more make 20 steps."""
+        """Stop the current life, and let one more life make 20 steps."""
         if self.run.process.poll() is None:
             self.run.process.send_signal(signal.SIGTERM)
             self._note("stop, after the last event")
@@ -209,7 +216,7 @@ class Lineage:
         return self.run
 
     def _begin(self, engine: str, *options: str) -> None:
-        """Start a life with the command that the last one named."""
+        """Start a life with the command that the previous life printed."""
         resume = next(one for one in self._command if one.startswith("checkpoint.resume="))
         self.run = self.start(
             *self._command, f"rollout_fleet.engine={engine}", *ENGINES[engine], *options, output_dir=self.disk / "out"
@@ -230,7 +237,7 @@ class Lineage:
             case "stall":
                 if (process := self._signal(event.parts[0], signal.SIGSTOP, event.share)) is not None:
                     self._watch(event.length_s)
-                    with suppress(psutil.NoSuchProcess):  # its supervisor has replaced it
+                    with suppress(psutil.NoSuchProcess):  # the supervisor has replaced the process
                         process.send_signal(signal.SIGCONT)
             case "stop":
                 self._stop(event)
@@ -260,13 +267,13 @@ class Lineage:
             time.sleep(0.05)
 
     def _signal(self, part: str, number: signal.Signals, share: float) -> psutil.Process | None:
-        """Send a signal to one process of the run; None if the run has no such process at the moment."""
+        """Send a signal to one process of the run. Returns None if the run has no such process at the moment."""
         supervisor = psutil.Process(self.run.process.pid)
         words = {process: _words_of(process) for process in self._processes()}
         found = [process for process in words if PARTS[part] in words[process]]
-        if part == "buffer":  # its stores have its words too
+        if part == "buffer":  # the words of the buffer also match its stores
             found = [process for process in found if PARTS["store"] not in words[process]]
-        if part == "engine" and not found:  # it generates in the worker
+        if part == "engine" and not found:  # the in-process engine generates in the worker
             found = [process for process in words if PARTS["worker"] in words[process]]
         if part in ("supervisor", "controller"):
             found = [process for process in found if (process == supervisor) == (part == "supervisor")]
@@ -286,24 +293,24 @@ class Lineage:
             return
         try:
             self._note(f"… {ask_for_checkpoint(self.run.run_dir, timeout_s=30)}")
-        except (ValueError, AsyncRLError) as error:  # the run is not training, or its part has just died
+        except (ValueError, AsyncRLError) as error:  # the run is not training, or a part has just died
             self._note(f"… refused: {error}")
 
     def _fill(self, event: Event) -> None:
-        """Fill the disk for a while; perhaps another life begins on the full disk."""
+        """Fill the disk for a while. Another life may begin on the full disk."""
         filler = self.disk / FILLER
         _take_all_space(filler)
         self._watch(event.length_s)
         if event.stays and self.run.process.poll() is not None:
             self._end()
             self._note("… and the disk stays full")
-            _take_all_space(filler)  # the end has freed some
+            _take_all_space(filler)  # the end of the life has freed some space
             self._begin("transformers")
             self._watch(2 * event.length_s)
         filler.unlink()
 
     def _watch(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Pass ``seconds``, or less if the life ends or ``until`` is true, and look for a stand-still."""
+        """Wait ``seconds``, or less if the life ends or ``until`` is true, and look for a standstill."""
         end_s = time.monotonic() + seconds
         self._look()
         while self.run.process.poll() is None and time.monotonic() < end_s and not until():
@@ -330,7 +337,7 @@ class Lineage:
         assert is_true(), f"no {what} within {timeout_s:g} s:\n{self._tail()}"
 
     def _end(self, *, is_last: bool = False) -> None:
-        """Check how the life has ended, and take the command that continues it."""
+        """Check how the life has ended, and find the command that continues it."""
         limit_s = SAVE_TIMEOUT_S + STOP_TIMEOUT_S + 15.0 if "supervisor" in self._killed_by_us else 5.0
         deadline_s = time.monotonic() + limit_s
         while (left := self._processes()) and time.monotonic() < deadline_s:
@@ -338,14 +345,15 @@ class Lineage:
         assert not left, f"{[_words_of(process)[:200] for process in left]} outlived their run:\n{self._tail()}"
         status = self.run.finish(10)
         self._look()
-        last = [line for line in self.run.lines if line.startswith("error: ")] or self.run.lines  # Ray prints after it
+        # Ray may print more lines after the error
+        last = [line for line in self.run.lines if line.startswith("error: ")] or self.run.lines
         words = last[-1] if last else "no output"
         self._note(f"life {self.counts['lives'] - 1} ended with status {status}: {words[:300]}")
         self.counts[f"status {status}"] += 1
         if "supervisor" in self._killed_by_us:
             assert status in (-signal.SIGKILL, 1, 143), self._tail()
         elif status == -signal.SIGTERM:
-            assert not self.run.lines, self._tail()  # before Python could handle it
+            assert not self.run.lines, self._tail()  # the signal came before Python could handle it
         elif status == 128 + signal.SIGTERM:
             assert any("stopped by SIGTERM" in line for line in self.run.lines[-60:]), self._tail()
         elif not is_last or status != 0:
@@ -357,7 +365,10 @@ class Lineage:
         self.run.end()
 
     def _continued(self) -> list[str]:
-        """The options of the command that the life named. A killed life names none: ``auto`` finds its checkpoint."""
+        """The options of the command that the life printed.
+
+        A killed life prints no command; then ``auto`` finds its checkpoint.
+        """
         named = [line.partition("to continue: asyncrl train ")[2] for line in self.run.lines]
         if command := next(filter(None, reversed(named)), ""):
             self.counts["named commands"] += 1
@@ -373,7 +384,7 @@ class Lineage:
         return next(filter(None, (newest_checkpoint(folder / "checkpoints") for folder in folders)), None)
 
     def _processes(self) -> list[psutil.Process]:
-        """All processes of the current life, orphans included."""
+        """All processes of the current life, including orphans."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -396,7 +407,7 @@ class Lineage:
 def _take_all_space(filler: Path) -> None:
     """Let a file take all free space of its disk."""
     free = os.statvfs(filler.parent)
-    with filler.open("ab") as file, suppress(OSError):  # the run takes some of it meanwhile
+    with filler.open("ab") as file, suppress(OSError):  # the run may take some of the space meanwhile
         os.posix_fallocate(file.fileno(), file.tell(), free.f_bavail * free.f_frsize)
 
 

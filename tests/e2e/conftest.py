@@ -7,7 +7,10 @@ from tests.support.training_run import RunningTraining
 
 @pytest.fixture
 def start(tmp_path):
-    """Start ``python -m asyncrl train`` with these overrides in a separate process, which is ended later."""
+    """Start ``python -m asyncrl train`` with these overrides in a separate process.
+
+    The fixture ends the process later.
+    """
     running = []
 
     def start(*overrides, output_dir=tmp_path, **options):

@@ -1,9 +1,9 @@
-"""The endings of a run as a table: part, signal and moment of a fault, and the expected end of the run.
+"""A table of the endings of a run. A row has the part, signal and moment of a fault, and the expected end of the run.
 
 A second table has faults that a run survives.
 
 ``pytest -m "slow or not slow" tests/e2e/test_faults.py`` runs every row on both engines. The moment within a phase is
-drawn from a seed, which is printed: ``ASYNCRL_FAULT_SEED=N`` repeats it.
+drawn from a seed, which is printed. ``ASYNCRL_FAULT_SEED=N`` repeats it.
 """
 
 import signal
@@ -25,19 +25,19 @@ SUPERVISOR, CONTROLLER = "supervisor", "controller"
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One row.
+    """One row of the table.
 
     Attributes:
         part: Target of the signal: ``supervisor``, ``controller``, or words of a process's name or command.
         signal: The signal.
-        moment: Phase of the run: words of the line that is printed at the start of the phase.
+        moment: Phase of the run, as words of the line that is printed at the start of the phase.
         status: The expected exit status.
         words: Words that the last 40 lines must contain.
         options: Further options of the run.
         engines: Engines for which the row is run.
-        end_timeout_s: How soon the run must have ended.
-        goes_on: The run outlives the fault, makes further steps, and is then stopped by SIGTERM.
-        within_s: The signal comes so long after the moment at most.
+        end_timeout_s: Time within which the run must have ended.
+        goes_on: Whether the run survives the fault. Then it makes further steps and is stopped by SIGTERM.
+        within_s: The signal comes at most this long after the moment.
     """
 
     part: str
@@ -52,7 +52,7 @@ class Fault:
     within_s: float = 0.5
 
     def __str__(self) -> str:
-        """The id in the test's name."""
+        """The id of the row in the test's name."""
         options = "-".join(option.partition("=")[0] for option in self.options)
         return f"{self.part}-{self.signal.name}-{self.moment.strip().replace(' ', '_')}" + f"-{options}" * bool(options)
 
@@ -64,11 +64,11 @@ class Recovery:
     Attributes:
         part: Words of the command line of the process that gets the signal.
         signal: The signal.
-        words: Words of the line that reports the restart; without such a line, the test waits for three steps.
-        moment: When the signal comes: the run prints a line with these words. Empty: ``after_steps`` says it.
-        after_steps: When the signal comes otherwise.
+        words: Words of the line that reports the restart. Without words, the test waits for three steps.
+        moment: The signal comes when the run prints a line with these words. Empty: after ``after_steps`` steps.
+            after_steps: Number of steps before the signal, if ``moment`` is empty.
         options: Further options of the run.
-        restarts: What the summary counts as started again, by part.
+        restarts: Expected numbers of restarts in the summary, by part.
     """
 
     part: str
@@ -80,7 +80,7 @@ class Recovery:
     restarts: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """The id in the test's name."""
+        """The id of the row in the test's name."""
         options = "-".join(option.partition("=")[0].rpartition(".")[2] for option in self.options)
         when = f"-{self.moment.replace(' ', '_')}" if self.moment else "-last" * (self.after_steps == LAST)
         return f"{self.part.replace(' ', '_')}-{self.signal.name}{when}-{options}"
@@ -92,7 +92,7 @@ LAST = STEPS - 1
 """Steps that are made when the last one is under way."""
 STARTED, TRAINING = "writing to", "step 1/"
 LEARNER_STARTS, FLEET_STARTS, STOPS = "waiting for learner", "waiting for rollout fleet", "stopping"
-EVALUATES = "engines): ready"  # the fleet is up after the learner
+EVALUATES = "engines): ready"  # the fleet comes up after the learner
 _OWN_REWARD = f"rollout_fleet.reward={ROOT / 'scripts/examples/sorting/sorting_reward.py'}:leading_numbers"
 _TRANSFORMERS, _SGLANG = {"engines": ("transformers",)}, {"engines": ("sglang",)}
 _NO_RESTARTS = ("rollout_fleet.restarts=0",)
@@ -106,7 +106,7 @@ def _stopped(number: signal.Signals, moment: str) -> Fault:
 
 
 def _replaced(part: str, **changes: Any) -> Fault:
-    """A member of the fleet that is killed during training is replaced; the run continues until it is stopped."""
+    """A member of the fleet that is killed during training is replaced. The run continues until it is stopped."""
     return _killed(part, "stopped by SIGTERM", status=128 + signal.SIGTERM, goes_on=True, **changes)
 
 
@@ -171,7 +171,7 @@ _SAID = {
 
 
 def _recovers(part: str, *options: str, restarts: str = "", **changes: Any) -> Recovery:
-    """A killed part; ``restarts`` is its name in the summary's count of restarts."""
+    """A row for a killed part. ``restarts`` is its name in the summary's count of restarts."""
     row = {"part": part, "signal": signal.SIGKILL, "options": options, "words": _SAID[restarts]}
     return Recovery(**row | {"restarts": {restarts: 1} if restarts else {}} | changes)
 
@@ -237,7 +237,7 @@ def assert_it_ends_right(
 
 
 def assert_nothing_is_left(run: RunningTraining, shared_memory: set[int]) -> None:
-    """Check that no processes, ports, scratch folders or shared memory remain; ``shared_memory`` are inodes."""
+    """Check that no processes, ports, scratch folders or shared memory remain. ``shared_memory`` has inodes."""
     assert run.survivors() == []
     assert left_in_shared_memory(shared_memory) == []
     assert not run.left_in_shared_memory()

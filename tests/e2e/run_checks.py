@@ -37,7 +37,7 @@ def assert_the_account_closes(summary: dict) -> None:
 
 
 def assert_every_token_is_accounted_for(run: RunningTraining) -> None:
-    """Check that the account balances and matches the trained samples, and that no group was trained twice."""
+    """Check that the account balances and matches the trained samples. Also check that no group was trained twice."""
     assert_the_account_closes(run.summary)
     tokens = run.summary["tokens"]
     rows = trained_samples(run, "group_id", "response_mask")
@@ -71,7 +71,7 @@ def assert_trained_tokens_have_the_log_prob_of_their_version(run: RunningTrainin
 
 
 def trained_samples(run: RunningTraining, *columns: str) -> list[dict]:
-    """The rows of all trained trajectories; all columns by default."""
+    """The rows of all trained trajectories, with all columns by default."""
     rows = []
     for path in sorted((run.run_dir / "trajectories").glob("*.parquet")):
         rows += pq.read_table(path, columns=list(columns) or None).to_pylist()
@@ -79,7 +79,7 @@ def trained_samples(run: RunningTraining, *columns: str) -> list[dict]:
 
 
 def model_of_version(run: RunningTraining, version: int):
-    """The published weights of a version; the run must have kept them."""
+    """The published weights of a version. The run must have kept them."""
     if version == 0:
         warm = next((path.parent for path in run.output_dir.glob("*/sft/*/sft.json")), None)
         made = next((path.parent for path in run.output_dir.glob("*/assets/**/config.json")), None)
@@ -92,7 +92,10 @@ def model_of_version(run: RunningTraining, version: int):
 
 @torch.no_grad()
 def response_logprobs(model, row: dict) -> np.ndarray:
-    """[R] float32 log-probs of the response from a plain Hugging Face forward; 0 for a token without one before it."""
+    """Return [R] float32 log-probs of the response from a plain Hugging Face forward.
+
+    A token that has no token before it gets 0.
+    """
     ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
     logits = model(ids).logits[0, :-1]
     chosen = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]

@@ -1,9 +1,10 @@
-"""A lineage under random faults of everything: whatever dies, hangs or fills up, its account and its prompts are right.
+"""A run of many lives under random faults.
 
-``pytest -m slow tests/e2e/test_chaos.py`` takes an hour. ``ASYNCRL_CHAOS_S=N`` sets the seconds, and
-``ASYNCRL_FAULT_SEED=N`` repeats the events of a seed. ``ASYNCRL_CHAOS_SGLANG=0.1`` is the share of lives on real
-servers; the others generate in process, because their starts take a fifth of the time. The events are printed at the
-end, and appended to ``events.log`` in the test's folder.
+Parts die or hang, and the disk fills up. The account and the prompts must stay right. ``pytest -m slow
+tests/e2e/test_chaos.py`` takes an hour. ``ASYNCRL_CHAOS_S=N`` sets the seconds, and ``ASYNCRL_FAULT_SEED=N`` repeats
+the events of a seed. ``ASYNCRL_CHAOS_SGLANG=0.1`` is the share of lives on real servers; the others generate in
+process, because their starts take a fifth of the time. The events are printed at the end, and appended to
+``events.log`` in the test's folder.
 """
 
 import json
@@ -66,7 +67,10 @@ def test_whatever_happens_to_the_lives_of_a_run_its_account_and_its_prompts_are_
 
 
 def assert_the_lineage_is_right(run, lineage):
-    """Check the audit, account, steps and prompts of all lives, and what is left. Returns what the audit checked."""
+    """Check the audit, account, steps and prompts of all lives, and that nothing is left behind.
+
+    Returns what the audit checked.
+    """
     lives = audited_lives(run.run_dir)
     result = audit(lives)
     assert not result.bad, "\n".join(map(str, result.bad[:20]))
@@ -82,7 +86,10 @@ def assert_the_lineage_is_right(run, lineage):
 
 
 def assert_the_metrics_lack_only_steps_of_killed_lives(run, lives):
-    """Check that the steps with a line rise. Returns the others: the last two, at most, before a checkpoint."""
+    """Check that the reported steps increase.
+
+    Returns the steps without a line: at most the last two before a checkpoint.
+    """
     steps = [record["step"] for record in run.records]
     assert steps == sorted(set(steps))
     unwritten = {*range(run.num_steps)} - {*steps}
@@ -91,7 +98,7 @@ def assert_the_metrics_lack_only_steps_of_killed_lives(run, lives):
 
 
 def assert_steps_rise_by_one_between_rewinds(life):
-    """Check the committed steps of a life: each is the next one, or goes back to a checkpoint."""
+    """Check the committed steps of a life. Each is the next step, or goes back to a checkpoint."""
     record = read_life(life)
     steps = [line["step"] for line in receipts_of(life) if line["act"] == "committed"]
     if not steps or record is None:
@@ -102,14 +109,14 @@ def assert_steps_rise_by_one_between_rewinds(life):
 
 
 def receipts_of(life):
-    """The receipts of the controller; none if the life made no step."""
+    """The receipts of the controller. Empty if the life made no step."""
     path = life / FOLDER / "controller.jsonl"
     whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
     return map(json.loads, whole.splitlines())
 
 
 def assert_each_prompt_is_finished_once_or_still_there(run, lives, checkpoint):
-    """Check that each prompt was consumed once, was dropped with a reason, or is in the last checkpoint."""
+    """Check that each prompt was consumed once, was dropped for a reason, or is in the last checkpoint."""
     consumed = consumed_groups(lives)
     assert max(Counter(consumed).values()) == 1
     assert len(consumed) == GROUPS_PER_STEP * run.num_steps

@@ -1,4 +1,4 @@
-"""Deaths of ranks and engines that share devices, in every phase: the run continues and its account balances."""
+"""Ranks and engines that share devices die, in every phase. The run continues, and its account balances."""
 
 import os
 import random
@@ -30,7 +30,7 @@ def slow(inputs, config):
 
 @pytest.fixture
 def started(start, tmp_path):
-    """Return a function that makes colocated runs; the learner marks the time of training and publishes to files."""
+    """Return a function that makes colocated runs. The learner marks the time of training and publishes to files."""
     mark, loss = tmp_path / "trains", tmp_path / "own_loss.py"
     loss.write_text(LOSS.format(mark=str(mark)))
 

@@ -1,7 +1,7 @@
 """Engines join and leave a run during training, and a node of the cluster dies.
 
-Every step is made, and every token is accounted for; with engines in process, the log-prob of each token is compared
-with that of the version that it names. ``ASYNCRL_FAULT_ENGINE=transformers`` takes such engines everywhere.
+Every step is made, and every token is accounted for. With in-process engines, the log-prob of each token is recomputed
+with the version that the token names. ``ASYNCRL_FAULT_ENGINE=transformers`` uses in-process engines in all tests.
 """
 
 import os
@@ -38,7 +38,7 @@ _ASYNCRL = "import sys; from asyncrl.cli import main; sys.exit(main())"
 
 
 def command(name, run_dir, *arguments):
-    """Run ``asyncrl join`` or ``leave``; return its status and its output."""
+    """Run ``asyncrl join`` or ``asyncrl leave``. Returns its status and its output."""
     ended = subprocess.run(
         [sys.executable, "-c", _ASYNCRL, name, "--run", str(run_dir), *arguments],
         cwd=ROOT,
@@ -100,7 +100,7 @@ def test_engines_come_and_go_whatever_the_run_is_busy_with(start, weights):
     )
     run.wait_for_line("; 3 engines are present", timeout_s=JOINED_S)
     run.wait_for_step(4)
-    for rank in (0, 2):  # engines load weights and answer held-out prompts all the time
+    for rank in (0, 2):  # engines load weights and answer held-out prompts during the whole run
         timed(run, "leave", str(rank))
     with ThreadPoolExecutor(2) as both:
         joining = [both.submit(timed, run, "join") for _ in range(2)]
@@ -141,7 +141,7 @@ def steps_after(run):
 
 @contextmanager
 def cluster():
-    """A Ray node for the run, and a function that starts more nodes, each with a CPU for one engine."""
+    """A Ray node for the run, and a function that starts more nodes. Each further node has a CPU for one engine."""
     from ray.cluster_utils import Cluster
 
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
@@ -160,7 +160,7 @@ def node_at(address):
 
 
 def kill_node(node):
-    """Send SIGKILL to the raylet of a node; its workers end too."""
+    """Send SIGKILL to the raylet of a node. The workers of the node end too."""
     (raylet,) = [info.process.pid for info in node.all_processes["raylet"]]
     workers = psutil.Process(raylet).children(recursive=True)
     os.kill(raylet, signal.SIGKILL)

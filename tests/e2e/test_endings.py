@@ -1,7 +1,7 @@
-"""Endings of other kinds than a signal to one part; `tests.e2e.faults` has the table of signals.
+"""Endings that are not caused by a signal to one part. `tests.e2e.faults` has the table of signals.
 
-Without ``-m slow``, `test_resume.py` sends SIGINT to every process of a run at once, and tests of the command and of
-the engine show the other endings.
+These tests are slow. In every session, `test_resume.py` sends SIGINT to all processes of a run at once, and tests of
+the command and of the engine show the other endings.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A run that was stopped or killed and then resumed ends with the bits of one that was not.
+"""A run that was stopped or killed and then resumed ends with the same bits as an uninterrupted run.
 
 Everything that a token depends on is fixed: one engine whose answers do not depend on batches, one learner rank, no
 lag, and batches in the order of their groups.
@@ -38,7 +38,7 @@ TRAINED = ("reward", "response_length", "learner.loss", "learner.grad_norm")
 
 
 def trained(run_dir):
-    """What was trained on, step by step, and the bits of the policy after the last one."""
+    """The trained samples, step by step, and the bits of the policy after the last step."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(STEPS)), "the metrics have all steps of all lives"
     assert all(line["learner.grad_norm"] > 0 for line in lines), "the policy changes at each step"
@@ -47,9 +47,9 @@ def trained(run_dir):
 
 @pytest.fixture(scope="module")
 def moments():
-    """Draws the time from a step to the end of a run."""
+    """A random generator for the time between a step and the end of a run."""
     seed = int(os.environ.get("ASYNCRL_FAULT_SEED", time.time_ns() % 10**6))
-    print(f"ASYNCRL_FAULT_SEED={seed}")  # noqa: T201 - repeats the moments
+    print(f"ASYNCRL_FAULT_SEED={seed}")  # noqa: T201 - the seed repeats the moments
     return random.Random(seed)
 
 
@@ -62,7 +62,8 @@ def test_a_stopped_and_a_killed_run_end_with_the_bits_of_one_that_was_not(start,
         ended.wait_for_line("step 1/", 900)
         ended.wait_for_step(4)
         begin_s, end_s = (ended.records[step]["time_s"] for step in (1, 3))
-        time.sleep(moments.uniform(0.0, end_s - begin_s))  # the length of two steps: the run is not yet done
+        # at most the length of two steps, so the run has not ended yet
+        time.sleep(moments.uniform(0.0, end_s - begin_s))
         ended.remember_family()
         if number is signal.SIGTERM:
             ended.process.terminate()

@@ -1,7 +1,7 @@
 """Every row of the table in `tests.e2e.faults`: the run ends as expected and leaves nothing behind.
 
-Without ``-m slow``, `test_own_parts.py` kills a supervisor, `test_resume.py` interrupts a run, and the parts' own tests
-kill workers, Ray's daemons and engines.
+These tests are slow. In every session, `test_own_parts.py` kills a supervisor, `test_resume.py` interrupts a run, and
+the tests of the parts kill workers, Ray's daemons and engines.
 """
 
 import os
@@ -44,7 +44,7 @@ def test_a_run_ends_as_the_table_says_and_leaves_nothing(start, fault, engine):
     if fault.goes_on:
         struck_s = time.monotonic()
         run.wait_for_line("rollout worker 0 is back")
-        print(f"{fault}: back after {time.monotonic() - struck_s:.1f} s")  # noqa: T201 - as above
+        print(f"{fault}: back after {time.monotonic() - struck_s:.1f} s")  # noqa: T201 - for the log
         run.wait_for_line("step ")
         run.wait_for_line("step ")
         run.process.terminate()

@@ -1,4 +1,4 @@
-"""A run on SGLang whose agents are openai-agents and verifiers, unmodified, in a Python of their own."""
+"""A run on SGLang whose agents are unmodified openai-agents and verifiers, in a separate Python."""
 
 import json
 

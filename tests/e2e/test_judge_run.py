@@ -28,17 +28,18 @@ def asked_of(tokenizer, response):
 
 
 def save_judge(folder):
-    """Save a model that mostly writes verdicts, which depend on what it reads. Returns the folder."""
+    """Save a model that mostly writes verdicts. The verdicts depend on the prompt. Returns the folder."""
     path = save_calling_policy(folder, VERDICTS, p_call=0.15, p_stop=0.1)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     tokens = [tokenizer.convert_tokens_to_ids(f"<tool_call>{verdict}</tool_call>") for verdict in VERDICTS]
-    usual = [*tokens * 50, *range(256)]  # what the policy writes
+    usual = [*tokens * 50, *range(256)]  # stands for the policy's answers
     choices = (random.Random(n).choices(usual, k=1 + n % 8) for n in range(64))
     asked = [asked_of(tokenizer, tokenizer.decode(chosen)) for chosen in choices]
     with torch.no_grad():
         hidden = torch.stack([model.model(ids).last_hidden_state[0, -1] for ids in asked])
         spread = torch.linalg.svd(hidden - hidden.mean(0))
-        taste = spread.Vh[0] * 0.5 / (spread.S[0] / len(asked) ** 0.5)  # where the questions differ most
+        # the direction in which the questions differ most
+        taste = spread.Vh[0] * 0.5 / (spread.S[0] / len(asked) ** 0.5)
         taste -= taste @ hidden.mean(0) / hidden.mean(0).square().sum() * hidden.mean(0)
         base = model.lm_head.weight[tokens[0]].clone()
         for token, sign in zip(tokens, (1, -1), strict=True):

@@ -1,6 +1,7 @@
-"""Layouts of the roles, as a user starts them: sequence-parallel ranks in two pools, and pools that share devices.
+"""Layouts of the roles in runs that start like a user's runs.
 
-Without ``-m slow``, `test_colocated_faults.py` shows colocated roles, and `asyncrl/test_role_groups.py` two pools.
+The layouts are sequence-parallel ranks in two pools, and pools that share devices. These tests are slow. In every
+session, `test_colocated_faults.py` tests colocated roles, and `asyncrl/test_role_groups.py` tests two pools.
 """
 
 import numpy as np
@@ -47,7 +48,8 @@ def test_colocated_pools_train_within_the_bound_and_offload_at_every_turn(start,
     )
     assert run.summary["policy_version"] == 5
     for record in run.records:
-        assert record["learner.rollout_device_bytes_before"] > 4 * 70_000 / tp_size  # the quickstart's weights
+        # the size of the quickstart's weights
+        assert record["learner.rollout_device_bytes_before"] > 4 * 70_000 / tp_size
         assert record["learner.rollout_device_bytes_after"] == 0
         assert record["learner.trainer_device_bytes_after"] == record["learner.rollout_device_bytes_before"]
         assert record["engine_version"] == record["step"] + 1
@@ -76,7 +78,7 @@ ADAPTERS = ["learner.lora.rank=4", "algorithm.kl_coef=0.01"]
     ],
 )
 def test_every_role_beside_a_colocated_engine_gives_its_device_up_at_every_turn(start, overrides):
-    entropy = "algorithm.entropy_coef=0.1"  # an untrained policy earns no reward, and would not move
+    entropy = "algorithm.entropy_coef=0.1"  # an untrained policy gets no reward, so its weights would not change
     run = finished(start, *overrides, "placement.colocated=true", "learner.offload_at_transition_only=true", entropy)
     assert run.survivors() == []
     has_critic = "learner.critic.value_loss" in run.records[-1]

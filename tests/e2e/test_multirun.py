@@ -1,4 +1,7 @@
-"""Sweeps of whole runs; `tests/asyncrl/test_multirun.py` shows always what a sweep starts and what stops it."""
+"""Sweeps of whole runs.
+
+`tests/asyncrl/test_multirun.py` tests in every session what a sweep starts and what stops it.
+"""
 
 import signal
 
@@ -10,7 +13,7 @@ SMALL = (
     "rollout_fleet.engine=transformers",
     "evaluation.enabled=false",
     "buffer.max_lag=0,1",
-    "sft.eval_every=5",  # a warm start that ends soon
+    "sft.eval_every=5",  # makes the warm start short
     "sft.target_val_loss=2.5",
     "total_steps=2",
 )

@@ -1,4 +1,4 @@
-"""A run with all kinds of user code and options: reward, loss, advantage, keys, store servers, a journal on disk."""
+"""A run with all kinds of user code and options: a reward, a loss, an advantage, keys, store servers, a journal."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""PPO with a critic and a reference, and a policy with adapters, in runs that start like a user's.
+"""PPO with a critic and a reference, and a policy with adapters, in runs that start like a user's runs.
 
-Without ``-m slow``, `test_colocated_faults.py` trains with a critic and a reference.
+These tests are slow. In every session, `test_colocated_faults.py` trains with a critic and a reference.
 """
 
 import numpy as np
@@ -40,7 +40,7 @@ def test_ppo_learns_with_a_critic_and_accounts_for_every_token(start):
     cost = [record["learner.critic.value_loss"] / record["learner.critic.return_mean"] for record in records]
     assert np.mean(cost[3:6]) < 0.97 * cost[0]
     assert records[0]["learner.critic.value_mean"] == 0
-    # The values follow the returns while the policy improves; a value of 0 would have the whole return as its error.
+    # The values follow the returns while the policy improves. The error of a value of 0 would be the whole return.
     returns = [record["learner.critic.return_mean"] for record in records]
     off = [abs(record["learner.critic.value_mean"] - mean) for record, mean in zip(records, returns, strict=True)]
     assert np.mean(off[2:]) < np.mean(returns[2:]) / 3

@@ -55,7 +55,7 @@ def saved_version(run_dir):
 def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start, tmp_path, number):
     ended = start(*OPTIONS, "total_steps=100000", "learner.restarts=0")
     ended.wait_for_line("step 1/")
-    while saved_version(ended.run_dir) < 6:  # the third checkpoint
+    while saved_version(ended.run_dir) < 6:  # waits for the third checkpoint
         assert ended.process.poll() is None
         time.sleep(0.05)
     ended.remember_family()
@@ -66,7 +66,7 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start,
         os.kill(ended.pid_of("ray::ActorWorker"), number)
         ended.finish(60)
     else:
-        ended.signal_all(number)  # a terminal sends it to fewer
+        ended.signal_all(number)  # a terminal sends the signal to fewer processes
         assert ended.finish(60) == 130, ended.output
         assert f"stopped by {number.name}" in ended.lines[-1]
     assert ended.survivors() == []
@@ -88,7 +88,7 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start,
     steps = consumed(first_dir, 0, progress.version) + consumed(second_dir, progress.version, progress.version + 4)
     ids = [group_id for step in steps for group_id in step]
     assert len(ids) == len(set(ids)) == 4 * (progress.version + 4)  # nothing twice
-    assert max(ids) < len(ids) + 4 * 4  # no prompts are omitted: missing prompts were in flight at the end
+    assert max(ids) < len(ids) + 4 * 4  # no prompt was skipped; the missing ids were in flight at the end
     summary = json.loads((second_dir / "summary.json").read_text())
     assert summary["policy_version"] == progress.version + 4
     evaluations = [json.loads(line) for line in (second_dir / "evaluations.jsonl").read_text().splitlines()]

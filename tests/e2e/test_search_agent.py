@@ -1,8 +1,8 @@
 """The search agent trains on SGLang while its process, its engine and its rollout worker are killed in mid-episode.
 
-The policy is random and calls tools by chance, in parallel; what it writes, decoded and encoded again, is seldom the
-same tokens. Some answers are lost on their way, so the unmodified client sends those requests again. Each answer of
-SGLang and each answer that an agent gets is logged.
+The policy is random and calls tools by chance, in parallel. Decoding its tokens and encoding the text again seldom
+gives the same tokens. Some answers are lost on the way to the agent, so the unmodified client sends those requests
+again. Each answer of SGLang and each answer that an agent gets is logged.
 """
 
 import json
@@ -154,7 +154,7 @@ def run(tmp_path_factory):
 
 
 def worker_of_last_answer(folder):
-    """Pid of the rollout worker that got the last answer of SGLang."""
+    """The pid of the rollout worker that got the last answer of SGLang."""
     return json.loads((folder / "engine.jsonl").read_text().splitlines()[-1])["pid"]
 
 
@@ -219,10 +219,11 @@ class Replay:
 
     Attributes:
         cause: The part that was killed.
-        saved: The finished turns before the death that the agent had got; an agent has got an answer if it asks
-            further. A killed worker loses what it sampled since its last weight update, when it saved its progress.
-        after: What SGLang sampled after the death.
-        is_kept: Which of the saved turns were trained, token for token.
+        saved: The turns that were finished before the death and that the agent had received. An agent has received an
+            answer if it sent a further request. A killed worker loses the tokens that it sampled since its last weight
+            update, because it saves its progress at updates.
+        after: The tokens that SGLang sampled after the death.
+        is_kept: Whether each saved turn was trained token for token.
     """
 
     cause: str
@@ -235,7 +236,7 @@ class Replay:
 
 @pytest.fixture(scope="module")
 def replays(run, rows, answers):
-    """Without those that lost all turns because these were too old for another attempt (``stale_prefix``)."""
+    """The episodes that began again. Those whose turns were all too old (``stale_prefix``) are left out."""
     trained, attempts = defaultdict(list), defaultdict(list)
     for row in rows:
         trained[row["group_id"]].append(row["prompt_ids"] + row["response_ids"])

@@ -18,7 +18,7 @@ STEPS = 400
 
 
 def rows():
-    """A row of the table: words of the command line, and the listening address."""
+    """A row of the table: words of the command line, and the address on which the process listens."""
     page = (ROOT / "docs" / "guarantees.md").read_text()
     section = page.partition("## Sockets of a run on one host")[2].partition("\n## ")[0]
     cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ") and "`" in line]
@@ -41,7 +41,7 @@ def listening(pid):
 
 
 def kind_of(address):
-    """The table's name for an address."""
+    """The name of an address in the table."""
     found = ipaddress.ip_address(address)
     return LOOPBACK if found.is_loopback else ANY if found.is_unspecified else HOST
 
@@ -52,7 +52,7 @@ def row_of(words, where, known):
 
 
 def answers_of(ports):
-    """The status of a request without a key at each HTTP port; imports only the standard library."""
+    """The status of a request without a key at each HTTP port. Imports only the standard library."""
     found = {}
     for port in ports:
         with socket.socket() as end:

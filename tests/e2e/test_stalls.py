@@ -1,10 +1,9 @@
 """A process of a run is stopped in any phase, for less or more than its deadline, and then continues.
 
-Afterwards all processes work again. A stop below the deadline has no effect on the end of the run. Above it the part is
-replaced, or the run ends with an error that names the part. ``tests/asyncrl/test_member_faults.py`` has the table of
-one worker on scripted engines, which runs in every test session.
-
-``ASYNCRL_FAULT_ENGINE=sglang`` takes real servers.
+Afterwards all processes work again. A stop below the deadline has no effect on the end of the run. After a longer stop
+the part is replaced, or the run ends with an error that names the part. ``tests/asyncrl/test_member_faults.py`` has the
+same table for one worker on scripted engines. It runs in every test session. ``ASYNCRL_FAULT_ENGINE=sglang`` uses real
+servers.
 """
 
 import os
@@ -31,7 +30,7 @@ PARTS = parts_of(ENGINE, GROUPS_PER_STEP) | {CONTROLLER: "asyncrl train"}
 
 
 def evaluates(run: RunningTraining) -> None:
-    run.wait_for_step(9)  # the next evaluation is that of version 10
+    run.wait_for_step(9)  # the next evaluation is of version 10
 
 
 def loads(run: RunningTraining) -> None:
@@ -94,7 +93,7 @@ def test_nothing_stands_still_after_a_process_that_stood_still(start, tmp_path, 
         pytest.skip(f"no {part} is there at this moment")
     os.kill(pids[0], signal.SIGSTOP)
     time.sleep(stall_s)
-    with suppress(ProcessLookupError):  # its supervisor has replaced it already
+    with suppress(ProcessLookupError):  # the supervisor has replaced the process already
         os.kill(pids[0], signal.SIGCONT)
     began_s = time.monotonic()
     status = run.finish(END_TIMEOUT_S)

@@ -34,7 +34,7 @@ STEPS = 4
     ],
 )
 def run(request, tmp_path_factory):
-    """At a weight update the engine keeps running requests, or they are cut off, saved and continued."""
+    """At a weight update, the engine either keeps running requests, or they are cut off, saved and continued."""
     save_progress, num_engines, *others = request.param
     running = RunningTraining(
         tmp_path_factory.mktemp("training"),
@@ -63,7 +63,7 @@ def test_versions_advance_one_a_step_and_no_lag_exceeds_the_bound(run):
     assert [record["step"] for record in run.records] == list(range(STEPS))
     assert run.summary["policy_version"] == STEPS
     assert run.summary["max_lag"]["realised"] <= run.summary["max_lag"]["bound"]
-    # Without a difference between rewards there is nothing to learn, and the gradient is 0.
+    # If all rewards are equal, the gradient is 0.
     assert all(record["learner.grad_norm"] > 0 or record["equal_reward_groups"] == 1 for record in run.records)
     assert any(record["learner.grad_norm"] > 0 for record in run.records)
     assert sum(run.summary["max_lag"]["histogram"].values()) == STEPS * 8

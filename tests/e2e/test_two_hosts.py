@@ -1,4 +1,7 @@
-"""scripts/two_hosts.sh: a run on two hosts made of namespaces. `test_scripts.py` tests how it is stopped."""
+"""scripts/two_hosts.sh starts a run on two hosts that are made of namespaces.
+
+`test_scripts.py` tests how the script is stopped.
+"""
 
 import json
 import os
@@ -53,7 +56,7 @@ def test_a_learner_on_one_host_and_engines_on_both_train_and_nothing_is_left(out
 
 @pytest.fixture
 def on_two_hosts(out):
-    """Start a run on two hosts; end its remaining processes later."""
+    """Start a run on two hosts. The fixture ends its remaining processes later."""
     runs = []
 
     def start(*arguments):

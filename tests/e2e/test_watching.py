@@ -1,4 +1,4 @@
-"""A real training, watched in Chromium through its dashboard and by Prometheus, and its report afterwards."""
+"""A real training is watched through its dashboard in Chromium, and by Prometheus. Afterwards its report is read."""
 
 import re
 import urllib.request

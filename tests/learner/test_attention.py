@@ -24,7 +24,7 @@ MODULES = {FA4: "flash_attn/cute/__init__.py", FA3: "flash_attn_interface.py", F
 WHEEL = os.environ.get("FLASH_ATTN_4_WHEEL", "")
 """The wheel of flash-attn-4, if a developer has downloaded it: pip download --no-deps --pre flash-attn-4."""
 
-# A CPU kernel with the interface of flash-attn; the placeholders set its errors.
+# A CPU kernel with the interface of flash-attn. The placeholders in braces add errors to it.
 FLASH_ATTN = """
 import torch
 import torch.nn.functional as F
@@ -183,7 +183,7 @@ def test_attention_by_blocks_is_attention_with_a_dense_mask(window, has_sinks):
 
 @pytest.mark.parametrize(("window", "has_sinks"), [(7, False), (None, True)])
 def test_sdpa_gets_a_mask_only_with_keys_for_every_head(window, has_sinks, monkeypatch):
-    """Otherwise SDPA on CUDA keeps the weights of all pairs of tokens."""
+    """With a mask and fewer key heads, SDPA on CUDA would keep the weights of all pairs of tokens."""
     calls = []
 
     def record(q, k, v, attn_mask=None, **options):
@@ -231,8 +231,8 @@ def both_outputs(
     cap: float | None,
     value_dim: int,
 ) -> list[Tensor]:
-    """Attention by a kernel, and by SDPA."""
-    shared = np.concatenate((np.arange(40), np.arange(10), np.arange(40, 76)))  # the second shares ten tokens
+    """Compute attention with a kernel and with SDPA."""
+    shared = np.concatenate((np.arange(40), np.arange(10), np.arange(40, 76)))  # the second sequence shares ten tokens
     num_tokens, outputs = (76 if shares else 86), []
     sizes = ((8, 64), (2, 64), (2, 64)) if value_dim > 8 else ((8, 8), (2, 8), (2, value_dim))
     q, k, v = (torch.randn(1, heads, num_tokens, size, device=device, dtype=dtype) for heads, size in sizes)

@@ -1,4 +1,4 @@
-"""Trajectories with several branches: losses, advantages and balance count trajectories; each token counts once."""
+"""Trajectories with several branches. Losses, advantages and balance count trajectories. Each token counts once."""
 
 import os
 from dataclasses import replace
@@ -52,7 +52,7 @@ def with_advantages(sequences: list[TokenSequence]) -> list[TokenSequence]:
 
 
 def by_trajectory(model_path: str) -> tuple[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor, float]]]:
-    """Transformers' model, and per trajectory: log-probs, log-probs at sampling, and advantage."""
+    """Transformers' model. For each trajectory: its log-probs, its log-probs at sampling, and its advantage."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
     parts: dict = {key: ([], []) for key in ADVANTAGE}
     for sequence in group_sequences(GROUP):
@@ -89,7 +89,8 @@ def test_gspo_uses_the_ratio_of_the_whole_trajectory(model_path):
     losses = []
     for own, behavior, advantage in trajectories:
         mean = (own - behavior).detach().mean()
-        ratio = (mean + own - own.detach()).exp()  # equation 13: trajectory's value, token's gradient
+        # equation 13: the value is the trajectory's, the gradient is the token's
+        ratio = (mean + own - own.detach()).exp()
         clipped = ratio.clamp(1 - 0.04, 1 + 0.05)
         losses.append(-torch.minimum(ratio * advantage, clipped * advantage).mean())
     expected = torch.stack(losses).mean()
@@ -121,7 +122,8 @@ def test_the_sequence_weight_covers_the_whole_trajectory(model_path):
 )
 def test_branches_that_do_not_fit_together_are_refused_by_losses_of_whole_trajectories(algorithm, model_path):
     trainer = Trainer(replace(CONFIG, max_tokens_per_micro_batch=10), model_path=model_path, total_updates=1)
-    # 9, 8 and 5 tokens. The second branch shares 6 tokens: all before the token that predicts its first loss token.
+    # The branches have 9, 8 and 5 tokens. The second branch shares 6 tokens, those before the token that predicts its
+    # first loss token.
     with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch.*3 branches.*got 10 for 16 tokens"):
         policy_step(trainer, algorithm).run(with_advantages(group_sequences(GROUP)))
 

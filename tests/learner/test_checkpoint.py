@@ -41,7 +41,7 @@ def step(trainer: Trainer, seed: int) -> None:
 
 
 def resumed_run(model_path: str, directory: str, num_ranks: int, **options: Any) -> tuple[dict, dict, int]:
-    """Weights of a run of four steps, and of a run that stops after two steps and is resumed by another trainer."""
+    """The weights of a run of four steps, and of a run that stops after two steps and that another trainer resumes."""
     trainer = trainer_of(model_path, num_ranks, **options)
     for seed in (0, 1):
         step(trainer, seed)
@@ -59,7 +59,7 @@ def resumed_run(model_path: str, directory: str, num_ranks: int, **options: Any)
 
 @pytest.fixture
 def checkpointer(model_path: str, tmp_path: Path) -> ShardedCheckpointer:
-    """Of a trainer that has made no step yet."""
+    """A checkpointer for a trainer that has made no step yet."""
     return ShardedCheckpointer(trainer_of(model_path), str(tmp_path / "c"))
 
 
@@ -80,7 +80,7 @@ def two_ranks(model_path: str, directory: str, alone: str) -> tuple:
 
 @pytest.mark.parametrize("num_experts", [0, 3])
 def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(num_experts, model_path, tmp_path):
-    """Two ranks cannot divide three experts; they shard the rows of each expert."""
+    """Two ranks cannot divide three experts, so they shard the rows of each expert."""
     if num_experts:
         model_path = save_tiny_model(tmp_path / "model", "qwen3_moe", num_experts=num_experts)
     trainer = trainer_of(model_path)
@@ -134,7 +134,7 @@ def test_a_crash_while_saving_keeps_the_previous_checkpoint(model_path, tmp_path
     assert newest.name == "v00000001"
     checkpointer.load(newest)
     assert_weights_equal(weights_of(trainer), saved)
-    assert checkpointer.save(2).name == "v00000002"  # the files of the crash do not disturb
+    assert checkpointer.save(2).name == "v00000002"  # the files that the crash left have no effect
     assert checkpointer.latest() == tmp_path / "c" / "v00000002"
 
 
@@ -175,7 +175,7 @@ def test_dropout_continues_with_the_random_state_of_the_checkpoint(model_path, t
 def test_a_background_save_completes_without_another_call(checkpointer, tmp_path):
     checkpointer.save(3, wait=False, run={"prompts": {"position": 9}})
     deadline = time.monotonic() + 30
-    while (newest := newest_checkpoint(tmp_path / "c")) is None:  # only the writing thread
+    while (newest := newest_checkpoint(tmp_path / "c")) is None:  # meanwhile only the writing thread works
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert newest == tmp_path / "c" / "v00000003"
@@ -310,7 +310,7 @@ WRONG_PARTS = {
     "another-record": ("progress.json", lambda part, _: part.write_text('{"version": 1}'), "is not the record"),
     "no-folder": ("", lambda part, _: shutil.rmtree(part), "no checkpoint at '.*v00000001'"),
 }
-LOADED_ANYWAY = ("no-model",)  # only an export needs it
+LOADED_ANYWAY = ("no-model",)  # only an export reads the model's folder
 EXPORTED_ANYWAY = ("no-random-state", "code-in-random-state", "another-record")  # a model has none
 
 
@@ -329,7 +329,10 @@ def test_a_wrong_part_of_a_checkpoint_is_named_and_its_code_does_not_run(wrong, 
 
 
 class PickledByAttribute:
-    """Pickled as ``getattr(owner, name)``, as Python 3.11.0 to 3.11.3 pickles members of enums."""
+    """An object that is pickled as ``getattr(owner, name)``.
+
+    Python 3.11.0 to 3.11.3 pickles members of enums in this form.
+    """
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
@@ -349,7 +352,7 @@ def with_memory_format(path: Path, memory_format: Any) -> None:
 
 
 class PropertiesWith:
-    """Pickled as `TensorProperties` with this state."""
+    """An object that is pickled as `TensorProperties` with this state."""
 
     def __init__(self, state: tuple) -> None:
         self.state = state

@@ -1,4 +1,7 @@
-"""Advantages that the ranks compute, compared with explicit arithmetic, and two ranks with one process."""
+"""Advantages that the ranks compute.
+
+They are compared with explicit arithmetic, and two ranks are compared with one process.
+"""
 
 from dataclasses import replace
 
@@ -25,9 +28,10 @@ MULTI_TURN = [False, True, True, False, False, True]
 
 
 def sequence(mask: list[bool], **columns: list[float]) -> TokenSequence:
-    """Columns have the given values at policy tokens, and values that must not be read at other tokens.
+    """Make a sequence.
 
-    Each run of policy tokens is a turn.
+    Its columns have the given values at policy tokens. At other tokens they have values that must not be read. Each run
+    of policy tokens is a turn.
     """
     filled = {}
     for name, values in columns.items():
@@ -160,7 +164,7 @@ def assign_share(dp_size: int, shares: list[list[int]]) -> dict[str, tuple[dict,
 
 
 def assign_by_source(dp_size: int, shares: list[list[int]]) -> dict:
-    """Advantages of this rank's sequences; the groups 1 and 3 are of another source with its own estimator."""
+    """Advantages of this rank's sequences. Groups 1 and 3 are of another source, which has its own estimator."""
     mesh = open_mesh(LearnerConfig(device=Device.cpu, num_ranks=dp_size))
     sequences, rewards = random_batch()
     own = [sequences[index] for index in shares[mesh.dp_rank]]

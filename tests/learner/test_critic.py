@@ -1,4 +1,4 @@
-"""Critic and reward model against plain Hugging Face forwards, and any dp × sp against one process."""
+"""Critic and reward model, compared with plain Hugging Face forwards. Any dp × sp is compared with one process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -148,7 +148,7 @@ def test_a_causal_model_becomes_a_critic_that_predicts_zero_and_learns(tmp_path)
 
 
 def test_the_critic_explains_rewards_of_fresh_batches_that_the_prompt_decides(tmp_path):
-    """Combines values, outcomes, returns and updates as in a run; values are measured before the update."""
+    """The test combines values, outcomes, returns and updates as in a run. Values are computed before the update."""
     config = replace(CONFIG, critic=CriticConfig(optimizer=OptimizerConfig(lr=1e-2)))
     trainer, step = critic_of(save_tiny_model(tmp_path), config, total_updates=60)
     advantages = BatchAdvantages(AlgorithmConfig(advantage="gae"), trainer.mesh)
@@ -183,7 +183,8 @@ def test_the_value_loss_is_clipped_as_worked_by_hand():
     values = torch.tensor([1.0, 0.1, 1.0, -3.0], requires_grad=True)
     old, returns = torch.tensor([0.0, 0.0, 0.9, 0.0]), torch.tensor([2.0, 2.0, 2.0, 1.0])
     loss, clipped = value_loss(values, old, returns, clip=0.2)
-    # (1 - 2)² < (0.2 - 2)²; inside the interval twice; (-3 - 1)² > (-0.2 - 1)².
+    # The larger error counts. The first value is clipped, since (1 - 2)² < (0.2 - 2)². The next two are inside the
+    # interval. The last has (-3 - 1)² > (-0.2 - 1)².
     torch.testing.assert_close(loss, torch.tensor([1.62, 1.805, 0.5, 8.0]))
     assert clipped.tolist() == [True, False, False, False]
     loss.sum().backward()
@@ -194,7 +195,7 @@ def test_the_value_loss_is_clipped_as_worked_by_hand():
 
 
 def test_a_value_inside_the_interval_is_never_counted_as_clipped():
-    """Old + (new - old) can differ from new in the last bit; this must not count as clipped."""
+    """In floating point, old + (new - old) can differ from new in the last bit. This must not count as clipped."""
     generator = torch.Generator().manual_seed(3)
     old = -0.18 * torch.rand(100_000, generator=generator)
     values = 0.02 * torch.rand(100_000, generator=generator)

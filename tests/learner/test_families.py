@@ -23,7 +23,7 @@ TEMPERATURE, CLIP, LR, EPS, DECAY, MAX_NORM = 0.7, 0.2, 1e-3, 1e-4, 0.1, 0.5
 
 @functools.cache
 def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
-    """Log-probs before one PPO update by AdamW, and gradient norm and weights after it."""
+    """The log-probs before one PPO update with AdamW, and the gradient norm and the weights after it."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": DECAY},
@@ -47,7 +47,7 @@ def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.n
 def packed(
     model_path: str, num_ranks: int, sp_size: int, **options: Any
 ) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
-    """The learner's results for the same update; log-probs are None for other ranks' sequences."""
+    """The learner's results for the same update. Log-probs are None for sequences of other ranks."""
     optimizer = OptimizerConfig(lr=LR, eps=EPS, weight_decay=DECAY, clip_grad_norm=MAX_NORM)
     config = LearnerConfig(
         num_ranks=num_ranks,
@@ -64,7 +64,7 @@ def packed(
     log_probs = [score[sequence.loss_mask] for score, sequence in zip(scores, sequences, strict=True)]
     metrics = policy_step(trainer, AlgorithmConfig(clip_low=CLIP, clip_high=CLIP)).run(sequences)
     weights = {name.removeprefix("pretrained."): t.clone().numpy() for name, t in whole_tensors(trainer.head)}
-    return log_probs, metrics["grad_norm"], weights  # with the names of a loaded model
+    return log_probs, metrics["grad_norm"], weights  # the names are those of a loaded model
 
 
 def every_family(paths: list[str], sp_size: int, options: dict[str, Any]) -> list:
@@ -112,7 +112,10 @@ def test_layers_that_carry_a_state_are_recomputed_on_the_same_sequences(family, 
 
 @pytest.mark.parametrize("family", TRAINED_FAMILIES)
 def test_layers_are_recomputed_without_their_attention(family, paths, monkeypatch):
-    """The same update, with as many calls of attention as without recomputation; twice as many with sinks."""
+    """Recomputation gives the same update, and attention is called as often as without recomputation.
+
+    With sinks it is called twice as often.
+    """
     calls, attended = [], attention._attended
 
     def counted(*args: Any, **options: Any) -> torch.Tensor:
@@ -153,7 +156,7 @@ def test_two_by_two_ranks_equal_the_plain_loop(paths, families):
     ids=["few", "all"],
 )
 def test_four_sequence_parallel_ranks_equal_the_plain_loop(paths, families):
-    """More ranks than key-value heads, and states that pass through several ranks."""
+    """There are more ranks than key-value heads, and states pass through several ranks."""
     skipped = "it runs on two sequence-parallel ranks"
     compare_on_ranks([paths[family] for family in families], 1, 4, skip_selftest=skipped)
 

@@ -90,7 +90,8 @@ def test_compiled_layers_compute_the_same(model_path, monkeypatch):
 
     def note(function: Any, **options: Any) -> Any:
         compiled.append(function)
-        return original(function, backend="aot_eager", **options)  # traced as for inductor, but without a C++ compiler
+        # traces the function as inductor would, but needs no C++ compiler
+        return original(function, backend="aot_eager", **options)
 
     monkeypatch.setattr(torch, "compile", note)
     loss, weights = trained(Trainer(PLAIN, model_path=model_path, total_updates=1))
@@ -207,7 +208,7 @@ def test_frozen_weights_are_held_in_the_computing_type_and_adapters_in_float32(m
 
 
 def reductions(model_path: str) -> dict[str, tuple[int, dict[str, float]]]:
-    """Reductions of two updates with several micro-batches, and the metrics, for each ``gradient_sync``."""
+    """The gradient reductions and the metrics of two updates with several micro-batches, for each ``gradient_sync``."""
     seen, reduce = {}, _fsdp_param_group.foreach_reduce
     for sync, resharding in itertools.product(GradientSync, Resharding):
         config = replace(PLAIN, num_ranks=2, max_tokens_per_micro_batch=40, gradient_sync=sync, resharding=resharding)

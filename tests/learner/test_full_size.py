@@ -71,7 +71,7 @@ PLANNED = {
 
 
 def planned_and_tracked(family: str, num_ranks: int, sizes: dict[str, int]) -> tuple[int, int]:
-    """The peaks of a rank with six layers that keep their attention: the planner's, and the tracker's."""
+    """The peak memory of a rank with six layers that keep their attention, as planned and as tracked."""
     settings = {"model_type": family, "num_hidden_layers": 6, "vocab_size": 32_000, "pad_token_id": 0, **sizes}
     memory = {"activation_checkpointing": SELECTIVE, "gradient_sync": GradientSync.micro_batch}
     learner = LearnerConfig(num_ranks=num_ranks, **memory)

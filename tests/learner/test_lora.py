@@ -1,4 +1,4 @@
-"""Adapters: training, publishing, and that publishing does not change the trained weights."""
+"""Adapters: their training and publishing. Publishing must not change the trained weights."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ MIXTURES = ["qwen2_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "llama4_text", 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_the_saved_policy_is_plain_and_computes_what_the_adapters_do(family, tmp_path):
-    # With one expert per token, Granite's router has a weight of 1 whatever its logits are: no gradient.
+    # With one expert per token, Granite's router weight is 1 for any logits, so the router has no gradient.
     options = {"num_experts_per_tok": 2} if family == "granitemoehybrid" else {}
     trainer = trainer_of(save_tiny_model(tmp_path / "model", family, **options))
     before = {name: p.detach().clone() for name, p in trainer.head.named_parameters()}
@@ -88,7 +88,10 @@ def test_with_adapters_off_the_model_is_the_one_it_came_from(tmp_path):
 
 
 def test_weights_merged_while_adapters_are_off_include_the_adapters(tmp_path):
-    """A publish merges in a separate thread while the ranks score the reference (the actor without adapters)."""
+    """A publish merges the adapters in a separate thread.
+
+    Meanwhile the ranks score the reference (the actor without adapters).
+    """
     trainer = trainer_of(save_tiny_model(tmp_path))
     trained(trainer)
     weights = dict(trainer.pretrained.named_parameters())

@@ -16,7 +16,10 @@ from tests.support.ranks import run_on_ranks
 
 
 def join(_state, environment):
-    """Join the group of an environment. Returns this process's listening addresses and the gathered values."""
+    """Join the process group that the environment variables describe.
+
+    Returns this process's listening addresses and the gathered values.
+    """
     os.environ.update(environment)
     open_mesh(LearnerConfig(num_ranks=2, device="cpu"))
     listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]

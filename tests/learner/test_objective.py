@@ -52,9 +52,9 @@ def test_each_weight_gives_its_golden_numbers(weight, cap, want):
         ({"masks": []}, [1, 1, 1, 1]),
         ({"masks": [Mask.token]}, [0, 1, 1, 1]),
         ({"masks": [Mask.token], "token_band": (0.2, 3.5)}, [1, 1, 0, 1]),
-        ({"masks": [Mask.sequence]}, [1, 1, 1, 0]),  # the products are 1 and 3
+        ({"masks": [Mask.sequence]}, [1, 1, 1, 0]),  # the products of the trajectories' weights are 1 and 3
         ({"masks": [Mask.sequence], "sequence_band": (0.5, 3.5)}, [1, 1, 1, 1]),
-        ({"masks": [Mask.geometric]}, [1, 1, 1, 0]),  # the geometric means are 1 and 3
+        ({"masks": [Mask.geometric]}, [1, 1, 1, 0]),  # the geometric means of the trajectories' weights are 1 and 3
         ({"masks": [Mask.k3]}, [0, 0, 0, 0]),  # (0.25 + 1 + 4) / 3 - 1 - 0 = 0.75, and 3 - 1 - log 3 = 0.90
         ({"masks": [Mask.token, Mask.geometric]}, [0, 1, 1, 0]),
     ],
@@ -65,7 +65,10 @@ def test_each_mask_keeps_its_golden_tokens(options, want):
 
 
 def test_a_geometric_mean_is_as_strict_for_long_trajectories_as_for_short_ones():
-    """A mean of 1.01 per token is outside the band at any length; the product is outside its band from 70 tokens on."""
+    """A mean of 1.01 per token is outside the band at any length.
+
+    The product is outside its band only from 70 tokens on.
+    """
     for length, product in ((10, 1), (60, 1), (80, 0)):
         log_weights = torch.full((length,), math.log(1.01))
         for mask, want in ((Mask.geometric, 0), (Mask.sequence, product)):
@@ -74,7 +77,10 @@ def test_a_geometric_mean_is_as_strict_for_long_trajectories_as_for_short_ones()
 
 
 def test_k3_rejects_a_divergence_that_cancels_in_the_geometric_mean():
-    """Half of the tokens have +0.2 nats, half -0.2: the mean is 1, and the divergence is cosh(0.2) - 1 = 0.0201."""
+    """Half of the tokens differ by +0.2 nats and half by -0.2.
+
+    So the mean is 1, and the divergence is cosh(0.2) - 1 = 0.0201.
+    """
     log_weights = torch.tensor([0.2, -0.2] * 50)
     for options, want in (
         ({"masks": [Mask.geometric]}, True),
@@ -128,7 +134,8 @@ def test_decoupled_ppo_weighs_the_clipped_ratio_by_proximal_over_behavior():
     )
     config = proximal(weight=Weight.token, weight_cap=0.0)
     terms = policy_objective(config).loss(given_inputs)
-    assert terms.per_token.tolist() == pytest.approx([-2 * 1.2, 2 * 1.5], abs=1e-5)  # ratio 1.5, weight 2
+    # the ratio is 1.5 and the weight is 2
+    assert terms.per_token.tolist() == pytest.approx([-2 * 1.2, 2 * 1.5], abs=1e-5)
     assert terms.metrics["importance_weight"].tolist() == pytest.approx([2.0, 2.0])
     assert terms.metrics["ratio"].tolist() == pytest.approx([3.0, 3.0])
     (gradient,) = torch.autograd.grad(terms.per_token.sum(), given_inputs.log_probs)
@@ -234,7 +241,7 @@ def test_no_gradient_flows_through_a_weight():
         given_inputs = inputs([math.log(0.5)], behavior_logprobs=[math.log(0.4)], advantages=[1.0])
         terms = policy_objective(AlgorithmConfig(weight=weight, loss="reinforce")).loss(given_inputs)
         (gradient,) = torch.autograd.grad(terms.per_token.sum(), given_inputs.log_probs)
-        assert gradient.tolist() == pytest.approx([-1.25])  # the weight without its own gradient
+        assert gradient.tolist() == pytest.approx([-1.25])  # the weight has no gradient itself
 
 
 def test_the_low_variance_estimator_is_bounded():

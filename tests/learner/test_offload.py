@@ -22,7 +22,7 @@ TRANSITION = replace(PLAIN, offload_at_transition_only=True)
 
 
 class Learner:
-    """A trainer with its offload policy, and a worker's calls."""
+    """A trainer with its offload policy, and the calls of a worker."""
 
     def __init__(self, config: LearnerConfig, model_path: str) -> None:
         self.trainer = Trainer(config, model_path=model_path, total_updates=9)
@@ -36,7 +36,7 @@ class Learner:
 
     @property
     def num_copies(self) -> int:
-        """The amount on the device: the weights count as 1, the two moments as 2."""
+        """The bytes on the device as a multiple of the weights' bytes. The weights count 1, the two moments count 2."""
         return self.residence.device_bytes() // self.model_bytes
 
     def update(self) -> float:

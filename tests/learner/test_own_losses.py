@@ -104,7 +104,10 @@ def test_options_of_an_own_loss_are_set_on_the_command_line():
 
 
 def test_an_own_loss_by_token_trains_branches_that_do_not_fit_together(model_path):
-    """Three branches of up to 9 tokens, with a budget of 12: a loss without the decorator is refused here."""
+    """There are three branches of up to 9 tokens, and the budget is 12.
+
+    A loss without the decorator is refused here.
+    """
     turns = (sampled(3, 0), sampled(4, 1), sampled(4, 1), sampled(4, 0))
     sequences = with_advantages(group_sequences(group_of(1, *turns)))
     assert len(sequences) == 3

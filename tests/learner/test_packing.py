@@ -36,7 +36,7 @@ def test_every_token_is_packed_once_within_the_budget(lengths, budget, extra):
     batches = Packer(max_tokens=budget).pack(sequences, agree=lambda own: own + extra)
     assert len(batches) == needed + extra
     assert all(len(batch.input_ids) == sum(batch.lengths) <= budget for batch in batches)
-    for batch in batches:  # longest first; equal lengths keep their order
+    for batch in batches:  # the longest first; sequences of equal length keep their order
         assert list(batch.source) == sorted(batch.source, key=lambda index: (-lengths[index], index))
         assert list(batch.lengths) == [lengths[index] for index in batch.source] or not batch.source
     packed = sorted(index for batch in batches for index in batch.source)
@@ -112,7 +112,7 @@ def test_a_tree_of_any_shape_is_packed_once_and_laid_out_as_its_branches(shape, 
     assert torch.equal(batch.position_ids[index], alone.position_ids)
     assert torch.equal(batch.input_ids[batch.predict_index], alone.input_ids[alone.predict_index])
     assert len(np.unique(batch.predict_index)) == len(batch.predict_index)
-    # For each branch, at most the token before its first loss token is packed again.
+    # Each branch has at most one token that is packed again: the token before its first loss token.
     assert len(batch.input_ids) <= len(np.unique(alone.input_ids)) + len(sequences)
 
 
@@ -136,7 +136,10 @@ def grouped(num_groups: int, num_prompt: int, response_lengths: list[int]) -> li
 
 
 def test_samples_of_a_prompt_go_to_the_same_micro_batches():
-    """8 samples of 40 tokens after a prompt of 400: 720 tokens per prompt at best, 3,520 without sharing."""
+    """Each prompt of 400 tokens has 8 samples of 40 tokens.
+
+    This is 720 tokens per prompt at best, and 3,520 without sharing.
+    """
     sequences = grouped(10, 400, [40] * 8)
     batches = Packer(max_tokens=1600, share_prompts=True).pack(sequences)
     # The last prompt token predicts the first answer token, so each sample has its own copy of it.
@@ -148,7 +151,7 @@ def test_samples_of_a_prompt_go_to_the_same_micro_batches():
 
 def test_a_long_prompt_is_packed_in_as_few_micro_batches_as_possible():
     batches = Packer(max_tokens=1000, share_prompts=True).pack(grouped(1, 600, [60] * 16))
-    assert len(batches) == 3  # three times 599 tokens and 6 samples of 61 tokens
+    assert len(batches) == 3  # each of the three has 599 prompt tokens and up to 6 samples of 61 tokens
     assert max(len(batch.input_ids) for batch in batches) <= 1000
 
 
@@ -173,7 +176,7 @@ def test_branches_share_the_turns_before_the_fork():
         for name, tokens in (("first", first), ("second", second))
     ]
     (batch,) = Packer(max_tokens=201, share_prompts=True).pack(sequences)
-    assert len(batch.input_ids) == 201  # with the token that predicts the second branch's turn
+    assert len(batch.input_ids) == 201  # includes a second copy of the token that predicts the second branch's turn
     assert batch.input_ids[batch.token_index].tolist() == first + second
     with pytest.raises(ValueError, match="must hold a trajectory's 2 branches together"):
         Packer(max_tokens=200, share_prompts=True, keep_branches=True).pack(sequences)
@@ -196,7 +199,7 @@ def test_tokens_that_no_prediction_needs_can_be_left_out(lengths, budget):
         }
         for some in batches
     )
-    assert cut == whole  # the same targets, predicted at the same positions of the same sequences
+    assert cut == whole  # the targets are the same, predicted at the same positions of the same sequences
     for batch in batches[1]:
         assert list(batch.lengths) == sorted(batch.lengths, reverse=True)
         assert len(batch.input_ids) == len(batch.position_ids) == sum(batch.lengths) <= budget

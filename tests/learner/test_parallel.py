@@ -1,4 +1,7 @@
-"""Any split of a batch over ranks and micro-batches equals one process: loss, metrics, gradient norm and weights."""
+"""Any split of a batch over ranks and micro-batches gives the same results as one process.
+
+The results are loss, metrics, gradient norm and weights.
+"""
 
 from dataclasses import replace
 
@@ -91,15 +94,17 @@ def assert_same(left: list, right: list) -> None:
     for case, (metrics, weights, _), (want_metrics, want_weights, _) in zip(CASES, left, right, strict=False):
         for got, want in zip(metrics, want_metrics, strict=True):
             for name in want.keys() - {"num_micro_batches"}:
-                # Tokens of +-1000 cancel in the loss: the rounding error is relative to them, not to their sum.
+                # Tokens of +-1000 cancel in the loss, so the rounding error is relative to these tokens, not to their
+                # sum.
                 assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), (case, name)
         assert_weights_equal(weights, want_weights, atol=2e-5)
 
 
 def on_each_mesh(model_path: str, meshes: list[tuple[LearnerConfig, int]]) -> list[list]:
-    """One start of the ranks tests several meshes: each loss twice on the first mesh, once on the other meshes.
+    """One start of the ranks tests several meshes.
 
-    From the second mesh on, every layer is an FSDP unit.
+    Each loss runs twice on the first mesh, and once on the other meshes. From the second mesh on, every layer is an
+    FSDP unit.
     """
     outcomes = []
     for learner, num_sequences in meshes:
@@ -116,11 +121,12 @@ def test_two_ranks_equal_one_process_even_if_one_rank_is_empty(model_path):
     assert_same(data, alone)
     assert_same(sequence, alone)
     assert_same(uneven, train(model_path, config(1), 2))
-    assert sorted(result[2][0][2] for result in results) == [1, 1]  # one of them is not in the loss
+    # each has one sequence, and one of the two is not in the loss
+    assert sorted(result[2][0][2] for result in results) == [1, 1]
     assert alone[0][0][0]["num_micro_batches"] == 1
     assert data[0][0][0]["num_micro_batches"] > 1
     moved = np.abs(alone[0][1]["model.embed_tokens.weight"] - start_weights(model_path))
-    assert moved.max() > 1e-3  # two updates at this rate move weights a hundred times further than the tolerance
+    assert moved.max() > 1e-3  # the updates moved the weights a hundred times further than the tolerance
 
 
 def test_four_ranks_equal_one_process_also_with_copies_few_kv_heads_and_empty_ranks(model_path):
@@ -130,7 +136,7 @@ def test_four_ranks_equal_one_process_also_with_copies_few_kv_heads_and_empty_ra
         (replace(config(4, sp_size=4), activation_checkpointing=True), 16),
         (replace(config(4), fsdp_size=2, activation_checkpointing="selective"), 16),
         (replace(config(4, sp_size=2), fsdp_size=2, offload_policy=True, activation_checkpointing="selective"), 16),
-        (config(4), 3),  # with more ranks than sequences, some ranks are empty
+        (config(4), 3),  # more ranks than sequences, so some ranks are empty
     ]
     results = run_on_ranks(4, on_each_mesh, model_path, meshes, timeout_s=200.0)
     *outcomes, few = results[0]
@@ -145,7 +151,7 @@ def plan_of(groups: list[TrajectoryGroup]) -> Plan:
 
 
 def step_on_a_plan(model_path: str, learner: LearnerConfig) -> tuple[list[dict], dict]:
-    """Metrics and weights of two steps of four updates each, on a plan divided as in the controller."""
+    """Metrics and weights of two steps of four updates each. The plan is divided as the controller does it."""
     groups = [random_group(seed) for seed in range(10)]
     by_id = {group.group_id: group for group in groups}
     algorithm = AlgorithmConfig(num_mini_batches=4, anchor=Anchor.proximal, weight=Weight.token, entropy_coef=0.01)
@@ -174,7 +180,7 @@ def random_group(seed: int) -> TrajectoryGroup:
         prompt_ids=rng.integers(0, VOCABULARY, int(rng.integers(1, 8))).astype(np.int32),
         response_ids=rng.integers(0, VOCABULARY, total).astype(np.int32),
         response_lengths=lengths,
-        response_mask=rng.random(total) < 0.8,  # other tokens are the environment's
+        response_mask=rng.random(total) < 0.8,  # the environment wrote the other tokens
         logprobs=-rng.uniform(0.5, 6.0, total).astype(np.float32),
         versions=np.zeros(total, dtype=np.int32),
         rewards=rng.random(3).astype(np.float32),

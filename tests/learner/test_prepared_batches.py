@@ -1,4 +1,4 @@
-"""The thread that prepares batches: what it begins, in which order, and what happens to a batch that is withdrawn."""
+"""The thread that prepares batches: the batches that it begins, their order, and the fate of a withdrawn batch."""
 
 import threading
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def test_a_batch_is_prepared_one_step_ahead_and_not_two(preparer, work, begun):
 
 
 def test_batches_are_prepared_in_one_order_whether_announced_before_or_after_their_steps(preparer, work, begun):
-    """Preparing needs collectives, and the calls of the controller reach the two threads of each rank in any order."""
+    """Preparing needs collectives, but the calls of the controller reach the two threads of each rank in any order."""
     for version in (0, 1):
         preparer.take("ref", batch(version, 1), work(f"ref {version}"))
         for role in ("ref", "actor", "critic"):

@@ -1,4 +1,4 @@
-"""Roles with other options in the actor's processes: scores, steps and lost batches are the same."""
+"""Roles in the actor's processes may have other options. Scores, steps and lost batches must be the same."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -105,7 +105,7 @@ class Process:
         return rank_batches(plan, ALGORITHM, num_shards=num_shards, max_lag=1)[self._rank // sp_size]
 
     def scores(self, role: str) -> dict[SampleKey, np.ndarray]:
-        """A role's scores of this process's share; empty on all but the first sp rank."""
+        """A role's scores of this process's share. Empty on all sp ranks except the first."""
         rows = self.roles[role].score(self.batch(role))
         if rows is None:
             return {}
@@ -175,7 +175,7 @@ def all_scores(directory: str, config: LearnerConfig, roles: Sequence[str]) -> d
 
 
 def merged(parts: Sequence[Mapping[str, Mapping[SampleKey, np.ndarray]]], role: str) -> dict[SampleKey, np.ndarray]:
-    """The scores of all ranks; no sample may be scored twice."""
+    """Merge the scores of all ranks. No sample may be scored twice."""
     found = [(key, value) for part in parts for key, value in part[role].items()]
     assert len(found) == len(dict(found)) == 2 * NUM_GROUPS
     return dict(found)
@@ -215,7 +215,7 @@ def test_scores_of_a_role_with_options_of_its_own_equal_those_with_the_actors(
 def test_roles_with_other_sp_sizes_share_the_groups_that_one_of_them_has_fetched(
     directory, scores_with_the_actors_options, order
 ):
-    """If a role without sequence parallelism fetches first, the ranks of an sp group have different groups."""
+    """If a role without sequence parallelism fetches first, the ranks of an sp group fetch different groups."""
     found = run_on_ranks(2, all_scores, directory, with_own("critic", sp_size=2), order)
     for role in order:
         got, want = merged(found, role), merged(scores_with_the_actors_options, role)
@@ -296,7 +296,7 @@ def test_each_role_offloads_by_its_own_options_and_all_at_the_hand_over(director
         assert started["ref"] == 0 < weights
         assert used["ref"] == 0
         assert used["actor"] == pytest.approx(3 * weights, rel=0.01)
-        assert used["critic"] == started["critic"] == generating["critic"]  # by-use has priority
+        assert used["critic"] == started["critic"] == generating["critic"]  # offload after each use has priority
         assert (generating["ref"], generating["actor"]) == (0, 0)
         assert training["actor"] == used["actor"]
 

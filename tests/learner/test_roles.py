@@ -54,7 +54,7 @@ def alone() -> None:
 
 
 def rows(seed: int = 0) -> DataProto:
-    """Four rows: prompts padded on the left, responses on the right; the last response is empty."""
+    """Four rows. Prompts are padded on the left, responses on the right. The last response is empty."""
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(0, VOCABULARY, (4, PROMPT + RESPONSE), generator=generator)
     attention_mask = torch.ones_like(input_ids)
@@ -72,7 +72,7 @@ def rows(seed: int = 0) -> DataProto:
 
 
 def each_row(data: DataProto) -> list[tuple[torch.Tensor, int]]:
-    """Unpadded tokens of each row, and the number of its response tokens."""
+    """The unpadded tokens of each row, and the number of its response tokens."""
     batch = data.batch
     masks = batch["attention_mask"].bool()
     return [(ids[mask][None], int(mask[PROMPT:].sum())) for ids, mask in zip(batch["input_ids"], masks, strict=True)]
@@ -170,7 +170,7 @@ def test_updating_the_actor_changes_only_tokens_of_the_response_mask(models, tmp
     worker, data = actor(models, tmp_path, clip_low=9.0, clip_high=9.0), rows()
     before = worker.compute_log_prob(data).batch["old_log_probs"]
     mask = data.batch["attention_mask"][:, PROMPT:].clone()
-    mask[0, 3:] = 0  # an environment's tokens
+    mask[0, 3:] = 0  # tokens that an environment wrote
     advantages = torch.zeros(4, RESPONSE)
     advantages[0], advantages[1] = 1.0, -1.0
     data.batch["old_log_probs"], data.batch["advantages"] = before, advantages

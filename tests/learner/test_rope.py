@@ -48,7 +48,7 @@ def saved(folder: Path, kind: str) -> str:
 
 
 def differences(path: str, num_ranks: int, sp_size: int) -> list[float]:
-    """Difference of packed log-probs from those of single sequences, and the error for a longer sequence."""
+    """The difference between packed log-probs and those of single sequences, and the error for a longer sequence."""
     config = LearnerConfig(device=Device.cpu, max_tokens_per_micro_batch=60, num_ranks=num_ranks, sp_size=sp_size)
     model = PackedModel(config, REFERENCE, model_path=path)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
@@ -58,7 +58,8 @@ def differences(path: str, num_ranks: int, sp_size: int) -> list[float]:
         for one, scores in zip(sequences, model.scores(sequences), strict=True)
     ]
     longer = next(one for one in random_sequences(20) if len(one.input_ids) > LIMIT)
-    own = [longer, *sequences] if model.mesh.rank == 0 or sp_size > 1 else sequences  # one data-parallel rank has it
+    # only one data-parallel rank has the long sequence
+    own = [longer, *sequences] if model.mesh.rank == 0 or sp_size > 1 else sequences
     with pytest.raises(ValueError, match=rf"beyond {LIMIT} tokens, so sequences must not be longer, got \d\d"):
         model.scores(own)
     return found

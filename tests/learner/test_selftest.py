@@ -44,12 +44,12 @@ def load(path: str, **options: Any) -> PackedModel:
 
 
 def without_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner without support for layers with a state."""
+    """Let the learner treat layers with a state like other layers."""
     monkeypatch.setattr(recurrent, "_carries_state", lambda _module: False)
 
 
 def assert_right(model: PackedModel, path: str) -> None:
-    """Log-probs equal those of transformers' forward."""
+    """Check that the log-probs equal those of transformers' forward."""
     plain = pretrained.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     sequences = random_sequences(5)
     for sequence, scores in zip(sequences, model.scores(sequences), strict=True):
@@ -89,7 +89,7 @@ def test_layers_that_get_only_part_of_the_tokens_are_refused_with_the_remedy(hyb
 @pytest.mark.parametrize(
     ("family", "culprit"),
     [
-        ("bloom", "BloomAttention (transformer.h.0.self_attention)"),  # its biases come with a mask
+        ("bloom", "BloomAttention (transformer.h.0.self_attention)"),  # passes its biases only together with a mask
         ("falcon_h1", "FalconH1Attention"),  # does not pass the boundaries of sequences
         ("nemotron", "AttentionInterface"),
     ],
@@ -150,7 +150,8 @@ def test_the_self_test_does_not_change_the_model(hybrid):
     for reason in ("compared with a load that tests", ""):
         torch.manual_seed(7)
         config = replace(CPU, dtype="bfloat16", skip_selftest=reason)
-        model = PackedModel(config, ACTOR, model_path=hybrid)  # trained models are sharded and have float32 weights
+        # unsharded in bfloat16; trained models are sharded and have float32 weights
+        model = PackedModel(config, ACTOR, model_path=hybrid)
         states.append(torch.random.get_rng_state())
     assert torch.equal(*states)
     head = model.head
@@ -184,7 +185,7 @@ def test_a_model_type_without_the_head_is_refused_by_name(tmp_path):
 
 
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor | None, **rest: Any) -> Any:
-    """Stands in for the kernel of flash-linear-attention: runs sequence by sequence, by its boundaries."""
+    """Stands in for the kernel of flash-linear-attention. Runs each sequence separately, between its boundaries."""
     plain = modeling_qwen3_next.torch_chunk_gated_delta_rule
     assert cu_seqlens is not None
     g, beta = rest.pop("g"), rest.pop("beta")
@@ -194,7 +195,10 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor 
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str, seq_idx: Tensor | None) -> Tensor:
-    """Stands in for causal_conv1d_fn: [1, channels, N], runs sequence by sequence, by ``seq_idx``."""
+    """Stands in for causal_conv1d_fn on [1, channels, N].
+
+    Runs each sequence separately; ``seq_idx`` names the sequence of each token.
+    """
     assert activation == "silu"
     assert seq_idx is not None
     sizes, width = seq_idx[0].bincount().tolist(), weight.size(1)
@@ -236,7 +240,7 @@ def test_samples_share_their_prompt_if_no_layer_carries_a_state(hybrid, tmp_path
 
 
 def model_shares(model: PackedModel) -> bool:
-    """Whether a packed token is shared by two of these sequences, some of which have a common prompt."""
+    """Whether the model shares packed tokens between sequences. Some of the sequences have a common prompt."""
     return any(batch.token_index is not None for batch in model.pack(random_sequences(9)).micro_batches)
 
 
@@ -288,7 +292,8 @@ def test_routing_that_rounding_decides_does_not_refuse_a_mixture(tmp_path, monke
     file = tmp_path / "model" / "model.safetensors"
     weights = load_file(file)
     for name in [name for name in weights if "mlp.gate." in name]:
-        weights[name] = (weights[name][:1] + 1e-3 * weights[name]).contiguous()  # below the rounding of bfloat16
+        # the differences are below the rounding of bfloat16
+        weights[name] = (weights[name][:1] + 1e-3 * weights[name]).contiguous()
     save_file(weights, file, metadata={"format": "pt"})
     ranks = run_on_ranks(sp_size, difference_in_bfloat16, path, sp_size)
     assert max(ranks) < 0.02

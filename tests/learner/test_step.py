@@ -67,7 +67,10 @@ def test_an_update_without_tokens_changes_neither_weights_nor_metrics(model_path
 
 
 def test_a_step_whose_masks_reject_every_token_moves_no_weight(model_path):
-    """The rejected tokens stay in the loss with a gradient of zero; momentum and weight decay would move weights."""
+    """Rejected tokens stay in the loss with a gradient of zero.
+
+    The update must be skipped, because momentum and weight decay would change the weights.
+    """
     config = replace(CONFIG, optimizer=OptimizerConfig(lr=5e-3, weight_decay=0.1))
     trainer, sequences = Trainer(config, model_path=model_path, total_updates=8), mini_batched(random_sequences(6), 1)
     policy_step(trainer, AlgorithmConfig()).run(sequences)
@@ -112,7 +115,7 @@ OFF_POLICY = [
 
 @pytest.mark.parametrize("options", OFF_POLICY)
 def test_the_first_update_of_a_step_uses_its_own_forward_as_proximal_log_probs(model_path, options):
-    """The same step as with the log-probs of a forward over the whole batch before the first update."""
+    """The step must equal a step whose log-probs come from a forward over the whole batch before the first update."""
     algorithm = AlgorithmConfig(num_mini_batches=3, **options)
     config = replace(CONFIG, max_tokens_per_micro_batch=64)
     outcomes, scored = [], []

@@ -32,7 +32,7 @@ def tokens(rewards: list[float], lengths: list[int], values: list[float] | None 
 
 
 def gae_of_one(rewards: list[float], values: list[float], last: float, gamma: float, gae_lambda: float) -> list[float]:
-    """Equation 16 literally: the sum of discounted one-step errors from each token on."""
+    """Equation 16 as written: the sum of discounted one-step errors from each token on."""
     following = [*values, last][1:]
     errors = [r + gamma * after - v for r, after, v in zip(rewards, following, values, strict=True)]
     return [
@@ -103,7 +103,7 @@ def test_gae_whitens_its_advantages_but_not_the_returns():
 def test_reinforce_plus_plus_standardizes_returns_over_the_tokens():
     one_token_each = ADVANTAGES.get("reinforce_plus_plus")(tokens([3, 1, 0, 0], [1] * 4), AlgorithmConfig(), alone)
     assert one_token_each.advantages.tolist() == pytest.approx([math.sqrt(2), 0.0, -math.sqrt(0.5), -math.sqrt(0.5)])
-    # A trajectory of two tokens with a KL penalty of 0.5 at each, and one of one token.
+    # A trajectory of two tokens with a KL penalty of 0.5 at each token, and a trajectory of one token.
     got = ADVANTAGES.get("reinforce_plus_plus")(tokens([-0.5, 3 - 0.5, 0.0], [2, 1]), AlgorithmConfig(), alone)
     assert got.returns.tolist() == [2.0, 2.5, 0.0]
     mean, deviation = 1.5, math.sqrt((0.25 + 1.0 + 2.25) / 2)
@@ -127,7 +127,7 @@ def test_a_small_difference_between_large_values_is_kept():
 
 
 def test_long_and_short_trajectories_sum_over_any_number_of_blocks():
-    lengths = torch.tensor([0, 1, 63, 64, 65, 500, 2, 128, 9000, 0, 3])  # also for blocks of blocks
+    lengths = torch.tensor([0, 1, 63, 64, 65, 500, 2, 128, 9000, 0, 3])  # 9000 tokens need blocks of blocks
     rewards = torch.randn(int(lengths.sum()), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     got = returns_to_go(rewards, lengths, gamma=0.97)
     want = []

@@ -57,9 +57,10 @@ def estimated(
     mask_truncated: bool = False,
     **options: object,
 ) -> dict[tuple[int, int, int], tuple[float, float]]:
-    """Advantage and return by group, sample and place of the turn; they are equal for all tokens of a turn.
+    """Advantage and return by group, sample and place of the turn.
 
-    ``values`` are the critic's values before a turn; the values inside the turn must not be read.
+    They are equal for all tokens of a turn. ``values`` has the critic's values before each turn. The values inside a
+    turn must not be read.
     """
     sequences, rewards = [], {}
     for group_id, trajectories in enumerate(groups):
@@ -140,7 +141,10 @@ def test_a_turn_that_no_other_trajectory_reaches_has_the_advantage_of_the_turn_b
 
 
 def test_the_outcome_of_long_and_short_trajectories_is_compared_at_every_index_that_two_reach():
-    """If only the outcome has a reward, and all trajectories reach an index, its turns have GRPO's advantage."""
+    """Only the outcome has a reward.
+
+    If all trajectories have a turn with this index, these turns have GRPO's advantage.
+    """
     group = [chain([0.0] * count, outcome) for count, outcome in ((3, 1.0), (3, 0.0), (5, 0.0), (4, 2.0))]
     got = advantages(estimated([group], advantage="turn_grpo"))
     whole = group_advantages(torch.tensor([1.0, 0.0, 0.0, 2.0]), torch.zeros(4), scale=Scale.std).tolist()
@@ -163,7 +167,7 @@ def test_branches_and_new_roots_have_one_advantage_per_sampled_turn():
     options = {"advantage": "turn_gae", "gamma": 0.5, "gae_lambda": 0.5, "whiten_advantages": False}
     got = estimated([[tree(1.0, {3: 1.0, 4: -1.0})]], values=values, **options)
     assert sorted(got) == [(0, 0, 1), (0, 0, 3), (0, 0, 4), (0, 0, 6), (0, 0, 8)]
-    third, fourth, last = 2.0 - 0.2, 0.0 - 0.6, 1.0 - 0.9  # the outcome is at the end of each path
+    third, fourth, last = 2.0 - 0.2, 0.0 - 0.6, 1.0 - 0.9  # the outcome is given at the end of each path
     assert got[0, 0, 3][0] == pytest.approx(third)
     assert got[0, 0, 4][0] == pytest.approx(fourth)
     assert got[0, 0, 1][0] == pytest.approx(0.5 * (0.2 + 0.6) / 2 - 0.5 + 0.25 * (third + fourth) / 2)
@@ -184,7 +188,8 @@ def test_a_trajectory_with_several_turns_of_an_index_counts_once():
     second = (2.0 + 5.0) / 2  # mean 2 of the three turns of the first trajectory, and 5 of the second
     assert [got[0, 0, turn][0] for turn in (3, 4, 8)] == pytest.approx([3 - second, 1 - second, 2 - second])
     assert got[0, 1, 3][0] == pytest.approx(5 - second)
-    first = (2.0 + 5.0) / 2  # returns 2 (the mean of two branches) and 2 of the new root
+    # the first trajectory has the returns 2 (the mean of two branches) and 2 (the new root), the second has 5
+    first = (2.0 + 5.0) / 2
     assert [got[0, 0, turn][0] for turn in (1, 6)] == pytest.approx([2 - first] * 2)
     deviation = (((3 - second) ** 2 + (1 - second) ** 2 + (2 - second) ** 2) / 3 + (5 - second) ** 2) ** 0.5
     divided = estimated([group], advantage="turn_grpo")
@@ -203,7 +208,7 @@ def test_truncated_trajectories_count_in_the_baseline_but_are_not_in_the_loss():
     assert [with_cut[0, 1, turn][0] for turn in (1, 3)] == [-0.5, -0.5]
     assert [with_cut[0, 0, turn][0] for turn in (1, 3)] == [0.0, 0.0]
     whitened = estimated([[*group, chain([3.0])]], values={(0, 0, 1): 7.0}, advantage="turn_gae", mask_truncated=True)
-    assert whitened[0, 2, 1][0] == pytest.approx(0.5**0.5)  # only two trajectories count
+    assert whitened[0, 2, 1][0] == pytest.approx(0.5**0.5)  # two of the three trajectories count
 
 
 def test_a_turn_without_tokens_passes_its_reward_on():
@@ -232,7 +237,7 @@ REWARD = st.sampled_from([0.0, 1.0, -1.0, 0.1, 1e6, 1e6 + 1]) | st.floats(-10, 1
 
 @given(st.lists(st.lists(REWARD, min_size=2, max_size=6), min_size=1, max_size=4), st.booleans())
 def test_single_turns_have_exactly_the_advantages_of_grpo(groups, as_turn_reward):
-    """The reward is the outcome, or the reward of the only turn."""
+    """The same reward is given once as the outcome, and once as the reward of the only turn."""
     trees = [[chain([r] if as_turn_reward else [0.0], 0.0 if as_turn_reward else r) for r in group] for group in groups]
     ids = torch.tensor([index for index, group in enumerate(groups) for _ in group])
     outcomes = torch.tensor([one.reward + sum(one.turn_rewards.values()) for group in trees for one in group])
@@ -291,7 +296,10 @@ def summary_of(group: Sequence[Trajectory]) -> GroupSummary:
     ],
 )
 def test_the_filter_of_equal_rewards_keeps_groups_whose_turns_have_other_rewards(group, drops):
-    """The first group has the same sum of rewards twice, and advantages of 0.5 and -0.5 for its second turns."""
+    """In the first group, two trajectories have the same sum of rewards.
+
+    The advantages of their second turns are 0.5 and -0.5.
+    """
     assert (dropped_by(find_filters(["equal_rewards"]), summary_of(group)) == "equal_rewards") == drops
 
 
@@ -403,7 +411,7 @@ def test_a_kl_penalty_is_part_of_the_reward_of_its_turn():
             "reference_logprobs", np.where(np.arange(len(one.input_ids)) < 4, -1.5, -1.0).astype(np.float32)
         )
         for one in group_sequences(group)
-    ]  # KL 0.5 at each of the two tokens of the first turn
+    ]  # the KL penalty is 0.5 at each of the two tokens of the first turn
     mesh = open_mesh(LearnerConfig(device=Device.cpu))
     algorithm = AlgorithmConfig(advantage="turn_gae", whiten_advantages=False, kl_reward_coef=0.1)
     (first, second), metrics = BatchAdvantages(algorithm, mesh).assign(sequences, {(0, 0): 1.0, (0, 1): 0.0})

@@ -32,7 +32,10 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make_groups(model_path: str) -> list[TrajectoryGroup]:
-    """Two prompts with equal tokens and other images, and a trajectory whose tool returns an image; then text."""
+    """Two prompts with equal tokens but different images.
+
+    One trajectory has a tool that returns an image. The last sequence is text.
+    """
     reader = ImageReader(model_path=model_path, max_pixels=4096)
     images = [reader.image(as_png(picture(seed)), "image") for seed in range(3)]
     placeholder, rng = reader.token_id, np.random.default_rng(0)
@@ -53,7 +56,7 @@ def make_groups(model_path: str) -> list[TrajectoryGroup]:
         prompt = Turn.given(ids, images=(PlacedImage(image=image, offset=3),))
         shown = np.array([3, *[placeholder] * images[2].num_tokens, 4], dtype=np.int32)
         result = Turn.given(shown, parent=1, images=(PlacedImage(image=images[2], offset=1),))
-        # The policy sampled a placeholder: it is an ordinary token.
+        # A placeholder that the policy sampled is an ordinary token.
         odd = replace(sampled(0, 4), token_ids=np.array([11, 12, placeholder, placeholder], dtype=np.int32))
         trees = [(prompt, sampled(0, 5)), (prompt, odd), (prompt, sampled(0, 2), result, sampled(2, 4))]
         rewards = [1.0, -1.0, 0.5]
@@ -74,10 +77,10 @@ def make_sequences(model_path: str) -> list[TokenSequence]:
 
 
 def plain_log_probs(model: torch.nn.Module, model_path: str, sequence: TokenSequence) -> torch.Tensor:
-    """[tokens in the loss] by transformers' forward of one sequence.
+    """Return [tokens in the loss] log-probs from transformers' forward of one sequence.
 
-    transformers takes every placeholder for an image. A sampled one is hidden behind another token, and a hook gives it
-    its own embedding.
+    transformers treats every placeholder as an image. So a sampled placeholder is replaced by another token, and a hook
+    restores its own embedding.
     """
     reader = ImageReader(model_path=model_path, max_pixels=4096)
     ids = torch.from_numpy(sequence.input_ids.astype(np.int64))
@@ -147,11 +150,11 @@ def test_prompts_with_equal_tokens_share_them_only_with_equal_images(sequences: 
     one, other = (sequences[place].input_ids[:num_prompt].tolist() for place in (0, 3))
     assert one == other
     (batch,) = Packer(max_tokens=256, share_prompts=True).pack(sequences)
-    num_shared = num_prompt - 1  # a sequence has the token before its first loss token for itself
+    num_shared = num_prompt - 1  # each sequence has its own copy of the token before its first loss token
     num_own = sum(len(sequence.input_ids) - num_shared for sequence in sequences[:6])
     assert len(batch.input_ids) == 2 * num_shared + num_own + len(sequences[6].input_ids)
     assert batch.grids is not None
-    assert len(batch.grids) == 4  # two prompts' images, and the tool's in each group
+    assert len(batch.grids) == 4  # the images of two prompts, and the tool's image in each group
     assert batch.position_ids.shape == (3, len(batch.input_ids))
 
 
@@ -210,9 +213,9 @@ def test_a_groups_columns_must_fit_their_grids(model_path: str) -> None:
 
 
 def update_on_mesh(model_path: str, meshes: list[tuple[int, int]]) -> list[tuple[dict[str, float], dict, list]]:
-    """Metrics of an update, weights after it and log-probs before it, of each (ranks, sp), each layer an FSDP unit.
+    """For each (ranks, sp): the metrics of an update, the weights after it and the log-probs before it.
 
-    Only the first data-parallel rank has images in all of its micro-batches.
+    Each layer is an FSDP unit. Only the first data-parallel rank has images in all of its micro-batches.
     """
     outcomes = []
     for num_ranks, sp_size in meshes:
@@ -239,5 +242,5 @@ def test_any_split_of_images_over_ranks_equals_one_process(
             np.testing.assert_allclose(own, other, atol=2e-5)
         for name in ("loss", "grad_norm", "num_tokens"):
             assert found[name] == pytest.approx(metrics[name], rel=1e-4), name
-        if rank == 0:  # the others have none
+        if rank == 0:  # the other ranks return no weights
             assert_weights_equal(weights, weights_of(trainer), atol=2e-5)

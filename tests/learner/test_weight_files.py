@@ -23,9 +23,9 @@ CONFIG = LearnerConfig(device=Device.cpu, skip_selftest="compares weights")
 
 
 def loaded(model_path: str, num_ranks: int = 1, lora_rank: int = 0) -> tuple[dict[str, np.ndarray], int]:
-    """Whole weights by name, and the bytes that this rank read."""
+    """The whole weights by name, and the number of bytes that this rank read."""
     fsdp.MIN_UNIT_NUMEL = 1
-    weight_files.BLOCK_BYTES = 300  # a few rows of these models
+    weight_files.BLOCK_BYTES = 300  # a few rows of the models in this test
     num_bytes, fromfile = [], np.fromfile
     np.fromfile = lambda *a, **k: num_bytes.append(a[2]) or fromfile(*a, **k)
     try:
@@ -80,7 +80,7 @@ def test_three_ranks_read_a_checkpoint_of_several_files(family: str, tmp_path: P
     ],
 )
 def test_ranks_that_cannot_divide_the_experts_divide_their_rows(family: str, options: dict, tmp_path: Path) -> None:
-    """Four ranks, two experts: FSDP would pad them to four."""
+    """Four ranks load two experts. FSDP would pad them to four."""
     path = save_tiny_model(tmp_path / "model", family, **options)
     shard_files(path)
     ranks = run_on_ranks(4, loaded_with_shards, path, 4)
@@ -95,7 +95,7 @@ def test_ranks_that_cannot_divide_the_experts_divide_their_rows(family: str, opt
 
 
 def loaded_with_shards(model_path: str, num_ranks: int) -> tuple[dict[str, np.ndarray], dict[str, int], dict]:
-    """Whole weights, and for each parameter the sharded dimension, and the numbers of values here and in all."""
+    """The whole weights. For each parameter: its sharded dimension, its number of values on this rank, and in total."""
     trainer = Trainer(replace(CONFIG, num_ranks=num_ranks), model_path=model_path, total_updates=1)
     parameters = {name.removeprefix("pretrained."): each for name, each in trainer.head.named_parameters()}
     dimensions = {name: each.placements[0].dim for name, each in parameters.items()}

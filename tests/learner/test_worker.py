@@ -170,7 +170,7 @@ def test_a_batch_that_breaks_the_bound_is_refused(directory, max_lag):
 
 
 class ForgetfulBuffer(ScriptedBuffer):
-    """A buffer without the groups ``lost``. One call times out."""
+    """A buffer that lacks the groups in ``lost``. One of its calls times out."""
 
     lost: ClassVar[set[int]] = set()
     is_late: ClassVar[list[bool]] = []
@@ -185,7 +185,10 @@ class ForgetfulBuffer(ScriptedBuffer):
 
 
 def a_lost_batch(directory: str) -> tuple[list[int], float, float]:
-    """Make a step whose batch is lost on one rank, then a newly planned step. Returns lost groups and both norms."""
+    """Make a step whose batch is lost on one rank, then a newly planned step.
+
+    Returns the lost groups and the norms of both steps.
+    """
     rank = int(os.environ["RANK"])
     ForgetfulBuffer.lost, ForgetfulBuffer.is_late[:] = {1, 2}, [True]
     worker = start(directory, 2, connect_buffer=ForgetfulBuffer)
@@ -207,7 +210,10 @@ def a_lost_batch(directory: str) -> tuple[list[int], float, float]:
 
 
 def two_steps(directory: str, num_ranks: int, sp_size: int, announces: bool) -> tuple[list[Any], bytes]:
-    """The metrics of two steps and the weights after them, and whether the second step found its groups fetched."""
+    """The metrics of two steps, and the weights after them.
+
+    Checks that the groups of the second step were fetched in advance.
+    """
     fetched: list[int] = []
 
     class Buffer(ScriptedBuffer):
@@ -224,7 +230,7 @@ def two_steps(directory: str, num_ranks: int, sp_size: int, announces: bool) -> 
         worker.announce(second)
     metrics = [worker.step(first)]
     if announces:
-        worker.cache.preparer._thread.submit(lambda: None).result(30)  # it has prepared what it may prepare
+        worker.cache.preparer._thread.submit(lambda: None).result(30)  # waits until the preparing thread is idle
         assert set(fetched) == (set(first.group_ids + second.group_ids) if worker._buffer else set())
     metrics.append(worker.step(second))
     published(worker, 9)
@@ -241,7 +247,10 @@ def test_steps_on_batches_that_were_prepared_before_are_bit_for_bit_the_same(dir
 
 
 def a_lost_batch_that_was_announced(directory: str) -> tuple[list[int], list[str]]:
-    """Two announced steps; the groups of the second are lost on one rank. Returns its lost groups, and what raised."""
+    """Announce two steps, and lose the groups of the second one on one rank.
+
+    Returns the lost groups and the raised errors.
+    """
     rank, raised = int(os.environ["RANK"]), []
     ForgetfulBuffer.lost, ForgetfulBuffer.is_late[:] = {5}, []
     worker = start(directory, 2, connect_buffer=ForgetfulBuffer)

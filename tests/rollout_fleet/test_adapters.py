@@ -200,7 +200,10 @@ async def test_a_program_that_fails_is_a_failure_with_its_last_words(tmp_path, m
 
 @pytest.fixture
 async def openenv_url():
-    """A server of OpenEnv: one session per WebSocket; it counts letters, and refuses actions without ``message``."""
+    """A server of OpenEnv with one session per WebSocket.
+
+    It counts letters, and refuses actions without ``message``.
+    """
 
     async def session(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
@@ -339,7 +342,7 @@ async def test_the_policy_uses_tools_of_mcp_servers_in_parallel_and_is_told_its_
     servers = {"one": {"command": "server", "args": ["double"]}, "two": {"command": "server", "args": ["twice"]}}
     outcome, requests = await play("mcp", {"servers": servers}, script)
     assert outcome.answer == "8"
-    assert outcome.metrics["tool_calls"] == 4.0  # two lists of tools, two calls
+    assert outcome.metrics["tool_calls"] == 4.0  # the two lists of tools and the two calls
     assert [tool["function"]["name"] for tool in requests[0]["tools"]] == ["double", "twice"]
     assert [message["content"] for message in requests[1]["messages"][-4:]] == [
         "8",

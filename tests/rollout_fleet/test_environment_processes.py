@@ -1,4 +1,4 @@
-"""Environments in child processes: for any behavior of the user's code, each episode has one outcome or failure."""
+"""Environments in child processes. For any behavior of the user's code, each episode has one outcome or one failure."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ async def test_closing_fails_the_episodes_that_run_and_none_begins_after_it(agen
 
 
 async def test_of_200_episodes_each_has_one_outcome_or_one_failure_and_nothing_is_left(agents, tmp_path):
-    """Faults, each in one of 20 episodes: hanging tool, crash, leak, wrong key, cancel, exit, blocked loop, memory."""
+    """Each fault is in one of 20 episodes: hanging tool, crash, leak, wrong key, cancel, exit, blocked loop, memory."""
     kinds = ["hang in a tool", "leak", "wrong key", "cancel", "exit", "raise", *[""] * 14]
     limits = {"tool_timeout_s": 1.0, "blocked_timeout_s": 5.0, "memory_limit_gb": 0.4, "processes": 2}
     ended, failed, cancelled = [], [], []

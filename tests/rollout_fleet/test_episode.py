@@ -23,7 +23,7 @@ AMPLE = EpisodeBudget(max_turns=1000, max_tokens=100_000, max_context=10_000)
 
 
 def next_token(context: np.ndarray) -> tuple[int, float, bool]:
-    """The token after a context, the log-prob of the token, and whether the token ends the turn."""
+    """The token that follows a context, its log-prob, and whether it ends the turn."""
     number = zlib.crc32(np.ascontiguousarray(context, dtype=np.int32).tobytes())
     return number % 50, -float(number % 97 + 1), number % 5 == 0
 
@@ -75,7 +75,7 @@ class Engine:
 
 @dataclass
 class Environment:
-    """Runs a program of steps on an episode; the program stands for a user's environment.
+    """Runs a program of steps on an episode. The program stands in for a user's environment.
 
     A step is (kind, choice of a parent, tokens, largest number of new tokens). After ``wait``, all running turns finish
     and may be parents. ``paths`` has the tokens that the environment sent and received, by turn.
@@ -144,7 +144,7 @@ def same(one: Trajectory, other: Trajectory) -> bool:
 
 
 def as_stored(trajectory: Trajectory) -> Trajectory | None:
-    """A trajectory after conversion to a group's columns and back; None without sampled tokens."""
+    """A trajectory after conversion to a group's columns and back. None if it has no sampled tokens."""
     if not any(turn.sampled for turn in trajectory.turns):
         return None
     group = TrajectoryGroup.from_trajectories([trajectory], group_id=4, attempt=0)
@@ -314,7 +314,7 @@ def test_a_request_that_differs_drops_what_follows_it_and_not_what_other_branche
         (EpisodeBudget(max_turns=9, max_tokens=99, max_context=7), "used 7 of max_context = 7"),
         (
             EpisodeBudget(max_turns=9, max_tokens=99, max_context=99, max_tree_tokens=12),
-            "used 13 of max_tree_tokens = 12",  # 6 tokens of the running turn's path, and 7 of the second path
+            "used 13 of max_tree_tokens = 12",  # 6 tokens on the running turn's path, and 7 on the second path
         ),
     ],
 )

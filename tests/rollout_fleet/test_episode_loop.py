@@ -1,4 +1,4 @@
-"""Episodes in the rollout loop: environments request turns while weights change, engines fail and workers stop.
+"""Episodes in the rollout loop. Environments request turns while weights change, engines fail and workers stop.
 
 The scripted engine computes each token from the tokens before it, so a wrong context is visible in the trajectories.
 """

@@ -1,4 +1,4 @@
-"""Episodes in one worker with its loop, endpoint, environment processes and rewards; only the engine is scripted.
+"""Episodes in one worker with its loop, endpoint, environment processes and rewards. Only the engine is scripted.
 
 Some agents hang, leak, use a wrong key or lose their client, and some rewards crash, each the first time.
 """
@@ -99,7 +99,10 @@ Next = Callable[[list[int]], int]
 
 
 def by_context(num_tokens: int, stop_id: int, calls: Sequence[int] = ()) -> Next:
-    """The next token follows from the tokens before it; what is written, decoded and encoded again, is other tokens."""
+    """Each token is computed from the tokens before it.
+
+    Decoding the written tokens and encoding the text again gives other tokens.
+    """
 
     def next_token(context: list[int]) -> int:
         number = zlib.crc32(np.asarray(context, dtype=np.int32).tobytes())
@@ -158,7 +161,10 @@ async def playing(config: RolloutFleetConfig, buffer: Any, script: Script, model
 
 
 def assert_by_context(group: TrajectoryGroup, next_token: Next) -> int:
-    """Every sampled token follows from the tokens before it on its path; returns their number."""
+    """Check that every sampled token follows from the tokens before it on its path.
+
+    Returns the number of sampled tokens.
+    """
     num_checked = 0
     for branch in group.branches:
         ids, mask = group.along(branch, "token_ids").tolist(), group.trained_mask(branch)
@@ -170,7 +176,7 @@ def assert_by_context(group: TrajectoryGroup, next_token: Next) -> int:
 
 @pytest.mark.parametrize("num_episodes", [20, *(pytest.param(n, marks=pytest.mark.slow) for n in (120, 1000))])
 async def test_of_faulty_episodes_each_becomes_one_trajectory_and_the_account_balances(tmp_path, num_episodes):
-    """A twentieth each: hanging tool, crashing reward, leaking agent, wrong key, vanishing client."""
+    """Each fault is in one of 20 episodes: hanging tool, crashing reward, leaking agent, wrong key, lost client."""
     model = save_chat_model(tmp_path / "model", "chatml")
     (tmp_path / "agents.py").write_text(AGENTS)
     renderer = load_renderer(model, RendererConfig())
@@ -236,7 +242,7 @@ async def main(prompt, policy):
 
 
 async def test_episodes_of_a_killed_process_begin_again_with_the_turns_that_they_had(tmp_path):
-    """The engine writes at random, so an answer comes again only from the record."""
+    """The engine writes at random, so an answer can only be repeated from the record."""
     model = save_chat_model(tmp_path / "model", "chatml")
     (tmp_path / "agent.py").write_text(MORTAL)
     renderer = load_renderer(model, RendererConfig())
@@ -315,7 +321,7 @@ async def test_the_search_agent_is_trained_on_what_was_sampled_while_weights_cha
 
     def script(request: SampleRequest, version: int) -> ScriptedAnswer:
         if len(request.prompt_ids) > first_turn and (moment := moments.get(next(num_later))) is not None:
-            moment.set()  # after a request that holds sampled tokens
+            moment.set()  # set at a request whose prompt has sampled tokens
         return write(request, version)
 
     async with playing(config, buffer, script, model) as loop:

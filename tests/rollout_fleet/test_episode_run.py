@@ -1,4 +1,4 @@
-"""A running episode: what the engine says of its prompts, and what the worker counts of its environments."""
+"""A running episode: the engine's report about its prompts, and the worker's counts about its environments."""
 
 import asyncio
 import json
@@ -28,7 +28,10 @@ def answered(num_tokens, *, num_cached, is_aborted=False):
 
 
 async def play(answers):
-    """Three turns: after the prompt of 10 tokens, and after 4 given tokens each; returns the run."""
+    """Run three turns: the first after the prompt of 10 tokens, the others after 4 given tokens each.
+
+    Returns the run.
+    """
     budget = EpisodeBudget(max_turns=9, max_tokens=99, max_context=99)
     run = EpisodeRun(Episode("0-0-0", np.arange(10, dtype=np.int32), budget), ask=lambda: None, vocab_size=100)
     left, turn, given = iter(answers), PROMPT, ()

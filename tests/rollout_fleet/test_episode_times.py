@@ -1,4 +1,4 @@
-"""What an episode waits for, second by second."""
+"""The waits of an episode, second by second."""
 
 from dataclasses import asdict
 
@@ -26,7 +26,7 @@ def test_the_times_of_an_episode_are_those_of_its_turns_and_tools(clock):
     clock.now += 0.25
     times.first_token(1)
     clock.now += 2.0
-    times.first_token(1)  # it goes on after a weight update
+    times.first_token(1)  # the turn continues after a weight update
     times.ended(1)
     times.called(["search", "weather"])
     assert times.is_in_tool

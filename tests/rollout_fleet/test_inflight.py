@@ -1,4 +1,4 @@
-"""A group in flight: its requests to the engine, and its handling of the answers."""
+"""A group in flight: its requests to the engine, and the handling of the answers."""
 
 from __future__ import annotations
 

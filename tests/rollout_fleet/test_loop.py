@@ -43,7 +43,7 @@ async def test_every_leased_group_is_generated_scored_and_stored(make_buffer):
 
 
 async def test_a_loop_that_is_stopped_before_it_runs_may_be_stopped_again_and_never_runs(make_buffer):
-    """A worker that comes back while its run stops: the checkpoint, the account and the end stop its loop."""
+    """A worker comes back while its run stops. The checkpoint, the account and the end all stop its loop."""
     engine, buffer = ScriptedEngine(), make_buffer(4)
     await engine.start()
     await engine.load_weights(bare_offer(0))
@@ -105,7 +105,7 @@ async def test_no_more_groups_are_held_than_the_config_allows(make_buffer):
 
 
 async def test_a_lease_of_no_group_is_not_requested_when_the_places_are_taken_meanwhile(make_buffer, monkeypatch):
-    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # as if a turn after a tool took the place
+    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # stands for a turn after a tool that takes the place
     monkeypatch.setattr(InflightGroups, "num_free", property(lambda groups: next(answers, free(groups))))
     buffer = make_buffer(2)
     async with running_loop(buffer):
@@ -479,14 +479,14 @@ async def test_a_released_device_runs_nothing_and_a_load_takes_it_back(make_buff
         await buffer.stored(2)
         await loop.release_device()
         assert engine.released
-        assert buffer.held == set()  # running requests have finished, and none was aborted
+        assert buffer.held == set()  # the running requests have finished; none was aborted
         assert buffer.released == []
         stored, asked = len(buffer.groups), len(buffer.leases_asked)
         await asyncio.sleep(0.05)
         assert (len(buffer.groups), len(buffer.leases_asked)) == (stored, asked)
         await loop.load_weights(bare_offer(0))
         await buffer.stored(20)
-        for _ in range(3):  # directly after a load, before any request
+        for _ in range(3):  # releases the device directly after a load, before any request
             await loop.load_weights(bare_offer(0))
             await loop.release_device()
         assert engine.released
@@ -578,7 +578,7 @@ async def test_nobody_waits_for_admission_after_a_stop_that_came_while_a_request
     await loop.load_weights(bare_offer(0))
     asking = asyncio.create_task(loop._keep_leasing())
     await asyncio.sleep(0.05)
-    await loop.load_weights(bare_offer(1))  # replaces the request
+    await loop.load_weights(bare_offer(1))  # the new version replaces the request for leases
     await asyncio.wait([asking])
     assert loop.counters().wait_s == loop.counters().wait_s
 

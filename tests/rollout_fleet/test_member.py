@@ -1,4 +1,4 @@
-"""The state machine of a member with a driver that makes any call at any time, in virtual time."""
+"""The state machine of a member, in virtual time. The driver makes any call at any time."""
 
 import math
 
@@ -25,7 +25,10 @@ def up(now: float = 0.0) -> Member:
 
 
 class MemberMachine(RuleBasedStateMachine):
-    """Reports of any epoch, faults and timers in any order; records the verified versions per epoch."""
+    """A driver that makes reports of any epoch, faults and timers in any order.
+
+    Records the verified versions per epoch.
+    """
 
     def __init__(self):
         super().__init__()

@@ -67,7 +67,7 @@ ranks = st.integers(0, 12)
 
 
 class RosterMachine(RuleBasedStateMachine):
-    """Joins, arrivals, departures and deaths in any order; records every use of a rank."""
+    """A driver that makes joins, arrivals, departures and deaths in any order. Records every use of a rank."""
 
     def __init__(self):
         super().__init__()

@@ -19,7 +19,10 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
 
 def writes_long_for_the_first_prompt(request, version):
-    """Responses of 40 tokens to the first prompt, also if continued; responses of one token to other prompts."""
+    """Responses to the first prompt have 40 tokens, even if they are continued.
+
+    Responses to other prompts have one token.
+    """
     return writes(40 if request.id.startswith("0-") else 1)(request, version)
 
 
@@ -160,7 +163,7 @@ async def test_groups_are_handed_on_with_their_tokens_so_far(make_buffer):
     buffer = make_buffer(3)
     async with running_loop(buffer, writes(60, 0.01), groups_in_flight=3) as (loop, _, _):
         await asyncio.sleep(0.3)
-        buffer.hand_on_requests.put_nowait([(1, 0), (2, 0), (7, 0)])  # the last one does not exist any more
+        buffer.hand_on_requests.put_nowait([(1, 0), (2, 0), (7, 0)])  # the last group does not exist any more
         await asyncio.sleep(0.1)
         assert sorted((group_id, reason) for group_id, _, reason in buffer.released) == [
             (1, "handed_on"),

@@ -188,7 +188,7 @@ async def test_programs_end_with_the_scoring_process_that_missed_its_deadline():
     rewards = WeightedRewards(RolloutFleetConfig(reward="code", reward_options=options, reward_timeout_s=8.0))
     await rewards.start()
     try:
-        name = f"prog{os.getpid()}"  # the time of the program's process, measured by this machine
+        name = f"prog{os.getpid()}"  # the name of the program's process, unique on this machine
         code = f"import ctypes, time; ctypes.CDLL(None).prctl(15, b'{name}'); time.sleep(600)"
         scoring = asyncio.create_task(rewards.score(prompt_with("assert True"), [code]))
         programs: list[psutil.Process] = []

@@ -17,7 +17,7 @@ def prompt_of(**fields):
 
 
 class ScriptedJudge:
-    """A server of OpenAI's chat completions with scripted answers; the last answer repeats."""
+    """A server of OpenAI's chat completions with scripted answers. The last answer repeats."""
 
     def __init__(self, *script):
         self.script = list(script)

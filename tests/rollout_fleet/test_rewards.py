@@ -88,9 +88,9 @@ def own_names(monkeypatch):
 
 @pytest.fixture
 async def user_rewards(tmp_path, monkeypatch):
-    """Put a module of rewards on the path.
+    """Put a module of rewards on the import path.
 
-    Returns a function that makes started scorers; they are closed at the end.
+    Returns a function that makes started scorers. They are closed at the end.
     """
     (tmp_path / "user_rewards.py").write_text(USER_REWARDS)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -219,7 +219,7 @@ async def test_children_of_a_reward_end_with_its_process(user_rewards, tmp_path,
 def _await_end(pid):
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        while process.status() != psutil.STATUS_ZOMBIE:  # there may be no process that reaps it
+        while process.status() != psutil.STATUS_ZOMBIE:  # a zombie counts as ended, because perhaps no process reaps it
             time.sleep(0.05)
 
 
@@ -249,7 +249,7 @@ async def test_a_process_that_does_not_come_up_at_the_start_is_an_error(user_rew
 
 
 async def test_a_reward_of_ours_that_raises_costs_the_attempt_as_a_users_does():
-    """It runs in the worker itself, so an exception would end the loop."""
+    """A built-in reward runs in the worker itself, so an exception would end the loop."""
 
     @REWARDS.register("overflows")
     def overflows(prompt, response_text):

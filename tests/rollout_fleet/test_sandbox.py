@@ -30,7 +30,7 @@ def _sandbox(kind: SandboxKind, **options) -> Sandbox:
 
 @pytest.fixture(params=list(ISOLATING), scope="module")
 def isolating(request):
-    """A kind of sandbox that hides files and processes; the test is skipped without one."""
+    """A kind of sandbox that hides files and processes. The test is skipped if there is none."""
     return _or_skip(request.param)
 
 
@@ -101,7 +101,8 @@ except OSError as error:
     result = await run(kind, code, limits=SandboxLimits(processes=12))
     count, error = map(int, result.stdout.split())
     assert error == errno.EAGAIN
-    if kind is SandboxKind.limits and os.geteuid() != 0:  # other processes of this user start and end
+    # other processes of this user count too, and they start and end
+    if kind is SandboxKind.limits and os.geteuid() != 0:
         assert count <= 11 + OTHERS_PROCESSES
     else:
         assert count == 11
@@ -270,11 +271,11 @@ async def test_no_descriptor_of_the_owner_is_open_in_a_sandbox(kind):
     with tempfile.TemporaryFile() as secret:
         os.set_inheritable(secret.fileno(), True)
         result = await run(kind, "import os; print(sorted(map(int, os.listdir('/proc/self/fd'))))")
-    assert result.stdout == "[0, 1, 2, 3]\n"  # 3 is the folder itself
+    assert result.stdout == "[0, 1, 2, 3]\n"  # 3 is the folder that listdir has opened
 
 
 async def test_a_daemonised_grandchild_ends_with_its_sandbox(kind):
-    name = f"daemon{os.getpid()}"  # the time of its process, measured by this machine
+    name = f"daemon{os.getpid()}"  # the name of the grandchild, unique on this machine
     code = f"""
 import ctypes, os, time
 ready, tell = os.pipe()
@@ -353,7 +354,7 @@ time.sleep(0.2)
     sandbox = _sandbox(kind)
     results = await asyncio.gather(*(sandbox.run(code, limits=SandboxLimits(processes=8)) for _ in range(8)))
     if kind is SandboxKind.limits and os.geteuid() != 0:
-        return  # the kernel counts the programs of one user together
+        return  # the kernel counts all programs of one user together, so some may fail
     assert [(result.exit_status, result.stderr) for result in results] == [(0, "")] * 8
 
 

@@ -1,4 +1,4 @@
-"""The changes to SGLang in our servers, tested without a server."""
+"""The changes to SGLang in the project's servers, tested without a server."""
 
 import importlib.metadata
 import importlib.util

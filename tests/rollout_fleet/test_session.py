@@ -1,4 +1,4 @@
-"""Sessions: matching of messages with the forest of an episode, with scripted turns."""
+"""Sessions match messages with the forest of an episode. The turns are scripted."""
 
 import asyncio
 import json
@@ -120,7 +120,10 @@ async def test_a_session_branches_by_cause_when_the_history_changes(renderers, e
 
 
 async def test_a_session_counts_the_tokens_of_each_answer_that_a_branch_renders_again(renderers):
-    """The branch keeps the first answer as it was sampled; the second and the third one, with equal texts, differ."""
+    """The branch keeps the first answer as it was sampled.
+
+    The second and the third answer have equal texts but different tokens.
+    """
     answers = ["Warm.<|im_end|>", "it is warm<|im_end|>", "it is warm<|im_end|>", "Yes.", "Yes."]
     talk = Talk(renderers("chatml"), *answers)
     messages = [USER]
@@ -265,7 +268,10 @@ async def test_siblings_that_say_the_same_are_told_apart_by_the_ids_of_their_cal
 
 
 async def test_calls_of_a_session_have_the_same_ids_when_it_is_replayed(tmp_path):
-    """Some templates render the ids. The first life has a turn that is not saved, so later turns have other indices."""
+    """Some templates render the ids of tool calls.
+
+    The first attempt has a turn that is not saved, so later turns have other indices in the replay.
+    """
     template = CHATML.replace("{{- '<|im_start|>' + m.role", "{{- '<|im_start|>' + m.role + (m.tool_call_id or '')")
     renderer = load_renderer(save_chat_model(tmp_path, "chatml", template=template), RendererConfig())
 

@@ -24,7 +24,7 @@ SENT_WITH = {"/end_weight_update": ["/update_weight_version"]}
 
 
 class RecordedServer:
-    """Stands in for `SGLangServer` and `SGLangClient`; answers every call at once."""
+    """Stands in for `SGLangServer` and `SGLangClient`. Answers every call at once."""
 
     name = "sglang-0"
     url = "http://127.0.0.1:1"
@@ -472,7 +472,7 @@ async def test_a_sample_that_the_server_loses_fails_the_engine_once_no_other_run
     ("later", "kept"),
     [
         ([chunk([6], 2)], [5, 6]),
-        ([chunk([6], 2, version="4")], [5]),  # some tokens may be of version 3, some of version 4
+        ([chunk([6], 2, version="4")], [5]),  # some of these tokens may be of version 3, others of version 4
         ([chunk([6], 2, version="4"), chunk([7], 3, version="4")], [5]),
         ([chunk([6], 2), chunk([1], 3, reason="stop", spans=[{"version": "3", "start": 0, "end": 3}])], [5, 6]),
     ],

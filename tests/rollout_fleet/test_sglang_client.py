@@ -81,7 +81,7 @@ async def test_generation_is_not_repeated_by_itself(client, server):
 
 
 class StreamingServer:
-    """A server that answers every request with a stream of one event; the stream ends a short time later."""
+    """A server that answers every request with a stream of one event. The stream ends a short time later."""
 
     def __init__(self) -> None:
         self.num_connections = self.num_requests = 0

@@ -91,7 +91,7 @@ async def test_logprobs_equal_a_forward_pass_under_the_version_that_each_token_n
     for offer in offers:
         await engine.load_weights(offer)
         assert engine.version == offer.version
-        await asyncio.sleep(0.05)  # until there are some tokens of this version
+        await asyncio.sleep(0.05)  # gives the engine time for some tokens of this version
     num_checked, versions_in_one_response = 0, Counter()
     for request, sample in zip(requests, await running, strict=True):
         versions = sample.versions
@@ -191,7 +191,10 @@ CHANGES = {"differs": lambda tensors: {**tensors, "model.norm.weight": tensors["
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def failing_engine(engine, model_path, tmp_path):
-    """A separate engine on the shared server that the test may fail; the shared engine then loads weights again."""
+    """A separate engine on the shared server.
+
+    The test may make this engine fail. Afterwards the shared engine loads weights again.
+    """
     failing = SGLangEngine(
         RolloutFleetConfig(load_timeout_s=30.0),
         model_path=model_path,
@@ -204,7 +207,7 @@ async def failing_engine(engine, model_path, tmp_path):
     await failing.start()
     failing._version, failing._verified = engine.version, {engine.version}
     yield failing
-    with contextlib.suppress(AsyncRLError):  # the open session of the failed load
+    with contextlib.suppress(AsyncRLError):  # ends the update that the failed load left open
         await failing._client.call("POST", "/end_weight_update", {})
     await failing.stop()
     await engine.load_weights(publish_weights(model_path, tmp_path / "again", engine.version + 1))
@@ -277,7 +280,7 @@ async def test_no_prefix_computed_under_old_weights_is_used_after_an_update(engi
 
 @pytest.fixture
 def publish_next(engine, model_path, tmp_path):
-    """Return a function that publishes the next version; its ``paths`` maps versions to offers."""
+    """Return a function that publishes the next version. Its attribute ``paths`` maps versions to offers."""
 
     def publish(scale):
         offer = publish_weights(model_path, tmp_path, engine.version + 1, scale)
@@ -388,9 +391,9 @@ OWNER = """
     ],
 )
 async def test_the_death_of_the_owner_leaves_nothing(model_path, tmp_path, num_processes):
-    """The owner dies when the server has this many processes, or when it is up.
+    """The owner dies when the server has this many processes, or when the server is up.
 
-    Of a server with all of its processes, `test_process_guard.py` shows it always, on a pretended one.
+    `test_process_guard.py` tests this in every session with a fake server.
     """
     command = [sys.executable, "-c", textwrap.dedent(OWNER), model_path, str(tmp_path)]
     owner = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
@@ -398,7 +401,7 @@ async def test_the_death_of_the_owner_leaves_nothing(model_path, tmp_path, num_p
     if num_processes is None:
         assert await owner.stdout.readline() == b"up\n"
     else:
-        while len(guard.children(recursive=True)) < num_processes:  # noqa: ASYNC110 - nobody tells of the server's processes
+        while len(guard.children(recursive=True)) < num_processes:  # noqa: ASYNC110 - no notice exists
             await asyncio.sleep(0.05)
     processes = [guard, *guard.children(recursive=True)]
     assert len(processes) >= 2

@@ -34,7 +34,7 @@ PORT_IS_TAKEN = """
 
 @pytest.fixture
 async def make_server(tmp_path, monkeypatch):
-    """Return a function that makes servers which run this code; they are stopped at the end."""
+    """Return a function that makes servers which run this code. They are stopped at the end."""
     servers = []
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     (tmp_path / "sglang").mkdir()
@@ -207,7 +207,7 @@ def test_float32_is_refused_on_cuda_by_the_name_of_the_option(make_server, dtype
     message = "rollout_fleet.sglang.dtype must be auto, bfloat16 or float16 with rollout_fleet.device=cuda, got float"
     with pytest.raises(ValueError, match=message):
         RolloutFleetConfig(device=EngineDevice.cuda, sglang=SGLangConfig(dtype=dtype))
-    with pytest.raises(ValueError, match=message):  # the device was detected automatically
+    with pytest.raises(ValueError, match=message):  # the device is detected automatically
         make_server("", device=EngineDevice.cuda, config=SGLangConfig(dtype=dtype))
     RolloutFleetConfig(device=EngineDevice.cuda, engine=EngineKind.transformers, sglang=SGLangConfig(dtype=dtype))
 

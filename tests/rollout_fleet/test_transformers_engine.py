@@ -48,7 +48,7 @@ def publish(model_path, tmp_path):
 
 @pytest.fixture
 async def start(model_path):
-    """Return a function that makes started engines; they are stopped at the end."""
+    """Return a function that makes started engines. They are stopped at the end."""
     engines = []
 
     async def make(seed=0, **options):
@@ -86,13 +86,13 @@ def model_of(family: str, folder: Path, eos_ids: Sequence[int] = ()) -> tuple[st
     ("family", "cuts_cache", "may_pad"),
     [
         ("qwen3", True, True),
-        ("gemma3_text", True, True),  # a window that is shorter than a prompt
+        ("gemma3_text", True, True),  # its attention window is shorter than a prompt
         ("gpt2", True, True),  # learned positions
         ("deepseek_v3", True, True),
-        ("lfm2", False, True),  # the state of a convolution
+        ("lfm2", False, True),  # it has the state of a convolution
         ("openai-gpt", False, True),  # no cache
-        ("recurrent_gemma", False, False),  # a state outside of the cache
-        ("llama4_text", True, False),  # chunks of positions
+        ("recurrent_gemma", False, False),  # it has a state outside of the cache
+        ("llama4_text", True, False),  # its attention works in chunks of positions
     ],
 )
 def test_equal_prompts_are_read_once_and_rows_that_end_are_dropped_and_no_log_prob_changes(
@@ -168,7 +168,8 @@ def test_whether_rows_may_be_dropped_is_tried_also_where_a_response_would_end_at
 def test_a_continuation_near_the_last_position_does_not_fail_beside_a_new_sample(tmp_path, family):
     path, model = model_of(family, tmp_path)
     rng = np.random.default_rng(0)
-    lengths = {5: 100, 250: 6, 246: 10, 7: 100}  # rows of prompts, and of their samples; the model has 256 positions
+    # the rows of the prompts, then the rows of their samples; the model has 256 positions
+    lengths = {5: 100, 250: 6, 246: 10, 7: 100}
     requests = [
         SampleRequest(
             id=str(length),
@@ -464,7 +465,7 @@ async def test_released_weights_hold_no_memory_and_come_back_with_the_next_versi
 async def test_memory_is_not_released_under_a_running_request(start):
     engine = await start()
     running = asyncio.create_task(answer(engine, requests_of(4, max_new_tokens=30)))
-    await asyncio.sleep(0)  # the task takes its requests when it first runs
+    await asyncio.sleep(0)  # the task takes its requests when it runs for the first time
     with pytest.raises(EngineError, match="while it generates 16 samples"):
         await engine.release_memory()
     await running

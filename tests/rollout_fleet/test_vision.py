@@ -61,7 +61,7 @@ def request_of(reader, name, *seeds, width=16, length=3, **sampling):
 
 
 def forward_logprobs(model, reader, request, tokens):
-    """[R] by transformers' own forward of one sequence."""
+    """Return [R] log-probs from transformers' own forward of one sequence."""
     ids = torch.from_numpy(np.concatenate([request.prompt_ids, tokens]).astype(np.int64))[None]
     seen = {}
     if request.images:
@@ -77,7 +77,10 @@ def forward_logprobs(model, reader, request, tokens):
 
 
 def make_requests(reader, name):
-    """Two prompts of equal tokens and other images, which must not share a cache; one with two images; and text."""
+    """Two prompts with equal tokens but different images, which must not share a cache.
+
+    Then a prompt with two images, and a prompt of text.
+    """
     return [
         *(request_of(reader, f"{name}-a-{i}", 0) for i in range(4)),
         *(request_of(reader, f"{name}-b-{i}", 1) for i in range(4)),
@@ -184,7 +187,7 @@ def text_of(text):
 
 @pytest.fixture
 def talk(model_path, reader):
-    """Makes a session whose policy answers ``b`` and ends; returns its turns and the session."""
+    """Make a session whose policy answers ``b`` and ends. Returns the turns and the session."""
     renderer = load_renderer(model_path, RendererConfig())
     messages = [{"role": "user", "content": [image_of(0), text_of("which colour?")]}]
     rendered = renderer.render([{"role": "user", "content": [{"type": "image"}, text_of("which colour?")]}], [])

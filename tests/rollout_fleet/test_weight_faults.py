@@ -1,8 +1,9 @@
 """After any fault in a weight update on real SGLang servers, no token comes from weights that were not verified.
 
 A row is a call of the update, a moment, and a fault. In each row, requests run on two engines that load the same
-weights, and the update of one engine fails. This engine fails by name within its deadline and never continues. The
-log-probs of all its answers equal a Hugging Face forward under the versions that they name. The other engine goes on.
+weights, and the update of one engine fails. This engine fails within its deadline with an error that names it, and
+never continues. The log-probs of all its answers equal a Hugging Face forward under the versions that they name. The
+other engine continues.
 """
 
 import asyncio
@@ -66,7 +67,8 @@ FAILURES = {
     "SIGKILL": f"died with exit status {128 + signal.SIGKILL}",
 }
 SIGNALS = ["SIGSTOP", "SIGKILL"]
-# For a signal, the moment after a call equals the moment before the next call. SIGKILL is last: it costs a server.
+# For a signal, the moment after a call is the moment before the next call. SIGKILL comes last, because it costs a
+# server.
 ROWS = [
     *itertools.product(STEPS, ["before", "during", "after"], ANSWERS),
     *itertools.product(STEPS, ["before", "during"], SIGNALS[:1]),
@@ -81,7 +83,7 @@ _VERSIONS = itertools.count(1)
 class Servers:
     """Two real servers.
 
-    The engines of the first server fail, and it is restarted after a kill; the second one continues.
+    Engines on the first server fail, and the server is restarted after a kill. The second server continues.
     """
 
     def __init__(self, model_path, folder):
@@ -166,7 +168,7 @@ def fault_of(servers, fault, seed):
     delay_s = random.Random(seed).uniform(0, 0.02)
 
     async def send_signal():
-        await asyncio.sleep(delay_s)  # at some time during the server's work
+        await asyncio.sleep(delay_s)  # sends the signal at some time during the server's work
         processes = server_processes(servers.owner)
         for process in processes[:1] if fault == "SIGKILL" else processes:  # the guard kills the rest of a dead server
             process.send_signal(signal.Signals[fault])
@@ -180,12 +182,12 @@ async def collect(engine, requests, accepted):
 
 
 async def failure_of(engine, offer, running):
-    """Load, and wait for the engine's failure; check that it does not answer after this."""
+    """Load, and wait for the engine's failure. Check that the engine does not answer after its failure."""
     with contextlib.suppress(AsyncRLError):
         await engine.load_weights(offer)
     with pytest.raises(AsyncRLError) as failure:
         await engine.wait_failed()
-    with contextlib.suppress(AsyncRLError):  # a server that was not paused may answer
+    with contextlib.suppress(AsyncRLError):  # a server that was not paused may still answer
         await asyncio.wait_for(running, 10)
     for refused in (answer(engine, requests_of(1)), engine.load_weights(offer)):
         with pytest.raises(AsyncRLError, match=re.escape(str(failure.value)[:60])):
@@ -205,7 +207,7 @@ async def load_under_load(engine, offer):
 
 def check(accepted, model_of, seed):
     for request, sample in accepted:
-        if not len(sample.token_ids):  # cut off before its first token
+        if not len(sample.token_ids):  # the sample was cut off before its first token
             assert sample.finish_reason is None
             continue
         expected = forward_by_versions(model_of, request, sample)
@@ -307,7 +309,7 @@ async def failure_or_nothing(engine, offer):
 
 
 def held_failure(who, moment, fault):
-    """The pattern of the error message; it matches the empty string if the load may succeed."""
+    """The pattern of the error message. It matches the empty string if the load may succeed."""
     if who == "engine":
         return FAILURES[fault]
     gone = "is no longer sent: (nobody|another sender) listens at 127"

@@ -1,4 +1,4 @@
-"""A rollout loop with a real buffer ends while it holds leases: the account includes the tokens of its samples."""
+"""A rollout loop with a real buffer ends while it holds leases. The account includes the tokens of its samples."""
 
 import asyncio
 import signal
@@ -40,9 +40,9 @@ def check_balance(stats: BufferStats, counters: FleetCounters) -> None:
 
 
 async def test_a_buffer_that_stands_still_while_a_worker_stops_leaves_a_balanced_account(tmp_path: Path):
-    """The server processes the releases after it wakes.
+    """The server processes the releases after it continues.
 
-    The worker does not get the answer, and is buried with its count.
+    The worker does not get the answer, so it is buried with its token count.
     """
     async with buffer_process(tmp_path) as (process, control):
         await control.enqueue(make_prompts(4))
@@ -65,7 +65,7 @@ async def test_a_buffer_that_stands_still_while_a_worker_stops_leaves_a_balanced
 
 
 async def test_running_samples_of_a_killed_worker_are_lost_tokens(tmp_path: Path):
-    """No sample ends; each heartbeat has the number of tokens of the running samples."""
+    """No sample ends. Each heartbeat has the number of tokens of the running samples."""
     async with buffer_process(tmp_path) as (process, control):
         await control.enqueue(make_prompts(2))
         worker = AnyRole(process.address, request_timeout_s=20.0)
@@ -74,7 +74,7 @@ async def test_running_samples_of_a_killed_worker_are_lost_tokens(tmp_path: Path
             await until_written(loop, 60)
             assert loop.counters().tokens_generated == 0
             await asyncio.sleep(0.3)  # there is a heartbeat at least every 0.1 s
-            worker.worker._beat.cancel()  # the process has ended; no heartbeat includes later tokens
+            worker.worker._beat.cancel()  # as if the process had ended, so no heartbeat includes later tokens
             num_tokens = await control.bury(name)
             assert 60 <= num_tokens <= loop.count_generated()
             stats = await control.stats()

@@ -1,4 +1,4 @@
-"""The codec: decoding restores every encoded value, and any other input raises WireError."""
+"""The codec. Decoding restores every encoded value, and any other input raises WireError."""
 
 import subprocess
 import sys

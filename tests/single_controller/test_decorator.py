@@ -216,7 +216,7 @@ def test_a_worker_takes_over_variables_of_its_own(monkeypatch):
 
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MY_RACK": "r7"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LOCAL_RANK", "")  # undoes the worker's changes
+    monkeypatch.setenv("LOCAL_RANK", "")  # registers the variable, so that the worker's change is undone
     monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     worker = Described()

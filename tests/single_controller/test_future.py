@@ -1,4 +1,4 @@
-"""Futures on real Ray: results that are joined, cut and passed on before they exist."""
+"""Futures on real Ray. Results are joined, cut and passed on before they exist."""
 
 import asyncio
 import functools
@@ -87,7 +87,7 @@ def test_an_error_keeps_its_type_and_the_traceback_of_where_it_arose(gate):
 
 
 def test_what_ray_delivers_is_shared_until_it_is_written_to():
-    for num_rows in (3, 300_000):  # a size that Ray sends inline, and a size in shared memory
+    for num_rows in (3, 300_000):  # Ray sends the first size inline, and the second through shared memory
         ref = ray.put(DataProto.from_dict({"n": torch.zeros(num_rows)}, {"a": np.zeros(num_rows)}))
         first, second = ray.get(ref), ray.get(ref)
         assert not first.non_tensor_batch["a"].flags.writeable

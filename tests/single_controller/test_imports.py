@@ -34,7 +34,8 @@ def test_verls_names_are_all_in_one_package():
     wanted = {name for names in VERLS_NAMES.values() for name in names.split()}
     assert wanted - set(asyncrl.single_controller.__all__) == set()
     base, ray_class = asyncrl.single_controller.Worker, asyncrl.single_controller.RayClassWithInitArgs
-    named = list(inspect.signature(base._register_dispatch_collect_info).parameters)  # Ray may have appended its own
+    # Ray may have appended its own parameters
+    named = list(inspect.signature(base._register_dispatch_collect_info).parameters)
     assert named[:4] == ["self", "mesh_name", "dp_rank", "is_collect"]
     assert set(named[4:]) <= {"_ray_trace_ctx"}
     assert list(inspect.signature(ray_class.__call__).parameters) == [

@@ -267,7 +267,7 @@ def test_a_reservation_is_kept_while_any_part_of_it_is_in_use(cluster):
 def test_ranks_keep_their_nodes_when_a_job_starts_again(cluster):
     places = []
     for _ in range(2):
-        # The second placement group of the pool lands on the first node, because only there it has room.
+        # The second placement group of the pool is placed on the first node, because only this node has room.
         group = group_on(pool_of(1, 1, num_cpus=7.0, timeout_s=60))
         places.append(group.place())
         group.shutdown()

@@ -1,4 +1,4 @@
-"""Ray is shut down and started again in one process, as in notebooks."""
+"""Ray is shut down and started again in one process, as users do in notebooks."""
 
 import os
 import subprocess

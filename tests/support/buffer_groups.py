@@ -80,7 +80,7 @@ class AnyRole:
 
 
 class Running:
-    """A server on this loop, and clients that are closed with the server."""
+    """A server on this event loop, and clients that are closed together with the server."""
 
     def __init__(self, config: BufferConfig, groups_per_step: int) -> None:
         self.server = BufferServer(config, groups_per_step=groups_per_step)

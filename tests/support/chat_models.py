@@ -131,9 +131,10 @@ def _trained() -> str:
 def save_chat_model(
     folder: Path, style: str = "qwen3", *, template: str | None = None, calls: Sequence[str] = ()
 ) -> str:
-    """Save the tokenizer and the chat template of a style; returns the folder.
+    """Save the tokenizer and the chat template of a style.
 
-    Each of ``calls``, the JSON of a tool call, is a token of its own. Example: ``{"name": "read", "arguments": {}}``.
+    Returns the folder. Each entry of ``calls``, the JSON of a tool call, becomes one token. Example: ``{"name": "read",
+    "arguments": {}}``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_str(_trained())
@@ -152,12 +153,12 @@ def save_chat_model(
 
 
 def save_calling_policy(folder: Path, calls: Sequence[str], *, p_call: float = 0.1, p_stop: float = 0.15) -> str:
-    """Save a random Qwen3 of 40k parameters that calls tools by chance; returns the folder.
+    """Save a random Qwen3 of 40k parameters that calls tools by chance.
 
-    What the policy samples, decoded and encoded again, is seldom the same tokens.
+    Returns the folder. Decoding sampled tokens and encoding the text again seldom gives the same tokens.
 
     Args:
-        folder: Where the model, its tokenizer and its ``chatml`` template go.
+        folder: Folder for the model, its tokenizer and its ``chatml`` template.
         calls: As in `save_chat_model`.
         p_call: Probability of each call at each token, roughly.
         p_stop: Probability of the end of the turn at each token, roughly.
@@ -183,7 +184,8 @@ def save_calling_policy(folder: Path, calls: Sequence[str], *, p_call: float = 0
         eos_token_id=stop,
     )
     model = Qwen3ForCausalLM(config)
-    with torch.no_grad():  # all hidden states have a direction in common, along which the output layer can bias tokens
+    # gives all hidden states a common direction, so that the output layer can bias tokens along it
+    with torch.no_grad():
         model.model.embed_tokens.weight.mul_(10).add_(1)
         hidden = model.model(torch.arange(size)[None]).last_hidden_state[0].mean(0)
         bias = hidden / hidden.square().sum()

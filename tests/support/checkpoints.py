@@ -1,4 +1,4 @@
-"""Checkpoints without weights, for what reads only their records."""
+"""Checkpoints without weights, for code that reads only their records."""
 
 from dataclasses import replace
 

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def turn(index, parent, text, *, at=None, reward=None, finish_reason="stop", version=11) -> dict[str, Any]:
-    """A turn; sampled ``at`` asked, first token and end, by two versions."""
+    """A turn that two versions sampled. ``at`` has the times of its request, its first token and its end."""
     half = len(text) // 2
     pieces = [[version - 1, text[:half]], [version, text[half:]]] if at else [[-1, text]]
     asked, first, ended = at or (None, None, None)
@@ -36,7 +36,7 @@ def forest() -> dict[str, Any]:
 
 
 def long_episode(num_turns: int = 400) -> dict[str, Any]:
-    """Many turns after each other with a tool between them; the tool of the last one does not end."""
+    """Many turns one after another, with a tool between them. The tool of the last turn does not end."""
     turns, tools = [turn(0, -1, "<|user|>Guess my number.")], []
     for number in range(num_turns):
         begin = 2.0 * number

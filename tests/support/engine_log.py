@@ -1,7 +1,7 @@
-"""A log of what a run sent to SGLang and what SGLang sampled, from the raw answers of its servers.
+"""A log of the requests that a run sent to SGLang and of the sampled tokens, from the raw answers of the servers.
 
-`LOGGING` is a ``sitecustomize`` module: with its folder as ``python_path`` of a `RunningTraining`, each rollout worker
-appends one line per chunk of an answer to ``engine.jsonl`` beside the module.
+`LOGGING` is a ``sitecustomize`` module. Pass its folder as ``python_path`` of a `RunningTraining`. Then each rollout
+worker appends one line per chunk of an answer to ``engine.jsonl`` in the module's folder.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if any("default_worker" in word for word in sys.orig_argv):  # a process of Ray
 
 @dataclass(kw_only=True)
 class EngineAnswer:
-    """What SGLang answered to one request.
+    """SGLang's answer to one request.
 
     Attributes:
         id: Id of the request: group, attempt, sample, turn, number.
         pid: The rollout worker.
-        prompt_ids: What was sent; ``token_ids``, ``logprobs``, ``versions``: what was sampled. The versions come with
-            the last chunk.
-        finish_reason: None: the answer was cut off by the death of its server or worker.
+        prompt_ids: The tokens that were sent. ``token_ids``, ``logprobs`` and ``versions`` have the sampled tokens. The
+            versions come with the last chunk.
+        finish_reason: None if the answer was cut off by the death of its server or worker.
     """
 
     id: str
@@ -73,7 +73,7 @@ class EngineAnswer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer is whole."""
+        """Whether the answer is complete."""
         return self.finish_reason in ("stop", "length")
 
 
@@ -98,10 +98,10 @@ def read_engine_log(folder: Path) -> list[EngineAnswer]:
 
 
 def assert_trained_tokens_were_sampled(rows: Iterable[dict[str, Any]], answers: Sequence[EngineAnswer]) -> int:
-    """Check that SGLang sampled every trained token after exactly the tokens before it; returns their number.
+    """Check that SGLang sampled every trained token after exactly the tokens before it.
 
-    Its log-prob and its version are those of SGLang. The tokens before it are those of a request, so that every other
-    id was sent.
+    The log-prob and the version of the token must be those of SGLang. The tokens before it must be the prompt of a
+    request. Returns the number of trained tokens.
     """
     by_prompt: dict[bytes, list[EngineAnswer]] = defaultdict(list)
     for answer in answers:
@@ -122,7 +122,10 @@ def assert_trained_tokens_were_sampled(rows: Iterable[dict[str, Any]], answers: 
 
 
 def _is_sampled(by_prompt: Any, ids: list[int], logprobs: list, versions: list, first: int, last: int) -> bool:
-    """Whether answers, each of which continues the one before it, make up the tokens from ``first`` to ``last``."""
+    """Whether a chain of answers gives the tokens from ``first`` to ``last``.
+
+    Each answer continues the one before it.
+    """
     if first == last:
         return True
     for answer in by_prompt.get(_key(ids[:first]), ()):

@@ -63,8 +63,8 @@ _NUMBERS = itertools.count()
 def requests_of(num_prompts: int, num_samples: int = 4, name: str = "", **sampling: Any) -> list[SampleRequest]:
     """Samples of prompts with 2, 3, ... tokens, prompt by prompt.
 
-    Each call has new ids, as in a run: a server that learns late of a closed stream aborts the running requests with
-    its ids.
+    Each call uses new ids, as in a run. Otherwise a server that notices a closed stream late would abort running
+    requests with the same ids.
     """
     name = f"{name}{next(_NUMBERS)}"
     options = SamplingConfig(**{"max_new_tokens": 12, **sampling})
@@ -94,14 +94,14 @@ class RunningServer:
         return getattr(self._server, name)
 
     async def start(self) -> None:
-        """Return at once: the server runs already."""
+        """Return at once, because the server runs already."""
 
     async def stop(self) -> None:
-        """Return at once: the server keeps running."""
+        """Return at once, because the server keeps running."""
 
 
 def server_processes(engine: Any) -> list[psutil.Process]:
-    """All processes of an engine's SGLang server; the first one is the launched process."""
+    """All processes of an engine's SGLang server. The first one is the launched process."""
     return psutil.Process(engine._server._guard.pid).children(recursive=True)
 
 
@@ -152,7 +152,7 @@ def forward_by_versions(
 
 
 async def assert_continues(engine: Any, model_path: str, atol: float) -> None:
-    """Check that the continuation of a sample, cut off after two tokens, equals the uncut greedy sample."""
+    """Cut off a greedy sample after two tokens, and check that its continuation equals the uncut sample."""
     requests = requests_of(3, temperature=0.0)
     whole = await answer(engine, requests)
     begun = [
@@ -175,7 +175,7 @@ def publish_weights(
 ) -> WeightOffer:
     """Offer the model's tensors times ``scale``, changed by ``alter``.
 
-    After the digests, the result of ``change`` replaces them.
+    After the digests are computed, the result of ``change`` replaces the tensors.
     """
     target = Path(directory) / f"v{version}"
     shutil.copytree(model_path, target)

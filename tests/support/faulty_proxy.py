@@ -58,10 +58,10 @@ class FaultyProxy(RunningServer):
 
         Args:
             path: Path of the call. Example: ``"/pause_generation"``.
-            moment: ``before`` the server receives it, ``during`` its work on it, ``midway``, after the first
-                event that it answers, or ``after`` it has answered.
+            moment: ``before`` the server receives the call, ``during`` its work on the call, ``midway`` after the first
+                event of its answer, or ``after`` its answer.
             answer: The answer to the engine, in place of the server's answer.
-            act: Function to call at the moment; the server's own answer is passed on.
+            act: Function to call at the moment. Then the server's own answer is passed on.
         """
         self._fault, self._answer, self._act = (path, moment), answer, act
 
@@ -97,7 +97,7 @@ class FaultyProxy(RunningServer):
                     writer.write(answer)
                 return
             if self._fault == (path, "midway"):
-                writer.write(await from_server.readuntil(b"\n\n"))  # the first of a stream of events
+                writer.write(await from_server.readuntil(b"\n\n"))  # the first event of the stream
                 await writer.drain()
                 await self._fails(path, "midway", writer)
                 return
@@ -108,7 +108,7 @@ class FaultyProxy(RunningServer):
             to_server.close()
 
     async def _fails(self, path: str, moment: str, writer: asyncio.StreamWriter) -> bool:
-        """Inject the fault. Returns whether the engine has been answered."""
+        """Inject the fault. Returns whether the engine has got an answer."""
         if self._fault != (path, moment):
             return False
         if self._act is not None:
@@ -118,6 +118,6 @@ class FaultyProxy(RunningServer):
         writer.write(self._answer)
         await writer.drain()
         if not self._answer:
-            await asyncio.Event().wait()  # until the proxy is stopped
+            await asyncio.Event().wait()  # waits until the proxy is stopped
         writer.close()
         return True

@@ -20,7 +20,7 @@ from tests.support.peers import Peer, peers
 
 
 class LearnerRanks:
-    """Rank 0 holds every second tensor, rank 1 the others.
+    """Two ranks. Rank 0 holds every second tensor, rank 1 holds the others.
 
     Attributes:
         ranks: The processes.
@@ -35,7 +35,7 @@ class LearnerRanks:
         ranks[1].ask(_begin, 1, address, options).answer()
 
     def offer(self, published: WeightOffer) -> WeightOffer:
-        """Offer the weights of a folder; afterwards the folder is not needed."""
+        """Offer the weights of a folder. Afterwards the folder is not needed."""
         manifest = read_manifest(published)
         parts = [list(manifest.pieces[rank::2]) for rank in range(2)]
         file = str(Path(manifest.directory, manifest.files[0]))

@@ -1,4 +1,7 @@
-"""A ledger driven by calls instead of commands, and summaries of groups, for the tests of the ledger and its bound."""
+"""For tests of the ledger and its bound.
+
+Has a ledger that is driven by calls instead of commands, and summaries of groups.
+"""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -115,7 +118,7 @@ class DrivenLedger(Ledger):
         return list(self.apply(commands.Commit(version=version)).group_ids)
 
     def checkpoint(self, version: int, *, key: str = "saved") -> bool:
-        """Mark a checkpoint; returns whether it is new."""
+        """Mark a checkpoint. Returns whether the mark is new."""
         return self.apply(commands.Checkpoint(folder="/unused/v00000001", version=version, key=key)).is_new
 
     def rewind(self, version: int) -> outcomes.Rewound:
@@ -125,7 +128,7 @@ class DrivenLedger(Ledger):
         return self.apply(commands.Resume(version=version, key=key, tokens_generated=tokens_generated))
 
     def step(self) -> list[int]:
-        """Plan and commit the next batch; return the group ids."""
+        """Plan and commit the next batch. Returns the group ids."""
         version = self.learner_version
         plan = self.plan(version)
         assert plan is not None

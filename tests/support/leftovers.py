@@ -1,8 +1,8 @@
-"""Remaining processes: ends the processes that a test session leaves behind, also if the session is killed.
+"""Ends the processes that a test session leaves behind, even if the session is killed.
 
 Every process of a session inherits an environment variable with the session's name, even after several forks. At the
 end of the session, `end_leftovers` ends the processes that still have it. A watcher process, started by
-`watch_session`, does the same when the session dies without an end of its own; the closing of a pipe wakes it.
+`watch_session`, does the same if the session dies without ending normally. The closing of a pipe wakes the watcher.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def end_leftovers(name: str, *, grace_s: float = _GRACE_S) -> list[str]:
             words.append(" ".join(process.cmdline()) or process.name())
             process.terminate()
     psutil.wait_procs(alive, timeout=_STOP_S)
-    while alive := list(_processes_of(name)):  # again, because a killed process may have started others
+    while alive := list(_processes_of(name)):  # repeated, because a killed process may have started others
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -56,7 +56,7 @@ def end_leftovers(name: str, *, grace_s: float = _GRACE_S) -> list[str]:
 
 
 def shared_memory_of(processes: Iterable[psutil.Process]) -> set[int]:
-    """Inodes of these processes' mappings in shared memory; a semaphore is not mapped by its own name."""
+    """The inodes of these processes' mappings in shared memory. A semaphore is not mapped under its own name."""
     inodes = set()
     for process in processes:
         with contextlib.suppress(OSError):
@@ -82,7 +82,10 @@ def _processes_of(name: str) -> Iterator[psutil.Process]:
 
 
 def _ends_with_us(process: psutil.Process) -> bool:
-    """Whether this is a helper process of Python's multiprocessing; it ends when the pipe to this process closes."""
+    """Whether this is a helper process of Python's multiprocessing.
+
+    Such a process ends when the pipe to this process closes.
+    """
     return process.ppid() == os.getpid() and any("from multiprocessing." in word for word in process.cmdline())
 
 

@@ -1,4 +1,4 @@
-"""A buffer service on its journal, without sockets, whose process dies at chosen writes and is restarted."""
+"""A buffer service on its journal, without sockets. Its process dies at chosen writes and is restarted."""
 
 import os
 import threading
@@ -48,7 +48,7 @@ class MortalWrites:
 
 
 class MortalServer:
-    """The service on its journal; replies that were not flushed before a kill are lost.
+    """The service on its journal. Replies that were not flushed before a kill are lost.
 
     Attributes:
         num_kills: Number of kills.
@@ -116,7 +116,7 @@ class MortalServer:
         self.deliver(client, request)
 
     def forget(self, client: bytes) -> None:
-        """Remove a client; its requests are not repeated."""
+        """Remove a client. Its requests are not repeated."""
         for key in [key for key in self._unanswered if key[0] == client]:
             del self._unanswered[key]
 
@@ -145,7 +145,7 @@ class MortalServer:
         self._outbox.clear()
 
     def ask(self, client: bytes, request: Message) -> Message:
-        """Send a request that is answered at once. Returns the reply; an error is a failure."""
+        """Send a request that is answered at once. Returns the reply. An error fails the test."""
         self.send(client, request)
         reply = self.replies.pop((client, request.request_id))
         assert kind_of(reply) == "ok", reply

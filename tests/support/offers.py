@@ -13,11 +13,11 @@ def bare_offer(version: int) -> WeightOffer:
 
 
 class OffersInMemory:
-    """Implements the buffer's ports for weights on the real log, without sockets; engines are numbers.
+    """Implements the buffer's ports for weights on the real log, without sockets. Engines are named by numbers.
 
     Attributes:
         log: The log of offers.
-        learner_version: Steps committed; tests change it by `commit_offers`.
+        learner_version: Number of committed steps. Tests change it by `commit_offers`.
         pins: Every pinned version.
     """
 

@@ -15,7 +15,10 @@ from tests.support.ranks import IMPORTED_ONCE
 
 
 class Peer:
-    """A process; `ask` begins a call of ``function(state, *args)`` there, and `answer` waits for the result."""
+    """A process.
+
+    `ask` begins a call of ``function(state, *args)`` in the process, and `answer` waits for the result.
+    """
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")

@@ -23,7 +23,7 @@ def echo(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PolicyEndpoint:
-    """Answers every request with ``script``, a function of the request's body; `requests` has the bodies so far."""
+    """Answers every request with ``script``, a function of the request's body. `requests` has the bodies so far."""
 
     def __init__(self, script: Callable[[Mapping[str, Any]], dict[str, Any]] = echo) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -51,7 +51,7 @@ class PolicyEndpoint:
         await self._runner.cleanup()
 
     def open(self) -> Access:
-        """Access of another episode."""
+        """The base URL and key of another episode."""
         self._keys.add(f"key-{len(self._keys)}")
         return Access(self._url, f"key-{len(self._keys) - 1}")
 

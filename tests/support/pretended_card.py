@@ -22,7 +22,7 @@ VERSIONS = {"flashinfer_python": "0.6.18", "sglang-kernel": "0.4.7"}
 
 
 class Absent:
-    """A name of a compiled package; a call raises an error."""
+    """Stands in for a name of a compiled package. A call raises an error."""
 
     def __init__(self, name):
         self._name = name
@@ -66,7 +66,7 @@ def let_compiled_packages_be_imported():
 
 
 def pretend(card):
-    """Patch torch to report eight of this card."""
+    """Patch torch so that it reports eight cards of this kind."""
     import torch
 
     capability, gib = CARDS[card]
@@ -100,9 +100,9 @@ def resolve(card, lists):
 
 if __name__ == "__main__":
     out = os.dup(1)
-    os.dup2(2, 1)  # SGLang's output goes to the other stream
+    os.dup2(2, 1)  # SGLang's output goes to stderr
     let_compiled_packages_be_imported()
-    pretend("A100")  # the import of SGLang needs a card
+    pretend("A100")  # importing SGLang needs a card
     importlib.import_module("sglang.srt.server_args")
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         lists = json.load(sys.stdin)

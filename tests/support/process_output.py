@@ -39,7 +39,7 @@ class ProcessOutput:
         with suppress(queue.Empty):
             while (line := self._fresh.get_nowait()) is not None:
                 fresh.append(line)
-            self._fresh.put(None)  # the end stays for `finish`
+            self._fresh.put(None)  # keeps the end mark for `finish`
         self.lines += fresh
         return fresh
 
@@ -77,13 +77,16 @@ class ProcessOutput:
         self.wait_until(lambda: self.num_steps >= number, f"step {number}", timeout_s)
 
     def goes_on(self, what: str, *, before: int | None = None, timeout_s: float = 240.0) -> None:
-        """Wait for two steps after ``before``, because the first may have been running; print the duration."""
+        """Wait for two steps after ``before``, because the first one may have been running already.
+
+        Prints the duration.
+        """
         before, began_s = self.num_steps if before is None else before, time.monotonic()
         self.wait_for_step(before + 2, timeout_s)
         print(f"{what} at step {before}: two steps in {time.monotonic() - began_s:.1f} s")  # noqa: T201
 
     def _check_end(self) -> None:
-        """Called if the process has ended too early; a subclass may skip the test."""
+        """Called if the process has ended too early. A subclass may skip the test."""
 
     def finish(self, timeout_s: float) -> int:
         """Wait for the end of the process. Returns the exit status."""

@@ -15,7 +15,7 @@ ADAPTED = AdaptedLayer(weight="w", down="w", up="w", scale=1.0)
 
 
 def random_bytes(num_values: int, item_bytes: int = 2, seed: int = 0) -> np.ndarray:
-    """Random [bytes] uint8; as floats, some values are not-a-number."""
+    """Random [bytes] uint8. Read as floats, some values are not-a-number."""
     return np.random.default_rng(seed).integers(0, 256, num_values * item_bytes, dtype=np.uint8)
 
 
@@ -38,9 +38,9 @@ def publish_bytes(
     item_bytes: int = 2,
     num_files: int = 2,
 ) -> WeightOffer:
-    """Publish an image as one tensor of delta files or one data file, in pieces of 16 KiB.
+    """Publish an image as one tensor, in delta files or in one data file, in pieces of 16 KiB.
 
-    With ``frozen`` the manifest calls it an adapter of those weights.
+    With ``frozen`` the manifest names it as an adapter of these weights.
     """
     target = folder / ("frozen" if version == FROZEN else f"v{version:08d}")
     target.mkdir(parents=True)

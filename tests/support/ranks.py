@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks, each in a fresh process; a hang fails by time-out.
+"""Runs a function on several gloo ranks, each in a fresh process. A hang fails by time-out.
 
 The ranks are forked from one server process that has imported torch and transformers. The import takes seconds, a fork
 takes milliseconds. The server starts with the first call of a test process and ends with it.
@@ -35,7 +35,7 @@ IMPORTED_ONCE = [
 
 
 def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
-    """Call ``function(*args)`` on every rank; return the results by rank. A rank that fails or dies fails the call."""
+    """Call ``function(*args)`` on every rank. Returns the results by rank. If a rank fails or dies, the call fails."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
     # The ranks connect through a store on a port of this process, as with torchrun.
@@ -47,7 +47,7 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeo
     ]
     for process, (_, of_rank) in zip(processes, pipes, strict=True):
         process.start()
-        of_rank.close()  # then the death of a rank closes its pipe
+        of_rank.close()  # so the death of a rank closes its pipe
     try:
         return _outcomes([ours for ours, _ in pipes], timeout_s)
     finally:
@@ -90,6 +90,6 @@ def _entry(rank: int, num_ranks: int, port: int, parent: Connection, function: C
         return
     parent.send((outcome, False))
     with contextlib.suppress(EOFError, OSError):
-        parent.recv()  # ends when all ranks are done, because other ranks may still need this rank
+        parent.recv()  # waits until all ranks are done, because other ranks may still need this rank
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -21,7 +21,7 @@ ENVIRONMENT = {
 
 
 def raised_by_ray(error: Exception) -> Exception:
-    """An error of an actor's method, as Ray raises it for the caller: its text begins with the place."""
+    """Return an error of an actor's method as Ray raises it for the caller. Its text begins with the place."""
     from ray.exceptions import RayTaskError
 
     account = f"ray::Worker.method() (pid=1)\n  File worker.py, line 1\n{error}"
@@ -30,7 +30,7 @@ def raised_by_ray(error: Exception) -> Exception:
 
 @contextmanager
 def two_node_cluster() -> Iterator:
-    """Two nodes, of 12 and 8 CPUs. The order of their addresses as text differs from the order as numbers."""
+    """Two nodes with 12 and 8 CPUs. Sorted as text, their addresses have another order than sorted as numbers."""
     import ray
     from ray.cluster_utils import Cluster
 

@@ -33,14 +33,14 @@ WRITTEN = 14
 
 
 class InMemoryBuffer(OffersInMemory):
-    """Implements `RolloutBuffer` on the real ledger, without sockets; tests commit steps and revoke leases by hand.
+    """Implements `RolloutBuffer` on the real ledger, without sockets. Tests commit steps and revoke leases by hand.
 
     Attributes:
         groups: The groups put so far.
         released: Group id, tokens and reason of every release.
         progress: Last saved progress by group id.
-        leases_asked: Engine version and number of groups of every request for leases.
-        renewals: Leases renewed so far.
+        leases_asked: Engine version and number of groups of every request for leases. renewals: Number of leases
+            renewed so far.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, groups_per_step: int = 1000, max_lag: int = 0) -> None:
@@ -68,7 +68,7 @@ class InMemoryBuffer(OffersInMemory):
 
     @property
     def num_accounted(self) -> int:
-        """Trained, dropped and buffered tokens, without those of other workers."""
+        """The number of trained, dropped and buffered tokens, without those of other workers."""
         account = self.ledger.account
         return (
             account.tokens_trained - self._num_others + sum(account.tokens_dropped.values()) + account.tokens_buffered
@@ -76,11 +76,11 @@ class InMemoryBuffer(OffersInMemory):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the groups that were put."""
+        """The number of tokens of the groups that were put."""
         return sum(group.summary.num_tokens for group in self.groups)
 
     async def commit(self) -> None:
-        """Consume a batch when the required running groups have arrived; the learner's version increases by one."""
+        """Consume a batch when the required running groups have arrived. The learner's version increases by one."""
         version = self.ledger.learner_version
         async with asyncio.timeout(20), self._changed:
             await self._changed.wait_for(lambda: self.ledger.apply(PlanBatch(version=version)).group_ids)
@@ -88,7 +88,7 @@ class InMemoryBuffer(OffersInMemory):
         await self._notify()
 
     async def advance(self) -> None:
-        """Consume a batch of one group from another worker; needs ``groups_per_step=1``."""
+        """Consume a batch of one group from another worker. Needs ``groups_per_step=1``."""
         version = self.ledger.learner_version
         self.ledger.apply(Enqueue(group_ids=(OTHERS + version,)))
         (lease,) = self.ledger.apply(LeaseGroups(engine_version=version, max_groups=1), self._now).leases
@@ -138,7 +138,7 @@ class InMemoryBuffer(OffersInMemory):
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         self.leases_asked.append((engine_version, max_groups))
         command = LeaseGroups(engine_version=engine_version, max_groups=max_groups)
-        async with self._changed:  # asked under the lock, or a change could come between the answer and the wait
+        async with self._changed:  # asks under the lock, because a change could come between the answer and the wait
             while not (granted := self.ledger.apply(command, self._now).leases):
                 await self._changed.wait()
         self._continued |= {(lease.group_id, lease.attempt) for lease in granted if lease.progress is not None}
@@ -212,7 +212,7 @@ async def update(loop: RolloutLoop, buffer: InMemoryBuffer) -> None:
 
 
 def writes(num_tokens: int, token_delay_s: float = 0.01) -> Script:
-    """A script whose finished responses have ``num_tokens`` tokens, also if they are continued."""
+    """A script whose finished responses have ``num_tokens`` tokens, even if they are continued."""
 
     def script(request: Any, version: int) -> ScriptedAnswer:
         num_left = num_tokens - int(np.count_nonzero(request.prompt_ids == WRITTEN))
@@ -247,7 +247,7 @@ def make_loop(
     images: Any = None,
     **options: Any,
 ) -> RolloutLoop:
-    """A loop, not yet running, with an engine that serves a version."""
+    """A loop that does not run yet, with an engine that serves a version."""
     return RolloutLoop(
         RolloutFleetConfig(**options),
         AnsweringParts(
@@ -273,7 +273,7 @@ async def running_loop(
     version: int = 0,
     **options: Any,
 ) -> AsyncIterator[tuple[RolloutLoop, ScriptedEngine, asyncio.Task[FleetCounters]]]:
-    """A running loop with a scripted engine; it is stopped at the end. ``options`` are those of `make_loop`."""
+    """A running loop with a scripted engine. It is stopped at the end. ``options`` are those of `make_loop`."""
     engine = ScriptedEngine(script)
     await engine.start()
     await engine.load_weights(bare_offer(version))

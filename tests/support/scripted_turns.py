@@ -54,7 +54,7 @@ class ScriptedTurns:
 
 
 class Talk:
-    """A session whose turns are texts, one after the other, encoded letter by letter.
+    """A session whose turns are these texts, one after the other, encoded letter by letter.
 
     ``recorded`` is the progress of an earlier attempt.
     """
@@ -68,7 +68,10 @@ class Talk:
         self.session = Session(self.turns, renderer, sampling=SamplingConfig(max_new_tokens=most), prompt=self.prompt)
 
     def write(self, prompt_ids, sampling):
-        """Encode special tokens whole and other text letter by letter; the tokenizer never encodes text so."""
+        """Encode special tokens as one token and other text letter by letter.
+
+        The tokenizer never encodes text in this way.
+        """
         text = self.texts.pop(0)
         tokenizer = self.renderer.tokenizer
         special = sorted({*tokenizer.all_special_tokens, "<think>", "</think>", "<tool_call>", "</tool_call>"})

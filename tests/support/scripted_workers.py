@@ -22,18 +22,18 @@ from rollout_fleet.metrics import FleetMeter
 
 
 class Workers:
-    """Stands in for places and workers. Calls take ``takes_s``; a worker in ``hangs`` never answers `counters`.
+    """Stands in for places and workers. A call takes ``takes_s``. A worker in ``hangs`` never answers `counters`.
 
     Attributes:
         deaths: Error that ends the worker's life, by rank.
         replaced: Ranks in the order of their replacements.
-        full: No node has room until `make_room`.
+        full: Whether no node has room. `make_room` ends this.
         closed: Ranks with released places.
         made_with: Arguments of the last worker, without its seed.
         engine_seeds: Seeds of the engines in the order of their starts.
-        calls: Rank and method of every call but `counters`.
+        calls: Rank and method of every call except `counters`.
         keeps_leases: Ranks that cannot give everything back when they end.
-        run_errors: By rank, what `run` raises; ``run_error`` is what every rank raises.
+        run_errors: The error that `run` raises, by rank. ``run_error`` is raised by every rank.
     """
 
     def __init__(self, takes_s=0.5, hangs=False):
@@ -64,10 +64,10 @@ class Workers:
 
     def die(self, rank, error):
         self.death_of(rank).set_exception(error)
-        self.death_of(rank).exception()  # perhaps there was no call
+        self.death_of(rank).exception()  # marks the error as retrieved, because perhaps no call waits for it
 
     def stand_still(self, rank, seconds):
-        """Stop a worker's answers for a time, as with SIGSTOP; the worker then answers the waiting calls."""
+        """Stop a worker's answers for a time, as SIGSTOP does. Then the worker answers the waiting calls."""
         self.awake_s[rank] = time.monotonic() + seconds
 
     def fill(self):
@@ -154,7 +154,7 @@ class Workers:
 
 
 class Graves:
-    """Stands in for the controller's client; every dead worker had generated 70 tokens."""
+    """Stands in for the controller's client. Every dead worker had generated 70 tokens."""
 
     def __init__(self):
         self.buried = []

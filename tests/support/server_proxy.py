@@ -1,7 +1,7 @@
-"""A proxy before the SGLang server of a whole run, which finds the server itself and fails on request.
+"""A proxy in front of the SGLang server of a whole run.
 
-The run's server listens on another port (``--port`` in its extra arguments). The proxy listens on the port that the
-worker calls, also for replaced servers.
+The proxy finds the server itself, and makes calls fail on request. The run's server listens on another port (``--port``
+in its extra arguments). The proxy listens on the port that the worker calls, also for replaced servers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOOK_S = 0.1
 
 
 class ServerProxy:
-    """One proxy per run; `fail` and `heal` may be called from any thread.
+    """One proxy per run. `fail` and `heal` may be called from any thread.
 
     Attributes:
         option: Required option of the run.

@@ -157,13 +157,13 @@ class SimulatedFleet:
     """Engines with given speeds, and a learner that needs ``step_s`` per step and publishes at once.
 
     Args:
-        speeds: Tokens per second of one group on each engine; a function of time if the speed changes.
+        speeds: Tokens per second of one group on each engine. A function of time if the speed changes.
         num_places: Largest number of groups on each engine.
         groups_per_step: B.
         max_lag: η.
         step_s: Seconds per learner step.
         length_of: Number of tokens of a group, by its id.
-        pace_of: So many times as long as others a group takes for a token, by its id: it waits for a tool, say.
+        pace_of: A group takes this many times longer per token, by its id, for example because it waits for a tool.
         hand_over: ``buffer.hand_over``.
     """
 

@@ -1,4 +1,4 @@
-"""Another user of this host: runs a function under another user id, in a child process."""
+"""Acts as another user of this host. Runs a function under another user id, in a child process."""
 
 import json
 import os
@@ -12,7 +12,10 @@ NOBODY = 65534
 
 
 def as_stranger(function: Callable[[], Any]) -> Any:
-    """The JSON result of a function in a child process of user `NOBODY`; skips the test without root."""
+    """Return the JSON result of a function that runs in a child process of user `NOBODY`.
+
+    Skips the test if this user is not root.
+    """
     if os.geteuid() != 0:
         pytest.skip("only root may become another user")
     reading, writing = os.pipe()

@@ -133,7 +133,7 @@ def tiny_config(family: str, *, initializer_range: float, **options: Any) -> Pre
 def save_tiny_model(
     directory: Path, family: str = "qwen3", seed: int = 0, *, initializer_range: float = 0.2, **options: Any
 ) -> str:
-    """Weights have a large spread, so a wrong mask or position gives very different results."""
+    """Save a tiny model. Its weights have a large spread, so a wrong mask or position gives very different results."""
     torch.manual_seed(seed)
     config = tiny_config(family, initializer_range=initializer_range, **options)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
@@ -141,14 +141,14 @@ def save_tiny_model(
 
 
 def plain_log_probs(model: torch.nn.Module, sequence: TokenSequence, *, temperature: float = 1.0) -> torch.Tensor:
-    """[tokens in the loss] log-probs from transformers' forward of one sequence, without packing."""
+    """Return [tokens in the loss] log-probs from transformers' forward of one sequence, without packing."""
     ids = torch.from_numpy(sequence.input_ids.astype(np.int64))
     log_probs = F.log_softmax(model(ids[None]).logits[0, :-1] / temperature, dim=-1)
     return log_probs.gather(-1, ids[1:, None])[:, 0][torch.from_numpy(sequence.loss_mask[1:])]
 
 
 def random_sequences(num: int, seed: int = 0, *, longest: int = 24) -> list[TokenSequence]:
-    """Sequences of 2 to ``longest`` tokens with responses, behaviour log-probs and advantages of many magnitudes.
+    """Sequences of 2 to ``longest`` tokens with responses. Behaviour log-probs and advantages have many magnitudes.
 
     Every second sequence has the prompt of the previous one if there is room for a response.
     """
@@ -182,7 +182,10 @@ def _sequence(rng: np.random.Generator, length: int) -> TokenSequence:
 
 
 def awkward_sequences(seed: int = 0) -> list[TokenSequence]:
-    """Difficult cases for splits: sequences of one token, without loss, in strided arrays, of very different values."""
+    """Difficult cases for splits.
+
+    Some sequences have one token, no loss tokens, strided arrays, or very different values.
+    """
     rng = np.random.default_rng(seed)
     sequences = _with_common_prompts([_sequence(rng, int(rng.integers(2, 25))) for _ in range(13)])
     alone = TokenSequence(

@@ -26,7 +26,7 @@ MS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class RunShape:
-    """The parameters of a simulated run; times are in nanoseconds."""
+    """The parameters of a simulated run. Times are in nanoseconds."""
 
     num_steps: int = 6
     groups_per_step: int = 4
@@ -74,7 +74,7 @@ class _Group:
 
 
 class SimulatedRun:
-    """Simulates a run; call `record_run`."""
+    """Simulates a run. Use `record_run`."""
 
     def __init__(self, folder: Path, shape: RunShape) -> None:
         self.shape = shape
@@ -282,7 +282,7 @@ class SimulatedRun:
 
 
 def record_run(folder: Path, **shape: object) -> Trace:
-    """Simulate and record a run of a `RunShape` in ``folder``; return its trace. ``max_lag=0`` is a serial run."""
+    """Simulate and record a run of a `RunShape` in ``folder``. Returns its trace. ``max_lag=0`` is a serial run."""
     SimulatedRun(folder, RunShape(**shape)).play()
     return Trace.load(folder)
 
@@ -295,10 +295,11 @@ def trace_of(
     buffer: Iterable[tuple[str, int, int]] = (),
     steps: Iterable[int] = (),
 ) -> Trace:
-    """A trace from explicit values.
+    """Make a trace from explicit values.
 
-    Spans are (lane, kind, start, end), levels (lane, name, time, value), distinguished by their name; the buffer's
-    levels are (name, time, value). ``steps`` are the times between learner steps, the begin of the first included.
+    A span is (lane, kind, start, end). A level is (lane, name, time, value), recognized by its name. A level of the
+    buffer is (name, time, value). ``steps`` has the times between learner steps, including the beginning of the first
+    step.
     """
     spans, levels = [], []
     for process, noted in (("rollout-0", fleet), ("learner-0", learner), ("controller", controller)):

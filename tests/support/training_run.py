@@ -28,9 +28,9 @@ def documented_metrics() -> set[str]:
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """Names of metrics that the page does not explain.
+    """The names of metrics that the page does not explain.
 
-    A critic has those of the policy. Alarms have one row, and so have data sources.
+    A critic has the metrics of the policy. All alarms share one row, and all data sources share one row.
     """
     known = documented_metrics()
     known |= {name.replace("learner.", "learner.critic.", 1) for name in known}
@@ -38,7 +38,7 @@ def undocumented(names: Iterable[str]) -> list[str]:
 
 
 def _words_of(process: psutil.Process) -> str:
-    """Name and command line; empty if the process has ended."""
+    """The name and the command line of a process; empty if the process has ended."""
     with suppress(psutil.Error):
         if process.status() != psutil.STATUS_ZOMBIE:
             return process.name() + " " + " ".join(process.cmdline())
@@ -46,11 +46,14 @@ def _words_of(process: psutil.Process) -> str:
 
 
 class RunningTraining(ProcessOutput):
-    """``python -m asyncrl train`` with its output read line by line; ``python_path`` has modules for its processes."""
+    """A process of ``python -m asyncrl train``.
+
+    Its output is read line by line. ``python_path`` has modules for its processes.
+    """
 
     def __init__(self, output_dir: Path, *overrides: str, cwd: Path = ROOT, python_path: Path | None = None) -> None:
         self.output_dir = output_dir
-        self.scratch = Path(tempfile.mkdtemp(prefix="run-"))  # a short path, because sockets are in it
+        self.scratch = Path(tempfile.mkdtemp(prefix="run-"))  # the path must be short, because the folder has sockets
         self.family: dict[int, psutil.Process] = {}
         paths = [str(path) for path in (python_path, ROOT) if path is not None]
         process = subprocess.Popen(
@@ -76,7 +79,7 @@ class RunningTraining(ProcessOutput):
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder; it does not exist if nothing was started."""
+        """The run's folder. It does not exist if nothing was started."""
         return Path(next(line for line in self.lines if " writing to " in line).partition(" writing to ")[2])
 
     @property
@@ -86,7 +89,7 @@ class RunningTraining(ProcessOutput):
 
     @property
     def records(self) -> list[dict]:
-        """The complete lines of ``metrics.jsonl``; the last line may be incomplete."""
+        """The complete lines of ``metrics.jsonl``. An incomplete last line is left out."""
         path = self.run_dir / "metrics.jsonl"
         whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
         return [json.loads(line) for line in whole.splitlines()]
@@ -104,7 +107,7 @@ class RunningTraining(ProcessOutput):
                 process.send_signal(number)
 
     def pid_of(self, words: str) -> int:
-        """Pid of the first process of the run with ``words`` in its name or command, without further arguments."""
+        """Pid of the first process of the run with ``words`` in its name or command. Further arguments are ignored."""
         self.remember_family()
         for child in self.family.values():
             if child.is_running() and words in child.name() + " " + " ".join(child.cmdline()[:4]):

@@ -25,7 +25,10 @@ def make_group(
     finish_reasons: Sequence[FinishReason],
     response_mask: np.ndarray | None = None,
 ) -> TrajectoryGroup:
-    """G chains of turns below one prompt: responses laid end to end, cut into turns where the mask changes."""
+    """Make G chains of turns below one prompt.
+
+    The responses are concatenated, and each is cut into turns where the mask changes.
+    """
     mask = np.ones(len(response_ids), dtype=bool) if response_mask is None else response_mask
     trajectories, start = [], 0
     for length, reward, reason in zip(response_lengths.tolist(), rewards.tolist(), finish_reasons, strict=True):
@@ -53,7 +56,7 @@ def make_group(
 def sampled_turn(
     rng: np.random.Generator, length: int, parent: int, *, vocabulary: int, version: int = 0, **fields: Any
 ) -> Turn:
-    """A sampled turn of random tokens; ``fields`` are further fields of `Turn`."""
+    """A sampled turn of random tokens. ``fields`` are further fields of `Turn`."""
     return Turn(
         token_ids=rng.integers(0, vocabulary, length).astype(np.int32),
         parent=parent,

@@ -38,7 +38,7 @@ def skip_unless_permitted(process: subprocess.Popen, output: str) -> None:
 
 
 def left_of(mark: str, grace_s: float = 0.0) -> list[psutil.Process]:
-    """The processes with this mark; waits a short time for their end."""
+    """The processes that still have this mark after a short wait for their end."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -59,7 +59,7 @@ class RunOnTwoHosts(ProcessOutput):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that were made and not lost; the run's folder is in /tmp of the first host."""
+        """Number of steps that were made and not lost. The run's folder is in /tmp of the first host."""
         first = next(one.pid for one in left_of(self.mark) if "gcs_server" in one.name())
         paths = list(Path(f"/proc/{first}/root/tmp/asyncrl/quickstart").glob("*/metrics.jsonl"))
         whole, _, _ = (paths[0].read_text() if paths else "").rpartition("\n")

@@ -8,9 +8,10 @@ import pytest
 
 @pytest.fixture
 async def virtual_time(monkeypatch):
-    """Time does not advance while there is work, and jumps to the next timer otherwise.
+    """Time does not advance while there is work.
 
-    So a test that waits is fast, and the order of events does not depend on the machine's load.
+    Otherwise it jumps to the next timer. So a test that waits is fast, and the order of events does not depend on the
+    machine's load.
     """
     loop = asyncio.get_running_loop()
     now, select = time.monotonic(), loop._selector.select

@@ -72,7 +72,10 @@ _PROCESSOR = {
 def write_vision_model(
     directory: Path, *, seed: int = 0, initializer_range: float = 0.2, family: str = "qwen3_vl", **text: Any
 ) -> str:
-    """Weights are spread out, so that a wrong position or a lost image is far from right."""
+    """Save the model.
+
+    Its weights have a large spread, so a wrong position or a lost image gives very different results.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     ids = _write_tokenizer(directory)
     torch.manual_seed(seed)
@@ -105,7 +108,7 @@ def write_vision_model(
 
 
 def _write_tokenizer(directory: Path) -> dict[str, int]:
-    """Write a tokenizer with one token per character; returns the ids of all tokens."""
+    """Write a tokenizer with one token per character. Returns the ids of all tokens."""
     characters = "\n .?abcdefghijklmnopqrstuvwxyz0123456789"
     ids = {token: index for index, token in enumerate([*SPECIAL, *characters])}
     tokenizer = Tokenizer(WordLevel(ids, unk_token="?"))
@@ -127,12 +130,12 @@ def _write_tokenizer(directory: Path) -> dict[str, int]:
 
 
 def picture(seed: int = 0, *, width: int = 16, height: int = 8) -> np.ndarray:
-    """[height, width, 3] uint8, random."""
+    """A random image, [height, width, 3] uint8."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def coloured(colour: str, seed: int = 0, *, width: int = 8, height: int = 8) -> np.ndarray:
-    """[height, width, 3] uint8, one of `COLOURS` with some noise."""
+    """An image in one of `COLOURS` with some noise, [height, width, 3] uint8."""
     noise = np.random.default_rng(seed).integers(-20, 21, (height, width, 3))
     return np.clip(np.array(COLOURS[colour]) + noise, 0, 255).astype(np.uint8)
 

@@ -22,10 +22,10 @@ from learner.packed_model import PackedModel
 
 
 def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every full parameter of a plain or sharded model, one FSDP unit at a time; every rank iterates to the end.
+    """Yield every full parameter of a plain or sharded model, one FSDP unit at a time.
 
-    Each parameter is yielded once; tied ones have their first name. A tensor is valid until the next step of the
-    iteration.
+    Every rank must iterate to the end. Each parameter is yielded once. Tied parameters have their first name. A tensor
+    is valid until the next step of the iteration.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
@@ -41,11 +41,11 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def gather_weights(trainer: PackedModel) -> dict[str, Tensor] | None:
-    """Collect the whole weights of a plain or sharded model. A collective: every rank calls it.
+    """Collect the whole weights of a plain or sharded model. This is a collective, so every rank must call it.
 
     Returns:
-        On rank 0, checkpoint name to CPU tensor in the computing type, tied tensors once and adapters merged; None on
-        the others.
+        On rank 0, a CPU tensor in the computing type for each checkpoint name. Tied tensors occur once, and adapters
+        are merged. None on other ranks.
     """
     is_first = trainer.mesh.rank == 0
     weights: dict[str, Tensor] = {}
@@ -61,7 +61,7 @@ def gather_weights(trainer: PackedModel) -> dict[str, Tensor] | None:
 
 
 def weights_of(trainer: PackedModel) -> dict[str, np.ndarray]:
-    """`gather_weights` as arrays, which a process can send to another; empty on all ranks but the first."""
+    """`gather_weights` as arrays, which one process can send to another. Empty on all ranks except the first."""
     return {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
 
 

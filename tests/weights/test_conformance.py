@@ -1,8 +1,8 @@
 """Real SGLang servers load published weights while requests run, and every token has the right version.
 
-One row per kind of model, engine and offer. Each makes 30 updates while several requests run, and compares the log-prob
-of every sampled token with a Hugging Face forward of the version that the engine reported. All prompts share a long
-prefix, of which no KV cache may survive into a request that begins after an update.
+One row per kind of model, engine and offer. Each row makes 30 updates while several requests run. The log-prob of every
+sampled token is compared with a Hugging Face forward of the version that the engine reported. All prompts share a long
+prefix. A request that begins after an update must not use a KV cache from before the update.
 """
 
 import asyncio
@@ -117,7 +117,7 @@ async def test_every_token_is_of_the_version_that_it_names(
         await engine.stop()
         stager.close()
         publisher.close()
-    # Two layers with three tensors per expert, on each rank.
+    # Each rank has two layers with three tensors per expert.
     num_fused = 2 * 3 * 4 if family in ("qwen3_moe", "mixtral") else 0
     assert [report["num_fused"] for report in reports] == [num_fused] * tp_size
     num_tokens = check(answered, folders, dtype, atol, keeps=on_update is OnUpdate.keep)
@@ -143,7 +143,7 @@ def perturb(learner, seed):
 
 
 def check(answered, folders, dtype, atol, *, keeps):
-    """Compare all log-probs; return the number of tokens per version."""
+    """Compare all log-probs. Returns the number of tokens per version."""
     num_tokens = Counter()
 
     @cache

@@ -1,4 +1,4 @@
-"""Experts that are loaded with joined copies, to the places of the model's loader."""
+"""Loading many experts with one copy. The values must be at the places where the model's own loader puts them."""
 
 import contextlib
 import gc
@@ -18,10 +18,10 @@ EXPERTS, WIDTH, HIDDEN = 6, 8, 4
 
 
 class Mixture(nn.Module):
-    """Loads weights like SGLang's models: w13 [E, 2I, H] and w2 [E, H, I]; this rank has a part of each.
+    """Loads weights like SGLang's models: w13 [E, 2I, H] and w2 [E, H, I]. This rank has a part of each.
 
     Args:
-        ranks: Tensor-parallel ranks; this is the last one.
+        ranks: Number of tensor-parallel ranks. This rank is the last one.
         own: The experts of this rank.
         order: Order of gate and up in w13.
     """
@@ -101,7 +101,10 @@ def published(seed=0, dtype=torch.float32):
 
 @pytest.fixture
 def offer_of(tmp_path):
-    """Return a function that publishes tensors; ``spoil`` changes the first byte of a tensor after its digest."""
+    """Return a function that publishes tensors.
+
+    ``spoil`` names a tensor whose first byte is changed after its digest was computed.
+    """
 
     def make(tensors, spoil=None):
         folder = tmp_path / f"v{len(list(tmp_path.iterdir()))}"
@@ -186,7 +189,7 @@ def test_padding_is_written_in_every_load(load, offer_of):
     for seed in range(3):
         load(model, offer_of(published(seed)))
         assert_holds(model, published(seed))
-        for parameter in model.parameters():  # the engine has released its memory
+        for parameter in model.parameters():  # as if the engine had released its memory
             parameter.data.fill_(torch.nan)
 
 
@@ -242,7 +245,7 @@ def _dispatch_to(copy, replacement):
 
 
 class Converts(Mixture):
-    """A model with another dtype than the tensors."""
+    """A model whose dtype differs from that of the tensors."""
 
     def part_of(self, kind, tensor):
         return super().part_of(kind, tensor).float()

@@ -37,7 +37,10 @@ class Model(nn.Module):
 
 @pytest.fixture
 def offer_of(tmp_path):
-    """Return a function that publishes tensors; ``spoil`` changes the last bit of the file after its digest."""
+    """Return a function that publishes tensors.
+
+    ``spoil`` changes the last bit of the file after the digest was computed.
+    """
 
     def make(spoil=False, for_device=False, **tensors):
         file = tmp_path / "model.safetensors"
@@ -109,7 +112,7 @@ def test_a_device_digest_is_the_same_on_host_and_device_and_sees_every_bit(num_b
 
 def test_a_device_digest_is_the_sum_of_words_times_splitmix_factors():
     assert device_digest_of(np.zeros(9, dtype=np.uint8)) == 0
-    # SplitMix64 of 0 is 0, and its next two outputs with this increment are the well-known test vector.
+    # SplitMix64 of 0 is 0. Its next two outputs with this increment are the well-known test vector.
     factors = [1, 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4 | 1]
     words = np.array([3, -2, 5], dtype=np.int32)
     total = sum(int(word) * factor for word, factor in zip(words, factors, strict=True)) % (1 << 64)
@@ -124,7 +127,7 @@ def fused(held, name, tensor):
 
 
 def load_copies(offer, model):
-    """Load as on a GPU: the tensors are copies on the device, and `verify` compares their digests."""
+    """Load as on a GPU. The tensors are copies on the device, and `verify` compares their digests."""
     weights = FileWeights(offer, torch.device("cpu"))
     with ComparedWrites(dict(model.named_parameters()), weights) as writes:
         model.load_weights(weights.tensors())
@@ -252,7 +255,7 @@ def test_other_threads_and_digest_threads_still_use_pools_during_a_load():
 
 
 def test_a_stream_is_opened_for_an_offer_that_was_read_from_json():
-    """A server reads its order from JSON; there the carrier is a plain string."""
+    """A server reads its order from JSON, where the carrier is a plain string."""
     access = b"".join(zmq.curve_keypair()).decode()
     offer = WeightOffer(version=1, manifest="127.0.0.1:1", digest="", num_bytes=0, access=access)
     fields = json.loads(json.dumps(asdict(replace(offer, carrier=Carrier.engine_stream))))

@@ -44,7 +44,7 @@ IN_BOTH_TYPES = ("qwen3", "qwen3_moe", "qwen3_next")
 
 @pytest.fixture
 def publisher_of():
-    """Return a function that makes publishers; they are closed after the test."""
+    """Return a function that makes publishers. They are closed after the test."""
     made = []
 
     def make(trainer, directory, keep=2, **options):
@@ -282,7 +282,7 @@ def test_adapters_of_weights_outside_the_checkpoint_are_merged_with_a_warning(
 
 
 def deltas_of_a_rank(config, path, folder):
-    """Return per version its kind, whether the staged version equals the gathered weights, and its bytes."""
+    """Return each version's kind and number of bytes, and whether the staged version equals the gathered weights."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=-1, options=PublishOptions(full_every=3))
     stager = WeightStager("engine-0", memory=Path(folder, "memory"), copies=True, timeout_s=10)
@@ -366,7 +366,7 @@ def test_writing_a_prepared_file_causes_no_page_faults():
 
 
 def test_a_version_is_offered_only_after_fsync(tmp_path, publisher_of, monkeypatch):
-    """Otherwise another host that shares the directory could read old bytes."""
+    """If a file were reused, another host that shares the directory could read old bytes."""
     publisher = publisher_of(Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1), tmp_path)
     synced, fsync = [], os.fsync
 
@@ -395,7 +395,7 @@ def test_without_room_for_the_next_version_publish_raises_weights_error(tmp_path
 
 
 class KeptLog:
-    """Records the reports of a publisher; ``oldest`` is the oldest version that may still be offered."""
+    """Records the reports of a publisher. ``oldest`` is the oldest version that may still be offered."""
 
     def __init__(self, oldest=0):
         self.reported = []
@@ -481,7 +481,7 @@ def test_a_saved_policy_includes_its_tokenizer(tmp_path: Path) -> None:
 
 
 def saved_by_a_rank(config, path, folder):
-    """Save, with another folder on rank 1; return the gathered weights."""
+    """Save the weights, with another folder on rank 1. Returns the gathered weights."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     trainer.update(random_sequences(3), policy_objective(AlgorithmConfig()))
     save_policy(trainer, f"{folder}/{trainer.mesh.rank}")

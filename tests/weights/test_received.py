@@ -27,7 +27,7 @@ from tests.support.training_run import ROOT
 
 
 class Network:
-    """A learner of one rank that sends its versions; every fourth version is full, the others are also sent as deltas.
+    """A learner of one rank that sends its versions. Every fourth version is full. The others are also sent as deltas.
 
     Attributes:
         images: The data file of each version.
@@ -139,7 +139,10 @@ async def test_two_hosts_with_two_engines_each_receive_one_copy_per_host(tmp_pat
 
 
 def print_bytes_on_the_network(folder):
-    """Publish 4 MB to two hosts with two engines each; print the kernel's bytes on loopback per host and byte."""
+    """Publish 4 MB to two hosts with two engines each.
+
+    Prints the bytes that the kernel counts on loopback, per host and per published byte.
+    """
     learner = Network(folder / "published", num_receivers=2, num_values=2_000_000)
     stagers = [
         WeightStager(f"engine-{number}", memory=folder / f"memory-{number // 2}", copies=False, timeout_s=30.0)
@@ -303,7 +306,7 @@ async def test_a_cancelled_engine_leaves_the_lock_to_the_others(network, host):
 
 
 def stage(state, offer, memory, number, timeout_s):
-    """Stage a version like a worker. Returns the bytes; the version stays staged."""
+    """Stage a version as a worker does. Returns the bytes. The version stays staged."""
     state["stager"] = WeightStager(f"engine-{number}", memory=Path(memory), copies=False, timeout_s=timeout_s)
 
     async def staged():
@@ -366,7 +369,7 @@ def test_when_the_receiver_dies_while_others_wait_one_of_them_receives(tmp_path)
 
 
 def stop_in_a_transfer(state, memory):
-    """Write this process's id when it receives, and continue when a file exists."""
+    """Write this process's id when it receives a version, and continue when a file exists."""
     receive = WeightGroup.receive
 
     def waiting(self, data, source, deadline):

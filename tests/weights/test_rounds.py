@@ -1,4 +1,7 @@
-"""The members of a round of a weight stream, and the channel of its messages; `test_stream.py` sends weights."""
+"""The members of a round of a weight stream, and the channel for its messages.
+
+`test_stream.py` tests the transfer of weights.
+"""
 
 import asyncio
 import os
@@ -83,7 +86,7 @@ def coordinator():
 
 @contextmanager
 def coordinators(first_message=None, num_receivers=1):
-    """A coordinator of one rank in a thread; ``first_message`` gets each connection and message."""
+    """A coordinator of one rank in a thread. ``first_message`` gets each connection and message."""
     coordinator = RoundCoordinator(PublishOptions(num_receivers=num_receivers), "127.0.0.1", num_ranks=1)
     if first_message is not None:
         coordinator._take = first_message
@@ -130,7 +133,7 @@ def test_the_channel_takes_no_message_of_a_client_without_the_key():
 
 
 def test_a_receiver_refuses_a_sender_without_the_key(coordinator):
-    """A false server returns the client's messages; a proof of the client does not count as a proof of the server."""
+    """A false server returns the client's messages. The client's own proof must not count as a proof of the server."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def reflect():
@@ -255,7 +258,10 @@ def test_channel_keys_are_not_in_the_repr_of_addresses_and_offers(coordinator):
 
 
 def test_a_stream_needs_no_name_service(tmp_path):
-    """Torch's store requests it per connection. With a lost answer this took 5 s, and rounds were missed."""
+    """Torch's store asks a name service once per connection.
+
+    If the answer was lost, this took 5 s, and rounds were missed.
+    """
     library, queries = tmp_path / "no_name_service.so", tmp_path / "queries"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, NO_NAME_SERVICE, "-ldl"], check=True)
     script = "from tests.weights.test_stream import receive_in_one_process as run; import sys; run(sys.argv[1])"

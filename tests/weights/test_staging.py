@@ -40,7 +40,7 @@ def make_stager(tmp_path):
 
 
 class Learner:
-    """Publishes random bytes; every fourth version is full."""
+    """Publishes random bytes. Every fourth version is full."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -123,7 +123,7 @@ async def test_an_engine_that_skips_versions_applies_the_deltas_between(make_sta
     stager = make_stager(copies=True)
     async with stager.staged(learner.publish()):
         pass
-    os.remove(learner.folder / "v00000000" / "model.safetensors")  # staging must not read it again
+    os.remove(learner.folder / "v00000000" / "model.safetensors")  # staging must not read this file again
     newest = [learner.publish() for _ in range(3)][-1]
     async with stager.staged(newest) as local:
         assert np.array_equal(bytes_of(local), learner.images[3])
@@ -219,7 +219,7 @@ async def test_staging_from_a_directory_that_hangs_raises_a_deadline_error(make_
     with pytest.raises(DeadlineError, match=r"engine-0 did not stage policy version 0 .*rollout_fleet.load_timeout_s"):
         async with stager.staged(offer):
             pass
-    await asyncio.to_thread(manifest.write_bytes, b"")  # unblocks the thread
+    await asyncio.to_thread(manifest.write_bytes, b"")  # ends the read that blocks the thread
 
 
 async def test_a_closed_stager_leaves_no_files(make_stager, learner, tmp_path):
@@ -342,7 +342,7 @@ async def test_a_stream_sends_the_frozen_weights_once_and_then_adapters_alone(ma
 
 
 class NetworkLearner(Learner):
-    """Sends its versions as one rank over loopback, and records the rounds that sent a delta."""
+    """Sends its versions over loopback as one rank. Records the rounds that sent a delta."""
 
     def __init__(self, folder):
         super().__init__(folder)

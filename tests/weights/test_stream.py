@@ -1,4 +1,4 @@
-"""Rounds in which learner ranks broadcast a version to receivers; all processes run on this host."""
+"""Rounds in which learner ranks broadcast a version to receivers. All processes run on this host."""
 
 import asyncio
 import signal
@@ -112,14 +112,14 @@ def fall_at_the_third_transfer(state, number):
         def falling(*args, transfer=transfer):
             calls.append(1)
             if len(calls) == 3:
-                signal.pthread_kill(threading.get_ident(), number)  # this thread pauses here
+                signal.pthread_kill(threading.get_ident(), number)  # the signal stops this thread here
             return transfer(*args)
 
         setattr(WeightGroup, name, falling)
 
 
 def arrive(state, offered, timeout_s=30.0):
-    """Take part in rounds as an engine's rank. Returns the tensors by name, and the seconds."""
+    """Take part in rounds as an engine's rank. Returns the tensors by name, and the duration in seconds."""
     stream.SPAN_BYTES, rounds.CALL_S = SPAN_BYTES, CALL_S
     began = time.monotonic()
 
@@ -349,7 +349,7 @@ def test_bytes_on_a_gpu_are_compared_by_digests_that_it_computes(is_damaged):
 
 
 async def test_a_pinned_version_is_sent_even_if_many_versions_are_newer(ranks, tmp_path):
-    """An evaluation waited for an engine that had joined late and could not get the version any more."""
+    """Earlier, an evaluation waited for an engine that had joined late and could not get the version any more."""
     pinned = offered_by(ranks, 1, tmp_path)
     for state in ranks:
         state["sender"].retire(1)
@@ -382,7 +382,7 @@ async def test_a_receiver_whose_answers_are_lost_asks_again_and_then_raises(rank
 
 
 async def test_a_rank_without_the_version_ends_the_round_at_once(ranks, tmp_path):
-    """The receivers waited a minute, until the round's deadline, before they could ask for a newer version."""
+    """Earlier, the receivers waited a minute, until the round's deadline, before they could ask for a newer version."""
     offered, began = offered_by(ranks, 1, tmp_path), time.monotonic()
     ranks[1]["sender"].retire(2)
     with pytest.raises(WeightsError, match=r"in 3 rounds: \['round 1 of weights is over', 'round 2"):
