@@ -1,1 +1,4 @@
-"""Benchmarks of asyncrl against alternatives. Each module prints a table, and its figures as JSON on the last line."""
+"""Benchmarks that compare asyncrl with alternatives.
+
+Each module prints a table, and its figures as JSON on the last line.
+"""

@@ -1,4 +1,4 @@
-"""The agent of `benchmarks.agent_fleet`: turns with a tool between two of them. It needs the standard library only."""
+"""The agent of `benchmarks.agent_fleet`: turns with a tool between them. The module needs only the standard library."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ RESULT = tuple(range(20, 36))
 
 
 def tool_seconds(mean: float) -> float:
-    """Duration of one tool, from half the mean to one and a half. With equal durations the episodes keep in step."""
+    """Duration of one tool, from 0.5 to 1.5 times the mean.
+
+    With equal durations, all episodes would call their tools at the same times.
+    """
     return mean * random.uniform(0.5, 1.5)
 
 
 class ToolUser:
-    """Samples ``num_turns`` turns; after each but the last one, a tool takes ``tool_s`` seconds on average."""
+    """Samples ``num_turns`` turns. After each turn except the last one, a tool takes ``tool_s`` seconds on average."""
 
     def __init__(self, num_turns: int, tool_s: float = 0.0) -> None:
         self._num_turns = num_turns

@@ -1,12 +1,12 @@
-"""Episodes with tools on one engine: the fleet against the same agent on the engine directly.
+"""Episodes with tools on one engine: compares the fleet with the same agent that uses the engine directly.
 
 The fleet has all its parts: a buffer server, a rollout loop, the endpoint, and a child process with the environment.
 The agent samples turns of equal length. The tools between the turns take a fifth of the episode's time on average. The
-bare agent sends token ids to the engine. It has as many episodes under way as the fleet may hold, and as many requests
-at once as the engine has places.
+bare agent sends token ids to the engine. It runs as many episodes as the fleet may hold, and as many requests at once
+as the engine has places.
 
-On the scripted engine, which writes at a fixed pace, a stand-in for the learner consumes each batch at once and offers
-the next version. On SGLang the weights stay as they are.
+The scripted engine writes at a fixed pace. There, a stand-in for the learner consumes each batch at once and offers the
+next version. On SGLang the weights do not change.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _VOCABULARY = 300
 
 
 class _CountingPlayer(EpisodePlayer):
-    """Counts turns, tools that begin while a turn of their episode runs, and prompts that the engine had cached."""
+    """Counts turns, tools that begin while a turn of their episode runs, and prompt tokens in the engine's cache."""
 
     num_turns = num_held = num_later = 0
     later = PromptTokens()
@@ -97,7 +97,7 @@ class _Round:
 
 @dataclass(kw_only=True)
 class _Bench:
-    """A fleet of one engine, and the way to the engine for the bare agent."""
+    """A fleet of one engine. The bare agent uses the same engine directly."""
 
     worker: LocalWorker
     player: _CountingPlayer
@@ -116,7 +116,10 @@ class _Bench:
         )
 
     async def set_tools(self, seconds: float) -> None:
-        """Let tools take `TOOL_SHARE` of an episode's time, by the rate of the bare agent without tools."""
+        """Set the tools' duration to `TOOL_SHARE` of an episode's time.
+
+        The rate of the bare agent without tools gives that time.
+        """
         turn_s = PLACES * SAMPLES / await self.bare_rate(seconds)
         self.tool_s = TOOL_SHARE / (1 - TOOL_SHARE) * turn_s * NUM_TURNS / (NUM_TURNS - 1)
 
@@ -156,7 +159,7 @@ class _Bench:
         return _Round(turns_per_s=num_turns / (ended_ns - began_ns) * 1e9, window=(began_ns, ended_ns))
 
     async def bare_rate(self, seconds: float) -> float:
-        """Turns per second of the same agent on the engine directly."""
+        """Measure the turns per second of the same agent when it uses the engine directly."""
         places, num_turns = asyncio.Semaphore(PLACES * SAMPLES), 0
 
         async def episodes() -> None:

@@ -1,9 +1,9 @@
-"""Count the tokens that the learner computes for trees of turns: packed with shared tokens, and branch by branch.
+"""Count the tokens that the learner computes for trees of turns.
 
-The trees are those of a search agent: parallel tools, several drafts (the episode continues one of them), a retry with
-an edited history, a
-sub-agent, and a compaction when the context is full. The episodes are real (`rollout_fleet.episodes.Episode`), with
-random tokens; the packer is the learner's.
+They are packed with shared tokens, or branch by branch. The trees are those of a search agent. It has parallel tools,
+several drafts (the episode continues one of them), a retry with an edited history, a sub-agent, and a compaction when
+the context is full. The episodes are real (`rollout_fleet.episodes.Episode`), with random tokens. The packer is that of
+the learner.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MAX_TOKENS_PER_MICRO_BATCH = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class AgentLengths:
-    """Tokens of the parts of an episode, each drawn between the two numbers.
+    """Numbers of tokens of the parts of an episode. Each is drawn between the two given numbers.
 
     Attributes:
-        turn: A turn: reasoning, and calls of tools.
-        result: One result of a tool; the agent calls two at a time.
+        turn: A turn with reasoning and calls of tools.
+        result: One result of a tool. The agent calls two tools at a time.
         summary: The summary at the start of a new root, after the system message.
-        rounds: Rounds of search of one episode.
+        rounds: Number of search rounds of one episode.
     """
 
     turn: tuple[int, int] = (60, 180)
@@ -65,7 +65,7 @@ class SearchAgent:
             if len(self.episode.path(turn)) > MAX_CONTEXT // 2:
                 turn = self._turn(ROOT, [*self._system, *self._tokens(self._lengths.summary)])
                 continue
-            if self._rng.random() < 0.1:  # a tool is called again: its second result replaces the first one
+            if self._rng.random() < 0.1:  # a tool is called again, and its second result replaces the first one
                 self._turn(turn, results)
                 results = self._results()
             turn = self._turn(turn, results)
@@ -114,7 +114,7 @@ def search_groups(
 
 
 def packed_tokens(sequences: Sequence[TokenSequence], *, share: bool) -> int:
-    """Tokens that the learner's forward computes for sequences, as the trainer packs them."""
+    """The number of tokens that the learner's forward computes for sequences that are packed as by the trainer."""
     batches = Packer(max_tokens=MAX_TOKENS_PER_MICRO_BATCH, whole=False, share_prompts=share).pack(sequences)
     return sum(len(batch.input_ids) for batch in batches)
 
@@ -123,9 +123,9 @@ def tree_tokens(groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
     """Count the tokens of the groups.
 
     Returns:
-        ``shared``: packed, with shared tokens. ``branches``: each branch on its own. ``turns``: each sampled turn on
-        its own with its whole context, as a trainer of single requests sees it. ``distinct``: the tokens of the trees,
-        each once. No packing needs fewer tokens. ``num_branches``, ``num_turns`` and ``trained`` tokens.
+        ``shared``: packed with shared tokens. ``branches``: each branch separately. ``turns``: each sampled turn
+        separately, with its whole context, as in a trainer of single requests. ``distinct``: each token of the trees
+        once; no packing needs fewer tokens. ``num_branches``, ``num_turns`` and ``trained`` tokens.
     """
     sequences = [sequence for group in groups for sequence in group_sequences(group)]
     sampled = [turn for sequence in sequences for turn in sequence.turns]

@@ -1,23 +1,23 @@
-"""Agents: what the endpoint costs per call, and trees in the learner: ``python -m benchmarks.agents``.
+"""Agents: the endpoint's cost per call, and trees in the learner. Run ``python -m benchmarks.agents``.
 
 One function per figure.
 
-``endpoint_ms``: 64 episodes with one call each under way. A client in a separate process sends the growing conversation
+``endpoint_ms``: 64 episodes each have one call running. A client in a separate process sends the growing conversation
     of each episode: a question, tool calls and their results, over eight turns. A script sets the duration of each turn
     between 0.3 and 0.9 s, so calls come at different moments, as with a real engine. As in a rollout worker, garbage
-    collections leave out what was loaded before (``gc.freeze``). The figure is the median of a
-    call's time minus the duration of its turn, measured by the client. It includes the client's own time: ``bare_ms``
-    is the same figure for an aiohttp server that only waits and answers. ``endpoint_cpu_ms`` is the CPU time per call,
-    so its inverse bounds the rate.
+    collections skip the objects that were loaded before (``gc.freeze``). The figure is the median of a call's time
+    minus the duration of its turn, measured by the client. The figure includes the client's own time. ``bare_ms`` is
+    the same figure for an aiohttp server that only waits and answers. ``endpoint_cpu_ms`` is the CPU time per call. The
+    rate of calls is at most its inverse.
 
 ``tree_vs_linear_tokens``: tokens that the learner computes for the trees of a search agent, divided by those of its
     separate branches. ``tree_vs_turns_tokens`` divides by the tokens of all turns, each with its whole context.
     ``tree_vs_distinct_tokens`` counts each token of the trees once.
 
 The other figures are those of `benchmarks.agent_fleet`. ``episodes_vs_bare_agent`` is the turns per second of the
-fleet against the same agent on SGLang directly, and ``scripted_vs_bare_agent`` on the scripted engine.
-``slots_held_by_tools`` counts the tools that began while a turn of their episode had a place on the engine.
-``tools_overlap`` is the busy share of the engine's places while a fifth of the episodes' time goes into tools;
+fleet, divided by those of the same agent that uses SGLang directly. ``scripted_vs_bare_agent`` is the same ratio on the
+scripted engine. ``slots_held_by_tools`` counts the tools that began while a turn of their episode had a place on the
+engine. ``tools_overlap`` is the busy share of the engine's places while a fifth of the episodes' time goes into tools;
 ``idle_CAUSE`` are the other shares, ``sglang_overlap`` is the same on SGLang. ``prefix_hit_rate`` is the share of
 tokens that SGLang had in its cache, of those that it could have had. ``--quick`` measures one round of the endpoint,
 and no SGLang.
@@ -81,7 +81,7 @@ def turn_s(seed: int) -> float:
 
 
 class TimedTurns:
-    """Samples the same tool call in each turn, after `turn_s`."""
+    """Samples the same tool call in each turn, after `turn_s` seconds."""
 
     def __init__(self, prompt_ids: np.ndarray, call: Sequence[int]) -> None:
         budget = EpisodeBudget(max_turns=1 << 20, max_tokens=1 << 30, max_context=1 << 30)
@@ -111,7 +111,7 @@ class TimedTurns:
 
 
 async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
-    """Time of a call minus its turn in ms, at 64 concurrent calls; and the endpoint's CPU time per call."""
+    """The time of a call minus its turn in ms, at 64 concurrent calls. Also the endpoint's CPU time per call."""
     prompt_ids = np.asarray(renderer.render([QUESTION], [TOOL]), dtype=np.int32)
     call = renderer.tokenizer.encode(CALL + "<|end|>")
     prompt = Prompt(group_id=0, prompt_ids=prompt_ids)
@@ -135,7 +135,7 @@ async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
 
 
 async def _bare_latencies() -> list[float]:
-    """Seconds of calls, minus their turns, to a server that only waits and answers."""
+    """The seconds of calls to a server that only waits and answers, minus the seconds of their turns."""
     function = {"name": "weather", "arguments": '{"city": "Rome"}'}
     call = {"id": "call_1_0", "type": "function", "function": function}
     body = {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [call]}}]}
@@ -193,7 +193,7 @@ async def _play(accesses: Sequence[tuple[str, str]]) -> list[float]:
 
 
 def tree_vs_linear_tokens() -> dict[str, float]:
-    """The learner's packed tokens of trees ÷ those of their branches, turns, and distinct tokens."""
+    """The learner's packed tokens for trees ÷ those for their branches, for their turns, and their distinct tokens."""
     count = tree_tokens(search_groups())
     figures = {"linear": "branches", "turns": "turns", "distinct": "distinct"}
     return {f"tree_vs_{name}_tokens": count["shared"] / count[what] for name, what in figures.items()}

@@ -1,7 +1,7 @@
-"""The buffer's speed: ``python -m benchmarks.buffer [--quick] [--only disk small]``; the last line is JSON.
+"""The buffer's speed: ``python -m benchmarks.buffer [--quick] [--only disk small]``. The last line is JSON.
 
 One run measures everything. Each measurement alternates with its baseline, and the median of the rounds is reported.
-TransferQueue needs the ``bench`` extra; without it, its figure is null and a line reports this.
+TransferQueue needs the ``bench`` extra. Without it, its figure is null and a line reports this.
 """
 
 import argparse
@@ -48,7 +48,7 @@ Figures = dict[str, float | None]
 
 
 def group_of(lease: Lease | None, num_bytes: int, *, num_samples: int = 8) -> TrajectoryGroup:
-    """A trajectory group whose arrays hold about ``num_bytes``."""
+    """A trajectory group whose arrays have about ``num_bytes`` bytes."""
     num_tokens = num_bytes // _BYTES_PER_TOKEN
     lengths = np.full(num_samples, num_tokens // num_samples, dtype=np.int32)
     lengths[-1] += num_tokens - int(lengths.sum())
@@ -73,11 +73,11 @@ def group_of(lease: Lease | None, num_bytes: int, *, num_samples: int = 8) -> Tr
 
 
 class Buffer:
-    """A buffer server process with a batch of ``groups_per_step`` groups leased and ready to be put.
+    """A buffer server process. A batch of ``groups_per_step`` groups is leased and ready to be put.
 
     Args:
         groups_per_step: B.
-        window: Largest number of puts without an acknowledgement.
+        window: Largest number of unacknowledged puts.
         durability: Whether puts are written to disk before they are acknowledged.
     """
 
@@ -135,7 +135,7 @@ async def put_all(worker: WorkerClient, groups: list[TrajectoryGroup], window: i
 
 
 async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
-    """Seconds to put the groups of a step with the window, and to fetch them."""
+    """The seconds to put the groups of a step (with the window), and the seconds to fetch them."""
     groups = [group_of(lease, num_bytes) for lease in await buffer.lease()]
     began = time.perf_counter()
     await put_all(buffer.worker, groups, _WINDOW)
@@ -184,7 +184,10 @@ async def rows_per_s(number: int, rounds: int, *, window: int) -> float:
 
 
 async def disk_vs_memory(number: int, rounds: int) -> float:
-    """Puts of 35 KB groups per second with the window: durability=disk ÷ durability=memory, measured alternately."""
+    """Puts of 35 KB groups per second with the window: the rate with durability=disk ÷ the rate with durability=memory.
+
+    They are measured alternately.
+    """
     buffers = [Buffer(number, durability=durability) for durability in (Durability.memory, Durability.disk)]
     ratios = []
     for _ in range(rounds + 1):
@@ -225,7 +228,7 @@ async def against(other: Callable[[], float], num_bytes: int, rounds: int) -> fl
 
 
 def peer_batch(num_bytes: int) -> buffer_peers.Batch:
-    """The arrays of one batch as 64 padded rows, the format of the other data planes."""
+    """The arrays of one batch as 64 padded rows. This is the format of the other data planes."""
     length = num_bytes // _BYTES_PER_TOKEN // 64
     return {
         "response_ids": np.zeros((64, length), dtype=np.int32),
@@ -254,7 +257,7 @@ async def against_peers(rounds: int) -> dict[str, float | None]:
 
 
 class LedgerLoad:
-    """A ledger with ``outstanding`` groups; each step consumes and replaces a quarter of them."""
+    """A ledger with ``outstanding`` groups. Each step consumes and replaces a quarter of them."""
 
     def __init__(self, outstanding: int) -> None:
         self._size = outstanding // 4
@@ -264,7 +267,7 @@ class LedgerLoad:
         self.fill(4 * self._size)
 
     def fill(self, number: int) -> tuple[int, float]:
-        """Queue, lease and store groups; returns transitions and seconds."""
+        """Queue, lease and store groups. Returns the number of transitions and the seconds."""
         ledger, version = self._ledger, self._ledger.learner_version
         began = time.perf_counter()
         ledger.apply(Enqueue(group_ids=tuple(range(self._next_id, self._next_id + number))))
@@ -280,7 +283,10 @@ class LedgerLoad:
         return 3 * number, elapsed + time.perf_counter() - began
 
     def step(self) -> tuple[int, float]:
-        """One learner step and the groups that replace its batch; returns transitions and seconds."""
+        """Make one learner step, and add the groups that replace its batch.
+
+        Returns the number of transitions and the seconds.
+        """
         version = self._ledger.learner_version
         began = time.perf_counter()
         self._ledger.apply(PlanBatch(version=version))
@@ -305,7 +311,10 @@ class LedgerLoad:
 
 
 def ledger_figures(largest: int, rounds: int) -> dict[str, float]:
-    """Transitions per second, and cost with many outstanding groups ÷ cost with a thousand, measured alternately."""
+    """The transitions per second.
+
+    Also the cost with many outstanding groups ÷ the cost with a thousand, measured alternately.
+    """
     calm_collector()
     loads = {size: LedgerLoad(size) for size in (1000, largest)}
     seconds: dict[int, list[float]] = {size: [] for size in loads}
@@ -319,7 +328,10 @@ def ledger_figures(largest: int, rounds: int) -> dict[str, float]:
 
 
 async def slowest_producer_share(num_producers: int, num_consumers: int, duration_s: float) -> dict[str, float]:
-    """Run producers and consumers at once; return the slowest producer's groups ÷ the mean, and memory ÷ its bound."""
+    """Run producers and consumers at once.
+
+    Returns the slowest producer's groups ÷ the mean, and the memory ÷ its bound.
+    """
     size, limit = 64, 256 * 1024**2
     config = BufferConfig(max_lag=4, queue_size=512, max_stored_bytes=limit)
     counts = [0] * num_producers
@@ -339,7 +351,7 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
                 try:
                     await asyncio.wait({wait, advanced}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    wait.cancel()  # unless the producer is done, ask again at the engine's new version
+                    wait.cancel()  # without an answer, the next iteration asks again at the engine's new version
                 if not wait.done():
                     continue
                 for lease in wait.result():
@@ -389,7 +401,7 @@ TARGETS = {
 
 
 async def ledger_section(quick: bool) -> Figures:
-    """The ledger without the server: the tokens that exact admission keeps, and transitions per second."""
+    """Measure the ledger without the server: the tokens that exact admission keeps, and the transitions per second."""
     figures = admission_figures(num_ticks=1000 if quick else 3000)
     return {**figures, **ledger_figures(100_000 if quick else 1_000_000, 3 if quick else 5)}
 
@@ -407,7 +419,7 @@ async def small_section(quick: bool) -> Figures:
 
 
 async def rows_section(quick: bool) -> Figures:
-    """Puts of 35 KB groups one after another, and with the window."""
+    """Measure puts of 35 KB groups, made one after another and with the window."""
     one = await rows_per_s(512, _rounds(quick), window=1)
     return {"rows_per_s": one, "rows_windowed_per_s": await rows_per_s(512, _rounds(quick), window=_WINDOW)}
 
@@ -443,7 +455,7 @@ SECTIONS = {
 
 
 async def measure(names: Sequence[str], *, quick: bool) -> Figures:
-    """Measure some sections; return their figures."""
+    """Measure some sections. Returns their figures."""
     figures: Figures = {}
     for name in names:
         figures |= await SECTIONS[name](quick)

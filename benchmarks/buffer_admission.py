@@ -1,7 +1,7 @@
-"""Compare exact admission with the former rule by the saved prefixes that can be continued.
+"""Compare exact admission with the former rule. The measure is the share of saved prefixes that can be continued.
 
-A saturated simulation on the ledger, without sockets or clocks: workers keep every admitted place busy. From time to
-time a worker saves its tokens and dies. The learner takes a batch as soon as one is ready.
+This simulates a saturated system on the ledger, without sockets or clocks. Workers keep every admitted place busy. From
+time to time a worker saves its tokens and dies. The learner takes a batch as soon as one is ready.
 
 Run as ``python -m benchmarks.buffer_admission``; `benchmarks.buffer` includes the same figures.
 """
@@ -25,7 +25,7 @@ _DEATHS_PER_TICK = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormerRule(StalenessRule):
-    """The former admission rule: every open group counts as due by the new group's deadline."""
+    """The former admission rule. Every open group counts as due by the new group's deadline."""
 
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
         """See `StalenessRule.admits`."""
@@ -46,7 +46,7 @@ class SaturatedRun:
     """Workers, a learner and a ledger.
 
     Args:
-        rule: Decides which groups are admitted.
+        rule: The rule that decides which groups are admitted.
         seed: Seed of the lengths and deaths.
         max_deaths: A group is dropped after this number of worker deaths; 0 drops none.
     """
@@ -117,7 +117,7 @@ class SaturatedRun:
 
 
 def saved_tokens_kept(rule: StalenessRule, *, num_ticks: int = 3000, seed: int = 0, max_deaths: int = 0) -> float:
-    """The share of saved tokens that were not dropped for their age."""
+    """The share of saved tokens that were not dropped because of their age."""
     run = SaturatedRun(rule, seed=seed, max_deaths=max_deaths)
     for _ in range(num_ticks):
         run.tick()

@@ -1,4 +1,7 @@
-"""Other data planes on the buffer's task: put a batch and get it back. Each returns the seconds of one round."""
+"""Other data planes that do the buffer's task: put a batch and get it back.
+
+Each function returns the seconds of one round.
+"""
 
 import importlib
 import logging
@@ -15,7 +18,7 @@ Batch = Mapping[str, np.ndarray]
 
 @contextmanager
 def own_ray() -> Iterator[None]:
-    """Start a separate Ray cluster at normal priority for the context."""
+    """Start a separate Ray cluster at normal priority inside the context."""
     import ray
 
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads this spelling

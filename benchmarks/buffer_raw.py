@@ -1,4 +1,7 @@
-"""A minimal buffer on ZMQ: store frames under a key, acknowledge, send back. It has no ledger and no checks."""
+"""A minimal buffer on ZMQ.
+
+It stores frames under a key, acknowledges them, and sends them back. It has no ledger and no checks.
+"""
 
 import subprocess
 import sys
@@ -25,7 +28,7 @@ def serve() -> None:
 
 
 class RawStore:
-    """Runs `serve` in a process, with one blocking connection to it."""
+    """Runs `serve` in a process, and has one blocking connection to the process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(

@@ -16,12 +16,12 @@ class Echo(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def echo(self, data: DataProto) -> DataProto:
-        """Return the same batch; the caller waits for it."""
+        """Return the same batch. The caller waits for the result."""
         return data
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def echo_later(self, data: DataProto) -> DataProto:
-        """Return the same batch; the caller gets a future."""
+        """Return the same batch. The caller gets a future."""
         return data
 
     @register(Dispatch.DP_COMPUTE_METRIC)
@@ -32,7 +32,7 @@ class Echo(Worker):
 
 @ray.remote(num_cpus=0.5)
 class PlainEcho:
-    """The same worker without asyncrl: returns the numpy arrays that it receives."""
+    """The same worker without asyncrl. It returns the numpy arrays that it receives."""
 
     def echo(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the same arrays."""

@@ -1,16 +1,16 @@
-"""Training time to a held-out accuracy of 0.90: asyncrl against TRL and against synchronous asyncrl.
+"""Training time to a held-out accuracy of 0.90: compares asyncrl with TRL and with synchronous asyncrl.
 
-``python -m benchmarks.end_to_end`` needs the ``bench`` extra. Three competitors train from the same warm-started policy
-per seed, in turns, each in its own process: asyncrl with the in-process engine at the default ``buffer.max_lag``,
-asyncrl at ``buffer.max_lag=0``, and TRL. Task, model, hyper-parameters and cores are the same. Evaluation does not
-count as training time: TRL's clock stops, and asyncrl's published weights are kept and evaluated afterwards by the same
-function. The target is reached where the mean of three evaluations of 2,048 samples each crosses it, interpolated
-(`first_crossing`). A seed that misses the target is reported, and counts with its whole training time. For all
-competitors, a step has twice as many prompts as the quickstart and half its learning rate (`WORK`). With the
-quickstart's options a policy changes so much per step that it reaches the target in 50 steps; it then learns less from
-samples of two versions before (``steps_to_090_vs_trl``). Wall time depends on other work of the machine; therefore the
-CPU time of each competitor, its start included, is also reported. ``time_standard_error`` is the standard error over
-seeds.
+``python -m benchmarks.end_to_end`` needs the ``bench`` extra. For each seed, three competitors train from the same
+warm-started policy. They run one after another, each in its own process: asyncrl with the in-process engine at the
+default ``buffer.max_lag``, asyncrl at ``buffer.max_lag=0``, and TRL. Task, model, hyper-parameters and cores are the
+same. Evaluation does not count as training time: TRL's clock stops, and asyncrl's published weights are kept and
+evaluated afterwards by the same function. The target is reached when the mean of three evaluations crosses it,
+interpolated (`first_crossing`). Each evaluation has 2,048 samples. A seed that misses the target is reported, and
+counts with its whole training time. For all competitors, a step has twice as many prompts as the quickstart and half
+its learning rate (`WORK`). With the quickstart's options a policy changes so much per step that it reaches the target
+in 50 steps; it then learns less from samples of two versions before (``steps_to_090_vs_trl``). Wall time depends on
+other work of the machine. Therefore the CPU time of each competitor, including its start, is also reported.
+``time_standard_error`` is the standard error over seeds.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Outcome:
     """One training.
 
     Attributes:
-        time_s: Training time to the target; the whole training time if the target was missed.
+        time_s: Training time to the target. The whole training time if the target was missed.
         start_s: Time before the first step.
         steps: Learner steps to the target.
         step_s: Training time per step, averaged over all steps.
-        cpu_s: CPU seconds of all processes for the whole training, the start included.
+        cpu_s: CPU seconds of all processes for the whole training, including the start.
         hit: Whether the target was reached.
     """
 
@@ -85,7 +85,7 @@ class Contest:
         )
 
     def asyncrl(self, max_lag: int | None = None) -> Outcome:
-        """Train with asyncrl; evaluate its published weights afterwards."""
+        """Train with asyncrl. Its published weights are evaluated afterwards."""
         overrides = [*self._overrides, "rollout_fleet.engine=transformers", "learner.keep_snapshots=-1"]
         overrides += ["evaluation.enabled=false", *([] if max_lag is None else [f"buffer.max_lag={max_lag}"])]
         output, cpu_s = _run([sys.executable, "-m", "asyncrl", "train", *overrides])
@@ -209,7 +209,7 @@ def _median_ratio(mine: list[Outcome], others: list[Outcome], name: str) -> floa
 
 
 def _standard_error(mine: list[Outcome], others: list[Outcome], name: str) -> float:
-    """Standard error of the median ratio over seeds, by the bootstrap."""
+    """The standard error of the median ratio over seeds, computed by the bootstrap."""
     ratios, draw = _ratios(mine, others, name), random.Random(0)
     return statistics.pstdev(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(_NUM_DRAWS))
 
@@ -219,7 +219,7 @@ def _ratios(mine: list[Outcome], others: list[Outcome], name: str) -> list[float
 
 
 def _curve(warm: Path, snapshots: Path, held_out: HeldOut, eval_every: int) -> list[tuple[float, float]]:
-    """Pairs of version and sampled accuracy, until the mean of three evaluations has reached the target."""
+    """Return pairs of version and sampled accuracy, until the mean of three evaluations has reached the target."""
     torch.set_num_threads(2)
     versions = {0: warm} | {int(path.name.removeprefix("v")): path for path in snapshots.glob("v????????")}
     curve: list[tuple[float, float]] = []
@@ -247,7 +247,7 @@ def _run(command: list[str]) -> tuple[list[str], float]:
 
 
 def _cpu_s_until_end(process: subprocess.Popen[bytes], timeout_s: float) -> float:
-    """Wait for the end of a process; return the CPU seconds of the process and its descendants.
+    """Wait for the end of a process. Returns the CPU seconds of the process and its descendants.
 
     The times are read once per second, so the time of a process after its last reading is missing. Raises
     `TimeoutError` if the process runs longer than ``timeout_s``.

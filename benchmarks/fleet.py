@@ -1,8 +1,9 @@
-"""Efficiency of the rollout fleet: ``python -m benchmarks.fleet [--only PART]``; the last line is JSON.
+"""Efficiency of the rollout fleet: ``python -m benchmarks.fleet [--only PART]``. The last line is JSON.
 
-The parts: `scripted` (engines of different speeds, samples of two lengths, an engine that dies; two minutes of little
-work), `leases` (a thousand simulated workers on the real buffer server; half a minute) and `engines` (two real SGLang
-servers against a bare client, one of them killed three times; six minutes, on a quiet machine with two cores or more).
+There are three parts. `scripted` has engines of different speeds, samples of two lengths, and an engine that dies; it
+takes two minutes of little work. `leases` has a thousand simulated workers on the real buffer server; it takes half a
+minute. `engines` compares two real SGLang servers with a bare client, and kills one of the servers three times; it
+takes six minutes and needs a quiet machine with two or more cores.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def scripted() -> dict[str, float]:
 
 
 def leases() -> dict[str, float]:
-    """Figures of a thousand simulated workers; a commit admits some of them, or all."""
+    """Figures of a thousand simulated workers. A commit admits some of them, or all of them."""
     from benchmarks.fleet_leases import measure_leases
 
     figures = {}

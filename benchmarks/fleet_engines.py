@@ -1,8 +1,9 @@
-"""The fleet on real SGLang servers: tokens per second compared with a bare client, and recovery from a killed server.
+"""The fleet on real SGLang servers: its rate compared with a bare client, and its recovery from a killed server.
 
-Two servers on the CPU, each pinned to a core. Fleet and bare client take turns. They sample the same prompts with the
-same options and the same number of requests at once. The fleet consists of two rollout loops under their supervisors in
-this process, and a buffer server in its own process. The bare client posts one group per request and keeps nothing.
+There are two servers on the CPU, each pinned to a core. Fleet and bare client take turns. They sample the same prompts
+with the same options and the same number of requests at once. The fleet consists of two rollout loops under their
+supervisors in this process, and a buffer server in its own process. The bare client posts one group per request and
+keeps nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ GROUPS_PER_ROUND = 64
 NUM_ROUNDS = 5
 NUM_KILLS = 4
 USUAL_S = 10.0  # seconds with both engines at work, before and after each kill
-SPREAD_S = 4.0  # until the samples of an engine have different lengths
+SPREAD_S = 4.0  # seconds until the samples of an engine have different lengths
 _VOCABULARY = 1000
 
 
@@ -77,7 +78,7 @@ class _PinnedEngine(SGLangEngine):
         await starting
 
     def _take(self, event: Any, samples: Any) -> Any:
-        """Count tokens when they arrive: samples end too rarely for a rate over seconds."""
+        """Count tokens when they arrive, because samples end too rarely for a rate over seconds."""
         self.num_heard += len(event.get("output_ids", ()))
         return super()._take(event, samples)
 
@@ -125,7 +126,7 @@ def prompts_of(number: int) -> Iterator[np.ndarray]:
 
 
 def measure_engines() -> dict[str, float]:
-    """Measure real servers; return the figures."""
+    """Measure real servers. Returns the figures."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="asyncrl-bench-") as folder:
         return asyncio.run(_measure(Path(folder)))
 
@@ -227,7 +228,7 @@ async def _bare(fleet: _Fleet, number: int) -> float:
 
 @dataclass
 class _Heard:
-    """Tokens that came from an engine, and the seconds of counting."""
+    """The number of tokens that came from an engine, and the seconds during which they were counted."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -248,12 +249,13 @@ class _Heard:
 
 
 class _Kills:
-    """Kills a server in each of several fleets; measures recovery time, lost tokens and the other engine's rate.
+    """Kills a server in each of several fleets.
 
-    The speed of a core changes by a fifth within minutes. Therefore each recovery is compared with the previous start
-    of the same engine, while the other engine works. Tokens arrive in chunks of `STREAM_INTERVAL` per sample, so ten
-    seconds have only a few dozen chunks. Therefore the rates of the surviving engine are summed over all recoveries,
-    and over the periods before and after them. Its rate during an ordinary start of the other engine is reported too.
+    Measures the recovery time, the lost tokens and the other engine's rate. The speed of a core changes by a fifth
+    within minutes. Therefore each recovery is compared with the previous start of the same engine, while the other
+    engine works. Tokens arrive in chunks of `STREAM_INTERVAL` tokens per sample, so only a few dozen chunks arrive in
+    ten seconds. Therefore the rates of the surviving engine are summed over all recoveries, and over the periods before
+    and after them. The rate of an engine during an ordinary start of the other engine is reported too.
     """
 
     def __init__(self) -> None:
@@ -262,7 +264,7 @@ class _Kills:
         self._lost: list[float] = []
 
     async def strike(self, fleet: _Fleet) -> None:
-        """Start the second engine, then the first; kill the server of the first while both are at work."""
+        """Start the second engine, then the first one. Kill the server of the first engine while both are at work."""
         struck, other = fleet.workers
         await other.start()
         survivor = _engine(other)
@@ -310,6 +312,6 @@ async def _kill_and_wait(worker: LocalWorker) -> None:
 
 
 async def _lost(fleet: _Fleet) -> int:
-    """Tokens that the account dropped because an engine failed or was lost."""
+    """The number of tokens that the account dropped because an engine failed or was lost."""
     dropped = (await fleet.client.stats()).tokens_dropped
     return dropped.get("engine_failed", 0) + dropped.get("lost", 0)

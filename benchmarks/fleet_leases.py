@@ -1,9 +1,9 @@
 """Time from a commit until its admitted leases reach their workers, with a thousand waiting workers.
 
 The buffer is the real server in its own process, and the controller uses the real client. The workers are sockets in
-two other processes. Each speaks the protocol of a rollout worker (offers, loaded, leases, puts) and generates nothing.
-With ``max_lag`` 0 no group begins at a version before its commit. So the commit admitted each lease, and the time
-includes the notice of the new version to the worker.
+two other processes. Each socket speaks the protocol of a rollout worker (offers, loaded, leases, puts) and generates
+nothing. With ``max_lag`` 0 no group begins at a version before its commit. So each lease was admitted by the commit,
+and the time includes the notice of the new version to the worker.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 
 class SimulatedWorker:
-    """A rollout worker's side of the protocol: one lease at a time, stored at once."""
+    """A rollout worker's side of the protocol. It takes one lease at a time, and stores the group at once."""
 
     def __init__(self, address: str, number: int, heard: list[tuple[int, int]]) -> None:
         socket: zmq.Socket[bytes] = client_context().socket(zmq.DEALER)
@@ -155,7 +155,7 @@ class SimulatedWorker:
                     raise error_of(failure)
 
     def _load(self, version: int) -> None:
-        """Serve the version; cancel a pending request for leases at the previous version."""
+        """Report that the version is served. Cancel a pending request for leases at the previous version."""
         before, self._version = self._lease_id, version
         taken_back = [self._request(commands.Cancel(before))] if before else []
         loaded = self._request(commands.Loaded(version=version, seconds=0.0, engine=self._name))
@@ -197,7 +197,7 @@ async def _work(address: str, first: int, number: int) -> None:
 
 
 def main() -> None:
-    """Run some of the workers; `measure_leases` starts this process."""
+    """Run some of the workers. `measure_leases` starts this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     parser.add_argument("first", type=int)

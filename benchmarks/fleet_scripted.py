@@ -1,8 +1,9 @@
 """Efficiency of the fleet with engines of different speeds, samples of two lengths, and an engine that dies.
 
-Four rollout loops with scripted engines on a real buffer server, in one process. A scripted engine writes each sample
-at a fixed pace. So the throughput of the fleet, relative to the sum of its engines, depends only on the assignment of
-work. The engines write few tokens per second, so this process has little work; `busy_share` is its share of busy time.
+Four rollout loops with scripted engines use a real buffer server, all in one process. A scripted engine writes each
+sample at a fixed pace. So the throughput of the fleet, relative to the sum of its engines, depends only on the
+assignment of work. The engines write few tokens per second, so this process has little work. `busy_share` is its share
+of busy time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from rollout_fleet.rewards import WeightedRewards
 
 GROUPS_PER_STEP = 16
 MAX_LAG = 3
-PLACES = 8  # per engine; admission allows twice the places of all four engines
+PLACES = 8  # places per engine; admission allows twice the places of all four engines
 SAMPLES = 2
 TOKENS = 80
 TOKEN_DELAY_S = 0.01
@@ -105,7 +106,7 @@ class _Meter:
         self._num_running += by
 
     def mark(self, now: float) -> None:
-        """Integrate until ``now``."""
+        """Continue the integral until ``now``."""
         if self._began is not None:
             self._pass_time(now)
             self.occupied_s, self.lasted_s = self._passed_s, now - self._began
@@ -171,7 +172,7 @@ async def _start(
 
 
 class LocalWorker:
-    """A rollout loop with its engine in this process; `keep_up` replaces an engine that fails."""
+    """A rollout loop with its engine in this process. `keep_up` replaces an engine that fails."""
 
     def __init__(
         self,
@@ -203,7 +204,7 @@ class LocalWorker:
         return FleetCounters.total([*self._before, *now])
 
     async def start(self) -> None:
-        """Start the first engine; from then on, replace an engine that fails."""
+        """Start the first engine. From then on, replace each engine that fails."""
         await self._come_up()
         self._keeping = asyncio.create_task(keep_up(self))
 
@@ -228,7 +229,7 @@ class LocalWorker:
         self._running = asyncio.create_task(self._loop.run())
 
     async def watch(self) -> NoReturn:
-        """Wait for the end of the loop: its engine has failed."""
+        """Wait for the end of the loop. It ends when its engine has failed."""
         assert self._running is not None
         await self._running
         raise EngineLost(f"{self.member.name} has ended")
@@ -266,7 +267,7 @@ ONE_SLOW = [*EQUAL[:3], 10 * TOKEN_DELAY_S]
 
 
 async def share_of_speeds(delays_s: Sequence[float], *, hand_over: bool = True) -> tuple[float, float]:
-    """Tokens trained per second ÷ the sum of the engines' speeds; and this process's share of busy time.
+    """The tokens trained per second ÷ the sum of the engines' speeds. Also this process's share of busy time.
 
     The delays between tokens give the engines' speeds.
     """
@@ -312,7 +313,7 @@ async def occupancy() -> float:
 
 
 async def recovery() -> dict[str, float]:
-    """Kill one of four engines; return the recovery time ÷ the start time, and the number of dropped tokens."""
+    """Kill one of four engines. Returns the recovery time ÷ the start time, and the number of dropped tokens."""
     async with AsyncExitStack() as stack:
         run = await _start(stack, EQUAL)
         learning = asyncio.create_task(run.learn())

@@ -2,7 +2,7 @@
 
 Fake tensors have a shape and a dtype but no values. The process group is torch's fake process group. The code is the
 learner's own: `PackedModel`, FSDP2, the packed forward, log-probs, backward and AdamW. The tensors' device is the CPU,
-because a torch without CUDA has no other device; their dtypes are those of a GPU.
+because a torch without CUDA has no other device. Their dtypes are those of a GPU.
 """
 
 from __future__ import annotations
@@ -128,8 +128,9 @@ class FakeUpdate:
     """The measurements of one rank in an update of two micro-batches.
 
     Attributes:
-        peak_bytes: Largest number of bytes of all tensors at a time, by torch's memory tracker; 0 with adapters.
-        peak_kinds: These bytes by the tracker's kinds, such as parameters, gradients, activations.
+        peak_bytes: Largest number of bytes of all tensors at one time, as torch's memory tracker measures it; 0 with
+            adapters.
+        peak_kinds: These bytes by the kinds of the tracker, for example parameters, gradients and activations.
         collectives: Number of calls of each collective.
         collective_bytes: Bytes of their results.
         waits: Places in the loop over micro-batches where the host would wait for the device.
@@ -197,12 +198,14 @@ def fake_update(
     *,
     num_sequences: int = 4,
 ) -> FakeUpdate:
-    """One update of a policy at full width: two full micro-batches, then AdamW. The second of two updates is measured.
+    """Make one update of a policy at full width: two full micro-batches, then AdamW.
+
+    The second of two updates is measured.
 
     Args:
         settings: The model's ``config.json``.
         learner: Options of the learner group. Device and kernel are replaced by those of a GPU.
-        algorithm: Options of the loss; None: the defaults.
+        algorithm: Options of the loss. None means the defaults.
         num_sequences: Sequences per micro-batch. They have equal lengths, and half of each is in the loss.
     """
     update = FakeUpdate()
@@ -228,9 +231,9 @@ def fake_update(
             trainer.head.train()
             batch = replace(batch, micro_batches=[_faked(each, fake) for each in batch.micro_batches])
             trainer.accumulate(batch, objective)
-            trainer.optimizer.update(1.0)  # the optimizer's state exists from now on
+            trainer.optimizer.update(1.0)  # after this update the optimizer's state exists
             tracker = MemTracker()
-            # The tracker fails for modules without trained parameters, as with adapters.
+            # The tracker fails for modules without trained parameters, for example with adapters.
             is_tracked = all(parameter.requires_grad for parameter in trainer.head.parameters())
             if is_tracked:
                 tracker.track_external(trainer.head, trainer.optimizer.adamw)
@@ -261,13 +264,16 @@ def fake_update(
 
 
 def peak_at_full_depth(settings: dict[str, Any], learner: LearnerConfig) -> int:
-    """Peak bytes of a rank with all layers, extrapolated from four and six: each adds the same number."""
+    """Peak bytes of a rank with all layers.
+
+    They are extrapolated from four and six layers, because each layer adds the same number.
+    """
     first, second = (fake_update(settings | {"num_hidden_layers": n}, learner).peak_bytes for n in (4, 6))
     return first + (settings["num_hidden_layers"] - 4) * (second - first) // 2
 
 
 def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor, scale: float, dropout_p: float) -> Tensor:
-    """SDPA's kernel on CUDA for calls with a mask, which the layers with windows or sinks make."""
+    """Stands in for SDPA's kernel on CUDA for calls with a mask. Layers with windows or sinks make such calls."""
     bias = torch.zeros_like(attn_mask, dtype=q.dtype).expand(*q.shape[:2], *attn_mask.shape)
     out, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, scale=scale)
     return out
@@ -289,7 +295,7 @@ def _batch(config: LearnerConfig, num_sequences: int) -> PackedBatch:
 
 
 def _faked(batch: MicroBatch, fake: FakeTensorMode) -> MicroBatch:
-    """The tensors of a micro-batch without values; numpy's arrays stay on the host."""
+    """The tensors of a micro-batch, without values. Numpy's arrays stay on the host."""
     tensors = {name: fake.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
     return replace(batch, **tensors, columns={name: fake.from_tensor(value) for name, value in batch.columns.items()})
 

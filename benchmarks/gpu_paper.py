@@ -1,7 +1,8 @@
 """Memory and waits of a learner on a GPU, computed without a GPU: ``python -m benchmarks.gpu_paper``.
 
-They come from an update at full size on fake tensors (`benchmarks.full_size`). The update runs at two depths, and the
-peak is extrapolated to the full depth: each layer adds the same number of bytes. The last output line is JSON.
+The figures come from an update at full size on fake tensors (`benchmarks.full_size`). The update runs at two depths,
+and the peak is extrapolated to the full depth, because each layer adds the same number of bytes. The last output line
+is JSON.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ TARGETS = {
 
 
 def planned_bytes(settings: dict[str, Any], learner: LearnerConfig) -> int:
-    """The peak of a rank that the planner predicts for a model with these settings."""
+    """The planner's prediction of the peak bytes of a rank, for a model with these settings."""
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model(**settings).save_pretrained(folder)
         size = ModelSize.of(folder)
@@ -61,7 +62,7 @@ def planned_bytes(settings: dict[str, Any], learner: LearnerConfig) -> int:
 
 
 def waits_of_experiments() -> dict[str, int]:
-    """Waits for the device in the loop over micro-batches, with two layers, by experiment."""
+    """For each experiment with two layers, count the waits for the device in the loop over micro-batches."""
     found = {}
     for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml")):
         config = compose_run([f"experiment={path.stem}"])

@@ -61,7 +61,10 @@ class _CountedWeights(FileWeights):
 
 
 class _Model(nn.Module):
-    """Loads weights as an engine's model does: joined projections, experts in one parameter, and plain parameters."""
+    """Loads weights as an engine's model does.
+
+    It has joined projections, experts in one parameter, and plain parameters.
+    """
 
     def __init__(self, hidden: int, num_experts: int) -> None:
         super().__init__()
@@ -91,7 +94,7 @@ class _Model(nn.Module):
 
 
 def h2d_bytes_per_published_byte(*, hidden: int = 256, num_experts: int = 16) -> float:
-    """Return the bytes that one load copies from host to device, verification included, per published byte."""
+    """Return the bytes that one load (including its verification) copies from host to device, per published byte."""
     model = _Model(hidden, num_experts)
     with tempfile.TemporaryDirectory() as folder:
         save_file(model.published(), Path(folder, "model.safetensors"))
@@ -103,7 +106,10 @@ def h2d_bytes_per_published_byte(*, hidden: int = 256, num_experts: int = 16) ->
 
 
 class _Experts(nn.Module):
-    """The experts of an engine's Qwen3-30B-A3B, w13 [E, 2I, H] and w2 [E, H, I] per layer, loaded one by one."""
+    """The experts of Qwen3-30B-A3B in an engine: w13 [E, 2I, H] and w2 [E, H, I] per layer.
+
+    They are loaded one by one.
+    """
 
     num_experts, inner, hidden = 128, 768, 2048
 
@@ -119,7 +125,7 @@ class _Experts(nn.Module):
                     layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
 
     def published(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield all experts as a load does: views of spans of up to `BUCKET_BYTES`."""
+        """Yield all experts in the way of a load: as views of spans of up to `BUCKET_BYTES`."""
         size = 2 * self.inner * self.hidden
         left, span = 0, torch.empty(0)
         for name in (f"{la}.{e}.{k}" for la in range(self.num_layers) for e in range(self.num_experts) for k in "dgu"):
@@ -142,13 +148,13 @@ class _Experts(nn.Module):
 
 
 class _Unverified:
-    """The source of a load, without bytes."""
+    """A source of weights for a load that has no bytes."""
 
     copier = None
 
 
 def writes_per_expert_tensor(*, num_layers: int = 48) -> float:
-    """Return the writes of a later load of the experts of this many layers of Qwen3-30B-A3B, per tensor.
+    """Return the number of writes per tensor in a later load of the experts of ``num_layers`` layers of Qwen3-30B-A3B.
 
     The first load writes each tensor separately.
     """

@@ -24,7 +24,7 @@ class HeldOut:
         tokenizer: The policy's tokenizer.
         samples_per_prompt: Sampled answers per prompt.
         max_new_tokens: Longest answer, in tokens.
-        seed: Seed of the sampling: equal weights give equal accuracy.
+        seed: Seed of the sampling, so that equal weights give equal accuracy.
     """
 
     prompt_ids: torch.Tensor
@@ -37,10 +37,10 @@ class HeldOut:
 
     @torch.no_grad()
     def accuracy(self, model: Any, *, greedy: bool = False) -> float:
-        """Share of answers that equal the ground truth, without special tokens.
+        """The share of answers that equal the ground truth. Special tokens are ignored.
 
         Args:
-            model: A transformers causal language model; its mode and torch's random state are restored afterwards.
+            model: A transformers causal language model. Its mode and torch's random state are restored afterwards.
             greedy: Answer each prompt once, with the likeliest tokens, instead of sampling at temperature 1.
         """
         samples = 1 if greedy else self.samples_per_prompt
@@ -68,8 +68,8 @@ def first_crossing(curve: Sequence[tuple[float, float]], target: float) -> float
     """The first x at which a noisy accuracy reaches a target, interpolated on the mean of three neighbors.
 
     Args:
-        curve: [x, accuracy], x rising: steps or seconds. Example: 0.8 at 10, 0.9 at 20, 1.0 at 30 and 40, target 0.9,
-            is crossed at 20.
+        curve: Pairs [x, accuracy] with rising x, in steps or seconds. Example: with 0.8 at 10, 0.9 at 20, and 1.0 at 30
+            and 40, the target 0.9 is crossed at 20.
         target: Accuracy.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Training at an exact lag, in one process: every batch is sampled with the weights of ``lag`` learner steps ago.
+"""Training at an exact lag in one process. Every batch is sampled with the weights of ``lag`` learner steps before.
 
 The parts are those of the system: prompt stream, model of the in-process engine, plan, learner step, snapshots. Only
 the pipeline between the parts is missing. Therefore the lag is the same at every step, and a run takes seconds.
@@ -39,7 +39,7 @@ class LaggedOutcome:
     """The outcome of one training.
 
     Attributes:
-        curve: Learner version to sampled held-out accuracy, version 0 included.
+        curve: The sampled held-out accuracy of each learner version, including version 0.
         metrics: The last step's metrics, by name.
         seconds: Wall time.
     """
@@ -55,7 +55,7 @@ class LaggedOutcome:
 
     @property
     def area(self) -> float:
-        """Mean accuracy over training: area under the curve ÷ number of steps, by the trapezoidal rule."""
+        """The mean accuracy over training: the area under the curve (trapezoidal rule) ÷ the number of steps."""
         versions = sorted(self.curve)
         return float(np.trapezoid([self.curve[version] for version in versions], versions) / versions[-1])
 
@@ -65,8 +65,8 @@ class LaggedTraining:
 
     Args:
         config: The run; ``model.path`` is the policy to start from.
-        lag: Learner steps from the weights that sample a batch to the weights that train on it; 0 is on-policy. Version
-            0 samples the first ``lag`` batches.
+        lag: Number of learner steps between the weights that sample a batch and the weights that train on it; 0 is
+            on-policy. Version 0 samples the first ``lag`` batches.
         eval_every: Learner steps between evaluations.
         eval_samples: Samples per held-out prompt.
     """
@@ -141,7 +141,7 @@ class LaggedTraining:
         return groups
 
     def _accuracy(self, snapshot: WeightOffer) -> float:
-        """Mean reward of held-out prompts, sampled as in training; restores torch's random state."""
+        """The mean reward of held-out prompts, sampled as in training. Restores torch's random state."""
         self._engine.load_weights(snapshot, timeout_s=self._config.rollout_fleet.load_timeout_s)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._config.seed)
@@ -172,7 +172,7 @@ class LaggedTraining:
 
 
 def _alone(pending: Future[WeightOffer | None]) -> WeightOffer:
-    """The offer of the only rank."""
+    """Publish, and return the offer of the only rank."""
     offer = pending.result()
     assert offer is not None
     return offer

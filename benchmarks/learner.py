@@ -1,7 +1,7 @@
-"""The learner's speed and memory: ``python -m benchmarks.learner [--quick]``; the last line is JSON.
+"""The learner's speed and memory: ``python -m benchmarks.learner [--quick]``. The last line is JSON.
 
 One run measures everything in CPU time on one thread. Each measurement alternates with its baseline, and the median of
-the paired ratios is reported. TRL needs the ``bench`` extra; without it, its figure is null and a line reports this.
+the paired ratios is reported. TRL needs the ``bench`` extra. Without it, its figure is null and a line reports this.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def quickstart_batch() -> list[TokenSequence]:
 
 
 def long_tailed_batch() -> list[TokenSequence]:
-    """Response lengths from a log-normal distribution, as in reasoning traces: most are short, a few are long."""
+    """Response lengths from a log-normal distribution, as in reasoning traces. Most are short, a few are long."""
     lengths = np.clip(np.random.default_rng(2).lognormal(3.6, 0.9, 96), 4, 400).astype(int)
     return sequences_of([8] * 96, lengths.tolist())
 
@@ -97,7 +97,7 @@ def our_step(model_path: str, sequences: list[TokenSequence], *, share_prompts: 
 def two_updates(
     model_path: str, sequences: list[TokenSequence], *, separate_forward: bool = False
 ) -> Callable[[], object]:
-    """A step of decoupled PPO with two updates; ``separate_forward`` scores the whole batch before the first update."""
+    """A step of decoupled PPO with two updates. ``separate_forward`` scores the whole batch before the first update."""
     trainer = Trainer(
         LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=LR)), model_path=model_path, total_updates=10_000
     )
@@ -113,7 +113,7 @@ def two_updates(
 
 
 def plain_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
-    """A plain loop over the same tokens with the same attention; packing is not timed."""
+    """A plain loop over the same tokens with the same attention. Packing is not timed."""
     model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
     (batch,) = Packer(max_tokens=1_000_000).pack(sequences)
     layout = packed_layout(batch.lengths, torch.device("cpu"))
@@ -168,7 +168,7 @@ def _looped(
 
 
 def trl_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object] | None:
-    """GRPOTrainer's forward, loss, backward and update on the same samples; None without the ``bench`` extra."""
+    """GRPOTrainer's forward, loss, backward and update on the same samples. None without the ``bench`` extra."""
     try:
         from benchmarks.learner_trl import grpo_step
     except ImportError as error:
@@ -178,7 +178,7 @@ def trl_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], ob
 
 
 def speed_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> dict[str, float]:
-    """Median of the other's time ÷ our time over alternating rounds, and both median times in milliseconds."""
+    """The median over alternating rounds of the baseline's time ÷ asyncrl's time, and both median times in ms."""
     ours()
     theirs()
     pairs = [(_seconds(ours), _seconds(theirs)) for _ in range(rounds)]
@@ -197,7 +197,7 @@ def _seconds(step: Callable[[], object]) -> float:
 
 
 def peak_log_prob_bytes(way: str, num_tokens: int, vocabulary: int) -> int:
-    """Peak memory of log-probs and their gradients, without the inputs, in a separate process."""
+    """The peak memory of log-probs and their gradients, without the inputs. Measured in a separate process."""
     command = [sys.executable, "-m", "benchmarks.learner", "--peak", way, str(num_tokens), str(vocabulary)]
     answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     return int(answer.stdout.splitlines()[-1])
@@ -225,7 +225,7 @@ def _peak_bytes() -> int:
 
 
 def load_memory_ratio(directory: str, num_ranks: int = 4) -> float:
-    """Peak memory of a rank during a model load ÷ the size of its shards, on the worst rank.
+    """The peak memory of a rank during a model load ÷ the size of its shards, on the worst rank.
 
     The model has 100 million parameters in several files.
     """
@@ -255,9 +255,9 @@ def print_load_memory(model_path: str) -> None:
 
 
 def balance_max_over_mean() -> float:
-    """Largest cost of a rank ÷ mean cost, in the worst of several batches with the lengths of reasoning traces.
+    """The largest cost of a rank ÷ the mean cost, in the worst of several batches with the lengths of reasoning traces.
 
-    32 prompt groups of 8 samples on 16 ranks, and 64 groups on 64 ranks.
+    The batches have 32 prompt groups of 8 samples on 16 ranks, and 64 groups on 64 ranks.
     """
     worst = 0.0
     for (num_groups, num_ranks), seed in itertools.product([(32, 16), (64, 64)], range(4)):
@@ -273,10 +273,13 @@ def balance_max_over_mean() -> float:
 
 
 def tokens_vs_ideal(num_prompt: int, num_samples: int, num_response: int, budget: int = 16_384) -> float:
-    """Packed tokens of 8 prompts ÷ the smallest possible number: each prompt once, plus the tokens of all samples."""
+    """The number of packed tokens of 8 prompts ÷ the smallest possible number.
+
+    The smallest number has each prompt once, plus the tokens of all samples.
+    """
     sequences = sequences_of([num_prompt] * 8 * num_samples, [num_response] * 8 * num_samples)
     for index, sequence in enumerate(sequences):
-        sequence.input_ids[:num_prompt] = index // num_samples  # a separate prompt, but not a real one
+        sequence.input_ids[:num_prompt] = index // num_samples  # makes the prompts of the groups different
     batches = Packer(max_tokens=budget, whole=False, share_prompts=True).pack(sequences)
     ideal = 8 * (num_prompt + num_samples * num_response)
     return sum(len(batch.input_ids) for batch in batches) / ideal
@@ -314,8 +317,9 @@ def window_attention_ratio(rounds: int, num_tokens: int = 4096, window: int = 12
 def frozen_head_ratio(rounds: int, num_tokens: int = 512, vocabulary: int = 80_000) -> float:
     """Seconds that gradients of log-probs add with a frozen output layer ÷ seconds with a trained output layer.
 
-    Gradients add the backward pass, and what the forward pass computes for it. The median over rounds that measure
-    both. A frozen layer needs one more matrix product, a trained one three more of equal size.
+    Gradients add the backward pass, and the work of the forward pass that only the backward pass needs. Returns the
+    median over rounds that measure both. A frozen layer needs one more matrix product; a trained layer needs three more
+    of equal size.
     """
     hidden, weight = torch.randn(num_tokens, 256, requires_grad=True), torch.randn(vocabulary, 256)
     targets = torch.zeros(num_tokens, dtype=torch.int64)
@@ -328,12 +332,12 @@ def frozen_head_ratio(rounds: int, num_tokens: int = 512, vocabulary: int = 80_0
         without_s = _seconds(lambda: log_probs(hidden.detach(), output.detach()))
         return _seconds(lambda: log_probs(hidden, output).sum().backward()) - without_s
 
-    added_s(trained)  # allocates the gradients
+    added_s(trained)  # the first call allocates the gradients
     return statistics.median(added_s(weight) / added_s(trained) for _ in range(rounds))
 
 
 def gae_seconds() -> float:
-    """Time of generalized advantages of 64 trajectories of 16,384 tokens; median of several runs."""
+    """The seconds to compute generalized advantages of 64 trajectories of 16,384 tokens; median of several runs."""
     lengths = torch.full((64,), 16_384)
     rewards, values = torch.randn(2, int(lengths.sum()), dtype=torch.float64)
 
@@ -345,7 +349,7 @@ def gae_seconds() -> float:
 
 
 def measure(rounds: int, num_tokens: int, vocabulary: int) -> tuple[dict[str, str], dict[str, float | None]]:
-    """Measure everything; return the lines of the table and the figures."""
+    """Measure everything. Returns the lines of the table and the figures."""
     rows: dict[str, str] = {}
     figures: dict[str, float | None] = {}
     with tempfile.TemporaryDirectory() as directory:

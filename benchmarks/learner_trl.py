@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer without its generation: the training half of a step, on given samples."""
+"""TRL's GRPOTrainer without its generation. It makes the training half of a step on given samples."""
 
 from __future__ import annotations
 

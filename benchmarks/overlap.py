@@ -1,20 +1,20 @@
-"""Overlap of generation and training: the same work at several ``buffer.max_lag``, compared with each pool alone.
+"""Overlap of generation and training. The same work at several ``buffer.max_lag`` is compared with each pool alone.
 
 ``python -m benchmarks.overlap`` trains a random policy on the quickstart's prompts, without warm start and evaluation,
-at ``buffer.max_lag`` 0, 1, 2 and 4. Each run has its own processes; the engine and the learner rank are each pinned to
-a core. The in-process engine comes first, then SGLang (figures that end in ``_sglang``); all processes of the SGLang
-server share the engine's core. The run at max_lag 0 gives the time of each pool alone, because there the pools take
-turns: the rank waits while the engine generates, and the engine waits while the rank trains. The ideal step is the
-longer of the two times. It includes the time of the last samples of a batch. Other batches can fill this time when
-pools overlap, so an efficiency can exceed 1.
+at ``buffer.max_lag`` 0, 1, 2 and 4. Each run has its own processes. The engine and the learner rank are each pinned to
+a core. The in-process engine comes first, then SGLang (figures that end in ``_sglang``). All processes of the SGLang
+server share the engine's core. The run at max_lag 0 gives the time of each pool alone, because the pools take turns in
+it. The rank waits while the engine generates, and the engine waits while the rank trains. The ideal step is the longer
+of the two times. It includes the time of the last samples of a batch. Other batches can fill this time when pools
+overlap, so an efficiency can exceed 1.
 
-The work of a step takes each pool at least some tenths of a second (`Work`). The quickstart's own steps (``--work
-quickstart``) take less than a tenth: there the controller, the buffer and the messages of 256 short samples take a
+In a step, each pool works for at least some tenths of a second (`Work`). The quickstart's own steps (``--work
+quickstart``) take less than a tenth. There the controller, the buffer and the messages of 256 short samples take a
 seventh of the two cores. The speed of a machine changes by more than the margin of the figures. Therefore the runs are
 made in rounds, runs are compared only within a round, and the median of the rounds counts.
 
 The recorder's cost is measured separately, because it is much smaller than the difference between two runs. It is the
-CPU time of one record, with its writing thread, times the records per step of the process with the most records.
+CPU time of one record, including the writing thread, times the records per step of the process with the most records.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Work:
         groups: Prompts per step, with 8 samples each.
         in_flight: Prompts in flight.
         hidden: Width of the model.
-        new_tokens: Longest response. Few end earlier: the end token is one of `VOCABULARY` about equally likely tokens.
+        new_tokens: Longest response. Few responses end earlier, because the end token is one of `VOCABULARY` about
+            equally likely tokens.
         steps: Steps per run.
     """
 
@@ -93,35 +94,41 @@ WORKS = {
     "transformers": Work(groups=32, in_flight=32, hidden=64, new_tokens=48),
     "sglang": Work(groups=32, in_flight=4, hidden=256, new_tokens=64, steps=12),
 }
-"""Of each engine. In process both pools take about the same time, which is where overlap gains most, and loses most to
-any gap. SGLang computes what is in flight again at each update, on a CPU in about a fourth of the time that it took to
-write: as in large runs, a step takes several times what is in flight."""
+"""The work for each engine.
+
+With the in-process engine, both pools take about the same time. Then overlap gains most, and any gap costs most. SGLang
+recomputes the running samples at each update; on a CPU this takes about a fourth of the time of writing them. So a step
+has several times as many samples as are in flight, as in large runs.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One run: its trace, and the steps without the warm-up."""
+    """The trace of a run, and its steps after the warm-up."""
 
     trace: Trace
     steps: tuple[StepWindow, ...]
 
     @property
     def step_s(self) -> float:
-        """Mean seconds per step."""
+        """The mean seconds per step."""
         return (self.steps[-1].end - self.steps[0].start) / len(self.steps) * 1e-9
 
     @property
     def counted(self) -> set[int]:
-        """Versions of the steps without the warm-up."""
+        """The versions of the steps after the warm-up."""
         return {step.version for step in self.steps}
 
     def learner_alone_s(self) -> float:
-        """Median seconds of a rank's step, with the copy of its weights."""
+        """The median seconds of a rank's step, including the copy of its weights."""
         updates = self._median(span for span in self.trace.spans_of(SpanKind.update) if span.step in self.counted)
         return updates + self._median(self.trace.spans_of(SpanKind.publish_copy))
 
     def fleet_alone_s(self) -> float:
-        """Median seconds from the first lease of a batch to its last stored group; valid if the pools take turns."""
+        """The median seconds from the first lease of a batch to its last stored group.
+
+        Valid only if the pools take turns.
+        """
         times: dict[int, list[int]] = {}
         for group in self.trace.groups.values():
             if group.step in self.counted:
@@ -130,7 +137,7 @@ class Measurement:
         return statistics.median(max(moments) - min(moments) for moments in times.values()) * 1e-9
 
     def attribution_error_ns(self) -> int:
-        """Nanoseconds between the sum of busy and idle time and the available time of all places, over both pools."""
+        """Nanoseconds by which busy plus idle time differs from the available time of all places, over both pools."""
         attribution, (start, end) = Attribution.of(self.trace), self.trace.window
         places = {Pool.learner: len(self.trace.lanes(Pool.learner)), Pool.fleet: 0}
         for lane in self.trace.lanes(Pool.fleet):
@@ -228,7 +235,7 @@ def _measured(folder: Path, *overrides: str, engine: str) -> Measurement:
 
 
 def train_pinned(folder: Path, *overrides: str, engine: str) -> Path:
-    """Train in a separate process; pin engine and rank after their start. Returns the run's folder."""
+    """Train in a separate process. Engine and rank are pinned after their start. Returns the run's folder."""
     command = [sys.executable, "-m", "asyncrl", "train", f"output_dir={folder}", f"rollout_fleet.engine={engine}"]
     command += [
         "sft.enabled=false",
@@ -274,7 +281,7 @@ def _pin(folder: Path, seen: set[Path]) -> set[Path]:
 
 
 def _records_per_step(run: Measurement) -> float:
-    """Records per step of the process with the most records; a span counts as two."""
+    """The number of records per step of the process with the most records. A span counts as two records."""
     counts: dict[str, int] = {}
     for notes, weight in ((run.trace.spans, 2), (run.trace.levels, 1), (run.trace.stamps, 1)):
         for note in notes:
@@ -283,7 +290,7 @@ def _records_per_step(run: Measurement) -> float:
 
 
 def seconds_per_record(folder: Path) -> float:
-    """CPU seconds of a process per record of the usual kinds, with its writing thread."""
+    """The CPU seconds of a process per record of the usual kinds, including its writing thread."""
     recorder = Recorder(folder / "cost", process="cost", pool=Pool.fleet)
     began_s = time.process_time()
     for number in range(NUM_RECORDS // 4):

@@ -1,9 +1,9 @@
 """Compare the planner's predictions with real runs: ``python -m benchmarks.plan``.
 
-Records one quickstart on the in-process engine at ``buffer.max_lag=0``; engine and learner rank are each pinned to a
-core. From this record it predicts the runs at max_lag 1, 2 and 4 and with two engines. Then it makes these runs. In the
-simulation all engines share one core, the rank has the other core, and other processes use both (`HostModel`).
-``--again DIR`` compares runs that ``--keep DIR`` has kept.
+The benchmark records one quickstart on the in-process engine at ``buffer.max_lag=0``. Engine and learner rank are each
+pinned to a core. From this record it predicts the runs at max_lag 1, 2 and 4 and with two engines. Then it makes these
+runs. In the simulation all engines share one core, the rank has the other core, and other processes use both
+(`HostModel`). ``--again DIR`` compares runs that were kept with ``--keep DIR``.
 
 A machine's speed changes within minutes by more than the bounds of the figures. Therefore there are several rounds:
 each round predicts its own runs from its own record, and the median error of the rounds counts. The order of the runs
@@ -70,7 +70,7 @@ CASES = (Case(max_lag=1), Case(max_lag=2), Case(max_lag=4), Case(max_lag=2, num_
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One record, the predictions from it, and the runs made at about the same time."""
+    """One record, the predictions from this record, and the runs that were made at about the same time."""
 
     recorded: Calibration
     predicted: Mapping[Case, Sequence[SimulatedRun]]
@@ -78,7 +78,7 @@ class Round:
 
     @classmethod
     def of(cls, folder: Path, number: int) -> Round:
-        """Predict the runs of a round, and read them."""
+        """Read the recorded run of a round, predict the other runs, and read those runs."""
         recorded = _read_run(folder / RECORDED.folder / str(number))
         return cls(
             recorded=recorded,
@@ -90,24 +90,24 @@ class Round:
         )
 
     def step_s(self, case: Case) -> float:
-        """Predicted seconds per step."""
+        """The predicted seconds per step."""
         return fmean(outcome.step_s for outcome in self.predicted[case])
 
     def lag_mean(self, case: Case) -> float:
-        """Predicted mean lag."""
+        """The predicted mean lag."""
         return fmean(outcome.lag_mean for outcome in self.predicted[case])
 
     def throughput_error(self, case: Case) -> float:
-        """Measured ÷ predicted seconds per step, minus 1."""
+        """The measured ÷ the predicted seconds per step, minus 1."""
         return self.measured[case].step_s / self.step_s(case) - 1
 
     def lag_error(self, case: Case) -> float:
-        """Measured minus predicted mean lag."""
+        """The measured minus the predicted mean lag."""
         return self.measured[case].lag_mean - self.lag_mean(case)
 
 
 def main() -> int:
-    """Record, predict, run, compare; returns 0 if every target is met."""
+    """Record, predict, run and compare. Returns 0 if every target is met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description="Predictions against reality.")
     parser.add_argument("--steps", type=int, default=60, help="learner steps of each run")
     parser.add_argument("--repeats", type=int, default=7, help="rounds; the median of their errors counts")
@@ -125,7 +125,7 @@ def main() -> int:
 
 
 def order_of_runs(number: int) -> Sequence[Case]:
-    """The runs of a round in a random order; the number of the round is the seed."""
+    """The runs of a round in a random order. The number of the round is the seed."""
     cases = (RECORDED, *CASES)
     return random.Random(number).sample(cases, len(cases))
 
@@ -140,7 +140,7 @@ def _make(folder: Path, case: Case, num_steps: int) -> None:
 
 
 def _read_run(folder: Path) -> Calibration:
-    """Calibrate from the run in a folder."""
+    """Read the run in a folder, and calibrate the planner from it."""
     run = next((path.parent for path in folder.rglob(FOLDER) if (path.parent / "config.yaml").is_file()), None)
     if run is None:
         raise FileNotFoundError(f"there is no recorded run in {folder}; make them with --keep")
@@ -179,7 +179,7 @@ def _report(rounds: Sequence[Round]) -> int:
 
 
 def _difference(values: Sequence[float], between: Callable[[float, float], float]) -> float:
-    """The median difference between two of the values; 0 for a single value."""
+    """The median of the differences between all pairs of values; 0 for a single value."""
     return median([between(one, other) for one, other in combinations(values, 2)] or [0.0])
 
 

@@ -1,7 +1,8 @@
-"""What preparing batches ahead hides: ``python -m benchmarks.prepared_batches [--quick]``; the last line is JSON.
+"""The time that preparing batches ahead saves: ``python -m benchmarks.prepared_batches [--quick]``.
 
-One rank makes learner steps on groups that it fetches from a real buffer server. In turns, the steps are announced
-before the first one begins, or not announced. Wall time; the figures are medians over pairs of runs.
+The last line is JSON. One rank makes learner steps on groups that
+it fetches from a real buffer server. Runs alternate: the steps are announced before the first one begins, or they are
+not announced. The figures are wall times, medians over pairs of runs.
 """
 
 import argparse
@@ -30,7 +31,7 @@ VOCABULARY, NUM_SAMPLES = 1000, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Seconds of a run's steps after the first: waiting for batches, preparing them, and all."""
+    """The seconds of a run's steps after the first one: waiting for batches, preparing them, and in total."""
 
     waited_s: float
     prepared_s: float
@@ -38,7 +39,7 @@ class Steps:
 
 
 def group_of(lease: Lease, length: int) -> TrajectoryGroup:
-    """A group of random answers, whose rewards differ."""
+    """A group of random answers with different rewards."""
     rng = np.random.default_rng(lease.prompt.group_id)
     prompt = Turn.given(lease.prompt.prompt_ids)
     answers = [
@@ -57,7 +58,7 @@ def group_of(lease: Lease, length: int) -> TrajectoryGroup:
 
 
 async def store(address: str, num_groups: int, length: int) -> list[int]:
-    """Put groups into the buffer; returns their ids."""
+    """Put groups into the buffer. Returns their ids."""
     client = BufferClient(address)
     worker, control = WorkerClient(client), ControlClient(client)
     prompt = np.arange(256, dtype=np.int32)
@@ -87,7 +88,7 @@ def run_steps(worker: ActorWorker, steps: Sequence[Sequence[int]], *, first: int
     ]
     for batch in batches if announces else ():
         worker.announce(batch)
-    metrics = [worker.step(batch) for batch in batches][1:]  # nothing is in front of the first step
+    metrics = [worker.step(batch) for batch in batches][1:]  # no step runs while the first batch is prepared
     waited, prepared, trained = (sum(each[name] for each in metrics) for name in ("fetch_s", "prepare_s", "train_s"))
     return Steps(waited_s=waited, prepared_s=prepared, total_s=waited + trained)
 

@@ -1,6 +1,7 @@
 """Compare the codec with torch.save and pickle 5, and the single controller with plain Ray calls.
 
-``python -m benchmarks.protocol`` measures a batch of 64 rows of 2048 tokens: ids, two float columns, a mask, strings.
+``python -m benchmarks.protocol`` measures a batch of 64 rows of 2048 tokens, with ids, two float columns, a mask and
+strings.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ def make_batch() -> DataProto:
 
 
 def codec_round_trip(data: DataProto) -> None:
-    """Encode and decode; the decoded tensors are views of the frames."""
+    """Encode and decode. The decoded tensors are views of the frames."""
     from_parts(DataProto, decode(encode(parts_of(data))))
 
 
 def torch_save_round_trip(data: DataProto) -> None:
-    """Encode as verl does: one file of the consolidated tensors, and pickle for the rest."""
+    """Encode as verl does: the consolidated tensors in one file, and everything else with pickle."""
     file = io.BytesIO()
     assert data.batch is not None
     torch.save(data.batch.contiguous().consolidate(), file)
@@ -77,7 +78,7 @@ def torch_save_round_trip(data: DataProto) -> None:
 
 
 def pickle5_round_trip(arrays: dict[str, np.ndarray]) -> None:
-    """Pickle 5, with the arrays as out-of-band buffers."""
+    """Encode with pickle 5. The arrays are out-of-band buffers."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(arrays, protocol=5, buffer_callback=buffers.append)
     pickle.loads(stream, buffers=buffers)
@@ -90,7 +91,7 @@ def plain_arrays(data: DataProto) -> dict[str, np.ndarray]:
 
 
 def plain_dispatch(actors: list[Any], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Split, call, wait and join: the same work with plain Ray calls."""
+    """Do the same work with plain Ray calls: split, call, wait and join."""
     parts = {key: np.array_split(array, len(actors)) for key, array in arrays.items()}
     calls = [actor.echo.remote({key: part[rank] for key, part in parts.items()}) for rank, actor in enumerate(actors)]
     results = ray.get(calls)
@@ -98,7 +99,7 @@ def plain_dispatch(actors: list[Any], arrays: dict[str, np.ndarray]) -> dict[str
 
 
 def bytes_received(call: Callable[[], Any]) -> int:
-    """Bytes of objects that this process deserializes during a call."""
+    """The number of bytes of objects that this process deserializes during a call."""
     context = global_worker.get_serialization_context()
     original = context.deserialize_objects
     received = 0
@@ -117,7 +118,7 @@ def bytes_received(call: Callable[[], Any]) -> int:
 
 
 def measure_dispatch(data: DataProto, arrays: dict[str, np.ndarray]) -> dict[str, float]:
-    """Times of a dispatch with asyncrl and with plain Ray, on new workers."""
+    """The times of a dispatch with asyncrl and with plain Ray, on new workers."""
     group = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="measured")
     actors: list[Any] = [PlainEcho.remote() for _ in range(NUM_WORKERS)]
     try:
@@ -133,7 +134,7 @@ def measure_dispatch(data: DataProto, arrays: dict[str, np.ndarray]) -> dict[str
 
 
 def measure_bytes(data: DataProto) -> tuple[int, int]:
-    """Bytes that the driver received from a call through two groups, without and with chaining."""
+    """The bytes that the driver received from a call through two groups, without chaining and with chaining."""
     first = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="first")
     second = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="second")
     through_driver = bytes_received(lambda: second.count(first.echo(data)))

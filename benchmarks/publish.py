@@ -1,7 +1,8 @@
-"""The cost of a weight publish: ``python -m benchmarks.publish``; the last line is JSON.
+"""The cost of a weight publish: ``python -m benchmarks.publish``.
 
-A model of 340 MB on two gloo ranks, and a real SGLang server on the CPU. Each figure is the median of ratios; the two
-times of a ratio are measured one after the other in the same process. The benchmark writes to shared memory and to the
+The last line is JSON. There is a model of 340 MB on two gloo ranks, and a real SGLang
+server on the CPU. Each figure is the median of ratios. The two times of a ratio are measured one after the other in the
+same process. The benchmark writes to shared memory and to the
 folder ``--directory``.
 """
 
@@ -99,7 +100,7 @@ def rank_main(model_path: str, folders: list[str]) -> None:
                 times[f"publish_{index}"].append(publish_s)
         publisher.close()
         memory.append(_status("VmHWM") - before)
-    # In memory: for a file on a disk the kernel also counts pages that other ranks wrote.
+    # The folder is in memory, because for a file on a disk the kernel also counts pages that other ranks wrote.
     report = {"times": times, "memory": memory[0], "shard": sum(shard.nbytes for shard in shards)}
     sys.stdout.write(json.dumps(report) + "\n")
     dist.destroy_process_group()
@@ -126,7 +127,7 @@ def measure_ranks(model_path: str, folders: list[str]) -> dict[str, float]:
 
 
 async def measure_engine(model_path: str, folder: str, scratch: Path) -> dict[str, float]:
-    """Return the figure of the engine's side; ``folder`` holds the model in shared memory."""
+    """Return the figure of the engine's side. ``folder`` holds the model in shared memory."""
     config = RolloutFleetConfig(sglang=SGLangConfig(dtype="float32", max_total_tokens=4096))
     engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=0, log_dir=str(scratch), seed=0)
     offer = describe_model(folder).offer(scratch / "manifest.json", 1)
@@ -155,7 +156,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def _status(name: str) -> int:
-    """Return a byte count of the kernel for this process."""
+    """Return a field of /proc/self/status in bytes, for example the peak memory of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 

@@ -1,8 +1,8 @@
 """A publish from the memory of two gloo ranks to two receivers on this host.
 
-``collective``: over loopback into the memory of two hosts with two workers each. Each host is a folder in shared
-    memory, and its workers use only this folder. ``collective_engine``: over loopback, tensor by tensor, as the ranks
-    of engines receive a version. The receiver reads and verifies all bytes, but has no model.
+``collective``: the version goes over loopback into the memory of two hosts with two workers each. Each host is a folder
+    in shared memory, and its workers use only this folder. ``collective_engine``: the version goes over loopback tensor
+    by tensor, as the ranks of engines receive it. The receiver reads and verifies all bytes, but has no model.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def rank_main(way: str, model_path: str, folder: str) -> None:
 
 
 def measure(model_path: str, scratch: Path, num_runs: int) -> dict[str, float]:
-    """Return the time until all receivers have the version, in memcpys of the larger shard, and the received bytes.
+    """Return the time until all receivers have the version, and the received bytes.
 
-    ``scratch`` is a folder in memory.
+    The unit of time is one memcpy of the larger shard. ``scratch`` is a folder in memory.
     """
     figures: dict[str, float] = {}
     for way in CARRIERS:
@@ -146,7 +146,7 @@ class _Hosts:
         """Stage a version on all workers.
 
         Returns:
-            The time at the end, and the bytes of weights in the memory of the fuller host at that time.
+            The time at the end, and the bytes of weights that the host with more weights has in memory then.
         """
         async with AsyncExitStack() as stack:
             await asyncio.gather(*(stack.enter_async_context(worker.staged(offer)) for worker in self._workers))
@@ -169,7 +169,10 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _publish_and_receive(ranks: list[subprocess.Popen[str]], hosts: _Hosts) -> tuple[float, float, float]:
-    """Publish one version; return its time in memcpys, and network bytes and memory of a host per published byte."""
+    """Publish one version.
+
+    Returns its time as a multiple of one memcpy, and a host's network bytes and memory per published byte.
+    """
     for rank in ranks:
         assert rank.stdin is not None
         rank.stdin.write("\n")

@@ -1,4 +1,7 @@
-"""The cost of deltas and adapters, a section of `benchmarks.publish`: bytes, and time until the offer."""
+"""The cost of deltas and adapters: their bytes, and the time until the offer.
+
+This is a section of `benchmarks.publish`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ TARGETS = {
 
 
 def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
-    """Measure one rank that publishes in ``folder``; return the figures."""
+    """Measure one rank that publishes in ``folder``. Returns the figures."""
     ratios = [
         wire_vs_ideal(folder, dtype, share, seed=seed)
         for dtype in (torch.bfloat16, torch.float32)
@@ -53,7 +56,7 @@ def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
 
 
 def wire_vs_ideal(folder: Path, dtype: torch.dtype, share: float, *, seed: int) -> float:
-    """Return the bytes of a delta file, divided by those of an ideal index and value per change."""
+    """Return the bytes of a delta file, divided by the bytes of an ideal index and a value per change."""
     generator = torch.Generator().manual_seed(seed)
     size = 2 * PIECE_BYTES // dtype.itemsize
     old = torch.randn(size, generator=generator).to(dtype)
@@ -68,9 +71,9 @@ def wire_vs_ideal(folder: Path, dtype: torch.dtype, share: float, *, seed: int) 
 def publish_memcpys(
     model_path: str, folder: Path, num_runs: int, *, full_every: int = 1, lora: LoraConfig | None = None
 ) -> tuple[float, WeightOffer]:
-    """Time from the call to the offer ÷ one memcpy of all weights, and the last offer; one rank, float32.
+    """Return the time from the call to the offer ÷ the time of one memcpy of all weights, and the last offer.
 
-    Publishes a delta with ``full_every``, and an adapter with ``lora``.
+    There is one rank in float32. Publishes a delta with ``full_every``, and an adapter with ``lora``.
     """
     config = LearnerConfig(device=Device.cpu, lora=lora or LoraConfig())
     model = PackedModel(config, ACTOR, model_path=model_path)

@@ -1,6 +1,6 @@
 """The cost of a publish for the controller with a thousand engines that follow the log of offers.
 
-A separate buffer server has the real log. The receivers are sockets in another process; they speak the protocol of a
+A separate buffer server has the real log. The receivers are sockets in another process. They speak the protocol of a
 rollout worker and load nothing.
 """
 
@@ -92,7 +92,7 @@ def _receivers(address: str, num_engines: int) -> Iterator[None]:
 
 
 class SimulatedReceiver:
-    """A rollout worker without an engine: it reports each offered version as loaded at once."""
+    """A rollout worker without an engine. It reports each offered version as loaded at once."""
 
     def __init__(self, address: str, number: int) -> None:
         socket: zmq.Socket[bytes] = client_context().socket(zmq.DEALER)
@@ -127,7 +127,7 @@ async def _receive(address: str, num_engines: int) -> None:
 
 
 def main() -> None:
-    """Run the receivers; `measure_log` starts this process."""
+    """Run the receivers. `measure_log` starts this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     parser.add_argument("num_engines", type=int)

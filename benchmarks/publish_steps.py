@@ -1,6 +1,7 @@
-"""Training steps with a publish after each, compared with steps without; called by `benchmarks.publish`.
+"""Compares training steps that are followed by a publish with steps that are not.
 
-Two gloo ranks compute on one core; their publisher threads work on another. No engine runs.
+`benchmarks.publish` calls this module. Two gloo ranks compute on one core, and their publisher threads work on another
+core. No engine runs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def measure_steps(model_path: str, folder: str) -> dict[str, float]:
 
 
 def run_ranks(module: str, *arguments: str) -> list[Any]:
-    """Run a module as two gloo ranks; return the JSON of each rank's last line."""
+    """Run a module as two gloo ranks. Returns the JSON of each rank's last line."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

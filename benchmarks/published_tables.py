@@ -1,8 +1,9 @@
 """Compare predictions with published figures of other systems: ``python -m benchmarks.published_tables``.
 
-Three tables: lags measured by Applied Compute (2026), step times of verl's fully asynchronous trainer by staleness
-threshold, and marin's issue 8955. The tables lack lengths and speeds. These are fitted on some rows, and the other rows
-are predicted. docs/planning.md names the fitted rows and the failures. A missed prediction is printed as missed.
+There are three tables: lags measured by Applied Compute (2026), step times of verl's fully asynchronous trainer by
+staleness threshold, and marin's issue 8955. The tables lack lengths and speeds. These are fitted on some rows, and the
+other rows are predicted. docs/planning.md names the fitted rows and the failures. A missed prediction is printed as
+missed.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class LagRow:
     Attributes:
         concurrency: Samples that run at once.
         batch: Samples of a step.
-        queue: Largest number of batches in the queue; a full queue drops the oldest batch.
+        queue: Largest number of batches in the queue. A full queue drops the oldest batch.
         rate_ratio: Generation ÷ training rate.
-        straggling: Mean of the longest sample of a group ÷ mean length.
+        straggling: The mean length of the longest sample of a group ÷ the mean length.
         lag: Measured lag in steps.
     """
 
@@ -98,7 +99,7 @@ def spread_of(straggling: float) -> float:
 
 
 def verl_scenario(threshold: float, *, token_s: float, spread: float) -> Scenario:
-    """The scenario of verl with threshold s: (1 + s) syncs of 16 mini-steps of 32 prompts begin per version."""
+    """The scenario of verl with threshold s. (1 + s) syncs of 16 mini-steps of 32 prompts begin per version."""
     per_sync = 16
     return Scenario(
         num_engines=8,
@@ -147,7 +148,7 @@ def fit(
     predict: Callable[[float, Mapping[str, float]], float],
     fitted: Mapping[float, float],
 ) -> Mapping[str, float]:
-    """The candidate whose largest error on the fitted rows is smallest. Rows map a setting to its step time."""
+    """The candidate with the smallest maximum error on the fitted rows. Rows map a setting to its step time."""
 
     def error(candidate: Mapping[str, float]) -> float:
         return max(abs(predict(setting, candidate) / step_s - 1) for setting, step_s in fitted.items())

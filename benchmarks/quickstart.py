@@ -28,9 +28,9 @@ class Learned:
 
     Attributes:
         greedy: Greedy held-out accuracy before and after training.
-        sampled: The same for samples at temperature 1.
+        sampled: The same accuracies for samples at temperature 1.
         max_lag: Largest lag of the training data.
-        train_s: Seconds of training; ``wall_s`` is the time of the whole run.
+        train_s: Seconds of training. ``wall_s`` is the time of the whole run.
     """
 
     greedy: tuple[float, float]

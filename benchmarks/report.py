@@ -39,13 +39,13 @@ def median_times(
     """Median seconds per call of each alternative.
 
     The alternatives take turns, so other work of the machine affects all of them. Every second run reverses the order,
-    so an alternative does not always follow the same other one.
+    so an alternative does not always follow the same alternative.
 
     Args:
-        calls: Name to the timed function.
+        calls: The timed function of each name.
         num_runs: Runs per alternative; the median is over these runs.
         num_calls: Calls per run; more than one for short calls.
-        warm_up: Runs per alternative that are not counted.
+        warm_up: Number of runs per alternative that are not counted.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for run in range(num_runs + warm_up):
@@ -57,7 +57,7 @@ def median_times(
 
 
 def _timed(call: Callable[[], Any], num_calls: int) -> float:
-    """Seconds of some calls, without garbage collection, as in ``timeit``."""
+    """The seconds of some calls, measured without garbage collection, as in ``timeit``."""
     gc.disable()
     try:
         start = time.perf_counter()
@@ -80,13 +80,13 @@ def print_report(
 
     Args:
         title: Title of the measurement.
-        rows: Measurement to its value as text. Example: ``{"codec": "0.021 ms"}``.
-        figures: Name to value; None if it could not be measured here.
-        targets: Name of a figure to its bounds.
+        rows: The value of each measurement, as text. Example: ``{"codec": "0.021 ms"}``.
+        figures: The value of each figure; None if it could not be measured here.
+        targets: The bounds of figures, by name.
         baseline: Denominator of the ratios.
 
     Returns:
-        Whether every target is met; a figure that was not measured does not count.
+        Whether every target is met. A figure that was not measured is ignored.
     """
     print(f"{title}; against {baseline}")
     width = max(map(len, [*rows, *figures]))

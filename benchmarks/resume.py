@@ -1,10 +1,10 @@
-"""What a resume keeps of the work before it, and what checkpoints cost.
+"""The work that a resume keeps, and the cost of checkpoints.
 
-``python -m benchmarks.resume`` trains the quickstart with large batches on the in-process engine: one life that SIGTERM
-stops, one whose processes are all killed, each between two checkpoints, and a resumed life after each. Work is policy
-tokens: kept is what a resumed life does not drop as lost. Then a buffer begins with a checkpoint of ``--payload-mb``,
-and its memory is compared with what it holds. Further options of the run may follow. Wall times hold for an idle
-machine.
+``python -m benchmarks.resume`` trains the quickstart with large batches on the in-process engine. SIGTERM stops one
+life, and all processes of another life are killed, each between two checkpoints. Each of these lives is then resumed.
+Work is counted in policy tokens: the kept tokens are those that the resumed life does not drop as lost. Then a buffer
+begins with a checkpoint of ``--payload-mb``, and its memory is compared with the size of its contents. Further options
+of the run may follow. Wall times hold for an idle machine.
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ _BASE = [
     "sft.enabled=false",
     "evaluation.enabled=false",
     "learner.restarts=0",
-    "algorithm.groups_per_step=256",  # steps of about a second; those of the quickstart are as short as a checkpoint
+    # makes steps of about a second, because those of the quickstart are as short as a checkpoint
+    "algorithm.groups_per_step=256",
     "rollout_fleet.groups_in_flight=128",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What a resumed life kept.
+    """The work that a resumed life kept, and the times.
 
     Attributes:
-        share: Tokens that were kept, of all that the ended life had generated.
-        steps: Steps at the end of the first life, and of the checkpoint.
-        start_s: From the command to the first learner step, of the first life.
-        resume_s: The same of the resumed life.
-        stall_s: Seconds that a rank waits for one checkpoint, and of a learner step. None if not measured.
+        share: Share of the ended life's generated tokens that were kept.
+        steps: Step at the end of the first life, and step of the checkpoint.
+        start_s: Seconds from the command to the first learner step, in the first life. resume_s: The same in the
+            resumed life.
+        stall_s: Seconds that a rank waits for one checkpoint, and seconds of a learner step. None if not measured.
     """
 
     share: float
@@ -78,7 +79,7 @@ class Kept:
 
 
 class Life:
-    """A training in a process of its own."""
+    """A training in a separate process."""
 
     def __init__(self, output_dir: Path, overrides: Sequence[str]) -> None:
         command = [sys.executable, "-m", "asyncrl", "train", f"output_dir={output_dir}", *_BASE, *overrides]
@@ -127,7 +128,7 @@ class Life:
         self.process.wait(_TIMEOUT_S)
 
     def finish(self) -> int:
-        """Read the output to its end; returns the exit status."""
+        """Read the output to its end. Returns the exit status."""
         assert self.process.stdout is not None
         self.lines += list(self.process.stdout)
         return self.process.wait(_TIMEOUT_S)
@@ -171,7 +172,7 @@ def measure(number: signal.Signals, folder: Path, steps: int, overrides: Sequenc
 
 
 def _stall(summary: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
-    """Seconds of one checkpoint in which a rank waits, and the median time between two steps.
+    """The seconds that a rank waits for one checkpoint, and the median time between two steps.
 
     None if the run recorded no profile.
     """
@@ -183,10 +184,13 @@ def _stall(summary: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> tuple[
 
 
 async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
-    """Memory that a buffer server takes for a checkpoint's groups, as a share of their bytes; and in words."""
+    """The memory that a buffer server takes for a checkpoint's groups, as a multiple of their bytes.
+
+    Also returns a text.
+    """
     num_groups = max(1, payload_mb * 1_000_000 // (_GROUP_TOKENS * 13))
     options: dict[str, Any] = {
-        "max_lag": 0,  # one batch of all groups: admission costs time in proportion to the bound
+        "max_lag": 0,  # all groups are one batch, because the time for admission grows with the bound
         "request_timeout_s": 120.0,
         "max_stored_bytes": 4 * payload_mb * 1_000_000,
     }

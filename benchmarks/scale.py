@@ -1,8 +1,8 @@
 """Find the part that saturates first in a very large system: ``python -m benchmarks.scale``.
 
 Simulates 4,096 engines and 1,024 ranks around the buffer's own code, and measures the CPU time that this code takes
-for each simulated step. The simulation does not model bytes on the network and in stores; they are computed from its
-counts. The assumed rates of network and stores are options; docs/scale.md names their sources.
+for each simulated step. The simulation does not model bytes on the network and in stores. They are computed from its
+counts. The assumed rates of network and stores are options, and docs/scale.md names their sources.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Resource:
     Attributes:
         name: Name of the resource.
         seconds: Time that one step keeps the resource busy.
-        why: How the time was computed.
+        why: The computation of the time, as text.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Resource:
 
 
 def scenario(options: argparse.Namespace) -> Scenario:
-    """Responses of 8k tokens, 16 per prompt, on engines that each generate one group at a time."""
+    """The scenario has 16 responses of 8k tokens per prompt, on engines that each generate one group at a time."""
     return Scenario(
         num_engines=options.engines,
         num_ranks=options.ranks,

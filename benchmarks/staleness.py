@@ -1,8 +1,8 @@
 """The cost of staleness, and the effect of corrections: ``python -m benchmarks.staleness``.
 
-Trains the quickstart's task from one warm start per seed, at an exact lag η, with every correction, and with one and
-four optimizer updates per learner step. ``benchmarks/lagged.py`` trains each cell of the table in this process.
-Finished cells are kept in a file, and an interrupted run continues there. The last line is JSON.
+Trains the quickstart's task from one warm start per seed at an exact lag η. Every correction is combined with one and
+with four optimizer updates per learner step. ``benchmarks/lagged.py`` trains each cell of the table in this process.
+Finished cells are kept in a file, so an interrupted run continues with the missing cells. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Finished cells, one JSON object per line.
+    """The finished cells, one JSON object per line.
 
     Attributes:
-        path: The file; the first finished cell creates it.
+        path: The file. The first finished cell creates it.
     """
 
     path: Path
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """All cells, seed by seed, so an interrupted table is complete for its first seeds."""
+    """All cells, seed by seed. So an interrupted table is complete for its first seeds."""
     for seed in options.seeds:
         for eta in options.eta:
             for mini_batches in options.mini_batches:
@@ -153,7 +153,10 @@ def _cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 
 def _warm_started(seed: int, output_dir: str) -> RunConfig:
-    """The quickstart of a seed from its warm-started policy, which is made if it is missing."""
+    """The options of a seed's quickstart that begins with its warm-started policy.
+
+    The policy is made if it is missing.
+    """
     overrides = [f"seed={seed}", f"output_dir={output_dir}"]
     config = with_quickstart_assets(compose_run(overrides))
     policy = warm_start_path(config)
@@ -182,7 +185,7 @@ def _train(cell: Cell, config: RunConfig) -> dict[str, Any]:
 
 
 def _print_tables(cells: Sequence[Cell], finished: Mapping[Cell, Mapping[str, Any]]) -> None:
-    """Markdown tables of accuracy at the end and over training, then everything as JSON."""
+    """Format Markdown tables of the accuracy at the end and over training, then all figures as JSON."""
     done = {cell: finished[cell] for cell in cells if cell in finished}
     print(f"{len(done)} of {len(cells)} trainings are finished")
     for figure, title in (("final", "sampled accuracy at the end"), ("area", "mean sampled accuracy over training")):
@@ -205,7 +208,7 @@ def _print_table(cells: Sequence[Cell], done: Mapping[Cell, Mapping[str, Any]], 
 
 
 def _means(done: Mapping[Cell, Mapping[str, Any]]) -> dict[str, float]:
-    """Mean over seeds of the final accuracy. Example key: ``tis/eta=4/updates=1``."""
+    """The mean of the final accuracy over seeds. Example key: ``tis/eta=4/updates=1``."""
     values: dict[str, list[float]] = {}
     for cell, row in done.items():
         values.setdefault(f"{cell.correction}/eta={cell.eta}/updates={cell.mini_batches}", []).append(row["final"])

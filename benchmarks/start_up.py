@@ -1,9 +1,9 @@
 """Time from the command to the end of the first learner step, and the time of each part.
 
-``python -m benchmarks.start_up`` starts the quickstart for one step in a new folder, twice: the first start makes the
-warm start, the second one reuses it. ``--engine sglang`` or ``transformers``; further options of the run may follow.
-Wall times are valid only on an idle machine. ``cpu_s`` is the CPU time of all processes of the run until then, which
-depends less on other work.
+``python -m benchmarks.start_up`` starts the quickstart for one step in a new folder, twice. The first start makes the
+warm start, the second one reuses it. ``--engine`` is ``sglang`` or ``transformers``. Further options of the run may
+follow. Wall times are valid only on an idle machine. ``cpu_s`` is the CPU time of all processes of the run until then,
+which depends less on other work.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StartUp:
     Attributes:
         first_step_s: Seconds from the command to the end of the first learner step.
         cpu_s: CPU seconds of all processes until then.
-        parts: Name of a part to the time when it was ready, and the seconds of waiting for it.
+        parts: For each part: the time when it was ready, and the seconds of waiting for it.
     """
 
     first_step_s: float
@@ -69,11 +69,11 @@ def start(engine: str, output_dir: Path, overrides: Sequence[str]) -> StartUp:
 
 
 def _cpu_s(run: psutil.Process) -> float:
-    """CPU seconds of the processes of a run, with ended child processes."""
+    """The CPU seconds of the processes of a run, including ended child processes."""
     used = 0.0
     for process in (run, *run.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
-            used += sum(process.cpu_times()[:4])  # user and system time, of the process and of its ended children
+            used += sum(process.cpu_times()[:4])  # user and system time of the process and of its ended children
     return used
 
 

@@ -1,9 +1,9 @@
 """Network traffic when groups stay on the hosts that produced them: ``python -m benchmarks.stores``, as root.
 
-There are two hosts, each with its own network namespace, connected by a link with a limited rate. The ledger is on the
+There are two hosts, each with its own network namespace. A link with a limited rate connects them. The ledger is on the
 first host, a worker on each host, and a learner rank on the second host. Each worker puts groups as fast as it can. The
-rank fetches and commits each batch. One run has the payloads beside the ledger, the other run has a store per host. The
-benchmark compares the counters of the link.
+rank fetches and commits each batch. One run keeps the payloads beside the ledger, the other run has one store per host.
+The benchmark compares the counters of the link.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ _MB = 1e6
 
 
 class HostProcess:
-    """A host: a process with its own network namespace, in which other processes run. It ends with this process."""
+    """A host: a process with its own network namespace.
+
+    Other processes run in this namespace. The host ends with this process.
+    """
 
     def __init__(self) -> None:
         command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sh", "-c", "echo up; exec sleep infinity"]
@@ -67,7 +70,7 @@ class HostProcess:
 
 @contextmanager
 def two_hosts(rate: str) -> Iterator[list[HostProcess]]:
-    """Two hosts connected by a link with this rate in each direction, in the notation of tc."""
+    """Two hosts, and a link between them with this rate in each direction, in the notation of tc."""
     hosts = [HostProcess() for _ in ADDRESSES]
     try:
         first, second = (str(host.process.pid) for host in hosts)
@@ -87,10 +90,7 @@ def two_hosts(rate: str) -> Iterator[list[HostProcess]]:
 
 
 class Host:
-    """The process of one of the two hosts.
-
-    ``keys`` is the directory of the keys, ``number`` the number of the host.
-    """
+    """The process of one of the two hosts. ``keys`` is the directory of the keys; ``number`` is the host's number."""
 
     def __init__(self, number: int, *, keys: Path, stores_on: StoresOn, num_bytes: int) -> None:
         self._number = number
@@ -165,7 +165,7 @@ def _size_of(group: Any) -> int:
 
 
 def link_bytes() -> int:
-    """Bytes on this host's link in both directions, by the counters of the interface."""
+    """The bytes on this host's link in both directions, read from the counters of the interface."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     numbers = next(line for line in lines if line.strip().startswith("eth0:")).partition(":")[2].split()
     return int(numbers[0]) + int(numbers[8])
@@ -191,7 +191,7 @@ def measure(options: argparse.Namespace, stores_on: StoresOn) -> dict[str, float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure both runs, or run one of the hosts."""
+    """Measure both runs. With ``--host``, this process is one of the hosts instead."""
     options = _parser().parse_args(arguments)
     if options.host is not None:
         host = Host(options.host, keys=options.keys, stores_on=options.stores_on, num_bytes=int(options.mb * _MB))

@@ -28,9 +28,9 @@ class TrlSettings:
     Attributes:
         model: Directory of the warm-started policy and its tokenizer.
         train: Parquet with columns prompt and ground_truth.
-        held_out: The same columns.
+        held_out: Parquet with the same columns.
         seed: Seed of data order and sampling.
-        max_steps: Optimizer updates at most; the learning rate falls linearly to 0 over them.
+        max_steps: Largest number of optimizer updates. The learning rate falls linearly to 0 over these updates.
         groups_per_step: Prompts of one update.
         samples_per_prompt: Rollouts of one prompt.
         max_new_tokens: Longest rollout.
@@ -38,7 +38,7 @@ class TrlSettings:
         beta1: AdamW's decay of the first moment.
         beta2: AdamW's decay of the second moment.
         weight_decay: Decoupled decay, on matrices only.
-        clip: PPO keeps the ratio in 1 ± clip.
+        clip: PPO clips the ratio to 1 ± clip.
         clip_grad_norm: Largest global gradient norm.
         eval_every: Updates between evaluations.
         target: Sampled held-out accuracy at which the run ends.
@@ -69,12 +69,12 @@ class TrlResult:
     """The figures of a run.
 
     Attributes:
-        time_to_target_s: Training seconds until the target, by `first_crossing`; None when ``max_steps`` came first.
-        steps_to_target: Updates until the target; None as above.
+        time_to_target_s: Training seconds until the target, by `first_crossing`. None if ``max_steps`` came first.
+        steps_to_target: Number of updates until the target. None if ``max_steps`` came first.
         startup_s: From the start of the process to the first step, without the first evaluation.
         steps: Updates made.
         train_s: Training seconds of all updates.
-        cpu_s: CPU seconds of the process, with the start and without evaluations.
+        cpu_s: CPU seconds of the process, including the start and excluding evaluations.
         accuracy_curve: [updates, training seconds, sampled accuracy] at each evaluation.
     """
 
@@ -99,7 +99,7 @@ class StoppedClock:
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Stop the clock; no effect if it is stopped."""
+        """Stop the clock. This has no effect if the clock is stopped already."""
         if self._since is not None:
             self.elapsed_s += time.perf_counter() - self._since
         self._since = None
@@ -137,7 +137,10 @@ class TargetCallback(TrainerCallback):
             self.clock.start()
 
     def crossing(self, column: int) -> float | None:
-        """Updates (0) or training seconds (1) to the target; None if the mean of three has not reached it."""
+        """The number of updates (0) or the training seconds (1) until the target.
+
+        None if the mean of three has not reached it.
+        """
         return first_crossing([(row[column], row[2]) for row in self.curve], self.settings.target)
 
     def _measure(self, model: Any, step: int) -> None:
@@ -169,7 +172,10 @@ def run(settings: TrlSettings) -> TrlResult:
 
 
 def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, directory: str) -> Any:
-    """GRPOTrainer in its fastest configuration: one generation and one forward per step, no logging, no saving."""
+    """GRPOTrainer in its fastest configuration.
+
+    It makes one generation and one forward per step, without logging and saving.
+    """
     from datasets import Dataset  # pyright: ignore[reportMissingImports] - the bench extra
     from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports] - the bench extra
     from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports] - the bench extra
@@ -188,7 +194,8 @@ def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, d
         num_generations=settings.samples_per_prompt,
         max_completion_length=settings.max_new_tokens,
         temperature=1.0,
-        # Token mean over the batch; rewards centered and divided by the group's standard deviation; no KL term.
+        # The loss is the token mean over the batch, without a KL term. Rewards are centered and divided by the group's
+        # standard deviation.
         loss_type="dapo",
         scale_rewards="group",
         beta=0.0,

@@ -1,6 +1,6 @@
 """The worker of the PPO example: an actor with its rollout, or a reference, as verl's `ActorRolloutRefWorker`.
 
-The actor publishes its weights and the engines load and verify them as in an asynchronous run. The engine of each
+The actor publishes its weights, and the engines load and verify them, as in an asynchronous run. The engine of each
 data-parallel rank runs on its own event loop, in a thread of the first sp rank.
 """
 
@@ -55,7 +55,10 @@ class ActorRolloutRefWorker(ActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_mode(self, version: int) -> None:
-        """Offload model and optimizer. The actor publishes its weights before, and the engines load and verify them."""
+        """Offload model and optimizer.
+
+        Before this, the actor publishes its weights; then the engines load and verify them.
+        """
         if self._publisher is None:
             return super().rollout_mode(version)
         offers = [self._publisher.publish(version).result()]  # None but on rank 0
@@ -79,7 +82,7 @@ class ActorRolloutRefWorker(ActorWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def generate_sequences(self, data: DataProto) -> DataProto | None:
-        """Sample one response per row; with ``meta_info["do_sample"]`` False each token is the most probable one."""
+        """Sample one response per row. If ``meta_info["do_sample"]`` is False, each token is the most probable one."""
         if self.engine is None:  # the results of this rank are not collected
             return None
         sampling = self.sampling if data.meta_info.get("do_sample", True) else replace(self.sampling, temperature=0.0)

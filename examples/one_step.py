@@ -1,7 +1,7 @@
-"""One asynchronous learner step in one process: from the prompt to the loss, and the new weights back to the engine.
+"""One asynchronous learner step in one process, from the prompt to the loss and to the new weights in the engine.
 
-The classes are those of a run. A run places them in separate processes that work at the same time: the rollout worker
-drives the engine, the buffer server holds the ledger, the learner ranks hold the trainer. To run it::
+The classes are those of a run. A run places them in separate processes that work at the same time. The rollout worker
+drives the engine, the buffer server holds the ledger, and the learner ranks hold the trainer. To run it::
 
     python -m examples.one_step
 """
@@ -40,7 +40,7 @@ SAMPLING = SamplingConfig(max_new_tokens=8)
 
 
 async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
-    """Make one learner step; returns its metrics, the engine on the new weights, and the ledger."""
+    """Make one learner step. Returns its metrics, the engine on the new weights, and the ledger."""
     assets = make_assets(f"{folder}/assets", seed=0)
     model_path = str(assets.model)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -62,7 +62,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
     granted = ledger.apply(LeaseGroups(engine_version=engine.version, max_groups=len(prompts))).leases
     assert len(granted) == (MAX_LAG + 1) * NUM_GROUPS
 
-    # The engine writes each group; the reward scores it; the ledger stores it.
+    # The engine writes each group, the reward scores it, and the ledger stores it.
     for lease in granted:
         store[lease.group_id] = await rollout(engine, lease, prompts[lease.group_id], tokenizer)
         ledger.apply(Put(summary=store[lease.group_id].summary))
@@ -98,7 +98,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
 
 
 async def rollout(engine: Engine, lease: GrantedLease, prompt: Prompt, tokenizer: Any) -> TrajectoryGroup:
-    """Sample and score one prompt group. Here the reward is the share of the right digits."""
+    """Sample and score one prompt group. Here the reward is the share of right digits."""
     requests = [
         SampleRequest(id=f"{lease.group_id}-{sample}", prompt_ids=prompt.prompt_ids, sampling=SAMPLING)
         for sample in range(NUM_SAMPLES)

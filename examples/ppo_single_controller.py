@@ -1,6 +1,6 @@
-"""Synchronous PPO as a verl driver writes it: one process calls groups of workers, step by step.
+"""Synchronous PPO in the form of a verl driver. One process calls groups of workers, step by step.
 
-Four Ray actors hold an actor with its rollout, a reference and a critic, fused, on a mesh of dp × sp = 2 × 2. Each
+Four Ray actors form a mesh of dp × sp = 2 × 2. Each one fuses an actor with its rollout, a reference and a critic. Each
 data-parallel rank has an SGLang server, which loads weights as in an asynchronous run. Run it with::
 
     python -m examples.ppo_single_controller total_steps=20
@@ -37,7 +37,7 @@ OPTIONS += ["learner.critic.warmup_steps=0"]
 
 
 class PPOTrainer:
-    """The driver: it has the prompts, computes rewards and advantages, and calls the groups in turn."""
+    """The driver. It has the prompts, computes rewards and advantages, and calls the groups one after another."""
 
     def __init__(self, run: RunConfig, model_path: str, folder: str, reward: Reward = exact_match) -> None:
         self.run, self.reward = run, reward
@@ -91,7 +91,7 @@ class PPOTrainer:
             on_step(step, metrics | {"reward": batch.batch["scores"].mean().item()})
 
     def generated(self, prompts: list[Prompt], *, do_sample: bool) -> DataProto:
-        """Responses to the prompts, with their rewards ``scores`` [B]."""
+        """Sample responses to the prompts, and add their rewards ``scores`` [B]."""
         width = self.run.data.max_prompt_tokens
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -106,7 +106,7 @@ class PPOTrainer:
 
 
 def add_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> None:
-    """Token rewards minus the KL penalty, then GAE: ``advantages`` and ``returns`` [B, R]."""
+    """Subtract the KL penalty from the token rewards, then compute ``advantages`` and ``returns`` [B, R] with GAE."""
     columns, mask = batch.batch, batch.batch["response_mask"].bool()
     rewards = algorithm.kl_reward_coef * (columns["ref_log_prob"] - columns["old_log_probs"])
     rewards[torch.arange(len(mask)), mask.sum(1) - 1] += columns["scores"]

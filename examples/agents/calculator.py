@@ -1,4 +1,4 @@
-"""A calculator as a tool: the policy may call it until it gives its answer.
+"""A calculator as a tool. The policy may call the calculator until it gives its answer.
 
 Run it with ``rollout_fleet.environment.name=examples/agents/calculator.py:Calculator``. Rows need ``messages`` and the
 right answer as ground truth.
@@ -38,7 +38,10 @@ TOOLS = [
 
 
 def calculate(expression: str) -> str:
-    """Return the value of an expression of numbers, ``+ - * /`` and parentheses. Raises `ValueError` for others."""
+    """Return the value of an expression of numbers, ``+ - * /`` and parentheses.
+
+    Raises `ValueError` for any other text.
+    """
 
     def value(node: ast.AST) -> float:
         match node:
@@ -54,7 +57,7 @@ def calculate(expression: str) -> str:
 
 
 class Calculator:
-    """One question per episode; the reward is 1 if the last message is the ground truth."""
+    """One question per episode. The reward is 1 if the last message is the ground truth."""
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Let the policy calculate and answer."""

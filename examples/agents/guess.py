@@ -1,4 +1,4 @@
-"""A game with ``reset`` and ``step``, as Gymnasium has them: guess a number from 1 to 100.
+"""A game with ``reset`` and ``step``, as in Gymnasium: guess a number from 1 to 100.
 
 Run it with ``rollout_fleet.environment.name=gym`` and
 ``rollout_fleet.environment.options={env: examples/agents/guess.py:GuessTheNumber, kwargs: {max_guesses: 7}}``.
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class GuessTheNumber:
-    """The seed decides the number, so all rollouts of a prompt look for the same one."""
+    """The seed decides the number, so all rollouts of a prompt look for the same number."""
 
     def __init__(self, highest: int = 100, max_guesses: int = 7) -> None:
         self.highest = highest

@@ -1,8 +1,8 @@
-"""Two roles of one policy against each other: Nim. The player who takes the last stone wins.
+"""Nim: two roles of one policy play against each other. The player who takes the last stone wins.
 
-In turn, the players take 1 to 3 stones. Each role has its own conversation, a separate root of the episode. The
-winner's turns have the reward 1, the loser's -1. Use an advantage that reads the rewards of turns. Run it with
-``rollout_fleet.environment.name=examples/agents/nim.py:Nim``.
+The players take turns, and take 1 to 3 stones each time. Each role has its own conversation, a separate root of the
+episode. The winner's turns have the reward 1, the loser's -1. Use an advantage that reads the rewards of turns. Run it
+with ``rollout_fleet.environment.name=examples/agents/nim.py:Nim``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Nim:
             left -= int(number[1])
             winner, player = player, 1 - player
             said = f"The other player took {number[1]}. {left} stones are left."
-            if conversations[player][-1]["role"] == "user":  # the second player's first move
+            # the first move of the second player begins its conversation
+            if conversations[player][-1]["role"] == "user":
                 said = f"{conversations[player].pop()['content']} {said}"
             conversations[player].append({"role": "user", "content": said})
         return Outcome(

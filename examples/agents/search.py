@@ -43,7 +43,7 @@ class Texts:
         return {"role": "tool", "tool_call_id": call.id, "content": content}
 
     def search(self, arguments: dict[str, str]) -> str:
-        """The lines with any of the words, from the files that have all the words."""
+        """The lines that have any of the words, from the files that have all of the words."""
         words = arguments["words"].lower().split()
         found = []
         for name, text in self.texts.items():
@@ -56,7 +56,7 @@ class Texts:
 async def main(
     prompt: Any, base_url: str, api_key: str, *, folder: str, max_chars: int = 8000, max_rounds: int = 16
 ) -> dict[str, Any]:
-    """Answer a question from the texts; the reward is 1 if the answer contains the ground truth."""
+    """Answer a question from the texts. The reward is 1 if the answer contains the ground truth."""
     texts, question = await asyncio.to_thread(Texts, folder), [dict(message) for message in prompt.messages]
     messages, num_compactions, answer = list(question), 0, ""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
@@ -70,7 +70,7 @@ async def main(
             messages += await asyncio.gather(*map(texts.call, message.tool_calls))
             if sum(len(str(entry.get("content"))) for entry in messages) > max_chars:
                 request = [*messages, {"role": "user", "content": SUMMARIZE}]
-                summary = await client.chat.completions.create(  # the same tools: the request continues the history
+                summary = await client.chat.completions.create(  # needs the same tools to continue the history
                     model="policy", messages=request, tools=TOOLS, tool_choice="none"
                 )
                 found = {"role": "user", "content": f"You found out before: {summary.choices[0].message.content}"}

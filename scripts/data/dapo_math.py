@@ -3,8 +3,8 @@
     python scripts/data/dapo_math.py dapo-math-17k.parquet data/dapo_math/train.parquet
     python scripts/data/dapo_math.py aime-2024.parquet data/dapo_math/test.parquet
 
-Reads ``prompt``, a list of messages, and ``reward_model.ground_truth``; writes ``messages`` and ``answer``. The
-published files hold each problem many times: one of each is kept.
+The program reads ``prompt`` (a list of messages) and ``reward_model.ground_truth``, and writes ``messages`` and
+``answer``. The published files contain each problem many times; one copy of each is kept.
 """
 
 import json

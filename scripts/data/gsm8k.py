@@ -3,7 +3,8 @@
     python scripts/data/gsm8k.py train.jsonl data/gsm8k/train.parquet
     python scripts/data/gsm8k.py test.jsonl data/gsm8k/test.parquet
 
-Reads ``question`` and ``answer``, which ends in ``#### 72``; writes ``messages`` and ``answer``, the number alone.
+The program reads ``question`` and ``answer``. The answer ends in ``#### 72``, for example. It writes ``messages`` and
+``answer``, which then is only the number.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""Make a task of your own: a BPE tokenizer with a chat template, a small Llama, and three parquet files of messages.
+"""Make your own task: a BPE tokenizer with a chat template, a small Llama, and three parquet files of messages.
 
     python make_task.py task
 
-The task: sort 4 to 6 numbers. Put your own model and data in their place, in the same form.
+The task is to sort 4 to 6 numbers. Replace the model and the data by your own, in the same form.
 """
 
 import random
@@ -34,7 +34,7 @@ def make_questions(count, *, seed):
 
 
 def with_mistakes(answer, rng, rate=0.12):
-    """Return an answer of an imperfect teacher: each number is another one with this probability."""
+    """Return the answer of an imperfect teacher. Each number is replaced by another one with this probability."""
     return " ".join(str(rng.randrange(30)) if rng.random() < rate else number for number in answer.split())
 
 

@@ -1,13 +1,13 @@
-"""The reward of the sorting task: how many of the leading numbers are right."""
+"""The reward of the sorting task: the share of right numbers before the first mistake."""
 
 
 def leading_numbers(prompt, response_text):
     """Return the share of the answer that is right up to the first mistake, in [0, 1].
 
     Args:
-        prompt: Has ``ground_truth``, here ``"4 7 15 23"``, ``data_source``, and ``extra``, the columns of
-            ``data.extra_keys``.
-        response_text: What the policy wrote, decoded, without special tokens.
+        prompt: Its ``ground_truth`` is, for example, ``"4 7 15 23"``. It also has ``data_source``, and ``extra`` with
+            the columns of ``data.extra_keys``.
+        response_text: The decoded text that the policy wrote, without special tokens.
     """
     expected, written = prompt.ground_truth.split(), response_text.split()
     right = 0
