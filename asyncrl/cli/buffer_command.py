@@ -59,7 +59,7 @@ def _export(run: Path, folder: Path) -> int:
 
 
 def _demonstrate(options: argparse.Namespace) -> int:
-    from transformers import AutoTokenizer  # imports torch, which takes seconds
+    from transformers import AutoTokenizer  # this import loads torch, which takes seconds
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
 

@@ -98,7 +98,7 @@ def read_config(run_folder: Path) -> RunConfig:
     if not isinstance(options, DictConfig) or not options:
         raise ValueError(f"{path} must hold the options of the run as YAML, got {got}; restore it from a copy")
     try:
-        for name in REMOVED_OPTIONS:  # an earlier release may have written them
+        for name in REMOVED_OPTIONS:  # an earlier release may have written these options
             section, _, key = name.rpartition(".")
             (OmegaConf.select(options, section) or {}).pop(key, None)
         config = OmegaConf.to_object(OmegaConf.merge(schema(), options))
@@ -169,7 +169,7 @@ def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], 
         (experiments := Path(folder, "experiment")).mkdir()
         for override in overrides:
             name, _, value = override.partition("=")
-            is_one = Path(value.strip("'\"")).is_file()  # a file name may contain a comma
+            is_one = Path(value.strip("'\"")).is_file()  # a comma may be a part of the file name
             files = [part.strip("'\"") for part in ([value] if is_one else value.split(","))]
             files = files if name == "experiment" else []
             for file in [file for file in files if file.endswith((".yaml", ".yml"))]:

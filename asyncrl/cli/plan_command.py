@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     base = load_spec(target) if calibration is None else calibration.scenario
     base = base if options.steps is None else replace(base, num_steps=options.steps)
     notes = () if calibration is None else calibration.notes
-    folder.mkdir(parents=True, exist_ok=True)  # fail before minutes of work
+    folder.mkdir(parents=True, exist_ok=True)  # an error must come before minutes of work
     plan = make_plan(
         base,
         _choices(options, base),

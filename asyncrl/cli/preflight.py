@@ -73,7 +73,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     The devices of ``config`` are resolved, unless the run joins a cluster. Returns the training and the held-out
     prompts.
     """
-    if not config.ray.address:  # a cluster that the run joins may have other devices and packages
+    if not config.ray.address:  # another cluster may have other devices and packages
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
         check_engine_installed(config.rollout_fleet)
         check_images(config.rollout_fleet, config.model.path)
@@ -84,7 +84,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_trackers(config.tracker)
     split_address(config.prometheus_address, "prometheus_address")
     if config.dashboard:
-        from asyncrl.profile.dashboard import TOKEN_VARIABLE, check_dashboard  # imports a web server
+        from asyncrl.profile.dashboard import TOKEN_VARIABLE, check_dashboard  # this import loads a web server
 
         check_dashboard(config.dashboard_address, os.environ.get(TOKEN_VARIABLE, ""))
     check_heads(config)

@@ -107,7 +107,7 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
 
     signal.signal(signal.SIGALRM, kill)
     for number in _PASSED_ON:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # under nohup, SIGHUP is ignored
             signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_PASSED_ON, *STOPS.values()))
     status = _wait_for(child)

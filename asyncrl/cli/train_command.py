@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         raise ValueError(f"unknown flag {sorted(unknown)[0]}, expected OPTION=VALUE; --help lists the options")
     if flags & _MULTIRUN and not flags - _MULTIRUN:
-        from asyncrl.cli.multirun import multirun  # imports Hydra's plugins
+        from asyncrl.cli.multirun import multirun  # this import loads Hydra's plugins
 
         return multirun(overrides)
     config = compose_run(overrides)
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(config: RunConfig, overrides: Sequence[str]) -> int:
     try:
         run_dir = make_run_dir(config, dump_yaml(config))
-        hold_shared_folder(run_dir)  # the lock ends with the supervisor and the controller, which inherits it
+        hold_shared_folder(run_dir)  # the lock is held until the supervisor and the controller have ended
     except OSError as error:
         sys.stderr.write(f"error: {_with_remedy(error)}\n")
         return EXIT_FAILED

@@ -77,7 +77,7 @@ class RolloutBuffer(Protocol):
         ...
 
     async def hand_on_request(self) -> list[tuple[int, int]]:
-        """Wait for groups that another worker would finish sooner; return the (group_id, attempt) of each.
+        """Wait until another worker would finish some groups sooner; return the (group_id, attempt) of each group.
 
         The worker saves and releases them, and the buffer leases them to a faster worker.
         """

@@ -336,7 +336,7 @@ class TrajectoryGroup:
         return self.along_each([branch], name)[0]
 
     def along_each(self, branches: Sequence[Branch], name: str) -> list[np.ndarray]:
-        """[T, …] of a token column along each of one or more branches, as views of one array."""
+        """The values of a token column along each of some branches, [T, …] each. They are views of one array."""
         column, ends, lengths = self.token_columns[name], self._ends, self._lengths
         spans = [column[ends[turn] - lengths[turn] : ends[turn]] for branch in branches for turn in branch.turns]
         return self._apart(np.concatenate(spans), branches)
@@ -346,7 +346,7 @@ class TrajectoryGroup:
         return self.trained_masks([branch])[0]
 
     def trained_masks(self, branches: Sequence[Branch]) -> list[np.ndarray]:
-        """[T] bool as `trained_mask`, for each of one or more branches, as views of one array."""
+        """The `trained_mask` of each of some branches, [T] bool each. They are views of one array."""
         is_trained = [turn in branch.trained for branch in branches for turn in branch.turns]
         lengths = [self._lengths[turn] for branch in branches for turn in branch.turns]
         return self._apart(np.repeat(is_trained, lengths), branches)
@@ -366,7 +366,10 @@ class TrajectoryGroup:
         return sums
 
     def rewards_along(self, branch: Branch) -> np.ndarray | None:
-        """[T] float32, rewards of the branch's trained turns at their last tokens; None without turn rewards."""
+        """[T] float32: the rewards of the branch's trained turns, each at the last token of its turn; 0 elsewhere.
+
+        None if no turn has a reward.
+        """
         if "turn_rewards" not in self.turn_columns:
             return None
         earned = np.nan_to_num(self.turn_columns["turn_rewards"])
@@ -379,7 +382,7 @@ class TrajectoryGroup:
 
     @cached_property
     def previous_turns(self) -> list[int]:
-        """[M] the nearest sampled ancestor of each turn, or `ROOT`."""
+        """The nearest sampled ancestor of each turn, or `ROOT` if it has none; one index per turn, [M]."""
         previous: list[int] = []
         for _, parent, _, _, _ in self._rows:
             is_given = parent != ROOT and not self._rows[parent][3]

@@ -36,14 +36,15 @@ class DataConfig:
             {name, description, parameters}}, or its JSON text; null for none. Empty without one.
         images_key: Column of the images of a row: a list of paths, file contents, base64 texts, or mappings {bytes,
             path}. They take the places of ``<image>`` in the texts of the messages, in order. Empty without one.
-        environment_key: Column of the row's own environment, null for the run's; empty without one.
+        environment_key: Column with a row's own environment; null means the environment of the run. Empty if there is
+            no such column.
         environment_options_key: Column of further options of the row's environment: a mapping, or its JSON text; null
             for none. Empty without one.
         environment_by_source: Environment of the rows of a data source that have none of their own. Example:
             ``{sums: calculator}``.
         max_prompt_tokens: Longest prompt, in tokens.
         overlong_prompts: What happens to a longer prompt.
-        shuffle: Use a new seeded order in each epoch. False: the order of the files in each epoch.
+        shuffle: Use a new seeded order in each epoch. If False, each epoch has the order of the files.
         eval_max_prompts: Number of held-out prompts from the beginning of the files; 0 uses all.
         sampler: How the prompts are chosen (docs/sources.md): ``uniform`` takes each row once per epoch, ``weighted``
             takes sources by ``source_weights``, ``difficulty`` also prefers rows by their success rate, or your own

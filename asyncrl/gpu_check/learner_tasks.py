@@ -258,6 +258,6 @@ def checkpoint(setup: Setup, *, model: str) -> Measured:
 
 
 def _sums(trainer: Trainer) -> Tensor:
-    """The sum of each parameter and of each moment of the optimizer, [number of tensors] float64."""
+    """The sums of each parameter and of each moment of the optimizer, [number of tensors] float64."""
     moments = [state[name] for state in trainer.optimizer.adamw.state.values() for name in ("exp_avg", "exp_avg_sq")]
     return torch.stack([local_tensor(x.detach()).double().sum().cpu() for x in [*trainer.head.parameters(), *moments]])

@@ -287,7 +287,7 @@ def serving(setup: Setup) -> Iterator[Result]:
         if setup.num_gpus < tp_size:
             continue
         carriers = ["folder", "host_stream"]
-        if not is_cuda or setup.num_gpus > tp_size:  # NCCL needs a GPU per member
+        if not is_cuda or setup.num_gpus > tp_size:  # NCCL needs a separate GPU for each member
             carriers.append("engine_stream")
         for one in run_task(setup, "serving_tasks:serving", model=model, tp_size=tp_size, carriers=carriers):
             yield _served(setup, f"tp={tp_size}", one)
@@ -395,7 +395,7 @@ def main() -> int:
         folder=str(folder.resolve()),
         timeout_s=arguments.timeout_s,
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that tasks and runs are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that tasks and runs are stopped
     sys.stdout.write(f"checking {device} x {setup.num_gpus}; logs and report in {folder}\n")
     results = []
     for check in CHECKS:

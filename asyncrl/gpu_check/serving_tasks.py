@@ -50,7 +50,7 @@ class _Pair:
         config = LearnerConfig(device=Device(setup.device), dtype=Dtype(dtype), max_tokens_per_micro_batch=4096)
         self.learner = PackedModel(config, ACTOR, model_path=model)
         self.is_alone = setup.device == "cuda" and setup.num_gpus > tp_size
-        if self.is_alone:  # the learner has opened its GPU; the engine's process reads this
+        if self.is_alone:  # the learner already has its GPU; this variable is for the engine's process
             visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or "").split(",")
             devices = visible if len(visible) > tp_size else [str(number) for number in range(setup.num_gpus)]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[1 : 1 + tp_size])

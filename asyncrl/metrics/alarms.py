@@ -257,7 +257,7 @@ _CONDITIONS: dict[str, Callable[[Sequence[StepRecord], RunLimits], str]] = {
 }
 
 
-# From the files of a run
+# Alarms from the files of a run
 
 
 def read_alarms(run_dir: Path, limits: RunLimits) -> Alarms:

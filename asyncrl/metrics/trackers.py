@@ -190,7 +190,7 @@ class WandbTracker:
     def close(self) -> None:
         """Send the remaining metrics and end the tracked run."""
         self._run.finish()
-        self._teardown()  # else its service process would outlive the run
+        self._teardown()  # otherwise its service process would outlive the run
 
 
 class MlflowTracker:

@@ -375,7 +375,8 @@ class _Reading:
     def _batches(self) -> list[_Batch]:
         """The batches of the in-process engines.
 
-        A batch begins at its last lease, or when the engine becomes free. Its groups end at the same time.
+        A batch begins when its last group is leased, or when the engine becomes free. All its groups end at the same
+        time.
         """
         ends: dict[str, list[tuple[int, GroupLife]]] = defaultdict(list)
         for life in self.trained:

@@ -244,7 +244,7 @@ def _can_have_ranks(base: Scenario, num_ranks: int) -> bool:
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """5th and 95th percentile, widened to include the first value. With few values, the first may be outside."""
+    """5th and 95th percentile, widened to include the first value: with few values, it may be outside this range."""
     return min(values[0], float(np.quantile(values, 0.05))), max(values[0], float(np.quantile(values, 0.95)))
 
 
@@ -276,7 +276,8 @@ def advise(
                 found = predict(changed, replicates=_REPLICATES, seed=seed)
                 paying += [found] if found.step_s[1] < now.step_s[0] else []
     best = min(paying, key=lambda found: found.outcome.step_s, default=None)
-    if best is None or best.outcome.step_s > measured_step_s * (1 - MIN_GAIN):  # the replay error exceeds the gain
+    # Otherwise the error of the replay exceeds the gain.
+    if best is None or best.outcome.step_s > measured_step_s * (1 - MIN_GAIN):
         return None
     idle = max((now.outcome.learner_idle, now.outcome.fleet_idle), key=lambda causes: sum(causes.values()))
     cause = max(idle, key=lambda name: idle[name])

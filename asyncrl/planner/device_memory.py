@@ -268,7 +268,7 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     size, shards, gathers = setup.compute_bytes, setup.num_shards, int(setup.gathers)
     trained = setup.lora_rank * model.linear_rows or model.num_parameters
     on_device = _FLOAT32_BYTES * trained // shards * (not setup.offloaded)
-    trains_all = not setup.lora_rank  # only then do the model's own parameters have gradients to reduce
+    trains_all = not setup.lora_rank  # with adapters, the model's own parameters have no gradients
     head = model.vocabulary * model.hidden * trains_all
     gathered = model.num_parameters if setup.keeps_gathered else model.root
     held = {
@@ -291,7 +291,7 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     in_experts = whole_layer + 3 * size * model.hidden * model.experts_per_token - saved
     at_head = {
         "gathered layers": gathers_layers * max(model.layers),
-        "activations": kept + setup.tokens * (size + 2 * _FLOAT32_BYTES) * model.hidden,  # last norm, its input
+        "activations": kept + setup.tokens * (size + 2 * _FLOAT32_BYTES) * model.hidden,  # the last norm and its input
         "output layer": _output_layer(model, setup, head),
     }
     # FSDP frees the gathered root unit before this moment.

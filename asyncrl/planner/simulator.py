@@ -390,7 +390,7 @@ class SimulatedLearner:
         def on_plan(batch: commands.Batch | commands.NothingYet) -> None:
             if isinstance(
                 batch, commands.NothingYet
-            ):  # the filters dropped many groups: repeat, like the buffer's client
+            ):  # the filters dropped many groups: request again, as the buffer's client does
                 self._ask_plan(version, made)
                 return
             self._simulation.planned({group.group_id for group in batch.groups})

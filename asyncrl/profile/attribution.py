@@ -78,7 +78,7 @@ OWN_CAUSES: Mapping[str, frozenset[str]] = {
     Pool.learner: frozenset({LearnerCause.fetch, LearnerCause.rank_skew}),
     Pool.fleet: frozenset({FleetCause.reward, FleetCause.tool, FleetCause.environment, FleetCause.group_tail}),
 }
-"""Idle causes that a pool has even if the other pool is infinitely fast."""
+"""Idle causes that a pool would have even if the other pool took no time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -548,7 +548,7 @@ class OverlapReport:
         steps = [step for step in trace.steps if not step.is_open]
         lags: dict[int, list[tuple[int, int, int]]] = {step.version: [] for step in steps}
         for group in (use for life in trace.groups.values() for use in life.uses()):
-            if group.step in lags and group.last(GroupEvent.stored) is not None:  # not stored by an earlier run
+            if group.step in lags and group.last(GroupEvent.stored) is not None:  # an earlier run did not store it
                 lags[group.step].append((group.lag, group.lag_before_queue, group.lag_in_queue))
         num_lanes = {pool: attribution.num_lanes(pool) for pool in POOLS}
 

@@ -273,7 +273,7 @@ def _served(trace: Trace) -> list[tuple[int, int]]:
 
 
 def _shares(stretches: Iterable[Stretch], edges: np.ndarray) -> dict[str, np.ndarray]:
-    """The share of each state in the time of all places: [bins] float64; the shares of each bin add up to 1."""
+    """The share of each state in the time of all places, [bins] float64. The shares of a bin add up to 1."""
     by_cause: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for stretch in stretches:
         by_cause[stretch.state].append((stretch.start, stretch.end, stretch.places))
@@ -305,7 +305,7 @@ def _overlaps(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def _level_means(trace: Trace, name: str, edges: np.ndarray) -> np.ndarray:
-    """[bins] mean of a buffer count in each bin."""
+    """The mean of a buffer count in each bin, [bins]."""
     changes = trace.levels_of(name, "buffer")
     if not changes:
         return np.zeros(len(edges) - 1)
@@ -315,7 +315,7 @@ def _level_means(trace: Trace, name: str, edges: np.ndarray) -> np.ndarray:
 
 
 def _lag_of_batches(trace: Trace, edges: np.ndarray) -> np.ndarray:
-    """[bins] mean lag of the last trained batch at the end of each bin."""
+    """The mean lag of the last trained batch at the end of each bin, [bins]."""
     lags: dict[int, list[int]] = defaultdict(list)
     for life in trained_groups(trace):
         lags[life.step].append(life.lag)
@@ -344,5 +344,5 @@ def _seconds(nanoseconds: float) -> float:
 
 
 def _rounded(value: float) -> float:
-    """Round to four decimal places, or to four significant figures below 1. This keeps the document small."""
+    """Round to four decimal places, or to four significant digits below 1. This keeps the document small."""
     return float(f"{value:.{_FIGURES}g}") if abs(value) < 1 else round(value, _FIGURES)

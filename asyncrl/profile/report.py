@@ -249,7 +249,7 @@ class SampleFiles:
         self._episodes: tuple[Path | None, list[dict[str, Any]]] = (None, [])
 
     def newest(self, count: int) -> list[dict[str, Any]]:
-        """At most ``count`` samples from the newest files of each kind."""
+        """Return at most ``count`` samples from the newest files of each kind."""
         kinds: dict[str, list[Path]] = defaultdict(list)
         for path in sorted(self._run_dir.glob("samples/*-v*.parquet"), reverse=True):
             kinds[path.name.partition("-")[0]].append(path)

@@ -341,7 +341,8 @@ class TraceReader:
             file.set_reference(reference)
         end = max(file.end for file in files)
         ends, next_start = {}, dict[str, int]()
-        for file in sorted(files, key=lambda file: file.start, reverse=True):  # a replacement ends the open spans
+        # A replacement ends the open spans of its predecessor.
+        for file in sorted(files, key=lambda file: file.start, reverse=True):
             ends[file] = next_start.get(file.header["process"], end)
             next_start[file.header["process"]] = file.start
         return Trace(
@@ -397,7 +398,7 @@ class _ProcessFile:
                         self._take(record)
                         self._num_whole = self._unpacker.tell()
                 except (ValueError, TypeError, IndexError, KeyError, AttributeError, msgpack.UnpackException):
-                    self._is_broken = True  # keep the records before this one
+                    self._is_broken = True  # the records before this one are kept
         if self.header and self.header["schema"] != SCHEMA:
             raise ValueError(
                 f"{self._path} has records of schema {self.header['schema']}, this version reads {SCHEMA}; use the "

@@ -119,7 +119,7 @@ def _start_or_join(config: RunConfig) -> None:
 
 def warning_of_open_cluster(config: RunConfig) -> str:
     """The warning about a joined cluster of several nodes that requires no token; empty for other clusters."""
-    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # Ray sets it when it has found a token
+    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # Ray sets this variable when it has found a token
     if not (config.ray.address and config.placement.num_nodes > 1 and is_open):
         return ""
     return (
@@ -203,9 +203,9 @@ def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> 
         have = {address: {kind: node.get(kind, 0) for kind in ("CPU", "GPU")} for address, node in nodes.items()}
         largest = max(shares, key=lambda share: (share.get("GPU", 0.0), share["CPU"]))
         raise ValueError(
-            f"the nodes that placement.num_nodes={config.placement.num_nodes} allows must hold the run's shares, each "
-            f"on one node, the largest {largest}, got {have}; lower placement.ranks_per_node or "
-            "placement.engines_per_node, or raise placement.num_nodes"
+            f"each share of the run must fit on one of the placement.num_nodes={config.placement.num_nodes} nodes; the "
+            f"largest share is {largest}, got {have}; lower placement.ranks_per_node or placement.engines_per_node, or "
+            "raise placement.num_nodes"
         )
 
 
@@ -237,7 +237,7 @@ def learner_layout(config: RunConfig) -> ResourcePoolManager:
         mapping={Role.from_string(role): pool for role, pool in learner_roles(config).items()},
         use_gpu=config.learner.device == "cuda",
         num_cpus_per_process=cpus,
-        own_options={LEARNER_POOL: shared} if placement.colocated else {},  # engines do not share other pools
+        own_options={LEARNER_POOL: shared} if placement.colocated else {},  # engines share only this pool
         apart=placement.strategy is Strategy.spread,
         labels=_labels(config, placement.learner_labels),
         timeout_s=config.ray.start_timeout_s,

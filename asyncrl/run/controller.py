@@ -177,7 +177,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             if self._stopping.is_set():
                 self.stop()
             await asyncio.gather(*(tasks.create_task(loop()) for loop in self.step_loops()))
-            await asyncio.gather(*following, return_exceptions=True)  # the group raises their errors
+            await asyncio.gather(*following, return_exceptions=True)  # the task group raises their errors
             feeding.cancel()
 
     def stop(self) -> None:
@@ -412,7 +412,8 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
         """As in the base class. Then the engines release their devices for the learner's new ranks."""
         await self._commit_before(state.version)
-        if self._trained is not None and self._trained[0].version < state.version:  # the checkpoint includes the step
+        # The checkpoint includes this unreported step.
+        if self._trained is not None and self._trained[0].version < state.version:
             await self._report(await self._buffer.stats())
         self._trained = None
         finished = await super().rewind(state, incarnation=incarnation)
@@ -436,7 +437,7 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
                 metrics = {**metrics, **await self._learner.update_critic(plan)}
             self._trained = plan, waited_s, metrics
             checkpoint = await self._checkpointer.save_if_due(version + 1)
-            if not self.is_stopped:  # a stop leaves the devices to the learner, which saves a checkpoint next
+            if not self.is_stopped:  # after a stop, the learner needs the devices to save a checkpoint
                 await self._learner.rollout_mode(version + 1)
                 self._fleet.take_device()
             stats = await self._buffer.commit(version)

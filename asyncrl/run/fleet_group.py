@@ -247,7 +247,7 @@ class FleetGroup:
             member = self._members[rank] = FleetMember(rank, self._config, self._parts)
             limits = {} if waits else {"place_timeout_s": self._config.ray.start_timeout_s}
             task = self._coming[rank] = asyncio.create_task(self._come(member, member.join(node=node, **limits)))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # `_come` has reported it
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # `_come` has reported the error
             tasks.append(task)
         return tasks
 

@@ -199,7 +199,7 @@ class FleetMember:
     async def _count(self, epoch: int) -> None:
         worker = self._worker
         found = await self._tried(epoch, self._answer("counters", "the fleet's counters"))
-        if found and self._worker == worker:  # another worker: its final counters are known
+        if found and self._worker == worker:  # after a restart, the final counters of the old worker are known
             self._last = found[0]
 
     @property
@@ -221,7 +221,7 @@ class FleetMember:
         is_watched = self.member.may_lease
         releasing = within(self._call("release_device", incarnation), timeout_s, what, option)
         if not await self._tried(self.member.epoch, releasing):
-            if not is_watched:  # the start of the worker waits for this event
+            if not is_watched:  # the worker is starting, and its start waits until the device is free
                 await self._free_device()
             await self._until(lambda _: not self._may_use_device)
 
@@ -301,7 +301,7 @@ class FleetMember:
                 await asyncio.wait({call}, timeout=self._answer_s)
                 if not call.done():
                     counters = await self._answer("counters", what)
-                    if self._worker == worker:  # another worker: its final counters are known
+                    if self._worker == worker:  # after a restart, the final counters of the old worker are known
                         self._last = counters
             return call.result()
         finally:
@@ -394,7 +394,7 @@ class FleetMember:
         await self._notify()
         words = f"{member.name} has ended, epoch {member.epoch} begins: {raised_in_worker(fault)}"
         logger.warning(words)
-        self._parts.say(words.partition("\n")[0])  # the rest is the end of a log that this process also has
+        self._parts.say(words.partition("\n")[0])  # the other lines are the end of the worker's log
         await self._end_worker(fault)
         if self._shares_device:
             await self._free_device()
@@ -413,7 +413,7 @@ class FleetMember:
 
     async def _end_worker(self, failure: Exception) -> None:
         """Stop a worker that answers, and take its final counters. Bury a worker that does not answer."""
-        if isinstance(failure, EngineLost | RayTaskError):  # a living worker raised it
+        if isinstance(failure, EngineLost | RayTaskError):  # the worker is alive and raised this error
             try:
                 timeout_s, option = self._fleet.worker_stop_timeout_s, "rollout_fleet.stop_timeout_s"
                 last = await within(self._call("stop"), timeout_s, self.member.name, option)

@@ -93,7 +93,7 @@ def config_of_node(config: BufferConfig, address: str) -> BufferConfig:
         return own
     try:
         ip_address(own.host)
-    except ValueError:  # the name of an interface, or every address
+    except ValueError:  # the host is the name of an interface, or stands for every address
         return replace(own, advertised_host=address if own.advertised_host else "")
     return replace(own, host=address, advertised_host="")
 

@@ -221,7 +221,7 @@ class LearnerGroup:
             )
         await self._in_time(AllOf([*self._announced.values()]), "the announced batches")
         found: set[int] = set()
-        for group in self._roles:  # the calls queued before this one are skipped
+        for group in self._roles:  # the ranks have skipped the calls that were queued before this one
             lost = await self._in_time(group.forget_batch(), "the groups of a batch that the ranks did not find")
             found.update(group_id for part in lost for group_id in part)
         self._batches, self._scores, self._announced = (None, {}), {}, {}
@@ -269,7 +269,7 @@ class LearnerGroup:
     async def stop(self, timeout_s: float) -> None:
         """Ask the ranks to stop, kill them after ``timeout_s``, and release the reservation."""
         try:
-            with suppress(Exception):  # a worker's error does not matter: it is killed next
+            with suppress(Exception):  # an error does not matter, because the worker is killed next
                 stopping = AllOf([group.execute_all_async("stop") for group in self._roles])
                 await asyncio.wait_for(stopping, timeout_s)
         finally:

@@ -87,7 +87,8 @@ class LearnerRestarts:
                 return await self._work()
             except Exception as fault:
                 lost = death_in(fault)
-                if not isinstance(lost, BatchLost) or self._is_colocated:  # engines have released shared devices
+                # In colocated pools, the engines have already released the devices.
+                if not isinstance(lost, BatchLost) or self._is_colocated:
                     raise
 
     async def _replan(self, lost: Exception) -> None:
@@ -129,7 +130,7 @@ class LearnerRestarts:
 
     async def begin(self) -> None:
         """Start new ranks from the newest checkpoint."""
-        found = self._newest()  # look again: another checkpoint may be complete by now
+        found = self._newest()  # look again, since a newer checkpoint may be complete by now
         assert found is not None, "complete checkpoints are kept"
         finished = await self._controller.rewind(found.state, incarnation=self.num_restarts)
         self._prompts.repeat_unfinished(finished)

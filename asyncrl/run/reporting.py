@@ -420,7 +420,7 @@ class Watching:
             began_s = time.monotonic()
             try:
                 use: RunUse | None = await asyncio.to_thread(live.read)
-            except FileNotFoundError:  # profile.enabled=false
+            except FileNotFoundError:  # there is no record with profile.enabled=false
                 return
             except Exception:
                 logger.exception("the use of the pools cannot be read")

@@ -185,7 +185,7 @@ class Checkpointer:
             if folder.is_dir() and not missing_parts(folder):
                 self._copied.remove(copied)
                 for request in requests:
-                    if not request.done():  # its client has gone
+                    if not request.done():  # otherwise its client has disconnected
                         request.set_result(folder)
 
     async def save_if_due(self, version: int) -> Awaitable[str] | None:
@@ -211,10 +211,10 @@ class Checkpointer:
         key = uuid.uuid4().hex
         part = part_of(checkpoint_path(self._learner.checkpoints, version), BUFFER)
         write = asyncio.ensure_future(self._buffer.checkpoint(part.absolute(), version, key=key))
-        write.add_done_callback(lambda done: done.cancelled() or done.exception())  # `committed` raises it
+        write.add_done_callback(lambda done: done.cancelled() or done.exception())  # `committed` raises the error
         self._writes.add(write)
-        await asyncio.sleep(0)  # the request is sent
-        await self._buffer.stats()  # the buffer has it; the tokens in its snapshot are generated
+        await asyncio.sleep(0)  # lets the request be sent
+        await self._buffer.stats()  # now the buffer has the request, and all tokens of its snapshot are counted
         if self._prompts.wants_outcomes:  # the sampler's state has the outcome of each group in the snapshot
             self._prompts.note(await self._buffer.enqueue((), wants_outcomes=True))
         state = self._queued[version] = RunState(
@@ -228,7 +228,7 @@ class Checkpointer:
         requests, self._requests = self._requests, []
         saving = self._learner.save(version, state.to_dict(), wait=wait, parts=[BUFFER])
         copied = asyncio.ensure_future(self._copied_by(saving, requests, [write] if wait else []))
-        copied.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller raises it
+        copied.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller raises the error
         return copied
 
     async def _copied_by(
@@ -347,7 +347,7 @@ def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
     kept = Path(options.directory)
     if options.durability is not Durability.disk or not kept.is_dir():
         return options
-    with suppress(ReplayBufferError, ValueError):  # no journal, or of another release
+    with suppress(ReplayBufferError, ValueError):  # there is no journal, or another release wrote it
         values = read_values(kept / LEDGER_PART)
         if state.key in (values.get(MARKS) or ()) and "sampler" not in state.prompts:
             return replace(options, checkpoint="", earlier_epoch=values["epoch"])

@@ -147,7 +147,7 @@ class Run:
             options = replace(options, socket_folder=str(folder))
         if keeps_stores_on_hosts(self._config):
             options = replace(options, stores_on=StoresOn.hosts)
-        if self._config.rollout_fleet.save_progress is SaveProgress.never:  # then workers do not hand over groups
+        if self._config.rollout_fleet.save_progress is SaveProgress.never:  # then workers cannot hand over groups
             options = replace(options, hand_over=False)
         if self._resumed is not None:
             options = begin_buffer_at(options, self._resumed)
@@ -238,7 +238,7 @@ class Run:
             await learner.finish_publish()
             return learner
 
-        async with asyncio.TaskGroup() as tasks:  # the failure of one start cancels the other
+        async with asyncio.TaskGroup() as tasks:  # if one start fails, the other one is cancelled
             starting, fleet = tasks.create_task(start_and_publish()), tasks.create_task(self._start_fleet(stack, make))
         return starting.result(), fleet.result()
 

@@ -199,14 +199,14 @@ def _is_swept(folder: Path) -> bool:
     """Remove a folder if it belongs to this user and is not locked. Returns whether it was removed."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
-    except OSError:  # it belongs to another user, is a link or a file, or does not exist any more
+    except OSError:  # the folder belongs to another user, is a link or a file, or is gone
         return False
     try:
         if os.fstat(lock).st_uid != os.geteuid():
             return False
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder)
-    except OSError:  # a run holds it, or another sweep removes it
+    except OSError:  # a run holds the lock, or another sweep removes the folder
         return False
     finally:
         os.close(lock)

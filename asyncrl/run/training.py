@@ -117,10 +117,10 @@ class Training:
             async with answered_requests(
                 self._run_dir, checkpoint=self._controller.checkpoint, keys=self._replace_keys
             ):
-                await asyncio.shield(training)  # a signal stops it between two steps
+                await asyncio.shield(training)  # a signal stops the training between two steps
             result = await self._controller.account()
             after = await self._evaluate(result.policy_version)
-            await self._watching.last_advice()  # the report shows the advice
+            await self._watching.last_advice()  # the report needs the advice
             overlap = await self._explain()
         except asyncio.CancelledError:
             if self._all_answer():

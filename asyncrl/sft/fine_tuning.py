@@ -202,7 +202,7 @@ def _held_out_prompts(config: RunConfig, tokenizer: Any) -> list[Prompt]:
 
 
 def _share(sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> list[TokenSequence]:
-    """This rank's share of the sequences; the sp ranks of a group have the same share."""
+    """The share of the sequences for this rank. The sp ranks of a group have the same share."""
     return list(sequences[mesh.dp_rank :: mesh.num_ranks // mesh.sp_size])
 
 

@@ -82,7 +82,7 @@ def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Ca
     try:
         write_policy(fresh)
         (fresh / RESULT).write_text(json.dumps({"settings": settings_digest(config), **result}) + "\n")
-        finished_warm_start(config)  # raises if the folder must not be replaced
+        finished_warm_start(config)  # this raises an error if the folder must not be replaced
         shutil.rmtree(folder, ignore_errors=True)
         fresh.rename(folder)
     finally:
@@ -189,7 +189,7 @@ async def warm_start(
         return policy
     if (known := finished_warm_start(config)) is None:
         async with _lock(policy, config.sft.progress_timeout_s, say) as report_progress:
-            known = finished_warm_start(config)  # another run may have finished it during the wait
+            known = finished_warm_start(config)  # another run may have finished the policy during the wait
             if known is None:
                 devices = {"CUDA_VISIBLE_DEVICES": visible_devices} if visible_devices else NO_GPUS
                 scratch = log_path.with_name("sft-scratch")

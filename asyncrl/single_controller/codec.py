@@ -82,7 +82,7 @@ def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
         return [_PREFIX + encoder.pack(value), *encoder.buffers]
     except Unsupported as error:
         raise WireError(f"{_path_to(error.value, value) or 'value'}: {error}") from error
-    except (ValueError, OverflowError) as error:  # for example a recursion error
+    except (ValueError, OverflowError) as error:  # a recursion error, for example
         raise WireError(f"the value does not travel; it may nest too deep, or hold itself: {error}") from error
 
 
@@ -169,7 +169,7 @@ class Encoder:
         return self.left_out(value) if packed is None else packed
 
     def left_out(self, value: Any) -> msgpack.ExtType:
-        """Append a value to ``foreign`` if this is allowed."""
+        """Append an unsupported value to ``foreign``. Raises `Unsupported` if there is no such list."""
         if self.foreign is None:
             kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
             detail = f" of dtype {value.dtype}" if isinstance(value, np.ndarray | np.generic) else ""
@@ -198,7 +198,7 @@ class Encoder:
         try:
             described = [describe(tensor) for tensor in tensors.values()]
         except Unsupported:
-            return tensors  # one tensor is not supported: `tensor` names it, or omits it
+            return tensors  # a tensor is not supported; msgpack then passes each tensor to `hook`
         for _, buffers in described:
             self.buffers.extend(buffers)
         names_and_descriptions = zip(tensors, (description for description, _ in described), strict=True)

@@ -89,7 +89,7 @@ def object_array(values: Any) -> np.ndarray:
     """Make an object array of Python values as numpy does: values of equal length become further dimensions."""
     try:
         return np.array(values, dtype=object)
-    except ValueError:  # arrays that are equal only in their first dimensions
+    except ValueError:  # the arrays have equal sizes only in their first dimensions
         column = np.empty(len(values), dtype=object)
         for index, value in enumerate(values):
             column[index] = value
@@ -299,7 +299,7 @@ def facts_equal(a: Any, b: Any) -> bool:
         return True
     try:
         return bool(a == b)
-    except (TypeError, ValueError, RuntimeError):  # a comparison without a single result, as for arrays
+    except (TypeError, ValueError, RuntimeError):  # the comparison has no single result, as for arrays
         return False
 
 

@@ -91,7 +91,7 @@ class DataProto:
 
     def __post_init__(self) -> None:
         """Check the batch; the ``__init__`` of a subclass that is a dataclass calls this too."""
-        if self.non_tensor_batch is None:  # verl's callers write it like this
+        if self.non_tensor_batch is None:  # verl's callers pass None
             self.non_tensor_batch = {}
         if self.meta_info is None:
             self.meta_info = {}
@@ -99,13 +99,13 @@ class DataProto:
 
     if TYPE_CHECKING:
         _batch: ClassVar[Any]  # a TensorDict, an UnbuiltBatch or None
-        _arrived: ClassVar[serialization.Message]  # until a received batch is decoded
+        _arrived: ClassVar[serialization.Message]  # only until a received batch is decoded
     else:
 
         def __getattr__(self, name: str) -> Any:
             """Decode a received batch when its first attribute is read. Attributes set since then are kept."""
             message = vars(self).get("_arrived")
-            if message is not None:  # otherwise this process made it, or another thread has read it
+            if message is not None:  # None if this process made the batch, or another thread has decoded it
                 header, buffers, foreign = message
                 parts = decode([header, *buffers], foreign=foreign, writable=True)
                 for field_name, value in vars(serialization.from_parts(type(self), parts)).items():
@@ -137,7 +137,7 @@ class DataProto:
     def from_single_dict(
         cls, data: dict[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
     ) -> DataProto:
-        """Sort the entries of one dict into tensors and numpy arrays. Raises `ValueError` for any other entry."""
+        """Build a batch from a dict of tensors and numpy arrays. Raises `ValueError` for any other entry."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
         for key in data.keys() - tensors.keys() - arrays.keys():
@@ -155,8 +155,8 @@ class DataProto:
     ) -> DataProto:
         """Build a batch from tensors, and arrays or lists of as many rows; the lists become object arrays.
 
-        The tensors' first ``num_batch_dims`` dimensions must agree; more than one only without arrays. With
-        ``auto_padding``, dispatch pads the batch if its rows cannot be split evenly.
+        The first ``num_batch_dims`` dimensions of all tensors must be equal; with arrays, ``num_batch_dims`` must be 1.
+        With ``auto_padding``, dispatch pads the batch if its rows cannot be split evenly.
         """
         if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
             raise BatchError(f"num_batch_dims must be positive, and 1 beside arrays; got {num_batch_dims}")
@@ -185,7 +185,7 @@ class DataProto:
     def from_tensordict(
         cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
     ) -> DataProto:
-        """Sort a TensorDict into tensors, per-row values (arrays) and values for all rows (meta information)."""
+        """Build a batch from a TensorDict, whose entries are tensors, values per row, and values for all rows."""
         tensors: dict[str, Any] = {}
         arrays: dict[str, Any] = {}
         facts = dict(meta_info or {})
@@ -253,7 +253,7 @@ class DataProto:
         meta_info_keys: Iterable[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """The named columns, sharing memory unless ``deepcopy``; None selects all of a part."""
+        """Return a batch of the named columns, which share memory unless ``deepcopy``. None selects a whole part."""
         batch = self._shared_batch()
         if batch_keys is not None:
             keys = tuple(batch_keys)
@@ -288,7 +288,8 @@ class DataProto:
         old, new = ([keys] if isinstance(keys, str) else list(keys or ()) for keys in (old_keys, new_keys))
         if len(old) != len(new) or len(set(old)) != len(old) or len(set(new)) != len(new):
             raise ValueError(f"rename needs as many new names as old ones, each once, got {old} and {new}")
-        (tensors,) = columns.pop_all({"batch": self.batch}, [old])  # remove all first, because names may be exchanged
+        # Remove all entries first, because two names may be exchanged.
+        (tensors,) = columns.pop_all({"batch": self.batch}, [old])
         for key, tensor in zip(new, tensors.values(), strict=True):
             self.batch.set(key, tensor)
         return self
@@ -476,7 +477,7 @@ class DataProto:
         return serialization.rebuild, (type(self), header, [wrap(buffer) for buffer in buffers], foreign)
 
     def __getstate__(self) -> serialization.Message:
-        """The batch as a message; a received batch that was not decoded is passed on unchanged."""
+        """Return the batch as a message. If a received batch was not decoded, its message is returned unchanged."""
         if vars(self).keys() == {"_arrived"}:
             return self._arrived
         foreign: list[Any] = []  # values that the codec does not support; Ray pickles them

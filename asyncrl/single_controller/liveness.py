@@ -139,7 +139,7 @@ _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # prefixes of Ray's li
 def last_words(actor_id: str, log_file: str | None) -> str:
     """Paths and last lines of an actor's output on its node.
 
-    ``log_file`` is its log there, None if Ray keeps the log.
+    ``log_file`` is the path of the actor's log on that node; None if only Ray keeps the output.
     """
     if not ray.is_initialized():
         return f"{log_file}:\n{last_lines(log_file)}" if log_file else "its output: (Ray is shut down)"
@@ -161,7 +161,7 @@ def last_words(actor_id: str, log_file: str | None) -> str:
 
 
 def tail_of(log_file: str | None, pid: int) -> str:
-    """Paths and last lines of the output of a process on this node: its log, or Ray's files."""
+    """Paths and last lines of the output of a process on this node, from its log or from Ray's files."""
     if log_file is not None:
         return f"{log_file}:\n{last_lines(log_file)}"
     node: Any = ray_worker._global_node

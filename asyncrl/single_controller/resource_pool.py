@@ -104,7 +104,7 @@ class RayResourcePool(ResourcePool):
         name_prefix: Begins the placement groups' names; random by default.
         max_colocate_count: Number n of groups that may share the pool. Each group has 1/n of a device and one CPU per
             process.
-        detached: Whether the reservation outlives the driver.
+        detached: Whether the reservation stays after the end of the driver.
         accelerator_type: Use only nodes with this kind of device. Example: ``"A100"``.
         num_cpus_per_process: CPUs of a process's bundle; ``max_colocate_count`` by default.
         num_devices_per_process: Devices of a process, if it has any.
@@ -171,7 +171,7 @@ class RayResourcePool(ResourcePool):
         ``strategy`` replaces the pool's strategy. Raises `DeadlineError`, with nothing reserved, if the cluster does
         not grant it in time, and `UsageError` for a part of a pool whose cluster has ended.
         """
-        if self._cluster is not None and self._has_ended():  # its earlier Ray cluster has ended
+        if self._cluster is not None and self._has_ended():  # the pool was reserved in an earlier Ray cluster
             if self._wholes:
                 what = f"pool {self.name_prefix!r} is made of pools of a Ray cluster that has ended"
                 raise UsageError(f"{what}; split or merge them again")
@@ -469,11 +469,11 @@ class ResourcePoolManager:
         use_gpu: Whether every process has a device.
         max_colocate_count: Groups that may share a pool; 1 if the roles of a pool share their processes.
         device_name: ``cuda`` or ``npu``.
-        num_cpus_per_process: CPUs of each process; None: as many as groups may share it.
-        apart: The nodes of a pool are different nodes of the cluster.
+        num_cpus_per_process: CPUs of each process; None means ``max_colocate_count``.
+        apart: Whether the nodes of a pool must be different nodes of the cluster.
         labels: Labels that the nodes must have, as Ray's label selectors.
         timeout_s: Seconds to wait for the cluster to grant a pool.
-        own_options: Options of `RayResourcePool` by pool that replace those above.
+        own_options: Options of `RayResourcePool` for single pools, by pool. They replace the values above.
     """
 
     resource_pool_spec: dict[str, list[int]]
@@ -511,7 +511,7 @@ class ResourcePoolManager:
     def _check_resource_available(self) -> None:
         """Check that the pools fit on the nodes.
 
-        For the message, place the largest demand first, on the fullest node with room.
+        The error message is computed by placing the largest demand first, on the fullest node that has room for it.
         """
         free = {node: dict(resources) for node, resources in ray_state.available_resources_per_node().items()}
         demands = [(count, name) for name, counts in self.resource_pool_spec.items() for count in counts]
@@ -618,7 +618,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self._options.update(options)
 
     def for_rank(self, options: dict[str, Any], **changed: Any) -> RayClassWithInitArgs:
-        """A copy for one rank.
+        """Return a copy of this object for one rank.
 
         The given ``options`` have priority over the options of this object; environment variables are merged.
         ``changed`` replaces keyword arguments of the class for this rank. A class without its own number of CPUs uses

@@ -162,15 +162,16 @@ class RayWorkerGroup(WorkerGroup):
     Args:
         resource_pool: Pool in which the workers start; None attaches to running workers.
         ray_cls_with_init: Class of the workers with its arguments.
-        bin_pack: False allows the processes of one node of the pool to spread, for any strategy of the pool.
+        bin_pack: If False, Ray may spread the processes of one node of the pool over several nodes, whatever the pool's
+            strategy is.
         name_prefix: Name of the group and prefix of its workers' names. Random by default.
-        detached: Whether the workers outlive the driver; their pool must be detached too.
+        detached: Whether the workers continue after the end of the driver. Their pool must be detached, too.
         worker_names: Names of running workers to attach to.
         worker_handles: Handles of running workers to attach to.
         ray_wait_register_center_timeout: Seconds within which the node of rank 0 must name a free port.
         worker_env: Further environment variables of the workers.
         device_name: ``cuda`` or ``npu``.
-        use_gpu: Whether each worker takes its share of a device; by default as the pool says.
+        use_gpu: Whether each worker takes its share of a device; the default is the pool's setting.
         master_addr: Rendezvous address, given together with ``master_port``; chosen by default.
         master_port: Rendezvous port.
         master_port_range: Half-open range of ports to choose from; None for any.
@@ -178,7 +179,7 @@ class RayWorkerGroup(WorkerGroup):
         worker_nsight_options: Options of Nsight Systems. Example: ``{"trace": "cuda,nvtx"}``.
         log_dir: Directory for the workers' output, one file per rank; None leaves it to Ray.
         timeout_s: Seconds that a blocking call may take; None is unlimited.
-        first_rank: RANK of the first worker. Several groups may number their workers as one.
+        first_rank: RANK of the first worker. With it, several groups can share one numbering of their workers.
         python: Shell command that runs Python in the workers; empty leaves it to Ray.
 
     Raises `UsageError` if options contradict each other or the pool, `DeadlineError` as `slots_of` does.
@@ -474,8 +475,8 @@ class RayWorkerGroup(WorkerGroup):
         """Kill the workers.
 
         The last group of a pool also releases the pool's reservation. Groups that were spawned from this group, or that
-        attached to its workers, end too. After a shutdown of Ray only detached workers still run: attach to them by
-        ``worker_names``. A running call raises `WorkerDiedError`.
+        attached to its workers, end too. A running call raises `WorkerDiedError`. After a shutdown of Ray, only
+        detached workers still run; another group can attach to them with ``worker_names``.
         """
         self.stop_worker_aliveness_check()
         has_ended = any(worker._ray_cluster_and_job != current_cluster() for worker in self._workers)

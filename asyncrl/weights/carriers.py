@@ -130,7 +130,7 @@ class CarrierUse:
         adapters: Whether adapters are published without the frozen weights.
         num_hosts: Nodes of the run.
         keeps_all: Whether all versions are kept.
-        given: Options for particular carriers that differ from their defaults, with their values.
+        given: Carrier-specific options with a value other than the default, and their values.
     """
 
     full_every: int

@@ -38,7 +38,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
         return None
     gaps = np.diff(indices, prepend=0)
     encodings: list[np.ndarray] = []
-    for gap_bytes in (1, 2):  # each gap as full codes (the type's largest value) and a remainder below that
+    for gap_bytes in (1, 2):  # a gap is encoded as full codes (the type's largest value) and a smaller remainder
         full = np.iinfo(_INTEGERS[gap_bytes]).max
         ends = np.cumsum(gaps // full + 1) - 1
         encodings.append(np.full(ends[-1] + 1, full, dtype=_INTEGERS[gap_bytes]))

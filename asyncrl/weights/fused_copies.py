@@ -60,7 +60,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _TensorCopies:
-    """The copies of one tensor: parameter and place of each."""
+    """The copies of one tensor. An entry of ``copies`` is the name of the target parameter, and the copied block."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -72,8 +72,8 @@ class FusedCopies:
 
     Args:
         parameters: The model's parameters by name.
-        tensors: The copies of each tensor, by its name in a checkpoint.
-        constants: Parameter, value and places of the loader's writes that do not come from a tensor.
+        tensors: The copies of each tensor, by the tensor's name in a checkpoint.
+        constants: Writes of the loader that do not come from a tensor: parameter, value and places.
         arrangement: See `LoadObserver`.
     """
 
@@ -187,10 +187,11 @@ class LoadObserver:
         self._parameters, self._places, self._arrangement = parameters, _places_of(parameters), arrangement
         self._names = {_storage(parameter): name for name, parameter in parameters.items()}
         self._known: dict[str, _TensorCopies] = {}
-        # By storage: a reference that prevents reuse of its address, and the tensors by their first byte.
+        # Published tensors by storage. The reference to the storage prevents reuse of its address.
         self._published: dict[int, tuple[StorageWeakRef, list[tuple[int, int, str]]]] = {}
-        self._writes: dict[str, list[tuple[_Block, str | float]]] = {}  # of a tensor (str) or a constant (float)
-        self._excluded: set[str] = set()  # names of tensors and parameters
+        # The source is a tensor (str) or a constant (float).
+        self._writes: dict[str, list[tuple[_Block, str | float]]] = {}
+        self._excluded: set[str] = set()  # names of the tensors and parameters that are not copied here
 
     def seen(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass tensors to the loader, and remember them."""

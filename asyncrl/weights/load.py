@@ -252,7 +252,7 @@ class FileWeights:
 
     @property
     def copier(self) -> FileWeights | None:
-        """See `WeightSource.copier`: this object itself if the tensors are views of the files."""
+        """See `WeightSource.copier`. This object is the copier if the tensors are views of the files."""
         return self if self._device is None else None
 
     def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:
@@ -454,7 +454,7 @@ class ComparedWrites(TorchDispatchMode):
         self._sizes: dict[str, int] = {}
         for name, parameter in parameters.items():
             key = parameter.untyped_storage()._cdata
-            if key not in self._names:  # tied parameters count as one
+            if key not in self._names:  # tied parameters count as one parameter
                 self._names[key] = name
                 self._sizes[name] = 0
             self._sizes[self._names[key]] = max(self._sizes[self._names[key]], parameter.numel())

@@ -90,7 +90,7 @@ class Change:
     Attributes:
         start: First byte of the piece in the data file.
         item_bytes: Bytes per value: 1, 2, 4 or 8.
-        num_values: Values in the delta file.
+        num_values: Number of values in the delta file.
         gap_bytes: Bytes per gap between the values' indices; the gaps follow the values. 0 for a whole piece.
         file: Index into `Delta.files`.
         at: First byte in the delta file; ``num_bytes`` follow.
@@ -159,7 +159,7 @@ class Manifest:
             is in the folder or beside it. Then both can be moved together.
         files: Data files in safetensors format. For a delta, the resulting file.
         tensors: Every tensor.
-        pieces: All bytes of all tensors. For a delta, those of the resulting file.
+        pieces: The pieces, which cover all bytes of all tensors. For a delta, they are those of the resulting file.
         delta: The changes, if the version has no data file.
         adapter: The adapted layers, if ``tensors`` are the matrices A and B of adapters.
     """

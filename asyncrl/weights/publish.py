@@ -96,7 +96,7 @@ class WeightPublisher:
                 self._sender = WeightSender(
                     self._options, rank=shards.rank, num_ranks=shards.num_ranks, address=address
                 )
-            self._is_elsewhere = place[0] != host  # such a rank removes the folder of a version that it holds in memory
+            self._is_elsewhere = place[0] != host  # this rank is on another host, and keeps no files of versions
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._count = 0
         self._ready: Future[list[RankPart]] = self._thread.submit(self._prepare)
@@ -254,7 +254,8 @@ class WeightPublisher:
         self._oldest = gathered[0][1]  # rank 0 gets the oldest version from the log
         if self._sender is not None:
             self._sender.retire(self._oldest)
-        if self._is_elsewhere and not isinstance(parts, Exception):  # this rank holds its part in memory
+        # This rank sends its part from memory and does not need the files.
+        if self._is_elsewhere and not isinstance(parts, Exception):
             for part in parts:
                 shutil.rmtree(part.folder, ignore_errors=True)
         return [share for share, _ in gathered]
@@ -266,7 +267,7 @@ class WeightPublisher:
             return True
         has_parts = not isinstance(parts, Exception)
         if not all(self._shards.gather(has_parts, bool)) or isinstance(parts, Exception):
-            return not has_parts  # the next collective gathers this rank's own error
+            return not has_parts  # the next collective gathers the error of this rank
         for part in parts:
             part.exchange()
         return True

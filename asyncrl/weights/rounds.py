@@ -225,7 +225,7 @@ class RoundCoordinator:
             making = asyncio.create_task(self._make_rounds())
             await asyncio.wait({making, asyncio.wrap_future(self._closed)}, return_when=asyncio.FIRST_COMPLETED)
             if making.done() and (error := making.exception()) is not None:
-                # Nobody waits for this thread; receivers report missed deadlines.
+                # No other thread waits for this one; receivers report missed deadlines.
                 logger.error("no further round of weights is made: %r", error)
         finally:
             server.close()
@@ -241,7 +241,7 @@ class RoundCoordinator:
         while True:
             requests = [await self._requests.get()]
             requests += await _gathered(self._requests, options.num_receivers - 1, options.window_s)
-            # Call the receivers: a stopped receiver delays the others once.
+            # Call the receivers first, so that a stopped receiver delays the others only once.
             self._call, self._present = self._call + 1, asyncio.Queue()
             for request in requests:
                 _send(request.receiver, {"call": self._call})

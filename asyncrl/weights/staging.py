@@ -164,7 +164,7 @@ class WeightStager:
         self._held = ""
         self._remove_links()
         if self._links is not None:
-            with suppress(OSError):  # not empty: another engine has not ended
+            with suppress(OSError):  # the folder is not empty, because another engine still runs
                 self._links.parent.rmdir()
         shutil.rmtree(self._image, ignore_errors=True)
         self._received.close()

@@ -647,7 +647,8 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
     member: GroupMember | None = None
     while _idle and member is None:
         member = _idle.pop()
-        if member.channel.address != address or not member.channel.is_open:  # the channel of an ended learner
+        # The channel belongs to a learner that has ended.
+        if member.channel.address != address or not member.channel.is_open:
             member.close()
             member = None
     try:
