@@ -83,7 +83,7 @@ def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
     except Unsupported as error:
         raise WireError(f"{_path_to(error.value, value) or 'value'}: {error}") from error
     except (ValueError, OverflowError) as error:  # a recursion error, for example
-        raise WireError(f"the value does not travel; it may nest too deep, or hold itself: {error}") from error
+        raise WireError(f"the value cannot be encoded; it may nest too deep, or contain itself: {error}") from error
 
 
 def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bool = False) -> Any:
@@ -102,7 +102,7 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
         WireError: the frames are not a message of this codec.
     """
     if not frames:
-        raise WireError("a message has at least one frame, got none")
+        raise WireError("a message must have at least one frame, got none")
     try:
         header, *buffers = (memoryview(frame).cast("B") for frame in frames)
     except (TypeError, ValueError) as error:
@@ -173,7 +173,7 @@ class Encoder:
         if self.foreign is None:
             kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
             detail = f" of dtype {value.dtype}" if isinstance(value, np.ndarray | np.generic) else ""
-            raise Unsupported(value, f"the wire carries no {kind}{detail}; convert it to plain values or arrays")
+            raise Unsupported(value, f"the codec does not support {kind}{detail}; convert it to plain values or arrays")
         self.foreign.append(value)
         return msgpack.ExtType(_EXT_FOREIGN, b"")
 
@@ -251,7 +251,7 @@ class Decoder:
             unicode_errors="surrogatepass",
         )
         if self.open_marks:
-            raise WireError("message has a mark that begins no list")
+            raise WireError("message has a mark that is not at the beginning of a list")
         return value
 
     def extension(self, code: int, data: bytes) -> Any:
@@ -268,13 +268,13 @@ class Decoder:
             return complex(*struct.unpack("<dd", data))
         if code == _EXT_FOREIGN:
             if data or self.num_foreign >= len(self.foreign):
-                raise WireError("message refers to a value that did not travel with it")
+                raise WireError("message refers to a value that was not sent with it")
             self.num_foreign += 1
             return self.foreign[self.num_foreign - 1]
         if code == _EXT_MARK and data in _MARKS:
             self.open_marks += 1
             return _MARKS[data]
-        raise WireError(f"message holds an unknown type, code {code}")
+        raise WireError(f"message contains an unknown type with the code {code}")
 
     def sequence(self, items: list[Any]) -> Any:
         """Called by msgpack for a list, after its items."""
@@ -308,14 +308,14 @@ class Decoder:
         items, *dims = parts
         shape = checked_items(dims, items)
         if not {str}.issuperset(map(type, items)):
-            raise WireError("array of strings holds an item of another type")
+            raise WireError("an array of strings contains an item of another type")
         return np.array(items, dtype=np.dtypes.StringDType()).reshape(shape)
 
     def nested_tensor(self, parts: list[Any]) -> Any:
         """Decode a nested tensor."""
         (description,) = parts
         if type(description) is not list:
-            raise WireError("nested tensor without a list of its parts")
+            raise WireError("a nested tensor has no list of its parts")
         return _torch_side().tensor_of(description, self.take, copy=True)
 
     def columns(self, parts: list[Any]) -> dict[str, Any]:
@@ -337,7 +337,7 @@ _MARKS = {mark.sent.data: mark for mark in (_TUPLE, _OBJECTS, _STRINGS, _RECORD,
 def _torch_side() -> Any:
     """The codec's module for torch. Decoding never imports torch into a process that has not loaded it."""
     if "torch" not in sys.modules:
-        raise WireError("the message holds torch tensors, and this process has not imported torch; do that first")
+        raise WireError("the message contains torch tensors, but this process has not imported torch; import it first")
     # Imported by name, because this module does not depend on torch.
     return import_module("asyncrl.single_controller.columns")
 
@@ -401,7 +401,7 @@ def _layout(data: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
         raise WireError(f"array descriptor has {len(data)} bytes, expected {end}")
     dtype = dtype_of(name)
     if dtype.itemsize == 0:
-        raise WireError(f"array whose dtype {name!r} has no size")
+        raise WireError(f"the dtype {name!r} of an array has no size")
     return dtype, shape, prod(shape) * dtype.itemsize
 
 
@@ -425,7 +425,7 @@ def array_of(data: bytes, buffer: memoryview, *, writable: bool) -> np.ndarray:
 def _check_values(dtype: np.dtype, buffer: memoryview) -> None:
     """Raise `WireError` for invalid contents that numpy does not check."""
     if dtype.kind == "U" and np.frombuffer(buffer, dtype=f"{dtype.byteorder}u4").max() > sys.maxunicode:
-        raise WireError("array of strings holds a character that Unicode has not")
+        raise WireError("an array of strings contains a character that does not exist in Unicode")
 
 
 def scalar_of(data: bytes) -> Any:
@@ -444,13 +444,13 @@ def scalar_of(data: bytes) -> Any:
 def dtype_of(name: bytes) -> np.dtype:
     """Return the dtype that `describe` wrote. Raises `WireError` for other names, such as those of pointer types."""
     if _PLAIN_NAME.fullmatch(name) is None:
-        raise WireError(f"dtype {name!r} does not travel")
+        raise WireError(f"dtype {name!r} is not supported")
     try:
         dtype = np.dtype(name.decode("ascii"))
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError(f"unknown dtype {name!r}") from error
     if dtype.kind not in _PLAIN_KINDS or dtype.str.encode() != name:
-        raise WireError(f"dtype {name!r} does not travel")
+        raise WireError(f"dtype {name!r} is not supported")
     return dtype
 
 
@@ -471,13 +471,13 @@ def record_of(parts: list[Any]) -> np.ndarray:
     shape, is_aligned, names, columns = parts
     shape = checked_shape(shape)
     if not isinstance(columns, list) or not all(isinstance(column, np.ndarray) for column in columns):
-        raise WireError("structured array whose fields are not arrays")
+        raise WireError("the fields of a structured array are not arrays")
     if any(column.shape[: len(shape)] != shape for column in columns):
-        raise WireError(f"structured array of shape {shape} has fields of another shape")
+        raise WireError(f"a structured array of shape {shape} has fields of another shape")
     fields = [(name, column.dtype, column.shape[len(shape) :]) for name, column in zip(names, columns, strict=True)]
     dtype = _record_dtype(fields, bool(is_aligned))
     if dtype is None:
-        raise WireError(f"structured array of {len(fields)} fields that are mostly padding")
+        raise WireError(f"a structured array of {len(fields)} fields consists mostly of padding")
     array = np.empty(shape, dtype=dtype)
     for name, column in zip(names, columns, strict=True):
         array[name] = column
@@ -494,7 +494,7 @@ def _record_dtype(fields: list[tuple[str, np.dtype, tuple[int, ...]]], is_aligne
 def checked_shape(shape: Any) -> tuple[int, ...]:
     """Check a shape from a header. Raises `WireError` if it is not a valid shape."""
     if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
-        raise WireError("array has an impossible shape: its dimensions are not at most 64 integers >= 0")
+        raise WireError("an array has an impossible shape: it must have at most 64 dimensions, integers >= 0")
     return tuple(shape)
 
 

@@ -377,13 +377,13 @@ def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
     Raises `Unsupported`.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise Unsupported(tensor, f"the wire carries no {type(tensor).__name__} as a column of tensors")
+        raise Unsupported(tensor, f"the codec does not support {type(tensor).__name__} as a column of tensors")
     if tensor.is_nested:
         return _describe_nested(tensor)
     name = _NAMES.get(tensor.dtype)
     if name is None or tensor.layout is not torch.strided or type(tensor) not in _TYPES:
         kind = f"{type(tensor).__name__} of dtype {tensor.dtype}, layout {tensor.layout}, device {tensor.device}"
-        raise Unsupported(tensor, f"the wire carries no {kind}; make it a dense tensor")
+        raise Unsupported(tensor, f"the codec does not support {kind}; make it a dense tensor")
     try:
         return _descriptor(name, tensor.shape), [buffer_of(tensor.numpy())]
     except (RuntimeError, TypeError):  # it needs a gradient, is on a GPU, is a lazy conjugate, or has no numpy dtype
@@ -421,7 +421,7 @@ def _layout(data: bytes) -> tuple[torch.dtype, np.dtype | None, tuple[int, ...],
     name, shape, end = parse(data)
     dtype = _DTYPES.get(name)
     if dtype is None or end != len(data):
-        raise WireError(f"tensor descriptor names no dtype of torch: {name!r}")
+        raise WireError(f"a tensor has the dtype {name!r}, which torch does not have")
     return dtype, _AS_NUMPY.get(dtype), shape, prod(shape) * dtype.itemsize
 
 
@@ -453,7 +453,7 @@ def _nested_of(description: list[Any], take: Callable[[], memoryview], *, copy: 
     if len(description) == 1 and type(description[0]) is list:
         rows = [tensor_of(row, take, copy=copy) for row in description[0]]
         if not rows or any(row.is_nested or row.dtype != rows[0].dtype or row.ndim != rows[0].ndim for row in rows):
-            raise WireError("nested tensor whose rows are not dense tensors of one dtype and number of dimensions")
+            raise WireError("the rows of a nested tensor are not dense tensors of equal dtype and number of dimensions")
         with warnings.catch_warnings():  # torch warns about strided nested tensors
             warnings.simplefilter("ignore")
             return torch.nested.as_nested_tensor(rows, layout=torch.strided)
@@ -465,7 +465,7 @@ def _nested_of(description: list[Any], take: Callable[[], memoryview], *, copy: 
 def jagged_of(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None, ragged_dim: Any) -> Any:
     """Make a jagged nested tensor. Raises `WireError` if offsets or lengths point outside ``values``."""
     if values.is_nested or type(ragged_dim) is not int or not 1 <= ragged_dim <= values.ndim:
-        raise WireError("nested tensor without values or with an impossible ragged dimension")
+        raise WireError("a nested tensor has no values, or an impossible ragged dimension")
     _check_rows(values.shape[ragged_dim - 1], offsets, lengths)
     return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=ragged_dim)
 
@@ -474,10 +474,10 @@ def _check_rows(num_values: int, offsets: torch.Tensor, lengths: torch.Tensor | 
     """Check that rows start at 0, are consecutive, and end inside the values."""
     for index in (offsets,) if lengths is None else (offsets, lengths):
         if index.is_nested or index.ndim != 1 or index.dtype not in (torch.int32, torch.int64):
-            raise WireError("nested tensor whose offsets or lengths are not a vector of integers")
+            raise WireError("the offsets or lengths of a nested tensor are not a vector of integers")
     if not len(offsets) or int(offsets[0]) or bool((offsets[1:] < offsets[:-1]).any()) or int(offsets[-1]) > num_values:
-        raise WireError(f"nested tensor whose offsets leave its {num_values} values")
+        raise WireError(f"the offsets of a nested tensor are outside its {num_values} values")
     if lengths is not None:
         room = offsets.diff()
         if len(lengths) != len(room) or bool(((lengths < 0) | (lengths > room)).any()):
-            raise WireError("nested tensor whose lengths leave its rows")
+            raise WireError("the lengths of a nested tensor are outside its rows")

@@ -98,7 +98,7 @@ def test_deeply_nested_facts_and_facts_of_any_type_go_through_pickle():
     assert loaded.meta_info["kind"].mask.tolist() == [True, False]
     assert loaded.meta_info["where"] == torch.device("cpu")
     deep.append(deep)
-    with pytest.raises(WireError, match="does not travel"):
+    with pytest.raises(WireError, match="the value cannot be encoded"):
         pickle.dumps(data)
 
 
@@ -107,7 +107,7 @@ def test_a_sparse_column_goes_through_pickle_and_not_to_disk(tmp_path):
     loaded = pickle.loads(pickle.dumps(data))
     assert loaded.batch["a"].to_dense().tolist() == [[1, 0], [0, 1]]
     assert loaded.batch["b"].tolist() == [1, 1]
-    with pytest.raises(WireError, match=r"value\['batch'\]\[1\]\['a'\]: the wire carries no .*sparse"):
+    with pytest.raises(WireError, match=r"value\['batch'\]\[1\]\['a'\]: the codec does not support .*sparse"):
         data.save_to_disk(tmp_path / "data")
     assert list(tmp_path.iterdir()) == []
 
