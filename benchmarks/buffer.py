@@ -217,7 +217,7 @@ async def single_round_s(buffer: Buffer, num_bytes: int) -> float:
 
 
 async def against(other: Callable[[], float], num_bytes: int, rounds: int) -> float:
-    """Time of ``other`` to put and get one batch ÷ time of the buffer."""
+    """The time of ``other`` to put and get one batch ÷ the time of the buffer."""
     buffer = Buffer(1)
     ratios = []
     for _ in range(rounds + 2):

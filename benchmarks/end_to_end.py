@@ -8,7 +8,7 @@ evaluated afterwards by the same function. The target is reached when the mean o
 interpolated (`first_crossing`). Each evaluation has 2,048 samples. A seed that misses the target is reported, and
 counts with its whole training time. For all competitors, a step has twice as many prompts as the quickstart and half
 its learning rate (`WORK`). With the quickstart's options a policy changes so much per step that it reaches the target
-in 50 steps; it then learns less from samples of two versions before (``steps_to_090_vs_trl``). Wall time depends on
+in 50 steps. Then it learns less from samples that are two versions old (``steps_to_090_vs_trl``). Wall time depends on
 other work of the machine. Therefore the CPU time of each competitor, including its start, is also reported.
 ``time_standard_error`` is the standard error over seeds.
 """

@@ -288,7 +288,7 @@ async def occupancy() -> float:
     """The occupied share of the engines' places until the last lease.
 
     One group in four is ten times longer. All samples of a group have the same length, so a place is empty only while a
-    group is scored, stored and leased. Groups that are handed over at the end are leased again; these leases do not
+    group is scored, stored and leased. Groups that are handed over at the end are leased again. These leases do not
     count.
     """
 

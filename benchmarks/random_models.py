@@ -17,11 +17,11 @@ def save_random_qwen3(directory: Path | str, *, layers: int, hidden: int, mlp: i
     """Write a random Qwen3 in float32 with tied embeddings and half as many key-value heads. Returns the folder.
 
     Args:
-        directory: Target folder; it is created if it does not exist.
+        directory: Target folder. It is created if it does not exist.
         layers: Decoder layers.
         hidden: Width of the residual stream.
         mlp: Width of the feed-forward layers.
-        heads: Query heads; even.
+        heads: Number of query heads; must be even.
         options: More options of `Qwen3Config`, such as ``vocab_size`` and ``head_dim``.
     """
     config = Qwen3Config(

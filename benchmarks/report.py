@@ -43,8 +43,8 @@ def median_times(
 
     Args:
         calls: The timed function of each name.
-        num_runs: Runs per alternative; the median is over these runs.
-        num_calls: Calls per run; more than one for short calls.
+        num_runs: Runs per alternative. The median is taken over these runs.
+        num_calls: Calls per run. Use more than one for short calls.
         warm_up: Number of runs per alternative that are not counted.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -37,7 +37,7 @@ def describe_model(directory: str, *, for_device: bool = False) -> Manifest:
 
 
 def _stored_tensors(file: int, path: Path) -> list[StoredTensor]:
-    """Return the tensors in a safetensors file, by its header."""
+    """Return the tensors that the header of a safetensors file lists."""
     try:
         with path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")

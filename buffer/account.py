@@ -32,7 +32,7 @@ MAX_REMEMBERED = 4096
 
 
 class IdSet:
-    """Integers as disjoint sorted ranges ``[start, end)``; memory grows with the number of gaps."""
+    """A set of integers, kept as disjoint sorted ranges ``[start, end)``. Memory grows with the number of gaps."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._starts: list[int] = []
@@ -49,7 +49,7 @@ class IdSet:
         return sum(end - start for start, end in self.ranges())
 
     def add(self, value: int) -> None:
-        """Add one integer; adding it again changes nothing."""
+        """Add one integer. Adding it again has no effect."""
         i = bisect_right(self._starts, value)
         if i > 0 and value < self._ends[i - 1]:
             return
@@ -89,8 +89,8 @@ class EndedAttempt(Row, frozen=True):
         owner: The client that held the lease.
         owes_report: Whether the worker still has to report the tokens that it wrote.
         num_counted: Tokens that are counted already because they were saved.
-        reason: The account drops the other tokens under this reason when they are reported.
-        refusal: The message of the refused put; a repetition of the put is refused with the same message.
+        reason: The account drops the other tokens for this reason when they are reported.
+        refusal: The message of the refused put. A repeated put is refused with the same message.
     """
 
     owner: bytes = b""
@@ -120,11 +120,11 @@ class AttemptHistory:
             self._ended.popitem(last=False)
 
     def of(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return an attempt that ended without a stored result; None if it is unknown or forgotten."""
+        """Return an attempt that ended without a stored result. None if the attempt is unknown or forgotten."""
         return self._ended.get((group_id, attempt))
 
     def settle(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Forget and return an attempt whose owed report has arrived; None if it owed no report."""
+        """Forget and return an attempt whose owed report has arrived. None if the attempt owed no report."""
         ended = self._ended.get((group_id, attempt))
         if ended is None or not ended.owes_report:
             return None
@@ -132,7 +132,7 @@ class AttemptHistory:
         return ended
 
     def finish(self, group_id: int, *, num_attempts: int, stored: bool) -> None:
-        """Remember a consumed or dropped group; ``stored`` is true if the put of its last attempt was accepted."""
+        """Remember a consumed or dropped group. ``stored`` is true if the put of its last attempt was accepted."""
         self.finished.add(group_id)
         self._reopened.pop(group_id, None)
         if num_attempts != 1 or not stored:
@@ -281,7 +281,7 @@ class Account:
         self.abandon(num_saved, reason, num_counted=0)
 
     def hand_on(self, *, num_saved: int, num_inherited: int) -> None:
-        """Buffer the saved prefix of an ended attempt; the next attempt may continue it."""
+        """Count the saved prefix of an ended attempt as buffered. The next attempt may continue the prefix."""
         self.tokens_buffered += num_saved - num_inherited
 
     def evict(self, summary: GroupSummary, reason: str) -> None:

@@ -146,6 +146,9 @@ class Attempts:
         return revocations
 
     def drain_finished(self) -> list[int]:
-        """Groups consumed or dropped since the last call; their prompts and trajectories are no longer needed."""
+        """Groups that were consumed or dropped since the last call.
+
+        Their prompts and trajectories are no longer needed.
+        """
         finished, self._newly_finished = self._newly_finished, []
         return finished

@@ -42,7 +42,7 @@ def store_part(number: int) -> str:
 
 
 class PartWriter:
-    """Writes parts of checkpoints of one server; ``journal`` is the server's own, if it has one."""
+    """Writes parts of checkpoints of one server. ``journal`` is the server's own journal, if it has one."""
 
     def __init__(self, journal: Journal | None) -> None:
         self._journal = journal

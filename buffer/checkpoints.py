@@ -113,7 +113,7 @@ def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, pref
 
     With the options that the groups were admitted under, every group without a token of a lost version can be consumed
     in time. A run may resume with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then the groups that
-    cannot be consumed in time, or have all their uses, are dropped; choosing by the earliest deadline keeps as many
+    cannot be consumed in time, or have all their uses, are dropped. Choosing by the earliest deadline keeps as many
     groups as possible.
     """
     lost = [group for group in groups if group.newest_version > version]

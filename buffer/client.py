@@ -56,7 +56,7 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class Connection:
-    """A DEALER socket that reconnects by itself; the server knows it by ``identity``.
+    """A DEALER socket that reconnects by itself. The server recognizes it by ``identity``.
 
     ``on_message`` gets the frames of each message. ``on_change`` gets True if the connection was made, False if it was
     lost. A connection that delivers no complete frame for ``silent_s`` seconds counts as lost. ``on_refused`` is called
@@ -201,7 +201,7 @@ class ClientSocket:
     async def request(
         self, operation: Operation[Any], payload: Sequence[Any] = (), *, request_id: int | None = None, caller: str = ""
     ) -> Message:
-        """Send a request and wait for its answer; errors name ``caller``, by default the operation.
+        """Send a request and wait for its answer. Errors name ``caller``; by default this is the operation.
 
         Raises:
             DeadlineError: No answer came in time.
@@ -340,7 +340,7 @@ class ClientSocket:
                 unanswered.reply.set_exception(error)
 
     def close(self) -> None:
-        """Close the connections; pending requests raise at once."""
+        """Close the connections. Pending requests raise at once."""
         if self._closed:
             return
         self._closed = True
@@ -543,7 +543,7 @@ class BufferClient:
         self._space = asyncio.Event()
 
     async def connect(self) -> None:
-        """Open the connection now; does not wait for the server. Raises `ValueError` if the address is malformed."""
+        """Open the connection now, without waiting for the server. Raises `ValueError` if the address is malformed."""
         _ = self.link
 
     @property

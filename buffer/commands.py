@@ -1,4 +1,4 @@
-"""Every record that clients and servers exchange: operations, answers, and pushes; and the ledger's commands.
+"""Every record that clients and servers exchange: operations (including the ledger's commands), answers and pushes.
 
 An operation is one record. A client sends the record, and the server checks that the client's role is in ``roles``. The
 ledger decides a `Command`, and `buffer.journal` keeps it with its outcome (`buffer.outcomes`). A new operation is a
@@ -93,9 +93,9 @@ class Welcome(Answer, frozen=True):
 
 
 class LeasedGroup(Row, frozen=True):
-    """A lease. The frames of its prompt and of its saved prefix follow the record; the record has the number of each.
+    """A lease. The frames of its prompt and of its saved prefix follow the record. The record has the number of each.
 
-    ``num_prefix_frames`` is -1 if the prefix was evicted or lost after the grant; the worker must then start again.
+    ``num_prefix_frames`` is -1 if the prefix was evicted or lost after the grant. Then the worker must start again.
     """
 
     group_id: int
@@ -225,13 +225,16 @@ class Space(Push, frozen=True):
 
 
 class Enqueued(Answer, frozen=True):
-    """The prompts are queued. ``outcomes``: groups that were finished since the last answer, if they are wanted."""
+    """The prompts are queued.
+
+    ``outcomes`` has the groups that were finished since the last answer, if the request asked for them.
+    """
 
     outcomes: tuple[GroupSummary, ...] = ()
 
 
 class Enqueue(Command[Queued, Enqueued], frozen=True):
-    """Queue prompts; known prompts are ignored. ``counts`` are the frames of each prompt in the message.
+    """Queue prompts. Known prompts are ignored. ``counts`` has the number of frames of each prompt in the message.
 
     From the first request with ``wants_outcomes`` on, the server keeps the newest finished groups for the answer.
     """
@@ -296,7 +299,7 @@ class Reserve(Command[Reserved, Reservation], frozen=True, kw_only=True):
 
 
 class Put(Command[PutOutcome, Done], frozen=True, kw_only=True):
-    """Store a finished group; repeated puts store it once.
+    """Store a finished group. A repeated put has no further effect.
 
     Attributes:
         summary: Metadata of the group.
@@ -355,7 +358,7 @@ class TakeBack(Command[TakenBack, Done], frozen=True):
 
 
 class LoseGroups(Command[Lost, Done], frozen=True, kw_only=True):
-    """The trajectories of stored or planned groups, or saved prefixes, are lost; the prompts are queued again.
+    """The trajectories of stored or planned groups, or saved prefixes, are lost. Their prompts are queued again.
 
     ``unsent`` names running groups and attempts whose store does not have their trajectories; the workers send these
     again. ``missing`` names planned groups that their store does not have. Their batch stays, because the learner's
@@ -402,7 +405,7 @@ class Commit(Command[Committed, Totals], frozen=True):
 
 
 class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
-    """Return the learner to the checkpoint of ``version``; its weights of later versions are lost.
+    """Return the learner to the checkpoint of ``version``. Its weights of later versions are lost.
 
     The ledger revokes every running attempt. Stored groups and saved prefixes stay, except those with a token of a lost
     version. Batches are planned again. Prompts that finished after ``version`` may be queued again.
@@ -418,7 +421,9 @@ class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
 
 
 class Resume(Command[Rewound, Done], frozen=True, kw_only=True):
-    """Begin a new life of the run at the checkpoint of ``version``, as `Rewind` does; the learner's incarnation is 0.
+    """Begin a new life of the run at the checkpoint of ``version``.
+
+    The effect is that of `Rewind`, but the learner's incarnation is 0.
 
     Attributes:
         version: Learner version to continue from; the steps before it are committed.
@@ -434,7 +439,7 @@ class Resume(Command[Rewound, Done], frozen=True, kw_only=True):
 
 
 class Checkpoint(Command[Marked, Checkpointed], frozen=True, kw_only=True):
-    """Write everything that a new life of the run needs into ``folder``; the answer comes when the folder is complete.
+    """Write everything that a new life of the run needs into ``folder``. The answer comes when the folder is complete.
 
     Attributes:
         folder: The folder gets this name when it is complete. Every store server must see it under this path. Example:
@@ -519,7 +524,7 @@ class Cancel(Operation[Done], frozen=True):
 class Leave(Operation[Done], frozen=True):
     """A producer leaves.
 
-    Leases that it does not name in ``leases`` were never received by it; the buffer releases them.
+    ``leases`` names the leases that it received. The buffer releases the others.
     """
 
     roles = _ROLLOUT

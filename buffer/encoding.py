@@ -4,7 +4,7 @@ A message is a msgpack header ``[PROTOCOL_VERSION, epoch, [[request_id, number o
 of its records (`buffer.commands`). The epoch names the run. Request id 0 is a push. The server does not decode frames.
 
 A prompt is encoded by the project's codec. A group is encoded as a head with the schema of its columns, then one buffer
-per column; this takes a third of the codec's time. ZMQ has a fixed cost per part, so `pack` joins small frames. It cuts
+per column. This takes a third of the codec's time. ZMQ has a fixed cost per part, so `pack` joins small frames. It cuts
 large frames, so that they can be sent piece by piece. The first part begins with ``b"prcl"``, the number of frames and
 their lengths as uint64. Inside a joined part every frame starts at a multiple of 16, so arrays can be read in place.
 """
@@ -61,7 +61,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Message:
-    """A record and its frames, as received. Not frozen: freezing doubles construction time.
+    """A record and its frames, as received. The class is not frozen, because freezing doubles the construction time.
 
     Attributes:
         request_id: Chosen by the client, repeated in the answer; `PUSH_ID` in a push.
@@ -213,7 +213,10 @@ def group_frames(group: TrajectoryGroup) -> list[Any]:
 
 
 def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
-    """Decode a trajectory group; arrays are read-only views of the payload. Raises `WireError` if malformed."""
+    """Decode a trajectory group.
+
+    Arrays are read-only views of the payload. Raises `WireError` if the payload is malformed.
+    """
     head, *buffers = unpack([memoryview(frame).toreadonly() for frame in frames])
     if head[: len(_GROUP)] != _GROUP:
         raise WireError(f"payload is not a TrajectoryGroup of this release: it begins with {bytes(head[:4])!r}")
@@ -352,7 +355,7 @@ def _split(part: memoryview, start: int, lengths: Sequence[int]) -> list[memoryv
 
 
 def _rejoined(piece: memoryview, others: Iterator[memoryview], length: int) -> Any:
-    """Join the pieces of a large frame; a single piece is not copied."""
+    """Join the pieces of a large frame. A single piece is not copied."""
     if piece.nbytes == length:
         return piece
     pieces = [piece]

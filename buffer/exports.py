@@ -248,7 +248,7 @@ def _storable(column: np.ndarray) -> np.ndarray:
 
 
 def _lists(column: np.ndarray, lengths: np.ndarray) -> pa.Array:
-    """A column as lists; list i has ``lengths[i]`` rows of the column."""
+    """Return a column as lists. List i has ``lengths[i]`` rows of the column."""
     flat = _storable(column)
     per_row = len(flat) // len(column) if len(column) else 1
     offsets = np.concatenate([[0], np.cumsum(lengths)]) * per_row
@@ -412,7 +412,7 @@ def _values(lists: pa.ChunkedArray) -> np.ndarray:
 
 
 def export_part(part: Path, folder: Path) -> BufferContents:
-    """Export the buffer's part of a checkpoint to ``folder``; returns what was exported.
+    """Export the buffer's part of a checkpoint to ``folder``. Returns the exported contents.
 
     Raises as `read_part` and `write_export` do.
     """

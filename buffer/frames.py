@@ -13,11 +13,11 @@ from .records import Frames
 
 
 class Written(NamedTuple):
-    """Where a file holds frames.
+    """The place of frames in a file.
 
     Attributes:
         start: Offset of the first frame.
-        head_bytes: Size of the record's head before it.
+        head_bytes: Size of the record's head, which is before the first frame.
         checksum: Checksum (xxh3) of this head and the frames.
     """
 
@@ -112,7 +112,7 @@ def _bytes_at(descriptor: int, start: int, num_bytes: int, path: Path) -> bytes:
 
 
 def in_memory(frames: Frames) -> Frames:
-    """Read frames that are on disk; return others as they are. Raises `OSError` as `FramesOnDisk` does."""
+    """Read frames that are on disk. Other frames are returned as they are. Raises `OSError` as `FramesOnDisk` does."""
     return frames.read() if isinstance(frames, FramesOnDisk) else frames
 
 

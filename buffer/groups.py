@@ -51,8 +51,8 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
     Attributes:
         group_id: See `asyncrl.core.types.Prompt`.
         state: See `GroupState`.
-        place: Its place among the groups of its state: in the queue, in the order of leasing, in the order of storing,
-            or in its batch.
+        place: Its place among the groups of the same state: in the queue, in the order of leasing or storing, or in its
+            batch.
         num_attempts: Attempts leased so far; the current or last attempt is ``num_attempts - 1``.
         num_failures: Number of failed attempts.
         num_deaths: Number of workers that died, or became silent, while they held a lease on the group.
@@ -488,8 +488,9 @@ class GroupTable:
     def head(self, number: int, *, owner: bytes, suspect_deaths: int = 0) -> list[Group]:
         """The first groups of the queue that an owner may lease.
 
-        A group with ``suspect_deaths`` deaths or more is a suspect; 0 means that no group is. An owner holds at most
-        one suspect: if it held two and died, the ledger could not tell which group killed the worker.
+        A group with ``suspect_deaths`` or more deaths is a suspect; 0 means that no group is a suspect. An owner holds
+        at most one suspect. If a worker held two suspects and died, the ledger could not tell which group had killed
+        it.
         """
         queued = map(self._groups.__getitem__, self._queue)
         if not (suspect_deaths and self._present_at_deaths):
@@ -515,7 +516,7 @@ class GroupTable:
         self._queue.append(group_id)
 
     def requeue(self, group: Group, *, keeps_progress: bool) -> None:
-        """End a lease; the group goes to the head of the queue."""
+        """End a lease. The group goes to the head of the queue."""
         self.leases.remove(group)
         self._count_open(group.deadline, -1)
         self._to_head(group, keeps_progress=keeps_progress)
@@ -585,7 +586,7 @@ class GroupTable:
         self.plans[version] = group_ids
 
     def dissolve(self, versions: Iterable[int]) -> None:
-        """Take the groups of these batches out of their plans; the groups wait for a new plan."""
+        """Take the groups of these batches out of their plans. The groups then wait for a new plan."""
         for version in versions:
             for group_id in self.plans.pop(version):
                 self._return_to_stored(self._groups[group_id])

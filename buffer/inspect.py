@@ -128,7 +128,7 @@ def _spread(groups: list[dict[str, Any]], field: str) -> str:
 
 @with_exit_status
 def main() -> int:
-    """Entry point; returns the exit status."""
+    """Entry point. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl inspect", description="Show what a buffer server holds.")
     parser.add_argument("address", help="where it listens, e.g. tcp://10.0.0.1:5555; the run says it when it starts")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")

@@ -218,7 +218,7 @@ class AppendOnlyFile:
 def write_all(descriptor: int, parts: list[Any], offset: int) -> None:
     """Write all buffers consecutively from ``offset``, in as many system calls as needed.
 
-    Raises `OSError` if the disk is full; some bytes may have been written.
+    Raises `OSError` if the disk is full. Then some bytes may have been written.
     """
     first = 0
     while first < len(parts):
@@ -276,7 +276,7 @@ class Contents:
 
 
 def refer(places: dict[tuple[str, int], int], references: Iterable[Reference]) -> list[int]:
-    """Record the places of frames; place 0 means that they are dropped. Returns the places."""
+    """Record the places of frames. Place 0 means that the frames are dropped. Returns the places."""
     for name, key, place, _ in references:
         if place:
             places[name, key] = place
@@ -291,7 +291,7 @@ def numbers_of(path: Path) -> list[int]:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The values that `Journal.write` stored in the files ``PATH.N.log``; frames are not read.
+    """The values that `Journal.write` stored in the files ``PATH.N.log``. Frames are not read.
 
     Raises as `read_contents` does.
     """
@@ -552,7 +552,7 @@ class Journal:
         return self._next_place - 1
 
     def keep(self, frames: Frames, then: Callable[[FramesOnDisk | ReplayBufferError], None]) -> None:
-        """Write frames on the thread, together with other waiting frames; they are not copied.
+        """Write frames on the thread, together with other waiting frames. The frames are not copied.
 
         Afterwards the loop calls ``then`` with the frames on disk, or with the error. A command can refer to frames on
         disk.
@@ -613,8 +613,8 @@ class Journal:
     def compact(self, snapshot: dict[str, Any] | None, frames: Iterable[tuple[str, int, Frames]]) -> None:
         """Begin new files with a snapshot (plain values) instead of all commands, and with the held frames.
 
-        The thread writes the frames after this call returns; the old files stay until the frames are on the disk.
-        Raises `ReplayBufferError` if the disk is full; the journal then continues with the old files.
+        The thread writes the frames after this call returns. The old files stay until the frames are on the disk.
+        Raises `ReplayBufferError` if the disk is full. Then the journal continues with the old files.
         """
         self.flush()
         held = {
@@ -679,7 +679,7 @@ class Journal:
             logger.warning("the old files of the journal were not deleted yet: %s", error)
 
     def close(self) -> None:
-        """Close the files; unwritten frames are dropped, and their callbacks are not called."""
+        """Close the files. Unwritten frames are dropped, and their callbacks are not called."""
         with suppress(ReplayBufferError):
             self.flush()
         self._closed = True
@@ -702,7 +702,7 @@ def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> I
 
 
 def _write(file: AppendOnlyFile, writes: Sequence[_Write]) -> list[OSError | None]:
-    """Write frames in one call; if the call fails, write the frames that fit. Returns the result of each write.
+    """Write frames in one call. If the call fails, write the frames that fit. Returns the result of each write.
 
     Frames that are on disk already are copied one by one, so that only one of them is in memory at a time.
     """

@@ -3,7 +3,7 @@
 A directory holds ``server.json``, ``store.json`` for the store servers, and one file per role: ``rollout.json``,
 ``learner.json``, ``controller.json``, ``inspector.json`` and ``ledger.json``. Copy to each host only the files of
 the roles that run there. The server refuses unknown keys, and operations that do not belong to the role of a key. The
-roles' keys can be replaced while the servers run; the servers' own keys stay, because they never leave their hosts.
+roles' keys can be replaced while the servers run. The servers' own keys stay, because they never leave their hosts.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The log of weight offers. The learner adds offers, the workers request the newest offer, and the controller follows.
 
 The buffer shows a version to the workers when the step that made it is committed. The controller can pin a few engines
-to a version to evaluate it; the buffer does not show newer offers to these engines until the evaluation ends.
+to a version to evaluate it. The buffer does not show newer offers to these engines until the evaluation ends.
 
 A worker's request waits until newer weights are shown, at most as long as every long poll. An offer, a commit, a change
 of the pin, or a failed publish wakes it. A controller's request is woken when the last worker, or a pinned engine, has
@@ -58,7 +58,7 @@ class OfferLog:
         self._slowest_s: dict[int, float] = {}
 
     def append(self, offer: WeightOffer) -> None:
-        """Add an offer; it replaces an earlier offer of the same version."""
+        """Add an offer. It replaces an earlier offer of the same version."""
         self._offers[offer.version] = offer
         if len(self._offers) > _MAX_OFFERS:
             del self._offers[sorted(set(self._offers) - {self._pin})[1]]  # keeps the oldest, which may be the shown one

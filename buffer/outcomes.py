@@ -63,13 +63,13 @@ class GrantedLease(Row, frozen=True, kw_only=True):
 
 
 class Granted(LedgerOutcome, frozen=True, kw_only=True):
-    """The leases of one request; empty if no group is admitted now."""
+    """The leases of one request. Empty if no group is admitted now."""
 
     leases: tuple[GrantedLease, ...]
 
 
 class Renewed(LedgerOutcome, frozen=True, kw_only=True):
-    """The expiry of the renewed leases; ``lost`` names the groups and attempts that their owner no longer holds."""
+    """The expiry of the renewed leases. ``lost`` names the groups and attempts that their owner no longer holds."""
 
     expires_at: float
     lost: tuple[Key, ...] = ()
@@ -142,7 +142,7 @@ class Lost(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class AddedStore(LedgerOutcome, frozen=True, kw_only=True):
-    """The number of a store; ``is_new`` is false if the store was added before."""
+    """The number of a store. ``is_new`` is false if the store was added before."""
 
     store: int
     is_new: bool
@@ -163,7 +163,8 @@ class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
 class Planned(LedgerOutcome, frozen=True, kw_only=True):
     """A batch: the groups that the learner step of ``version`` consumes, in order.
 
-    ``given_up`` are running groups whose leases the plan revokes; they are dropped if ``is_dropped``, else queued.
+    ``given_up`` has the running groups whose leases the plan revokes. They are dropped if ``is_dropped`` is true, else
+    queued.
     """
 
     version: int

@@ -41,7 +41,7 @@ class _Worker:
     Attributes:
         since: Time when the worker last ended a group, or got a group while it had none.
         paces: Seconds per token of its last groups.
-        took: Seconds of each of these groups; for a continued group, the estimated seconds of the whole group.
+        took: Seconds of each of these groups. For a continued group, this is an estimate for the whole group.
         groups: Granted groups that have not ended.
         is_slow: Whether the worker's groups are offered to faster workers.
         is_watched: Whether `WorkerPaces.look` will check the worker again.
@@ -234,8 +234,8 @@ class WorkerPaces:
     def usual_pace(self, name: bytes, now: float) -> float:
         """Seconds per token of a worker's median group.
 
-        An unknown worker gets the pace of the fastest worker, or 0 if no pace is known. A slow worker
-        becomes unknown again after a long time without a group; otherwise its pace would never be measured again.
+        An unknown worker gets the pace of the fastest worker, or 0 if no pace is known. A slow worker becomes unknown
+        again after a long time without a group. Otherwise its pace would never be measured again.
         """
         worker = self._workers.get(name)
         if worker is None or not worker.paces:

@@ -41,7 +41,7 @@ class BufferProcess:
     """A running buffer server, or the store server of number ``store``.
 
     The server logs to ``log_path``; None means this process's stderr. With ``waits=False`` the constructor does not
-    wait for the server's address; call `read_address` later. ``profile`` holds the server's recording options.
+    wait for the server's address. Then call `read_address` later. ``profile`` holds the server's recording options.
 
     Raises:
         DeadlineError: The server did not announce its address in time.
@@ -295,7 +295,7 @@ class StoreServers:
 
     Make this object on a running loop.
 
-    A store server that dies or hangs is restarted at its address, up to ``buffer.restarts`` times; without a journal it
+    A store server that dies or hangs is restarted at its address, up to ``buffer.restarts`` times. Without a journal it
     is empty after the restart. ``on_lost`` is called when a server cannot be restarted any more. Raises `AsyncRLError`
     if a server did not start.
 

@@ -28,7 +28,7 @@ Reply = TypeVar("Reply", covariant=True)
 
 
 class BufferRole(StrEnum):
-    """The role of a client of the buffer; each role has its own key."""
+    """The role of a client of the buffer. Each role has its own key."""
 
     rollout = "rollout"
     learner = "learner"

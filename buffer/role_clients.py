@@ -58,7 +58,7 @@ class WorkerClient:
     Args:
         client: The connection.
         name: Name of the worker's engine for the controller.
-        window: Largest number of unacknowledged puts; further puts wait for an acknowledgement.
+        window: Largest number of unacknowledged puts. Further puts wait for an acknowledgement.
     """
 
     def __init__(self, client: BufferClient, *, name: str = "", window: int = 32) -> None:
@@ -123,7 +123,7 @@ class WorkerClient:
         return self._prefixes.pop((lease.prompt.group_id, lease.attempt), None)
 
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
-        """Save a running group with its lease."""
+        """Save the prefix of a running group with its lease."""
         key, summary = (lease.prompt.group_id, lease.attempt), group.summary
         progress = outcomes.Progress(
             num_tokens=summary.num_tokens, oldest_version=summary.oldest_version, newest_version=summary.newest_version
@@ -173,7 +173,7 @@ class WorkerClient:
     async def _put_in_store(self, key: Key, payload: Sequence[Any]) -> None:
         """Send a payload to the store server that the ledger chooses. If that server does not answer, use another one.
 
-        If the lease is lost, no store gets the payload; the ledger's answer to the put has the result.
+        If the lease is lost, no store gets the payload. The ledger's answer to the put has the result.
         """
         client, address, failure = self._client, "", None
         while (room := await client.reserve(key, payload)).is_held:
@@ -256,7 +256,7 @@ class WorkerClient:
         await (await self._entered("fenced")).call(commands.Fenced())
 
     async def close(self) -> None:
-        """Close the connection; pending calls raise `ReplayBufferError`.
+        """Close the connection. Pending calls raise `ReplayBufferError`.
 
         Leases that were granted but that `lease` did not return go back to the queue. Release a lease that `lease`
         returned before you close the client. Otherwise it stays until it expires, or until the client was silent for
@@ -297,7 +297,7 @@ class WorkerClient:
 
 
 class LearnerClient:
-    """The calls of a learner rank; `SyncBufferClient` makes them block."""
+    """The calls of a learner rank. `SyncBufferClient` has the same calls without asyncio."""
 
     def __init__(self, client: BufferClient) -> None:
         self._client = client
@@ -461,7 +461,7 @@ class SyncBufferClient:
 class ControlClient:
     """Implements the port `ControlBuffer`, which documents the calls.
 
-    Calls that wait have no deadline while the server answers; bound them with `asyncio.timeout`.
+    Calls that wait have no deadline while the server answers. Bound them with `asyncio.timeout`.
     """
 
     def __init__(self, client: BufferClient) -> None:
@@ -512,7 +512,7 @@ class ControlClient:
         return (await self._client.call(commands.Bury(worker, num_generated))).value
 
     async def store_wanted(self, known: Collection[str]) -> str:
-        """Wait until a rollout worker connects from a host that is not in ``known``; return the host.
+        """Wait until a rollout worker connects from a host that is not in ``known``. Returns the host.
 
         Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """

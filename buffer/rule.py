@@ -163,7 +163,7 @@ class Room:
         return self.is_shared and space.stored_bytes[0] + space.prefix_bytes + num_bytes <= self._max_bytes
 
     def _num_free(self, store: int, group: Group) -> float:
-        """Free bytes of a store for a group; bytes that the group already has there count as free."""
+        """The free bytes of a store for a group. Bytes that the group already has in the store count as free."""
         if not self._max_bytes:
             return math.inf
         num_held = self._groups.space.stored_bytes[store] - (group.num_bytes if store == group.store else 0)
@@ -204,11 +204,11 @@ class Room:
         )
 
     def _who_gives_way(self, group: Group, store: int, num_bytes: float) -> tuple[int, ...] | None:
-        """Groups to evict for ``group``: together they hold ``num_bytes`` in the store; None if they hold less.
+        """Find groups to evict for ``group`` that together hold ``num_bytes`` in the store.
 
-        Groups that wait for a further use are evicted first, because their tokens are trained already. Then saved
-        prefixes are evicted: first those of queued groups, then those of running groups. Stored groups that are due
-        later than ``group`` come last, the latest deadline first.
+        None if all of them hold less. Groups that wait for a further use are evicted first, because their tokens are
+        trained already. Then saved prefixes are evicted: first those of queued groups, then those of running groups.
+        Stored groups that are due later than ``group`` come last, the latest deadline first.
         """
         prefixes = [other for other in self._groups if other.prefix_bytes and other is not group]
         prefixes.sort(key=lambda other: (other.state is GroupState.leased, -other.place))

@@ -75,7 +75,7 @@ _MAX_UNREAD_MESSAGES = 64
 
 
 class RateLimit:
-    """Limits each client to ``per_second`` requests; a request with leases counts once per lease."""
+    """Limits each client to ``per_second`` requests. A request with leases counts once per lease."""
 
     def __init__(self, per_second: int) -> None:
         self._per_second = per_second
@@ -121,7 +121,8 @@ class Service(Protocol):
 class ServerSocket:
     """Binds the control and the bulk socket and serves on them until `close`. Make it on a running loop.
 
-    Every request gets a reply. An `AsyncRLError` becomes the reply; other errors are also logged with a traceback.
+    Every request gets a reply. An error becomes the reply. Errors other than `AsyncRLError` are also logged with a
+    traceback.
 
     Args:
         config: Options.
@@ -329,7 +330,7 @@ class ServerSocket:
     def _admits(self, client: bytes, frame: zmq.Frame) -> bool:
         """Whether the key of a message's sender is accepted.
 
-        A client with an old key is told that there is a new key. A message with a retired key is dropped; the client
+        A client with an old key is told that there is a new key. A message with a retired key is dropped. The client
         repeats the message over a new connection.
         """
         if self._gate is None:

@@ -110,7 +110,7 @@ class BufferService:
         self._offers.recover()
 
     def handle(self, request: Message) -> None:
-        """Run an operation; an `AsyncRLError` becomes its answer. `settle` answers held requests."""
+        """Run an operation. An `AsyncRLError` becomes its answer. `settle` answers held requests."""
         self._admission.heartbeats.hear(request.client, self._clock.time())
         kind = type(request.body)
         try:

@@ -92,7 +92,7 @@ class LoopClock:
         return now - self.stalled_s
 
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-        """Schedule ``callback`` at ``when``. After a stall the callback is early; it must check the clock."""
+        """Schedule ``callback`` at ``when``. After a stall the callback comes early, so it must check the clock."""
         return self._loop.call_later(max(0.0, when - self.time()), callback)
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class Channel:
             self._schedule()
 
     def _read_burst(self) -> int:
-        """Receive at most one burst of messages; returns their number."""
+        """Receive at most one burst of messages. Returns the number of messages."""
         for num_read in range(_BURST):
             if self._socket.closed:
                 return 0
@@ -261,7 +261,7 @@ class ChunkSender:
         return not self._queue and not self._unacknowledged
 
     def push(self, request_id: int, frames: Sequence[Any]) -> None:
-        """Send a message of any size; frames are not copied."""
+        """Send a message of any size. Its frames are not copied."""
         pieces: list[tuple[list[Any], int]] = []
         for frame in frames:
             size = len(frame)
@@ -511,7 +511,7 @@ class _Connections:
             self._since.pop(descriptor, None)
 
     def received(self, frame: zmq.Frame) -> None:
-        """Record a complete message; a connection sends its messages one after the other."""
+        """Record a complete message. A connection sends its messages one after the other."""
         self._heard.add(int(frame.get(zmq.SRCFD)))
 
     async def _close_endless(self) -> None:

@@ -122,7 +122,7 @@ class StoreJoins:
     def leave_earlier(self) -> None:
         """Close the connections to the stores of an earlier life of the run.
 
-        The next stores that join get their groups.
+        The next stores that join take over the groups of these stores.
         """
         for number in self._ledger.groups.space.awaited_stores():
             if self._links is not None:

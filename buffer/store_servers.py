@@ -58,7 +58,7 @@ class StoreService:
                     logger.error("group %d is lost: %s", number >> 16, error)
 
     def handle(self, request: Message) -> None:
-        """Answer one request; an `AsyncRLError` becomes the answer."""
+        """Answer one request. An `AsyncRLError` becomes the answer."""
         kind = type(request.body)
         try:
             if (handler := self._handlers.get(kind)) is None:
@@ -146,7 +146,7 @@ class StoreService:
     def _store(self, request: Message, key: Key, kept: Frames | ReplayBufferError) -> None:
         """Store a payload.
 
-        A large payload was written by the journal's thread; a small payload becomes part of its record.
+        The journal's thread has already written a large payload. A small payload becomes part of its record.
         """
         self._reserved.pop(key, None)
         try:

@@ -22,7 +22,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def digest_of(payload: Iterable[Any]) -> bytes:
-    """The digest of a payload; it does not depend on how the payload is cut into frames."""
+    """The digest of a payload. It does not depend on the division of the payload into frames."""
     digest = xxhash.xxh3_128()
     for frame in payload:
         digest.update(frame)

@@ -224,7 +224,7 @@ class FairQueue:
         self._serving = 0
 
     def turn_of(self, client: bytes) -> int:
-        """The turn of a client; the lowest turn is served first."""
+        """The turn of a client. The lowest turn is served first."""
         return max(self._next.get(client, 0), self._serving)
 
     def take(self, client: bytes) -> None:
@@ -391,9 +391,10 @@ class Admission:
                 request.incarnation = self._ledger.incarnation
 
     def answer_outdated(self, *, except_for: Container[bytes]) -> None:
-        """After a commit, answer the workers whose engine is now too old for any group; these workers ask again.
+        """After a commit, answer the workers whose engine is now too old for any group.
 
-        Workers in ``except_for`` are not answered, because newer weights wake them.
+        These workers send a new request later. Workers in ``except_for`` are not answered, because newer weights wake
+        them.
         """
         rule, learner_version = self._ledger.rule, self._ledger.learner_version
         outdated = [request for request in self._held.all() if rule.deadline(request.version) < learner_version]
@@ -410,8 +411,8 @@ class Admission:
     def grant(self) -> None:
         """Let faster workers take groups over, then grant one lease at a time until no more group is admitted.
 
-        Faster workers come before slow ones. Among equally fast workers, the worker with the fewest groups comes first;
-        workers with equally many groups take turns. Only requests at an admitted version are checked, so the call costs
+        Faster workers come before slow ones. Among equally fast workers, the worker with the fewest groups comes first.
+        Workers with equally many groups take turns. Only requests at an admitted version are checked, so the call costs
         little while all engines are too far behind.
         """
         now = self.clock.time()

@@ -54,7 +54,7 @@ class AnsweringParts:
         episode_context: int = 0,
         sample_dir: str = "",
     ) -> Self:
-        """Make the parts for a policy; `start` starts them.
+        """Make the parts for a policy. `start` starts them.
 
         Args:
             config: Options of the engine, the rewards and the environments.

@@ -29,7 +29,7 @@ from .engines.process_guard import without_secrets
 
 
 class ChildProcess:
-    """A running child process; `start` makes one.
+    """A running child process. Use `start` to make one.
 
     Attributes:
         pid: Process id of the child, which is also its session id.

@@ -223,14 +223,14 @@ class RolloutFleetConfig:
         engine: Kind of the engines.
         device: Where the engines compute. ``auto``: on CUDA if there are enough GPUs for learner and engines, else on
             the CPU.
-        num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet: the run starts when
-            ``min`` engines are ready; later engines may join, up to ``max``, and leave.
+        num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet. The run starts when
+        ``min`` engines are ready. Later, engines may join (up to ``max``) and leave.
         min_engines: The run ends when fewer engines than this remain, because the others have failed for good. An
         elastic fleet first waits ``no_engine_timeout_s`` for other engines to join.
         no_engine_timeout_s: Longest time that training may wait while no engine is up.
-        groups_in_flight: Prompt groups that one worker generates at once; as many again may be scored and stored.
-            ``{min: 4, max: 64}`` follows the load that the engine reports. The number grows while the engine has room,
-            and shrinks while samples wait in the engine or its KV cache is nearly full.
+        groups_in_flight: Number of prompt groups that one worker generates at once. The same number may be scored and
+            stored meanwhile. ``{min: 4, max: 64}`` follows the load that the engine reports. The number grows while the
+            engine has room, and shrinks while samples wait in the engine or its KV cache is nearly full.
         reward: ``exact_match``, ``last_number``, ``final_answer``, ``numeric``, ``math_verify``, ``code``, ``judge``,
             ``format``, ``length``, ``environment``, or your own as ``file.py:function`` or ``module:function``, called
             as reward(prompt, response_text) -> float (docs/rewards.md).

@@ -53,7 +53,8 @@ class _Answer:
 class HeldOutAnswers:
     """Answers held-out prompts on one engine, with ``sampling`` and greedily, and scores the answers.
 
-    All answers are saved with the ``samples`` of the parts. ``sampling`` maps a data source to its options.
+    All answers are saved for people to read if ``parts.samples`` is set. ``sampling`` maps a data source to its
+    options.
     """
 
     def __init__(self, parts: AnsweringParts, *, sampling: Callable[[str], SamplingConfig]) -> None:
@@ -63,7 +64,7 @@ class HeldOutAnswers:
         self._num_rounds = 0
 
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
-        """Answer prompts with distinct group ids; several calls may run at once.
+        """Answer prompts with distinct group ids. Several calls may run at once.
 
         Each prompt gets ``num_samples`` samples and a greedy answer. Returns one entry per prompt whose tokens were all
         sampled under ``version``. If the reward of a prompt fails, its entry has the failure. Prompts with tokens of

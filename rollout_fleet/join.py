@@ -105,7 +105,7 @@ def _read_address(folder: Path) -> dict[str, str]:
 
 
 def _desk_of(name: str, run: str) -> Any:
-    """Return the desk of this name; without a name, the only desk of the cluster."""
+    """Return the desk with this name. Without a name, return the only desk of the cluster."""
     import ray
     from ray.util import list_named_actors
 

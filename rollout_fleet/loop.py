@@ -73,14 +73,14 @@ class LoopState(Enum):
 
 
 class RolloutLoop:
-    """Rolls prompt groups out on one engine. Call `run` once; the other methods may be called while it runs.
+    """Rolls prompt groups out on one engine. Call `run` once. The other methods may be called while it runs.
 
     Args:
         parts: Started parts with the engine. The loop closes none of its collaborators.
         member: Gets reports of loaded weights, and decides whether the loop may request leases.
         samples_per_prompt: G.
         greedy_baseline: Sample one more response per prompt greedily. The learner does not train on it.
-        seed: The run's seed if every answer has a seed of its own; see `InflightGroup.begin`.
+        seed: The run's seed if every answer has its own seed; see `InflightGroup.begin`.
         stage: Stages an offer near the engine. The engine loads the offer that this context manager yields.
     """
 

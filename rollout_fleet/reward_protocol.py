@@ -75,9 +75,9 @@ class Score:
 class Reward(Protocol):
     """Scores one response. Called in a scoring process, or in the rollout worker if it is a built-in that cannot hang.
 
-    The name of the second parameter selects the argument: ``rollout`` is the `Rollout`; ``rollouts`` is the list of all
-    rollouts of the prompt, and the function returns one score per rollout; any other name is the response's text. The
-    function may be ``async``. Then all responses to a prompt are scored at once. A class is instantiated once per
+    The name of the second parameter selects the argument. ``rollout`` gets the `Rollout`. ``rollouts`` gets the list of
+    all rollouts of the prompt, and the function returns one score per rollout. Any other name gets the response's text.
+    The function may be ``async``. Then all responses to a prompt are scored at once. A class is instantiated once per
     process with the reward's options, and the instance is called.
     """
 

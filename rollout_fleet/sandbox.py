@@ -191,7 +191,7 @@ class Sandbox:
         Args:
             code: Source of the program.
             stdin: Its standard input.
-            files: Further files of its working directory by relative path; the directory is removed with the sandbox.
+            files: Further files of its working directory, by relative path. The directory is removed with the sandbox.
             language: ``python`` or ``bash``.
             limits: Limits of the program.
 

@@ -77,7 +77,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 
 
 def enter_namespaces(*, user: bool) -> None:
-    """Enter new mount, network, IPC and host-name namespaces; children get a new process-id namespace."""
+    """Enter new mount, network, IPC and host-name namespaces. Children get a new process-id namespace."""
     uid, gid = os.geteuid(), os.getegid()
     kinds = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
     _call("unshare", kinds | (CLONE_NEWUSER if user else 0))

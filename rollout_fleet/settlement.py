@@ -41,7 +41,7 @@ class Settlement:
 
     With ``on_reward_failure=drop_trajectory`` a response with a failed reward is dropped from its group and counted
     (``reward_trajectory``). Its tokens are dropped (``reward``). Then each advantage compares the other responses.
-    ``stamp`` records an event of a group in the run's profile; ``engine`` is the engine's name in receipts.
+    ``stamp`` records an event of a group in the run's profile. ``engine`` is the engine's name in receipts.
     """
 
     def __init__(

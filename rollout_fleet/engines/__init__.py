@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_engine(config: RolloutFleetConfig, *, model_path: str, rank: int, log_dir: str, seed: int) -> Engine:
-    """Make the engine of rollout worker ``rank``; call `Engine.start` next.
+    """Make the engine of rollout worker ``rank``. Call `Engine.start` next.
 
     A server's log goes to ``log_dir``. Each rank derives its own seed from ``seed``. Raises `ValueError` if
     SGLang is configured but not installed, or if ``model_path`` has no model in Hugging Face layout.

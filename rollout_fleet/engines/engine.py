@@ -184,7 +184,7 @@ class Engine(ABC):
 
     @property
     def vocab_size(self) -> int:
-        """Size of the vocabulary; token ids are below this number."""
+        """Size of the vocabulary. Token ids are below this number."""
         return self._vocab_size
 
     @property
@@ -205,8 +205,8 @@ class Engine(ABC):
 
         When the engine fails, each running sample is yielded first, as aborted, with the tokens whose version is
         certain. Then raises `DeadlineError` if no running request received a token within ``silence_timeout_s``,
-        `WorkerDiedError` if the engine died, `EngineError` if an answer broke the contract. Raises `RequestRefused`
-        if a request is wrong; this is not a failure of the engine.
+        `WorkerDiedError` if the engine died, `EngineError` if an answer broke the contract. Raises `RequestRefused` if
+        a request is wrong. This is not a failure of the engine.
         """
         self._check_up()
         for request in {id(request.prompt_ids): request for request in requests}.values():  # each prompt once
@@ -260,7 +260,10 @@ class Engine(ABC):
         """
 
     def _so_far(self, sample: RunningSample) -> SampleOutput:
-        """Return the tokens of an unfinished sample of a failed engine; none if any token fails `check_output`."""
+        """Return the tokens of an unfinished sample of a failed engine.
+
+        Returns no tokens if any token fails `check_output`.
+        """
         output = sample.so_far()
         try:
             check_output(output, sample.request, vocab_size=self._vocab_size, loaded_versions=self._verified)
@@ -610,7 +613,7 @@ class SilenceWatch:
     def paused(self, *, recomputes: bool = False) -> Iterator[Callable[[], None]]:
         """Do not watch inside the block, because generation is paused and the pause has its own deadline.
 
-        Yields a function; call it when generation has stopped. The running step finishes first and is not part of the
+        Yields a function to call when generation has stopped. The running step finishes first and is not part of the
         pause. ``recomputes``: whether the engine recomputes the KV cache after the pause, before the next token.
         """
         pause = record.NO_SPAN

@@ -106,7 +106,7 @@ class Guard:
 
     @staticmethod
     def _reap_group() -> None:
-        """Wait for the server's orphaned processes; this process is their subreaper."""
+        """Wait for the server's orphaned processes. This process is their subreaper."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.wait()

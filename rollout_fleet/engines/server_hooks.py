@@ -80,7 +80,7 @@ def missing_kernel(name: str) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Entry point of the plugin; SGLang calls it in each process of the server."""
+    """Entry point of the plugin. SGLang calls this function in each process of the server."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     keep_stop_blocked()
@@ -95,9 +95,9 @@ def register() -> None:
 def fork_on_cpu(_result: None, *_arguments: Any) -> None:
     """Fork the scheduler and the detokenizer on a CPU, if the process has only one thread.
 
-    With several threads, locks of the other threads would stay locked in the child. SGLang spawns these processes; each
-    one imports all modules again, which takes half of a server's start. On a GPU they are spawned, because CUDA does
-    not survive a fork.
+    With several threads, locks of the other threads would stay locked in the child. SGLang itself spawns these
+    processes. Then each process imports all modules again, which takes half of a server's start. On a GPU they are
+    spawned, because CUDA does not survive a fork.
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and len(os.listdir("/proc/self/task")) == 1:
         multiprocessing.set_start_method("fork", force=True)
@@ -106,7 +106,7 @@ def fork_on_cpu(_result: None, *_arguments: Any) -> None:
 def rest_while_paused(_result: None, scheduler: Any) -> None:
     """Sleep until a call arrives.
 
-    Only the first rank has a socket to wait on; the other ranks wait for the first rank anyway. During a pause SGLang's
+    Only the first rank has a socket to wait on. The other ranks wait for the first rank anyway. During a pause SGLang's
     loop spins, even with
     ``--sleep-on-idle``. It would use the core that a weight update or a colocated learner needs.
     """

@@ -186,7 +186,8 @@ class SGLangEngine(Engine):
     async def abort(self, request_ids: Collection[str]) -> None:
         """See `Engine.abort`.
 
-        One call aborts all running samples; otherwise there is one concurrent call per sample. There is no deadline
+        One call suffices to abort all running samples. Otherwise there is one concurrent call per sample. There is no
+        deadline
         here: the watch for silence or the deadline of a load detects a server that does not answer.
         """
         ids = self._running.keys() & request_ids
@@ -200,7 +201,10 @@ class SGLangEngine(Engine):
         await self.unless_failed(send())
 
     async def read_load(self) -> EngineLoad:
-        """See `Engine.read_load`. The scheduler publishes the numbers every 15 steps; this call does not reach it."""
+        """See `Engine.read_load`.
+
+        The scheduler publishes the numbers every 15 steps. This call does not reach the scheduler.
+        """
         answer = await self.unless_failed(self._client.call("GET", "/v1/loads?include=core"))
         try:
             ranks = answer["loads"]

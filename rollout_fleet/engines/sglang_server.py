@@ -134,7 +134,7 @@ class SGLangServer:
 
     @property
     def tp_size(self) -> int:
-        """Number of tensor-parallel ranks; each loads and reports."""
+        """Number of tensor-parallel ranks. Each rank loads weights and writes a report."""
         return self._config.tp_size
 
     async def start(self) -> None:
@@ -164,7 +164,7 @@ class SGLangServer:
             raise error from None
 
     async def wait_exit(self) -> NoReturn:
-        """Wait for the server to exit; raises `WorkerDiedError`."""
+        """Wait for the server to exit. Then raise `WorkerDiedError`."""
         if self._guard is None or self._log_task is None:
             raise WorkerDiedError(f"{self.name} was never started")
         await self._guard.wait()
@@ -391,7 +391,7 @@ class SGLangClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Make the pool; the first call connects."""
+        """Make the pool. The first call connects."""
         self._session = aiohttp.ClientSession(
             self._server.url,
             headers={**self._server.headers, "Content-Type": "application/json"},

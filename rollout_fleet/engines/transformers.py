@@ -60,7 +60,7 @@ class StepRecorder:
     A row ends with one of ``eos_ids`` or of its own stop tokens, with a stop text (found with ``decode``), or at its
     ``max_new_tokens``. A row whose sample is aborted ends at the next token. In a row with a seed, the seed and the
     position determine the draw of each token, unless the distribution is truncated. So the draws do not change if
-    another request continues the row. A batch is written in rounds (`begin_round`); each round has the unfinished rows.
+    another request continues the row. A batch is written in rounds (`begin_round`). Each round has the unfinished rows.
     With ``drops_rows`` a round ends when half of its rows have ended. At temperature 0 (greedy) log-probs are those of
     temperature 1. ``on_step`` is called after every step. The recorder itself is the logits processor, because
     transformers inspects the signature of a plain function at every step.
@@ -311,7 +311,7 @@ class GenerationModel:
     def generate(self, samples: Sequence[RunningSample], version: int) -> list[SampleOutput]:
         """Generate new samples in one batch. All of them must have the same `distribution`.
 
-        The result is in the order of the samples; ``on_first_token`` is called in this thread. Every token carries
+        The result is in the order of the samples. ``on_first_token`` is called in this thread. Every token carries
         ``version``, the policy version of the weights. If padding changes the model's log-probs, prompts of each length
         get their own batch. With a fixed seed, the samples also depend on which requests share a batch and when each of
         them ends.

@@ -226,7 +226,8 @@ class GymEnvironment:
             ``gymnasium``. Example: ``FrozenLake-v1``.
         kwargs: Its keyword arguments.
         max_steps: The game ends after so many steps.
-        turn_rewards: Give the reward of each step to its turn; otherwise their sum is the reward.
+        turn_rewards: Give the reward of each step to its turn. Otherwise the sum of the rewards is the reward of the
+            episode.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class RendererConfig:
 
     Attributes:
         name: ``auto`` selects the renderer of the library ``renderers`` if its tokens equal those of the model's chat
-            template; otherwise it selects the template. ``template`` always selects the template. Any other name is a
+            template. Otherwise it selects the template. ``template`` always selects the template. Any other name is a
             renderer of that library. Example: ``qwen3``.
         tool_parser: The parser of tool calls if ``template`` renders: a parser of ``renderers``, ``sglang:NAME``, or
         ``json`` for ``<tool_call>{JSON}</tool_call>``. Empty: ``json`` if the template writes these tags, otherwise

@@ -140,7 +140,7 @@ class Endpoint:
     def _route(
         self, handle: Callable[[web.Request, Session, str], Awaitable[web.StreamResponse]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Find the session of a call; return errors in the format of the API."""
+        """Find the session of a call. Errors are returned in the format of the API."""
 
         async def route(request: web.Request) -> web.StreamResponse:
             try:

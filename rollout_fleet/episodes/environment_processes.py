@@ -3,8 +3,8 @@
 An episode waits for a process with a free place. The episode's deadline starts when it gets the place.
 `EnvironmentProcesses` waits for the answers of `rollout_fleet.episodes.environment_child`. One task per process reads
 the answers and wakes the episodes. Another task looks at all processes twice per second, and kills those whose event
-loop is blocked or whose memory is too large. The episodes of a killed process fail; the next episode that needs the
-process starts another one.
+loop is blocked or whose memory is too large. The episodes of a killed process fail. The next episode that needs the
+process starts a new one.
 """
 
 from __future__ import annotations

@@ -54,7 +54,10 @@ class Player(Protocol):
         ...
 
     async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
-        """Play one episode, and set the outcome or the failure of its run; ``index`` is its place in the group."""
+        """Play one episode, and set the outcome or the failure of its run.
+
+        ``index`` is the episode's place in the group.
+        """
         ...
 
 

@@ -108,7 +108,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 def canonical(message: Message, call_places: Mapping[str, int]) -> str:
     """Return a text that is the same for all messages that count as equal. Reasoning is left out.
 
-    ``call_places`` maps the id of each earlier tool call to its place; the text identifies results by these places, not
+    ``call_places`` maps the id of each earlier tool call to its place. The text identifies results by these places, not
     by ids.
     """
     content = message["content"]

@@ -190,7 +190,7 @@ class SessionCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class _History:
-    """The messages on the path of a sampled turn; the last message is the turn."""
+    """The messages on the path of a sampled turn. The last message is the turn itself."""
 
     turn: int
     messages: Sequence[Message]
@@ -222,7 +222,7 @@ class _Place:
 class Session:
     """The conversations of one episode.
 
-    ``sampling`` has the run's options. A request with other options is refused if ``refuses`` is true; otherwise its
+    ``sampling`` has the run's options. A request with other options is refused if ``refuses`` is true. Otherwise its
     options are overridden. ``on_calls`` gets the names of the tools that an answer calls; most answers call none.
     ``images`` reads the images in messages; None if the policy takes no images.
     """

@@ -95,7 +95,7 @@ async def test_taking_turns_stops_between_two_steps_and_saves_in_the_learners_tu
 
 
 class SharedDevice:
-    """A device that records its user; two users at once are an error."""
+    """A device that records its user. Two users at once are an error."""
 
     def __init__(self):
         self.user, self.turns = "engines", []

@@ -97,7 +97,7 @@ class ScriptedBuffer(OffersInMemory):
 
 
 class ScriptedLearner:
-    """A learner with short sequential updates; it may die in one of them."""
+    """A learner with short sequential updates. It may die in one of them."""
 
     checkpoints = Path("/checkpoints")
 

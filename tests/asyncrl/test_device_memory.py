@@ -146,7 +146,7 @@ def test_memory_of_a_rank_equals_a_calculation_by_hand():
     scattered = with_options(config, {"learner.gradient_sync": GradientSync.micro_batch})
     assert rank_memory(scattered, SMALL)["learner"]["gradients"] == SMALL.num_parameters
     assert parts["gathered root unit"] == 2 * (151936 * 1024 + 1024)
-    # The tied output layer: its gradient in float32, the gradients of the logits of 4,096 tokens in bfloat16, and
+    # The tied output layer needs its gradient in float32, the gradients of the logits of 4,096 tokens in bfloat16, and
     # the gradients of a chunk's logits in both types.
     assert parts["output layer"] == 4 * 151936 * 1024 + 2 * 4096 * 151936 + 6 * 1024 * 151936
     assert _WEIGHT_CHUNK_TOKENS == WEIGHT_CHUNK_TOKENS

@@ -1,4 +1,4 @@
-"""Every episode within the budget fits the learner; a run with a larger budget is refused."""
+"""Every episode within the budget fits the learner. A run with a larger budget is refused."""
 
 import json
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
 
 class Control:
-    """Stands in for the controller's client; tests set the ``hosts`` from which workers connect."""
+    """Stands in for the controller's client. Tests set the ``hosts`` of the workers that connect."""
 
     def __init__(self) -> None:
         self.hosts: asyncio.Queue[str] = asyncio.Queue()

@@ -66,7 +66,7 @@ class MortalLearner(ScriptedLearner):
         return await super()._update(version)
 
     async def _live(self, version=None):
-        """Die at the scheduled update; the calls that are queued after it fail too."""
+        """Die at the scheduled update. The calls that are queued after the update fail too."""
         async with self.turn:
             if self.deaths and version == self.deaths[0]:
                 self.deaths.pop(0)

@@ -12,7 +12,10 @@ from tests.support.traces import record_run, trace_of
 
 
 def half_and_half():
-    """Two steps of 100 ns: a rank works 60 ns and waits 40 ns; an engine with 2 places always runs one sample."""
+    """Two steps of 100 ns.
+
+    In each, a rank works 60 ns and waits 40 ns. An engine with 2 places always runs one sample.
+    """
     fleet = [("engine-0", "capacity", 0, 2), ("engine-0", "running", 0, 1), ("engine-0", "tail", 0, 1)]
     learner = [("learner-0", "update", start, start + 60) for start in (40, 140)]
     waits = [("controller/plan", "plan_wait", start, start + 40) for start in (0, 100)]

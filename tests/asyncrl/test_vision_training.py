@@ -77,7 +77,7 @@ async def roll_out(engine, prompt, model_path, tokenizer):
 
 
 async def train(model_path, stream, folder, *, num_steps, lr):
-    """Train for some steps; returns the mean reward of each step, and the trainer and the engine at the end."""
+    """Train for some steps. Returns the mean reward of each step, and the trainer and the engine at the end."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     config = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=lr))
     trainer = Trainer(config, model_path=model_path, total_updates=num_steps)

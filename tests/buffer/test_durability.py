@@ -28,7 +28,10 @@ def on_disk(directory: Path, **options) -> BufferConfig:
 
 
 class Killable:
-    """A server process that can be killed and started again in the same place, with the addresses of its stores."""
+    """A server process that can be killed and started again with the same journal and address.
+
+    Has the addresses of its stores.
+    """
 
     def __init__(self, directory: Path, groups_per_step: int, **options) -> None:
         self._config, self._sockets = with_socket_folder(on_disk(directory, **options))

@@ -1,4 +1,4 @@
-"""Filters that drop every group: the server warns, and in the end the plan fails."""
+"""Filters drop every group. The server warns, and in the end the plan fails."""
 
 import asyncio
 import logging

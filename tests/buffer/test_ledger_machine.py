@@ -217,7 +217,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_running=st.integers(0, 3), num_tokens=st.integers(0, 50))
     def put_all_but(self, data: st.DataObject, num_running: int, num_tokens: int) -> None:
-        """Workers finish in any order; a few groups stay unfinished."""
+        """Workers finish in any order. A few groups stay unfinished."""
         for group_id in data.draw(st.permutations(sorted(self.running)))[num_running:]:
             lease, expires_at = self.running.pop(group_id)
             oldest = data.draw(st.integers(lease.engine_version, self.version))

@@ -1,6 +1,6 @@
 """Mutation tests: one comparison in the rule, the window, the room or the ledger is changed, and a test must then fail.
 
-cosmic-ray makes the mutants from the syntax tree. Each mutant runs in its own process; an import hook there replaces
+cosmic-ray makes the mutants from the syntax tree. Each mutant runs in its own process, where an import hook replaces
 the real module.
 """
 

@@ -298,7 +298,7 @@ def test_a_call_costs_as_much_with_many_workers_and_groups_as_with_few():
 
 
 class Workers:
-    """A service whose workers lease, store, save, fall behind and die on command; the test controls the time."""
+    """A service whose workers lease, store, save, fall behind and die on command. The test controls the time."""
 
     def __init__(self, max_lag: int) -> None:
         self.now = 0.0

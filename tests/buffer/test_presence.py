@@ -1,4 +1,4 @@
-"""Workers connect, wait, advance, become silent and leave; clocks jump."""
+"""Workers connect, wait, advance, become silent and leave. Clocks jump."""
 
 import asyncio
 import itertools

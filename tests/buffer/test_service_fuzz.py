@@ -328,7 +328,7 @@ class Life:
             self.server.forget(worker.name)
 
     def a_worker_is_buried(self) -> None:
-        """Bury a worker some time after its death; copies of its messages may arrive later."""
+        """Bury a worker some time after its death. Copies of its messages may arrive later."""
         if dead := [worker for worker in self.workers if worker.is_dead]:
             self.bury(self.rng.choice(dead), self.rng.choice([0, 1]))
 

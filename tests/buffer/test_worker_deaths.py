@@ -1,4 +1,4 @@
-"""A prompt that kills its workers is dropped; other prompts on these workers are kept."""
+"""A prompt that kills its workers is dropped. Other prompts on these workers are kept."""
 
 import pytest
 from hypothesis import given, settings

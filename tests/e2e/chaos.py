@@ -318,7 +318,7 @@ class Lineage:
             self._look()
 
     def _look(self) -> None:
-        """Read the output and the steps; fail if neither has changed for too long."""
+        """Read the output and the steps. Fail if neither has changed for too long."""
         now_s = time.monotonic()
         if self.run.read_lines():
             self._heard_s = now_s

@@ -1,7 +1,7 @@
 """Many faults in one run: pauses, simultaneous deaths, random faults, a bad network, faults of alternating members.
 
 Each kind is one run, and its results must be correct. Tests print the times to recovery.
-``ASYNCRL_FAULT_ENGINE=sglang`` takes real servers. The seed of the random faults is printed; ``ASYNCRL_FAULT_SEED=N``
+``ASYNCRL_FAULT_ENGINE=sglang`` takes real servers. The seed of the random faults is printed. ``ASYNCRL_FAULT_SEED=N``
 repeats it.
 """
 

@@ -1,4 +1,4 @@
-"""Offload semantics, measured by the bytes of storages; a CPU frees and fills storages like a GPU."""
+"""The semantics of offload, measured by the bytes of storages. On a CPU, storages are freed and filled as on a GPU."""
 
 import logging
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The engine with one real SGLang server for all tests; the last tests of the file end the server."""
+"""The engine with one real SGLang server for all tests. The last tests of the file end the server."""
 
 from __future__ import annotations
 

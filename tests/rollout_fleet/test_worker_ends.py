@@ -42,7 +42,7 @@ def check_balance(stats: BufferStats, counters: FleetCounters) -> None:
 async def test_a_buffer_that_stands_still_while_a_worker_stops_leaves_a_balanced_account(tmp_path: Path):
     """The server processes the releases after it continues.
 
-    The worker does not get the answer, so it is buried with its token count.
+    The worker does not get the answer, so the controller declares it dead and reports its token count.
     """
     async with buffer_process(tmp_path) as (process, control):
         await control.enqueue(make_prompts(4))

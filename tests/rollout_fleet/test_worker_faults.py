@@ -1,4 +1,4 @@
-"""A worker whose engine fails releases its groups with their tokens and ends; another worker continues them."""
+"""A worker whose engine fails releases its groups with their tokens, and ends. Another worker continues the groups."""
 
 from __future__ import annotations
 

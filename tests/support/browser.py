@@ -1,4 +1,4 @@
-"""Debian's headless Chromium, controlled by playwright; records the errors of the open page."""
+"""Debian's headless Chromium, controlled by playwright. Records the errors of the open page."""
 
 import shutil
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class Visit:
 
 @contextmanager
 def visiting(url: str, *, theme: str = "light", width: int = 1440, offline: bool = False) -> Iterator[Visit]:
-    """Open a page; skip the test if the browser or playwright is missing."""
+    """Open a page. Skips the test if the browser or playwright is missing."""
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed: apt-get install chromium")
     playwright = pytest.importorskip(

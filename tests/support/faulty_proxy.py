@@ -21,7 +21,7 @@ ANSWERS = {
 
 
 class FaultyProxy(RunningServer):
-    """Stands in for a running server; `fail` sets the fault.
+    """Stands in for a running server. `fail` sets the fault.
 
     Attributes:
         paths: Paths of all calls, in order of arrival.
@@ -40,7 +40,7 @@ class FaultyProxy(RunningServer):
         return f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
 
     async def start(self, port: int = 0) -> None:
-        """Listen, at a free port by default."""
+        """Listen on a port, by default a free one."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener = await asyncio.start_server(self._accept, "127.0.0.1", port)
 

@@ -1,4 +1,4 @@
-"""Processes that execute a test's calls, one at a time; the test can kill or stop them during a call."""
+"""Processes that execute a test's calls, one at a time. The test can kill or stop them during a call."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ class ProcessOutput:
     """Reads the output of a process in a thread, so that the process never blocks.
 
     Attributes:
-        process: The process; its output must be a pipe in text mode.
+        process: The process. Its output must be a pipe in text mode.
         lines: Lines that `wait_for_line` and `finish` have read so far.
     """
 

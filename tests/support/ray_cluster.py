@@ -21,7 +21,10 @@ ENVIRONMENT = {
 
 
 def raised_by_ray(error: Exception) -> Exception:
-    """Return an error of an actor's method as Ray raises it for the caller. Its text begins with the place."""
+    """Return an error of an actor's method as Ray raises it for the caller.
+
+    Its text begins with the place in the code where the error was raised.
+    """
     from ray.exceptions import RayTaskError
 
     account = f"ray::Worker.method() (pid=1)\n  File worker.py, line 1\n{error}"

@@ -196,7 +196,7 @@ class InMemoryBuffer(OffersInMemory):
 
 
 def make_prompts(num_prompts: int) -> list[Prompt]:
-    """Prompts of different lengths: digits and ``>``; the ground truth is the last digit."""
+    """Prompts of different lengths. A prompt has digits and ``>``, and the ground truth is the last digit."""
     prompts = []
     for index in range(num_prompts):
         digits = [(index + position) % 10 for position in range(3 + index % 4)]

@@ -39,7 +39,7 @@ class ServerProxy:
         threading.Thread(target=self._loop.run_forever, daemon=True, name="proxy").start()
 
     def fail(self, path: str, moment: str, answer: bytes) -> None:
-        """Make every call of a path fail from now on; see `FaultyProxy.fail`."""
+        """Make every call of a path fail from now on. See `FaultyProxy.fail`."""
         self._set((path, moment, answer))
 
     def heal(self) -> None:

@@ -117,7 +117,7 @@ class RunningTraining(ProcessOutput):
         )
 
     def wait_for_process(self, words: str, timeout_s: float = 30.0) -> int:
-        """Wait for such a process and return its pid; see `pid_of`."""
+        """Wait for a process of the run and return its pid. See `pid_of`."""
         found: list[int] = []
 
         def is_there() -> bool:

@@ -184,7 +184,7 @@ def short_rounds(monkeypatch):
 
 @pytest.fixture
 def ranks(short_rounds):
-    """Two senders in this process; receivers run on threads."""
+    """Two senders in this process. Receivers run on threads."""
     yield from both_ranks(OPTIONS)
 
 
