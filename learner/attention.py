@@ -260,7 +260,7 @@ def packed_attention(
         raise ValueError(f"packed attention takes sinks or a soft cap, got both in {type(module).__name__}")
     options = {"scaling": scaling, "dropout": dropout, "cap": cap, "sinks": extra.get("s_aux")}
     attend = partial(_attended, module, query, key, value, packed, sliding_window=sliding_window, **options)
-    # With sinks, the blocks of keys and values would be kept, which are several times as large.
+    # With sinks, the blocks of keys and values would be kept, and these are several times larger than keys and values.
     return attend() if _layer.attend is None or options["sinks"] is not None else _layer.attend(attend), None
 
 

@@ -30,14 +30,14 @@ _FREED_WITHIN_S = 30.0
 """Longest time from the death of an engine on the same device until its memory is free."""
 _RETRY_S = 0.2
 _ALIGNMENT = 512
-"""Alignment of each copy in the slab, in bytes."""
+"""Alignment of each copy in the host memory, in bytes."""
 
 
 class MovableTensors:
     """Tensors that can be offloaded and loaded in place; ``tensors`` is called for each move and lists them.
 
-    A failed move changes nothing. The host copies are in one slab, which is reused for the next move. On CUDA the slab
-    is page-locked, and the copies of a move run concurrently on a separate stream.
+    A failed move changes nothing. The host copies are in one block of memory, which the next move uses again. On CUDA
+    this block is page-locked, and the copies of a move run concurrently on a separate stream.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -92,7 +92,7 @@ class MovableTensors:
         self._on_host, self.offloaded = [], False
 
     def _places(self, storages: Sequence[torch.UntypedStorage]) -> list[Tensor]:
-        """The part of the slab for each storage. A slab that is too small is replaced."""
+        """The part of the host block for each storage. If the block is too small, a larger one is allocated."""
         starts, total = [], 0
         for storage in storages:
             starts.append(total)
@@ -101,7 +101,7 @@ class MovableTensors:
             runtime: Any = torch.cuda.cudart() if any(s.device.type == "cuda" for s in storages) else None
             if runtime is not None and len(self._slab):
                 runtime.cudaHostUnregister(self._slab.data_ptr())
-            self._slab = torch.empty(0, dtype=torch.uint8)  # free the old slab first
+            self._slab = torch.empty(0, dtype=torch.uint8)  # free the old memory first
             self._slab = torch.empty(total, dtype=torch.uint8)
             if runtime is not None:
                 # Not pin_memory=True: torch's pinned allocator rounds up to a power of two.

@@ -382,7 +382,7 @@ class TrajectoryGroup:
 
     @cached_property
     def previous_turns(self) -> list[int]:
-        """The nearest sampled ancestor of each turn, or `ROOT` if it has none; one index per turn, [M]."""
+        """The index of the nearest sampled ancestor of each turn, [M]; `ROOT` if a turn has none."""
         previous: list[int] = []
         for _, parent, _, _, _ in self._rows:
             is_given = parent != ROOT and not self._rows[parent][3]

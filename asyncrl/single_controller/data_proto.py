@@ -159,7 +159,9 @@ class DataProto:
         With ``auto_padding``, dispatch pads the batch if its rows cannot be split evenly.
         """
         if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
-            raise BatchError(f"num_batch_dims must be positive, and 1 beside arrays; got {num_batch_dims}")
+            raise BatchError(
+                f"num_batch_dims must be positive, and must be 1 if there are arrays; got {num_batch_dims}"
+            )
         if not isinstance(non_tensors, Mapping | None):
             raise BatchError(f"non_tensors must be a dict of arrays or lists, got {type(non_tensors).__name__}")
         sizes = {
@@ -332,8 +334,8 @@ class DataProto:
     def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
         """Cut the named columns into ``n_split`` rows along their second dimension; repeat the other columns.
 
-        Example: ``[B, n * m]`` becomes ``[B * n, m]``, the parts of a row in succession. Raises `BatchError` if
-        ``n_split`` does not divide the second dimension, or there is none of one length.
+        Example: ``[B, n * m]`` becomes ``[B * n, m]``, and the parts of a row follow each other. Raises `BatchError` if
+        ``n_split`` does not divide the second dimension, or if a column has no second dimension of fixed length.
         """
         repeated, split = np.repeat(np.arange(len(self)), n_split), set(split_keys or ())
 
