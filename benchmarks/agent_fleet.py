@@ -1,4 +1,4 @@
-"""Episodes with tools on one engine: compares the fleet with the same agent that uses the engine directly.
+"""Compare episodes with tools in the fleet with the same agent that uses the engine directly.
 
 The fleet has all its parts: a buffer server, a rollout loop, the endpoint, and a child process with the environment.
 The agent samples turns of equal length. The tools between the turns take a fifth of the episode's time on average. The

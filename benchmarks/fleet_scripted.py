@@ -106,7 +106,7 @@ class _Meter:
         self._num_running += by
 
     def mark(self, now: float) -> None:
-        """Continue the integral until ``now``."""
+        """Add the time until ``now`` to the integral."""
         if self._began is not None:
             self._pass_time(now)
             self.occupied_s, self.lasted_s = self._passed_s, now - self._began

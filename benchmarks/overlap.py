@@ -266,7 +266,10 @@ def train_pinned(folder: Path, *overrides: str, engine: str) -> Path:
 
 
 def _pin(folder: Path, seen: set[Path]) -> set[Path]:
-    """Pin processes that record: engines to the first core, ranks to the last core. Each file is read once."""
+    """Pin the processes that record.
+
+    Engines are pinned to the first core, ranks to the last core. Each file is read once.
+    """
     cores, found = sorted(os.sched_getaffinity(0)), set()
     for path in set(folder.glob(f"quickstart/*/{FOLDER}/*.msgpack")) - seen:
         header = next(iter(msgpack.Unpacker(path.open("rb"))), None)

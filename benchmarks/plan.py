@@ -5,10 +5,10 @@ pinned to a core. From this record it predicts the runs at max_lag 1, 2 and 4 an
 runs. In the simulation all engines share one core, the rank has the other core, and other processes use both
 (`HostModel`). ``--again DIR`` compares runs that were kept with ``--keep DIR``.
 
-A machine's speed changes within minutes by more than the bounds of the figures. Therefore there are several rounds:
-each round predicts its own runs from its own record, and the median error of the rounds counts. The order of the runs
+A machine's speed changes within minutes by more than the bounds of the figures. Therefore there are several rounds.
+Each round predicts its own runs from its own record, and the median error of the rounds counts. The order of the runs
 differs between rounds. The difference between equal runs of two rounds is reported too (``equal_runs_differ_by``,
-``equal_lags_differ_by``): the errors of predictions cannot be measured more precisely than this.
+``equal_lags_differ_by``), because the errors of predictions cannot be measured more precisely.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The time that preparing batches ahead saves: ``python -m benchmarks.prepared_batches [--quick]``.
 
 The last line is JSON. One rank makes learner steps on groups that
-it fetches from a real buffer server. Runs alternate: the steps are announced before the first one begins, or they are
-not announced. The figures are wall times, medians over pairs of runs.
+it fetches from a real buffer server. In every second run, the steps are announced before the first one begins. In the
+other runs they are not announced. The figures are wall times, medians over pairs of runs.
 """
 
 import argparse

@@ -171,7 +171,8 @@ def _bytes_in(folder: Path) -> int:
 def _publish_and_receive(ranks: list[subprocess.Popen[str]], hosts: _Hosts) -> tuple[float, float, float]:
     """Publish one version.
 
-    Returns its time as a multiple of one memcpy, and a host's network bytes and memory per published byte.
+    Returns three ratios: the time ÷ the time of one memcpy, and a host's network bytes and memory bytes ÷ the published
+    bytes.
     """
     for rank in ranks:
         assert rank.stdin is not None

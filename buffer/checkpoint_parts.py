@@ -56,7 +56,7 @@ class PartWriter:
         snapshot: dict[str, Any] | None,
         frames: Iterable[tuple[str, int, Frames]],
     ) -> Awaitable[Checkpointed]:
-        """Begin to write a part: its files are ``PATH.N.log`` and so on.
+        """Begin to write a part. Its files are ``PATH.N.log`` and ``PATH.N.frames``.
 
         The result is set when the files are on the disk. ``frames`` has the kind, the group id and the frames of each
         item. The frames must not change until they are written. The result raises `ReplayBufferError` if the disk is

@@ -112,7 +112,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection at once."""
-        self._socket.disable_monitor()  # close this first: otherwise ZMQ's thread waits until its last events are read
+        self._socket.disable_monitor()  # closed first, because ZMQ's thread would wait until its last events are read
         self._monitor.close()
         self._channel.close()
 
@@ -122,7 +122,7 @@ class _UnansweredRequest:
     """A request without a reply yet.
 
     Its deadline ``due`` is ``seconds`` after the last progress. Errors name ``caller``. A request that ``is_large`` is
-    sent in chunks. ``needs_bulk``: the request or its reply may use the bulk socket.
+    sent in chunks. ``needs_bulk`` is true if the request or its reply may use the bulk socket.
     """
 
     caller: str

@@ -214,11 +214,11 @@ class HandOn(Push, frozen=True):
 
 
 class NewKeys(Push, frozen=True):
-    """The client's key was replaced: it must read its keys again and connect anew."""
+    """The client's key was replaced. The client must read its keys again and connect again."""
 
 
 class Space(Push, frozen=True):
-    """Groups have left: requests that did not fit may be sent again."""
+    """Groups have left, so requests that did not fit may be sent again."""
 
 
 # Commands: operations that the ledger decides

@@ -77,7 +77,7 @@ class BufferConfig:
             prompt in ``directory``, and a server that starts there again continues from them.
         directory: Where ``disk`` keeps its file. Example: ``outputs/quickstart/buffer``.
         restarts: How often a run restarts a ``disk`` server that died, or that did not answer for half of
-            ``request_timeout_s``. Each store server is restarted as often, also with ``memory``: then it is empty after
+            ``request_timeout_s``. Each store server is restarted as often, even with ``memory``. Then it is empty after
             the restart, and its groups are generated again. 0 ends the run.
         max_worker_deaths: A prompt group is dropped (``worker_died``) when this many rollout workers have died, or
             become silent, while they held a lease on it. A worker holds at most one group that the next death would

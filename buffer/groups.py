@@ -71,7 +71,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         digest: XXH3 of the trajectories, 16 bytes, if a store server holds them.
         is_missing: A batch holds the group, but no store has its trajectories.
         prefix_bytes: Size of the saved prefix's frames.
-        is_evicted: The saved prefix was evicted: its tokens stay counted, but no attempt can continue it.
+        is_evicted: Whether the saved prefix was evicted. Its tokens stay counted, but no attempt can continue it.
         uses: Versions whose committed steps trained on the group. With a use, the group is finished for the account;
             it waits for a further use.
     """
@@ -232,7 +232,7 @@ class LeaseIndex:
         return [(group.group_id, group.attempt) for group in self.all() if group.num_bytes and group.store == store]
 
     def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
-        """Choose leased groups: for each k, ``numbers[k]`` further groups due at ``version + k`` or earlier.
+        """Choose ``numbers[k]`` further leased groups for each k, among the groups due at ``version + k`` or earlier.
 
         Among groups with the same deadline, the newest lease comes first.
         """
@@ -317,8 +317,8 @@ class StoreSpace:
         stores: Address and host of each store.
         stored_bytes: Bytes of trajectories per store, including reserved bytes.
         prefix_bytes: Bytes of saved prefixes.
-        expected_bytes: Expected size of a group's trajectories: the largest recent size. It decays over some dozens of
-            groups.
+        expected_bytes: Expected size of a group's trajectories. This is the largest recent size, and it decays over
+            some dozens of groups.
     """
 
     def __init__(self, num_stores: int) -> None:
@@ -509,7 +509,7 @@ class GroupTable:
     # Moving on
 
     def enqueue(self, group_id: int, *, num_attempts: int = 0) -> None:
-        """Add a group at the tail of the queue: a new group, or a reopened group with its past attempts."""
+        """Add a group at the tail of the queue. It is a new group, or a reopened group with its past attempts."""
         self._groups[group_id] = Group(group_id=group_id, place=self._place(), num_attempts=num_attempts)
         if num_attempts:
             self.ended_attempts.append((group_id, num_attempts - 1))
@@ -525,7 +525,8 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
-        # Recorded even without a reservation: the payload may reach its store after the ledger's request to the store.
+        # Recorded even without a reservation, because the payload may reach its store after the ledger's request to the
+        # store.
         self.ended_attempts.append((group.group_id, group.attempt))
         self.space.set_bytes(group, 0)
         if not keeps_progress:

@@ -6,9 +6,9 @@ The data are the ledger's last snapshot, all later commands with their outcomes,
 for it in the file. It writes the command before any client gets a reply. The puts of one burst share a write.
 ``NAME.N.frames`` holds large frames, which a thread writes before the command that refers to them.
 
-Written records survive the death of the process. A power failure may lose the last writes: every record has a checksum,
-and a file ends at its first broken record. When the files have grown, `Journal.compact` begins a new pair and deletes
-the old one.
+Written records survive the death of the process. A power failure may lose the last writes. Therefore every record has a
+checksum, and a file ends at its first broken record. When the files have grown, `Journal.compact` begins a new pair and
+deletes the old one.
 """
 
 import asyncio

@@ -143,8 +143,8 @@ class Ledger:
             frames: The frames of the command. They are recorded with it, except for a put that is not stored.
 
         Raises:
-            ReplayBufferError: The command is refused, and nothing changed. Exception: the tokens of a put that came
-                late or is too old are counted (`LeaseExpired`, `VersionTooOld`).
+            ReplayBufferError: The command is refused, and nothing changed. One exception: if a put came late or is too
+                old (`LeaseExpired`, `VersionTooOld`), its tokens are counted.
         """
         is_put = type(command) is commands.Put
         outcome: Any = _DECIDE[type(command)](self, command, Call(now, sender))
@@ -216,7 +216,7 @@ class Ledger:
     def can_plan(self) -> bool:
         """Whether the next batch can be made now.
 
-        Unless ``on_stale`` is ``wait``, the batch does not wait for running groups: their leases are revoked.
+        Unless ``on_stale`` is ``wait``, the batch does not wait for running groups. Their leases are revoked instead.
         """
         if self.groups.num_stored < self.rule.groups_per_step:
             return False

@@ -11,7 +11,7 @@ Every offer names the incarnation of its learner. When the learner goes back to 
 offers of the old incarnation. It then shows the next offer to every engine, because a version number that an engine
 serves may now stand for other weights.
 
-With a journal the log survives its server. The journal does not record which version each engine serves: a worker's
+With a journal the log survives its server. The journal does not record which version each engine serves. A worker's
 heartbeat reports this, and a client sends a heartbeat as soon as it reaches a restarted server.
 """
 
@@ -81,7 +81,7 @@ class OfferLog:
         return sorted(self._names.get(engine, "") for engine in self._pinned if self._serving.get(engine) == self._pin)
 
     def is_pin_lost(self, learner_version: int) -> bool:
-        """Whether the pinned version is lost: no engine serves it, and no engine can still load it."""
+        """Whether the pinned version is lost. Then no engine serves it, and no engine can still load it."""
         newest = self.newest(learner_version)
         is_past = self._pin is not None and newest is not None and self._pin < newest
         return is_past and self._pin not in self._offers and not self.pinned()

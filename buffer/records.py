@@ -78,7 +78,10 @@ class Operation(Row, Generic[Reply], frozen=True, tag=_wire_name):
 
     @property
     def num_parts(self) -> int:
-        """The number of requests that this operation counts as, in the limit per second: one per named lease."""
+        """The number of requests that this operation counts as in the limit of requests per second.
+
+        Each named lease counts as one.
+        """
         return max(1, len(getattr(self, "leases", ())))
 
 

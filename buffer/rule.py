@@ -61,9 +61,9 @@ class StalenessRule:
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
         """Whether one more group may begin on an engine that serves ``engine_version`` (u, at most the learner's).
 
-        The new group has the deadline d = u + η. It is admitted if for each k from d - w to η: the number of open
-        groups due at w + k or earlier, plus 1, is at most (k + 1)·B. The steps w … w + k consume (k + 1)·B groups.
-        The check costs O(η).
+        The new group has the deadline d = u + η. It is admitted if the following holds for each k from d - w to η: the
+        number of open groups due at w + k or earlier, plus 1, is at most (k + 1)·B. The steps w … w + k consume (k +
+        1)·B groups. The check costs O(η).
 
         ``open_by_deadline`` counts the groups that are leased or stored and not yet planned, by deadline. No open group
         is due before ``version``, w.
@@ -158,7 +158,7 @@ class Room:
         return num_bytes <= self.max_bytes
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether a group needs no reservation: there is a single store, and it has ``num_bytes`` free."""
+        """Whether a group does not need a reservation. True if there is a single store with ``num_bytes`` free."""
         space = self._groups.space
         return self.is_shared and space.stored_bytes[0] + space.prefix_bytes + num_bytes <= self._max_bytes
 
@@ -307,9 +307,9 @@ def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
 class Window:
     """The deadlines that a batch may still take while it is filled.
 
-    The order of preference may name a group that is due late. The batch may take a group due at w + k if enough places
-    remain for more urgent groups: for every j < k, for the required groups due at w + j or earlier. A closed deadline
-    stays closed, so filling a batch costs O(B·max_lag).
+    The most preferred group may be due late. The batch may take a group due at w + k only if enough places remain for
+    more urgent groups. These are, for every j < k, the required groups due at w + j or earlier. A closed deadline stays
+    closed, so filling a batch costs O(B·max_lag).
     """
 
     def __init__(self, required: Sequence[int], seats: int) -> None:

@@ -639,7 +639,7 @@ async def serve(server: "BufferServer | StoreServer", *, announce_fd: int) -> No
 
 
 def calm_collector() -> None:
-    """Avoid full garbage collections: their cost grows with the ledger, which has no reference cycles."""
+    """Avoid full garbage collections, because their cost grows with the ledger. The ledger has no reference cycles."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 1_000_000)
 

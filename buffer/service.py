@@ -414,10 +414,10 @@ class BufferService:
             self._admission.answer_outdated(except_for=self._offers.receivers)  # the receivers wait for newer weights
             self._compact(is_urgent=False)  # at this time the buffer holds few groups
         self._replies.answer(request, commands.Totals(self._totals()))
-        self._offers.show()  # after the reply to the controller, because many engines may wait
+        self._offers.show()  # comes after the reply to the controller, because many engines may wait
 
     def on_lose_groups(self, request: Message, lose: commands.LoseGroups) -> Answer:
-        """Plan a batch again: the learner's ranks did not find some of its groups, and no rank made the step."""
+        """Plan a batch again, because the learner's ranks did not find some of its groups. No rank made the step."""
         self._lose(filter(self.ledger.groups.is_planned, lose.group_ids))
         return Done()
 

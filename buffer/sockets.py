@@ -567,7 +567,7 @@ class _Refusals(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """Refuse connections each time that this is requested."""
+        """The thread's loop. Refuses the waiting connections each time that ``wanted`` is set."""
         libc = ctypes.CDLL(None, use_errno=True)
         is_alone = libc.unshare(_CLONE_FILES) == 0
         if is_alone:

@@ -506,7 +506,7 @@ class Admission:
         return taker if self._paces.is_slow(group.worker, usual) else None
 
     def ended(self, client: bytes, command: commands.Put | commands.Release) -> None:
-        """Record that an attempt ended: its group was stored, filtered or released."""
+        """Record that an attempt ended because its group was stored, filtered or released."""
         if isinstance(command, commands.Put):
             ended, num_tokens = command.summary, max(command.summary.response_lengths, default=0)
         else:

@@ -140,7 +140,7 @@ class SGLangConfig:
         samples_per_request: Largest number of samples in one HTTP request. On a CPU the server's throughput depends on
             it. A finished sample never waits for the other samples of its request.
         memory_saver: Launch the server so that it can free its weights and KV cache. Colocated pools on GPUs need this.
-            On a CPU, SGLang has no memory saver: the server only pauses while the learner has the device.
+            On a CPU, SGLang has no memory saver, so the server only pauses while the learner has the device.
         on_update: Handling of the KV cache of running samples at a weight update. ``recompute``: the cache is computed
             again under the new weights, so that later tokens are exactly of the new version. ``keep``: the cache stays,
             which costs nothing. Then the new weights sample later tokens on the old cache, and the log-probs of these
@@ -250,8 +250,8 @@ class RolloutFleetConfig:
         on_reward_failure: ``retry_group``: if the reward fails on one response, the attempt at its group fails.
             ``drop_trajectory``: only the response is left out, and the group is trained on with the others, at least
             two. Then the choice of responses depends on their content (`rollout_fleet.settlement`).
-        max_attempts: A prompt group is dropped and counted after so many failures, on any workers: its reward fails, or
-            the engine aborts it by itself. Evictions do not count.
+        max_attempts: A prompt group is dropped and counted after this many failures on any workers. A failure is a
+        failed reward, or an abort by the engine itself. Evictions do not count.
         max_failures_in_a_row: The run ends after so many such failures on one worker without a stored group between
             them. If the engine aborted the last group, the worker ends instead and is replaced.
         max_image_pixels: Most pixels of an image of a prompt or a message; a larger image is shrunk, keeping its shape.

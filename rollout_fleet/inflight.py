@@ -281,10 +281,10 @@ def _recorded(progress: TrajectoryGroup, num_samples: int) -> list[Trajectory | 
 class GroupLimit:
     """The limit of prompt groups on one engine, between ``lowest`` and ``highest``.
 
-    If these are equal, the limit is fixed. The limit follows the load that the engine reports: additive increase,
-    multiplicative decrease (Chiu and Jain, 1989), with the slow start of TCP. The limit shrinks while samples wait
-    inside the engine, because they could run on another engine. It also shrinks while the KV cache is nearly full,
-    because a full cache makes the engine compute samples again.
+    If these are equal, the limit is fixed. The limit follows the load that the engine reports. It uses additive
+    increase and multiplicative decrease (Chiu and Jain, 1989), with the slow start of TCP. The limit shrinks while
+    samples wait inside the engine, because they could run on another engine. It also shrinks while the KV cache is
+    nearly full, because a full cache makes the engine compute samples again.
 
     Attributes:
         value: The current limit.

@@ -583,7 +583,10 @@ class RolloutLoop:
     # Cutting off
 
     async def _end(self, group: InflightGroup, end: GroupEnd) -> None:
-        """Release a group: now if it is parked, otherwise when the engine has answered its requests."""
+        """Release a group.
+
+        A parked group is released now, any other group when the engine has answered its requests.
+        """
         group.end = end
         for playing in self._playing.get(group.key, ()):
             playing.cancel()

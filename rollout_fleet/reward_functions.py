@@ -160,8 +160,9 @@ class Code:
     """Runs the tests of the row on the response's last fenced code block, in a sandbox.
 
     Without such a block, the whole response is the code. Tests are Python code with asserts, or pairs of standard input
-    and expected standard output, compared line by line without trailing spaces: a list of ``{"stdin": …, "stdout": …}``
-    or ``{"input": …, "output": …}``, or a mapping ``{"inputs": […], "outputs": […]}``. The tests may also be JSON text.
+    and expected standard output. Outputs are compared line by line without trailing spaces. The form of the pairs is a
+    list of ``{"stdin": …, "stdout": …}`` or ``{"input": …, "output": …}``, or a mapping ``{"inputs": […], "outputs":
+    […]}``. The tests may also be JSON text.
 
     Args:
         tests: The extra column with the tests; by default the ground truth.

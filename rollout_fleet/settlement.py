@@ -1,4 +1,4 @@
-"""Settles prompt groups in a rollout worker: a group is scored and stored, or saved and released."""
+"""Settles prompt groups in a rollout worker. A group is scored and stored, or saved and released."""
 
 from __future__ import annotations
 

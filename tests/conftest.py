@@ -1,7 +1,7 @@
 """Setup of a test session: the shared Ray cluster, the split over processes, and the cleanup.
 
 With ``pytest -n 2``, as in `scripts/test.sh`, a test file runs in one process. All tests with the shared cluster run in
-one process too, and so do all tests that start whole training runs: two training runs at once would be too slow.
+one process too. So do all tests that start whole training runs, because two training runs at once would be too slow.
 """
 
 import gc

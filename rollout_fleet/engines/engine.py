@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class SampleRequest:
     """One response for the engine to sample.
 
-    The same request also continues an unfinished response: then the prompt ends with the response's tokens so far.
+    The same kind of request continues an unfinished response. Then the prompt ends with the response's tokens so far.
 
     Attributes:
         id: Unique among the engine's running requests; without ``/``. Example: ``"4711-0-3-0"``.

@@ -107,7 +107,7 @@ class _StreamedSample(RunningSample):
 
 
 class SGLangEngine(Engine):
-    """An engine with an SGLang server: a new one that `start` launches, unless ``server`` is given."""
+    """An engine with an SGLang server. `start` launches a new server unless ``server`` is given."""
 
     sample_type = _StreamedSample
 

@@ -43,7 +43,7 @@ BIND_ATTEMPTS = 3
 TAIL_LINES = 40
 SERVER_KEEP_ALIVE_S = 60  # the server closes an idle connection after these seconds; SGLang's default is 5
 DEATH_GRACE_S = 2.0
-# The client must close idle connections first: if the server closes one during a request, the request is lost.
+# The client must close idle connections first, because a request is lost if the server closes its connection.
 CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
 _EVENT_END = b"\n\n"
 _EVENT_START = b"data: "
@@ -246,7 +246,8 @@ class SGLangServer:
     async def _keep_log(self, guard: Process) -> None:
         """Copy the server's output to its log file until it ends.
 
-        Output that cannot be written, for example on a full disk, is skipped: an unread pipe would block the server.
+        Output that cannot be written, for example on a full disk, is skipped, because an unread pipe would block the
+        server.
         """
         assert guard.stdout is not None
         log, lost = None, ""

@@ -41,7 +41,10 @@ def calculate(expression: str) -> str:
 
 
 class Calculator:
-    """The environment: answers calls until the policy writes a number. ``metrics``: ``calls`` per episode."""
+    """The environment.
+
+    It answers calls until the policy writes a number. Its metric ``calls`` is the number of calls in the episode.
+    """
 
     def __init__(self, max_calls: int = 2, needless_cost: float = 0.5) -> None:
         self._max_calls = max_calls

@@ -63,7 +63,7 @@ class _Node:
         depth: Number of tokens on the path from the root to the end of this turn.
         is_live: Whether the turn was given or requested in this attempt. Otherwise it is recorded and waits for its
             replay.
-        is_dropped: Whether the turn was dropped: it was recorded, but the environment made another request.
+        is_dropped: Whether the recorded turn was dropped, because the environment made another request.
         sampling: Sampling options of the turn; ``max_new_tokens`` bounds the whole turn. None until the turn is
             requested.
     """

@@ -25,7 +25,10 @@ from .episode_times import TURN_TIMES, EpisodeTimes
 
 
 class Player(Protocol):
-    """Plays episodes: starts their environments, and answers their requests (`rollout_fleet.episodes.player`)."""
+    """Plays episodes.
+
+    Starts their environments, and answers the requests of the environments (`rollout_fleet.episodes.player`).
+    """
 
     @property
     def budget(self) -> EpisodeBudget:
@@ -46,7 +49,7 @@ class Player(Protocol):
         ...
 
     async def start(self) -> None:
-        """Start everything that playing an episode needs. Raises the errors of the starts."""
+        """Start everything that playing an episode needs. Raises the error of a part that does not start."""
         ...
 
     async def close(self) -> None:
@@ -265,7 +268,7 @@ class EpisodeRun:
                 _wake(waiting)
 
     def refuse(self, request_id: str, error: RequestRefused) -> None:
-        """Handle a request that the engine refused: drop its turn, and raise the error in the waiting calls."""
+        """Handle a request that the engine refused. Drops its turn, and raises the error in the waiting calls."""
         index = self.episode.refuse(request_id)
         if (waiting := self._waiting.pop(index, None)) is not None:
             _wake(waiting, error)

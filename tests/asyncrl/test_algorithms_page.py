@@ -1,4 +1,4 @@
-"""docs/algorithms.md: its recipes compose, its examples run, and no option is missing."""
+"""The recipes of docs/algorithms.md compose, its examples run, and no option is missing."""
 
 from dataclasses import fields
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The shipped experiments: each one composes, fits its hardware, and reads the files of the data scripts."""
+"""Each shipped experiment composes, fits its hardware, and reads the files of the data scripts."""
 
 import json
 import re

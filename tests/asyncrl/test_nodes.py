@@ -1,4 +1,4 @@
-"""A run on several nodes: checks of its options, and whether it fits the nodes."""
+"""A run on several nodes: the checks of its options, and of whether the run fits the nodes."""
 
 from dataclasses import fields
 

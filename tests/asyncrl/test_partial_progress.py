@@ -1,4 +1,7 @@
-"""A rollout worker dies in the middle of a group, and another finishes it: real processes, real sockets."""
+"""A rollout worker dies in the middle of a group, and another worker finishes the group.
+
+Processes and sockets are real.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ async def make_loop(buffer: AnyRole, *, version: int, token_delay_s: float) -> t
 
 
 async def until_killed(address: str) -> None:
-    """The worker that dies: it loads two versions, reports this, and writes too slowly to finish before the kill."""
+    """The worker that dies. It loads two versions, reports this, and writes too slowly to finish before the kill."""
     loop, engine = await make_loop(AnyRole(address), version=0, token_delay_s=0.1)
     run = asyncio.create_task(loop.run())
     for version in (1, 2):

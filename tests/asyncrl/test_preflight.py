@@ -1,4 +1,4 @@
-"""Checks before the start of a run: each mistake is reported with its option and leaves no files behind."""
+"""The checks before the start of a run. Each mistake is reported with its option and leaves no files behind."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The report in a real Chromium: it draws all charts without errors or requests, and the keyboard zooms.
+"""The report in a real Chromium. It draws all charts without errors or requests, and the keyboard zooms.
 
 If ``ASYNCRL_SCREENSHOTS`` is set, the tests write screenshots into that folder.
 """

@@ -1,4 +1,4 @@
-"""Roles on Ray: fused roles and roles in separate pools compute the same numbers."""
+"""Roles on Ray. Fused roles and roles in separate pools compute the same numbers."""
 
 import asyncio
 import gc

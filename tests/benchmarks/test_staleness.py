@@ -1,4 +1,4 @@
-"""The staleness table: the lag is exact, finished cells are kept, and missing cells are visible."""
+"""The staleness table. The lag is exact, finished cells are kept, and missing cells are visible."""
 
 import argparse
 import json

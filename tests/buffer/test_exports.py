@@ -1,4 +1,4 @@
-"""Exports of a buffer from every kind of checkpoint: reading the parquet files gives the same bits."""
+"""Exports of a buffer from every kind of checkpoint. Reading the parquet files gives the same bits."""
 
 from pathlib import Path
 

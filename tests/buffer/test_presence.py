@@ -21,7 +21,7 @@ from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 
 def fall_silent(client: AnyRole) -> None:
-    """Act like a hanging process: the connection stays open, but no message arrives."""
+    """Act like a hanging process. The connection stays open, but no message arrives."""
     assert client.worker._beat is not None
     client.worker._beat.cancel()
 
@@ -273,7 +273,7 @@ async def test_the_count_of_a_worker_that_ended_is_the_larger_of_its_own_and_its
 
 
 async def test_a_put_that_the_journal_still_writes_when_its_worker_is_buried_counts_as_lost_alone(tmp_path: Path):
-    """The server receives the put before the burial, and processes it after the burial."""
+    """The server receives the put before the worker is declared dead, and processes it afterwards."""
     options = {"durability": Durability.disk, "directory": str(tmp_path), "lease_s": 600.0}
     async with running(groups_per_step=4, **options) as run:
         worker, control = run.client(), run.client()

@@ -1,4 +1,4 @@
-"""A buffer server dies at any moment and is restarted: no work is lost, and no group is consumed twice."""
+"""A buffer server dies at any moment and is restarted. No work is lost, and no group is consumed twice."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Saved tokens of dead workers are continued: the figures of the benchmark with fewer ticks."""
+"""Saved tokens of dead workers are continued. The figures are those of the benchmark, with fewer ticks."""
 
 import pytest
 

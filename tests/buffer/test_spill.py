@@ -1,4 +1,4 @@
-"""`buffer.max_memory_bytes`: payloads that do not fit into memory stay in the journal's files."""
+"""With `buffer.max_memory_bytes`, payloads that do not fit into memory stay in the journal's files."""
 
 import asyncio
 import shutil

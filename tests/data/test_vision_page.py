@@ -1,4 +1,4 @@
-"""docs/vision.md: its example rows can be read, and its options exist."""
+"""The example rows of docs/vision.md can be read, and its options exist."""
 
 import re
 import subprocess

@@ -1,4 +1,7 @@
-"""Agents train on SGLang: a tool loop of several turns while the weights change, over the episode's HTTP endpoint."""
+"""Agents train on SGLang.
+
+They run a tool loop of several turns over the episode's HTTP endpoint, while the weights change.
+"""
 
 import numpy as np
 import pytest

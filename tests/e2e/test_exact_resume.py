@@ -1,7 +1,7 @@
 """A run that was stopped or killed and then resumed ends with the same bits as an uninterrupted run.
 
-Everything that a token depends on is fixed: one engine whose answers do not depend on batches, one learner rank, no
-lag, and batches in the order of their groups.
+Everything that a token depends on is fixed. There is one engine whose answers do not depend on batches, and one learner
+rank. There is no lag, and batches are in the order of their groups.
 """
 
 import json

@@ -20,7 +20,7 @@ SMALL = (
 
 
 def values_in_table(sweep):
-    """The last cells of the last two lines: the folders of the runs."""
+    """The last cells of the last two lines, which have the folders of the runs."""
     return [line.split()[-1] for line in sweep.output.splitlines()[-2:]]
 
 

@@ -89,7 +89,7 @@ def test_gspo_uses_the_ratio_of_the_whole_trajectory(model_path):
     losses = []
     for own, behavior, advantage in trajectories:
         mean = (own - behavior).detach().mean()
-        # equation 13: the value is the trajectory's, the gradient is the token's
+        # equation 13 has the value of the trajectory and the gradient of the token
         ratio = (mean + own - own.detach()).exp()
         clipped = ratio.clamp(1 - 0.04, 1 + 0.05)
         losses.append(-torch.minimum(ratio * advantage, clipped * advantage).mean())

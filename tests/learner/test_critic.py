@@ -23,7 +23,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import FAMILIES, TRAINED_FAMILIES, VOCABULARY, random_sequences, save_tiny_model
 from tests.support.whole_weights import assert_weights_equal, weights_of
 
-# A large eps: otherwise AdamW turns rounding errors in tiny gradients into whole steps.
+# eps is large, because AdamW would turn rounding errors in tiny gradients into whole steps.
 CONFIG = LearnerConfig(
     device=Device.cpu,
     max_tokens_per_micro_batch=100,

@@ -22,7 +22,7 @@ from tests.support.whole_weights import assert_weights_equal, weights_of
 CONFIG = LearnerConfig(
     device=Device.cpu,
     max_tokens_per_micro_batch=100,
-    # A large eps: otherwise AdamW turns rounding errors in tiny gradients into whole steps.
+    # eps is large, because AdamW would turn rounding errors in tiny gradients into whole steps.
     optimizer=OptimizerConfig(lr=2e-2, clip_grad_norm=0.5, eps=1e-4),
     lora=LoraConfig(rank=4, alpha=8),
 )

@@ -76,7 +76,7 @@ def test_policies_far_apart_give_finite_losses_and_gradients(name, advantage):
 
 
 def test_gspo_gives_each_token_the_gradient_of_its_sequences_ratio():
-    """Equation 13: the value is the sequence's ratio, and the derivative by a token's log-prob equals this value."""
+    """In equation 13, the value is the sequence's ratio, and the derivative by a token's log-prob equals this value."""
     given = inputs([1.2, 0.9, 1.1], [1.0, 1.0, -2.0], lengths=[2, 1])
     terms = LOSSES.get("gspo")(given, AlgorithmConfig(clip_low=0.5, clip_high=0.5))
     first, second = math.sqrt(1.2 * 0.9), 1.1

@@ -44,7 +44,7 @@ def config(num_ranks: int, sp_size: int = 1, max_tokens: int = 50) -> LearnerCon
         max_tokens_per_micro_batch=max_tokens,
         logprob_chunk_tokens=16,
         skip_selftest="test_families.py compares each load on these meshes",
-        # A large eps: otherwise AdamW turns rounding errors in tiny gradients into whole steps.
+        # eps is large, because AdamW would turn rounding errors in tiny gradients into whole steps.
         optimizer=OptimizerConfig(lr=1e-3, clip_grad_norm=0.5, weight_decay=0.1, eps=1e-4),
     )
 

@@ -1,4 +1,7 @@
-"""Rotary embeddings that depend on the longest sequence of a batch: correct up to a length, refused beyond it."""
+"""Rotary embeddings that depend on the longest sequence of a batch.
+
+They are correct up to a length, and refused beyond it.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Images in the learner: packed log-probs and gradients equal those of transformers' forward of single sequences."""
+"""Images in the learner. Packed log-probs and gradients equal those of transformers' forward of single sequences."""
 
 from __future__ import annotations
 

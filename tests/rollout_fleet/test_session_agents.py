@@ -1,4 +1,4 @@
-"""Random agents on a session: the trained tokens always equal the sampled tokens."""
+"""Random agents use a session. The trained tokens always equal the sampled tokens."""
 
 import asyncio
 import random

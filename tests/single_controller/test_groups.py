@@ -1,4 +1,4 @@
-"""Real Ray, four workers: every dispatch mode, padding, meshes, futures, deadlines, errors."""
+"""Groups of four workers on real Ray: every dispatch mode, padding, meshes, futures, deadlines and errors."""
 
 import asyncio
 import sys

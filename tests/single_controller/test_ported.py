@@ -101,7 +101,7 @@ class Constant(Worker):
 
 @ray.remote
 class PlainScorer:
-    """Not a `Worker`: only its methods are registered."""
+    """This class is not a `Worker`. Only its methods are registered."""
 
     def __init__(self, scale):
         self.scale = scale

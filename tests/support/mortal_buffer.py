@@ -91,7 +91,7 @@ class MortalServer:
         self._outbox.append((client, message))
 
     def _release(self, kept: Journal | None) -> None:
-        """Release what the kernel releases at a kill: the lock and the open files."""
+        """Release the lock and the open files, as the kernel does at a kill."""
         self.num_kills += 1
         if kept is not None:
             kept._closed = True
@@ -126,7 +126,7 @@ class MortalServer:
         self._do(lambda: self.service.handle(request))
 
     def pass_time(self) -> None:
-        """Fire due timers: leases expire, and silent workers count as gone."""
+        """Fire due timers. Leases expire, and silent workers count as gone."""
         self._do(lambda: self.service._expire())
         self._do(lambda: self.service._take_from_silent())
 

@@ -37,7 +37,7 @@ class OffersInMemory:
         return self.log.oldest()
 
     async def withdraw_offers(self) -> None:
-        """Restart the learner: its earlier offers are no longer shown."""
+        """Restart the learner. Its earlier offers are no longer shown."""
         self.log = OfferLog()
         await self._notify()
 

@@ -1,8 +1,8 @@
 """Resolves SGLang's arguments for each kind of GPU: ``python pretended_card.py < ARGUMENT_LISTS``.
 
 Reads a JSON list of argument lists, and writes the resolved arguments as a JSON list per card. It runs in a separate
-process and forks one process per card: torch is patched to report the card, and empty modules replace the packages with
-compiled kernels.
+process and forks one process per card. There torch is patched to report the card, and empty modules replace the
+packages with compiled kernels.
 """
 
 import importlib.abc

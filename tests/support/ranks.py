@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-# Only libraries: each rank imports the project itself again.
+# Only libraries are preloaded. Each rank imports the project itself again.
 IMPORTED_ONCE = [
     "numpy",
     "torch",

@@ -1,4 +1,4 @@
-"""A sampler of one episode without an engine: a script writes the tokens of each turn."""
+"""A sampler of one episode without an engine. A script writes the tokens of each turn."""
 
 import asyncio
 from collections.abc import Callable, Sequence

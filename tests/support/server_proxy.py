@@ -59,7 +59,7 @@ class ServerProxy:
 
     @contextlib.contextmanager
     def serving(self, run: RunningTraining) -> Iterator[ServerProxy]:
-        """Serve each new server of a run."""
+        """Start a proxy for each new server of the run."""
         ended = threading.Event()
         looking = threading.Thread(target=self._look, args=(run, ended), daemon=True)
         looking.start()
@@ -81,7 +81,7 @@ class ServerProxy:
                     self._do(proxy.start(port=port))
 
     def _called_ports(self, run: RunningTraining) -> set[int]:
-        """The ports that workers call: the first ``--port`` of each server."""
+        """The ports that workers call. Each is the first ``--port`` of a server."""
         ports = set()
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(run.process.pid).children(recursive=True):

@@ -173,7 +173,7 @@ def test_an_unreachable_host_does_not_count_as_an_ended_sender(coordinator, monk
 
 
 def test_a_vanished_sender_is_noticed_by_missing_answers_of_its_host(tmp_path):
-    """As after a power loss of the host: no bytes arrive, and the connection does not end."""
+    """This is the state after a power loss of the host. No bytes arrive, and the connection does not end."""
     script = tmp_path / "vanish.py"
     script.write_text(VANISHING)
     if subprocess.run(["unshare", "-rn", "ip", "link", "set", "lo", "up"], check=False).returncode:

@@ -1,4 +1,4 @@
-"""Qwen3 with the loading of SGLang's DeepSeek-V2: each copy is submitted to a thread pool by SGLang's own function."""
+"""Qwen3 that loads like SGLang's DeepSeek-V2. SGLang's own function submits each copy to a thread pool."""
 
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
