@@ -105,8 +105,8 @@ class WarmStartConfig:
         chat_template: Render messages with the tokenizer's chat template. Otherwise the response is plain text, and the
             end-of-sequence token follows it.
         chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
-        system_prompt: A system message before the messages of each row; empty without one.
-        tools_key: Column of the tools that the template renders, as ``data.tools_key``; empty without one.
+        system_prompt: A system message before the messages of each row; empty if there is none.
+        tools_key: Column of the tools that the template renders, as ``data.tools_key``; empty if there is none.
         output_path: Directory of the fine-tuned policy: new, empty, or written before with the same settings. Empty:
             ``<output_dir>/<experiment>/sft/<digest of the settings>``.
         batch_size: Sequences per optimizer update.
@@ -519,7 +519,7 @@ def num_buffer_clients(config: RunConfig) -> int:
 
 
 def num_store_servers(config: RunConfig) -> int:
-    """Largest number of store servers: those beside the ledger, or one on each host of engines."""
+    """Largest number of store servers, which are beside the ledger or on each host of engines."""
     return num_engine_hosts(config) if keeps_stores_on_hosts(config) else config.buffer.num_store_servers
 
 
@@ -607,7 +607,7 @@ def role_options(config: RunConfig, role: str) -> LearnerConfig:
 
 
 def role_model(config: RunConfig, role: str) -> str:
-    """The folder of the model of a role of this run: the policy's, if the role has no path of its own."""
+    """The folder of a role's model in this run. A role without its own path uses the policy's folder."""
     own = {"critic": config.learner.critic.path, "rm": config.learner.reward_model.path}
     return own.get(role, "") or config.model.path
 

@@ -63,7 +63,7 @@ class TokenRewards:
         lengths: [B] int64, number of policy tokens of each trajectory, may be 0; the sum is M. Each branch of
             a tree is one trajectory here. The return of a token uses the rewards on the branch that trains the token.
         group_ids: [B] int64, prompt group of each trajectory.
-        values: [M] float64, the critic's value before each token; zeros without a critic (``algorithm.critic``).
+        values: [M] float64, the critic's value before each token; zeros if there is no critic (``algorithm.critic``).
     """
 
     rewards: Tensor
@@ -477,7 +477,7 @@ class BatchAdvantages:
         return everything.split([len(share[0]) for share in shares])[own]
 
     def _gathered(self, rows: tuple[Tensor, Tensor]) -> tuple[list[tuple[Tensor, Tensor]], int]:
-        """The rows of each data-parallel rank, and the position of this rank's."""
+        """The rows of each data-parallel rank, and the index of this rank's rows among them."""
         if dist.get_world_size(self._mesh.dp_group) == 1:
             return [rows], 0
         return gather_rows(rows, self._mesh.dp_group), self._mesh.dp_rank

@@ -102,7 +102,7 @@ class PackedLayout:
 
     @cached_property
     def padded(self) -> PaddedCalls:
-        """The SDPA calls, for layers without a variable-length kernel and layers that carry a state.
+        """The SDPA calls, for attention without a variable-length kernel, and for layers that carry a state.
 
         At most a quarter of each padded batch is padding, or `FREE_PADDING_TOKENS`.
         """
@@ -407,7 +407,7 @@ def takes_fewer_keys(device: torch.device, dtype: torch.dtype, head_dim: int) ->
 
 
 def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values with as many heads as the queries have."""
+    """Repeat the heads of keys and values, so that there are as many as query heads."""
     groups = q.size(1) // k.size(1)
     return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
 

@@ -224,7 +224,7 @@ class PackItem(NamedTuple):
     Attributes:
         prompt: Items with equal prompts share the prompt's tokens within a micro-batch. An item with None does not
             share tokens with other items.
-        num_prompt: Number of tokens of the prompt; 0 without a prompt.
+        num_prompt: Number of tokens of the prompt; 0 if there is no prompt.
         num_own: Number of all other packed tokens.
         num_attended: Number of tokens that attention reads: the prompt's and the other tokens of each sequence.
     """

@@ -108,7 +108,7 @@ def whole_checkpoints(directory: Path) -> list[Path]:
 
 
 def missing_parts(checkpoint: Path) -> list[str]:
-    """The parts of a checkpoint that do not have their final names. Raises as `read_progress`."""
+    """The parts of a checkpoint that do not have their final names. Raises the errors of `read_progress`."""
     parts = read_progress(checkpoint).parts
     return [part for part in parts if not part_of(checkpoint, part).is_dir()]
 

@@ -57,7 +57,7 @@ class ParameterTypes:
 
 
 def parameter_types(config: LearnerConfig, device: torch.device) -> ParameterTypes:
-    """Resolve ``learner.dtype`` and ``learner.frozen_dtype``. Raises `ValueError` for bfloat16 on a GPU without it."""
+    """Resolve ``learner.dtype`` and ``learner.frozen_dtype``. `ValueError` if the GPU does not support bfloat16."""
     usual = torch.bfloat16 if device.type == "cuda" else torch.float32
     compute = usual if config.dtype is Dtype.auto else getattr(torch, config.dtype)
     if device.type == "cuda" and compute is torch.bfloat16 and not torch.cuda.is_bf16_supported(False):

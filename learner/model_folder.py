@@ -112,7 +112,7 @@ def _send_to_first(data: Tensor, spans: list[Span], shards: PretrainedShards) ->
 
 
 def _error_of(action: Callable[[], Any]) -> str:
-    """Run an action and return its error as text for the other ranks; empty without an error."""
+    """Run an action and return its error as text for the other ranks; empty if there is no error."""
     try:
         action()
     except Exception as error:  # noqa: BLE001 - raised on every rank

@@ -179,7 +179,7 @@ class Packer:
         return [batch.with_columns(sequences) if columns else batch for batch in batches]
 
     def _bins(self, items: Sequence[PackItem], agree: Callable[[int], int]) -> list[list[int]]:
-        """Indices of the items in each micro-batch, as many micro-batches as the ranks agree on."""
+        """Indices of the items in each micro-batch. The ranks have agreed on the number of micro-batches."""
         count = agree(max(1, len(first_fit(items, self.max_tokens)) if self.together else len(items)))
         if count >= REFUSED:
             raise ValueError(

@@ -82,7 +82,7 @@ def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
 def parameter_sizes(model_path: str) -> dict[str, int]:
     """Number of values in each parameter of the causal language model in a folder. Reads only ``config.json``.
 
-    Raises as `load_causal_lm` does.
+    Raises the errors of `load_causal_lm`.
     """
     model = load_causal_lm(model_path, torch.bfloat16)
     return {name: parameter.numel() for name, parameter in model.named_parameters()}

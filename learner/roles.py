@@ -161,7 +161,7 @@ class RemoteScores:
         """For each data-parallel rank of another role, a future of the scores of its samples.
 
         ``batches`` are the same plan, divided over any number of ranks. A future refers only to the ranks that scored
-        its samples; without any samples it refers to one rank.
+        its samples. If there are no samples, it refers to one rank.
         """
         first_sp_ranks = self.results[:: len(self.results) // len(self.batches)]
         scored = [(result, set(batch.sample_keys)) for result, batch in zip(first_sp_ranks, self.batches, strict=True)]

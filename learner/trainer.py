@@ -334,7 +334,7 @@ class LearnerStep:
         return self._objective.summarize(_merged(updates))
 
     def measure(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
-        """The metrics of the batch without any update, and without the optimizer's metrics."""
+        """Compute the metrics of the batch without an update. The optimizer's metrics are not included."""
         batch = None if packed is None else packed.updates[0]
         return self._objective.summarize(self._trainer.evaluate(sequences, self._objective, packed=batch))
 

@@ -61,7 +61,7 @@ class TurnRewards:
 
     @property
     def levels(self) -> list[Tensor]:
-        """The positions of the turns of each index, from index 0."""
+        """For each index, from 0 on, the positions of the turns that have this index."""
         return [torch.nonzero(self.index == level)[:, 0] for level in self.index.unique().tolist()]
 
 

@@ -239,7 +239,7 @@ def _turn_spans(group: TrajectoryGroup, branch: Branch) -> Iterator[TurnSpan]:
 
 
 def branches_of(group: TrajectoryGroup, samples: Sequence[int]) -> list[Branch]:
-    """The branches of some trajectories, trajectory by trajectory."""
+    """The branches of some trajectories: all branches of the first trajectory, then those of the next one."""
     by_trajectory: dict[int, list[Branch]] = {}
     for branch in group.branches:
         by_trajectory.setdefault(branch.trajectory, []).append(branch)

@@ -36,13 +36,13 @@ def get_ulysses_sequence_parallel_group() -> ProcessGroup | None:
 
 
 def get_ulysses_sequence_parallel_world_size(group: ProcessGroup | None = None) -> int:
-    """Number of ranks that share a sequence; 1 without a group."""
+    """Number of ranks that share a sequence; 1 if there is no group."""
     group = group or _group
     return dist.get_world_size(group) if group is not None else 1
 
 
 def get_ulysses_sequence_parallel_rank(group: ProcessGroup | None = None) -> int:
-    """Index of this rank's part of a sequence; 0 without a group."""
+    """Index of this rank's part of a sequence; 0 if there is no group."""
     group = group or _group
     return dist.get_rank(group) if group is not None else 0
 

@@ -178,7 +178,7 @@ def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_b
     """Sequences to train on, with the tokens of ``response_mask``, or all attended tokens without this mask.
 
     ``columns`` maps a sequence's column to its [B, R] tensor. Each of the ``num_mini_batches`` optimizer updates trains
-    on the same number of neighboring rows. Raises as `scored_sequences` does.
+    on the same number of neighboring rows. Raises the errors of `scored_sequences`.
     """
     attended = _attended_responses(data)
     mask = _array(data, "response_mask").astype(bool) if "response_mask" in _names(data) else attended

@@ -65,7 +65,7 @@ class EvaluatedPolicy:
     Attributes:
         model: Directory in Hugging Face layout; None if the model must be exported from ``checkpoint``.
         checkpoint: The checkpoint; None if there is a model.
-        run_dir: Folder of the policy's run; None without a run.
+        run_dir: Folder of the policy's run; None if there is no run.
         version: Policy version; 0 if it is unknown.
     """
 
@@ -141,7 +141,7 @@ def find_policy(path: Path) -> EvaluatedPolicy:
 
 
 def _version_of(run_dir: Path | None) -> int:
-    """The final policy version of a run; 0 without a summary."""
+    """The final policy version of a run; 0 if there is no summary."""
     summary = read_json(run_dir / "summary.json", "policy_version") if run_dir is not None else None
     return summary["policy_version"] if summary is not None else 0
 

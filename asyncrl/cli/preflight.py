@@ -279,7 +279,7 @@ class DryRun:
 
     Attributes:
         problems: Errors of the checks; empty if the run can start.
-        memory: Lines with the bytes of each kind of device by kind; empty without a model.
+        memory: Lines with the bytes of each kind of device by kind; empty if there is no model.
         page: The text for the user.
     """
 

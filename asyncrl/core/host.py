@@ -117,7 +117,7 @@ def end_with_parent() -> None:
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of GPUs that CUDA shows to a process with this environment; 0 without a driver.
+    """Return the number of GPUs that CUDA shows to a process with this environment; 0 if there is no driver.
 
     ``CUDA_VISIBLE_DEVICES`` holds indices or UUIDs. As in CUDA, the first invalid entry ends the list.
 

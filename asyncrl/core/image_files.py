@@ -200,7 +200,7 @@ def image_reader(model_path: str, *, max_pixels: int) -> ImageReader | None:
 
 
 async def prompt_images(reader: ImageReader | None, prompt: Prompt) -> tuple[PlacedImage, ...]:
-    """The images at the placeholders of a prompt, decoded in a thread; none without a reader.
+    """The images at the placeholders of a prompt, decoded in a thread; none if there is no reader.
 
     Raises:
         ValueError: an image cannot be decoded, or does not fit its placeholders. The message names the prompt group.

@@ -31,7 +31,7 @@ class Restartable(Protocol):
     async def end(self, fault: Exception) -> float:
         """Count a life that ``fault`` has ended, and clean up.
 
-        Returns the seconds to pause before the next life. Raises an error if no other life may follow.
+        Returns the seconds to pause before the next life. Raises an error if there may be no further life.
         """
         ...
 

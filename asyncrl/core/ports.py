@@ -245,7 +245,7 @@ class LearnerPort(Protocol):
     checkpoints: Path
 
     async def scored(self, plan: Plan) -> Plan:
-        """Return the plan with the rewards of the reward model; unchanged without a reward model."""
+        """Return the plan with the rewards of the reward model. Without a reward model, the plan does not change."""
         ...
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
@@ -264,7 +264,7 @@ class LearnerPort(Protocol):
         ...
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Train the critic on the batch of the last `update`; returns no metrics without a critic."""
+        """Train the critic on the batch of the last `update`. Without a critic, return no metrics."""
         ...
 
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool, parts: Sequence[str] = ()) -> Awaitable[str]:

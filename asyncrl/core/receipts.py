@@ -86,7 +86,7 @@ def counts_of(versions: np.ndarray) -> dict[str, int]:
 
 
 def token_digest(group_id: int, trajectory: int, token_ids: np.ndarray) -> int:
-    """The digest of the tokens of one sampled turn; the digest of several turns is the sum of theirs.
+    """The digest of the tokens of one sampled turn. The digest of several turns is the sum of their digests.
 
     It depends on the group, the trajectory, the tokens and their order in the turn (SplitMix64, Steele et al., OOPSLA
     2014). ``token_ids``: [T] int32. Returns an integer in [0, 2**`DIGEST_BITS`).

@@ -170,7 +170,7 @@ class Tag(IntEnum):
 
 
 class OpenSpan:
-    """A running span; `close` or leaving its block ends it. Closing it again has no effect."""
+    """A running span. `close`, or the end of its ``with`` block, ends the span. Closing it again has no effect."""
 
     __slots__ = ("_number", "_recorder")
 

@@ -28,7 +28,7 @@ class WorkerIdentity:
 
     Attributes:
         node: Address of the worker's node.
-        last_words: Returns the path and the end of the worker's log; None without a log.
+        last_words: Returns the path and the end of the worker's log; None if there is no log.
     """
 
     group: str

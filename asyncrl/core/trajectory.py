@@ -221,7 +221,7 @@ class TrajectoryGroup:
 
     @cached_property
     def images(self) -> GroupImages | None:
-        """The images of the group; None without any."""
+        """The images of the group; None if it has no images."""
         return GroupImages(self.image_columns) if self.image_columns else None
 
     @property

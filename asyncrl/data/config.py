@@ -26,20 +26,20 @@ class DataConfig:
         eval_files: Files of held-out prompts with the same columns.
         prompt_key: Column of the prompt: a string, or with ``chat_template`` a list of messages {role, content,
             tool_calls, …}.
-        ground_truth_key: Column of the expected answer for the reward function; empty without one.
-        data_source_key: Column of the task's name for the reward function; empty without one.
+        ground_truth_key: Column of the expected answer for the reward function; empty if there is none.
+        data_source_key: Column of the task's name for the reward function; empty if there is none.
         extra_keys: Further columns for the reward function.
         chat_template: Render the messages with the tokenizer's chat template and a generation prompt.
         chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
-        system_prompt: A system message before the messages of each row; empty without one.
+        system_prompt: A system message before the messages of each row; empty if there is none.
         tools_key: Column of the tools that the template renders: a list of JSON schemas {type: function, function:
-            {name, description, parameters}}, or its JSON text; null for none. Empty without one.
+            {name, description, parameters}}, or its JSON text; null for none. Empty if there is none.
         images_key: Column of the images of a row: a list of paths, file contents, base64 texts, or mappings {bytes,
-            path}. They take the places of ``<image>`` in the texts of the messages, in order. Empty without one.
+            path}. They take the places of ``<image>`` in the texts of the messages, in order. Empty if there is none.
         environment_key: Column with a row's own environment; null means the environment of the run. Empty if there is
             no such column.
         environment_options_key: Column of further options of the row's environment: a mapping, or its JSON text; null
-            for none. Empty without one.
+            for none. Empty if there is none.
         environment_by_source: Environment of the rows of a data source that have none of their own. Example:
             ``{sums: calculator}``.
         max_prompt_tokens: Longest prompt, in tokens.

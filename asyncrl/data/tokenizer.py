@@ -31,7 +31,8 @@ class Tokenizer(Protocol):
 def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
     """Return the tokenizer of a model directory; with ``chat_template`` it can render conversations.
 
-    It is a tokenizer of the ``tokenizers`` library if ``tokenizer.json`` defines it completely, else of transformers.
+    If ``tokenizer.json`` defines the tokenizer completely, it comes from the library ``tokenizers``, otherwise from
+    transformers.
     """
     file = Path(model_path, "tokenizer.json")
     settings = json.loads(Path(model_path, "tokenizer_config.json").read_text())

@@ -84,7 +84,7 @@ class _Pair:
         return [answer async for answer in self.engine.generate(requests)]
 
     def gap(self, answers: Sequence[tuple[SampleRequest, SampleOutput]]) -> dict[str, float]:
-        """Differences between the engine's log-probs and the learner's, of tokens of the current version."""
+        """Differences between the log-probs of engine and learner, for tokens of the current version."""
         sequences, engine = [], []
         for request, output in answers:
             is_current = output.versions == self.version
@@ -125,7 +125,7 @@ async def serving(setup: Setup, *, model: str, tp_size: int, carriers: list[str]
 
 
 async def output_layer(setup: Setup, *, model: str, fp32_head: bool) -> AsyncIterator[dict[str, Any]]:
-    """Log-probs of an engine in bfloat16, whose output layer computes in float32 or in bfloat16, and the learner's."""
+    """Compare log-probs of learner and engine in bfloat16, with an output layer in float32 and then in bfloat16."""
     pair = _Pair(setup, model, 1, dtype="bfloat16", fp32_head=fp32_head)
     try:
         await pair.engine.start()

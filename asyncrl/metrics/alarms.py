@@ -121,7 +121,7 @@ class Alarms:
         return self._update({"evaluation": message if now.high < best.low else ""}, evaluation.policy_version)
 
     def metrics(self) -> dict[str, float]:
-        """A metric per alarm that has ever begun: ``alarm.NAME`` is 1 while the alarm lasts, else 0."""
+        """One metric for each alarm that has begun so far: ``alarm.NAME`` is 1 while the alarm lasts, otherwise 0."""
         current = {alarm.name for alarm in self.current}
         return {f"alarm.{name}": float(name in current) for name in sorted(self._seen)}
 

@@ -134,7 +134,7 @@ class TrainingResult:
         lag_histogram: Number of consumed groups by lag in learner steps.
         tokens_dropped: Dropped tokens by reason.
         groups_failed: Failed attempts of this run by reason.
-        samples_per_group: Mean over all steps of this run, as in `StepRecord`; 0 without a step.
+        samples_per_group: Mean over all steps of this run, as in `StepRecord`; 0 if there is no step.
     """
 
     policy_version: int
@@ -223,7 +223,7 @@ def summary_document(
     - ``before`` and ``after`` are the evaluations of version 0 and of the final version.
     - ``restarts`` counts the restarts of each part; its entry ``batches`` counts batches that were planned again.
     - ``wall_s`` has the seconds by phase: ``total``, and ``start`` until the first step could begin.
-    - ``overlap`` is None without a profile.
+    - ``overlap`` is None if there is no profile.
     - ``advice`` is None if no other option would have made the run faster.
     """
     return {
@@ -366,7 +366,7 @@ def _move_lost(path: Path, is_lost: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
-    """Read the object in a JSON file of a run; None without a file. Raises the errors of `json_object`."""
+    """Read the object in a JSON file of a run; None if there is no file. Raises the errors of `json_object`."""
     return json_object(path.read_text(errors="replace"), str(path), *keys) if path.is_file() else None
 
 

@@ -118,7 +118,7 @@ class _Batch:
 
     @property
     def fixed_s(self) -> float:
-        """Seconds of the batch without its decoding steps."""
+        """Seconds that the batch took in addition to its decoding steps."""
         return max(0.0, self.duration_s - self.longest * self.token_s)
 
     @classmethod

@@ -206,7 +206,7 @@ def _mixture_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _first_of(settings: Mapping[str, Any], names: Sequence[str]) -> int:
-    """The value of the first of ``names`` that the settings have; 0 without one."""
+    """The value of the first of ``names`` that the settings have; 0 if there is none."""
     return next((settings[name] for name in names if settings.get(name)), 0)
 
 

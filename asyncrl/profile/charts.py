@@ -128,7 +128,7 @@ def lag(trace: Trace, *, bound: int) -> Chart:
 
 
 def trained_groups(trace: Trace) -> list[GroupLife]:
-    """The trained groups, once per use, without those that a process of an earlier run stored."""
+    """The trained groups, once per use, except groups that a process of an earlier run stored."""
     uses = (use for life in trace.groups.values() for use in life.uses())
     return [use for use in uses if use.last(GroupEvent.stored) is not None]
 
@@ -193,7 +193,7 @@ _STAGES = {
 
 
 def _version_of(trace: Trace, span: Span) -> int:
-    """The version of a stage; for a pause without a version, the version that the engine serves next."""
+    """The version of a stage. If a pause has no version, this is the version that the engine serves next."""
     if span.version != NONE:
         return span.version
     if span.kind == SpanKind.re_prefill:  # follows a pause; the version may be recorded before or after it

@@ -342,7 +342,7 @@ class EnginePlaces:
     ) -> None:
         """Start the first workers in their own pool, or on the devices of the ranks of ``pool``.
 
-        Raises as `RayWorkerGroup` does.
+        Raises the errors of `RayWorkerGroup`.
         """
         self._config = config
         self._worker = worker

@@ -294,7 +294,7 @@ class FleetMember:
         return await within(self._call(method), self._answer_s, what, "buffer.request_timeout_s")
 
     async def _while_answering(self, pending: Awaitable[T], what: str) -> T:
-        """Await a call with deadlines in the worker. Raises `DeadlineError` if the worker answers no other call."""
+        """Await a call whose deadline the worker itself keeps. Raises `DeadlineError` if other calls get no answer."""
         call, worker = asyncio.ensure_future(pending), self._worker
         try:
             while not call.done():

@@ -126,7 +126,7 @@ def file_prints(folder: Path) -> dict[str, str]:
 
 
 class NodeFolders:
-    """The run's folder on the nodes other than the controller's.
+    """The run's folder on all nodes except the controller's node.
 
     Attributes:
         apart: Addresses of the nodes with a separate folder, because they do not see the controller's folder.
@@ -372,7 +372,7 @@ class NodeFolders:
                 await self._ask(to, "write", str(path), offset, data, mode & 0o666)
 
     async def _ask(self, addresses: Iterable[str], method: str, *args: Any) -> dict[str, Any]:
-        """Call a method on nodes. Returns the results by address. Ignores a dead node from then on."""
+        """Call a method on nodes. Returns the results by address. Later calls ignore a node that has died."""
         asked = [address for address in addresses if address in self._nodes]
         calls = [fetch_async([getattr(self._nodes[address], method).remote(*args)]) for address in asked]
         what = f"nodes {', '.join(asked)}, {method} {args[0]}"

@@ -221,7 +221,7 @@ class Reporter:
         }
 
     def _numbers_of_source(self, group: GroupSummary) -> dict[str, Sequence[float]]:
-        """The numbers of a group that are reported by data source; none without a source."""
+        """The numbers of a group that are reported by data source; none if there is no source."""
         if not group.data_source:
             return {}
         return {"reward": group.rewards[self._trained], "response_length": group.response_lengths[self._trained]}

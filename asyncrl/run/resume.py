@@ -44,7 +44,7 @@ from learner.checkpoint_folder import (
 logger = logging.getLogger(__name__)
 
 BUFFER = "buffer"
-"""Folder beside the ranks' checkpoints with the buffer's parts."""
+"""Name of the folder with the buffer's parts, beside the ranks' checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class RunState:
         version: Learner version: the number of committed steps.
         key: Random name of the checkpoint. Both parts of the checkpoint have the same key.
         lineage: Random name of the run, which is the same in all its lives.
-        prompts: State of the prompt stream; its ``position`` counts the prompts handed out.
+        prompts: State of the prompt stream; its ``position`` is the number of prompts that were handed out.
         tokens_generated: Policy tokens that the fleets of all lives had written.
         options: The `learning_options` of the run that saved the checkpoint.
     """
@@ -263,7 +263,7 @@ class Checkpointer:
 
 
 def find_checkpoint(config: RunConfig) -> Resumed | None:
-    """The checkpoint that ``checkpoint.resume`` names; None for ``never``, and for ``auto`` without any checkpoint.
+    """The checkpoint that ``checkpoint.resume`` names. None for ``never``, and for ``auto`` if there is no checkpoint.
 
     Raises `ValueError` if the path holds no checkpoint, or if the checkpoint is already at the run's last step.
     """

@@ -214,7 +214,7 @@ def _is_swept(folder: Path) -> bool:
 
 
 def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
-    """Make the folder of published weights according to ``weights.transport``. Raises as `check_memory` does.
+    """Make the folder of published weights according to ``weights.transport``. Raises the errors of `check_memory`.
 
     The run removes a folder in shared memory. If the run cannot, its supervisor does.
     """

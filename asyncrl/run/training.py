@@ -216,7 +216,7 @@ class Training:
         return evaluation
 
     async def _explain(self) -> dict[str, Any] | None:
-        """Write the overlap report into the run's folder, and return it for the summary; None without a record.
+        """Write the overlap report into the run's folder, and return it for the summary; None if there is no record.
 
         A failure is reported and does not end the run.
         """

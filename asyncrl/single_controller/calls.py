@@ -72,7 +72,7 @@ class PendingResult(ray.ObjectRef):
         self.ref = ref
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """Wait for the result. Raises as `PendingResults.get` does."""
+        """Wait for the result. Raises the errors of `PendingResults.get`."""
         return fetch([self.ref], timeout_s)[0]
 
     def __await__(self) -> Generator[Any, None, Any]:

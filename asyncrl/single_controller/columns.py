@@ -172,7 +172,7 @@ def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
 
 
 def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDictBase:
-    """Join TensorDicts of the same entries along the rows; without a batch dimension, return the first."""
+    """Join TensorDicts with the same entries along the rows. If they have no batch dimension, return the first one."""
     if not data[0].batch_size:
         return data[0]
     same_columns([dict.fromkeys(map(str, part.keys())) for part in data], "a TensorDict")
@@ -182,7 +182,7 @@ def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDictBase:
 
 
 def _apart(data: TensorDictBase) -> tuple[dict[str, Any], Any]:
-    """Split into the nested tensors, which torch cannot cut or join, and a TensorDict of the rest."""
+    """Split a TensorDict into its nested tensors, which torch cannot cut or join, and a TensorDict of the rest."""
     nested = {key: tensor for key, tensor in data.items() if is_nested(tensor)}
     return nested, data.exclude(*nested)
 

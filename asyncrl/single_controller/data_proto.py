@@ -124,7 +124,7 @@ class DataProto:
         return f"{type(self).__name__} of {len(self)} rows\n{self.get_data_info()}"
 
     def check_consistency(self) -> None:
-        """Raise `BatchError` unless all columns have the same number of rows, and tensors one batch dimension."""
+        """Raise `BatchError` unless all columns have the same number of rows, and ``batch`` has one batch dimension."""
         if self._batch is not None and len(self._batch.batch_size) != 1:
             raise BatchError(f"batch must have one batch dimension, got {tuple(self._batch.batch_size)}")
         for key, array in self.non_tensor_batch.items():
@@ -153,7 +153,7 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
-        """Build a batch from tensors, and arrays or lists of as many rows; the lists become object arrays.
+        """Build a batch from tensors and arrays or lists with the same number of rows. Lists become object arrays.
 
         The first ``num_batch_dims`` dimensions of all tensors must be equal; with arrays, ``num_batch_dims`` must be 1.
         With ``auto_padding``, dispatch pads the batch if its rows cannot be split evenly.
@@ -244,7 +244,7 @@ class DataProto:
         return self._mapped(lambda _, column: take_rows(column, rows), len(positions), shares_memory=True)
 
     def select_idxs(self, idxs: Any) -> DataProto:
-        """The rows at these positions, or where the mask is True; copied. Raises as `columns.as_index` does."""
+        """Copy the rows at these positions, or where the mask is True. Raises the errors of `columns.as_index`."""
         index = columns.as_index(idxs, len(self))
         return self._mapped(lambda _, column: take_rows(column, index), len(index))
 

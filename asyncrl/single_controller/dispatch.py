@@ -59,7 +59,7 @@ class DataProtoFuture:
         return replace(self, dispatch_fn=select if first is None else partial(_both, first=first, second=select))
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """Wait for the results, at most ``timeout_s`` seconds, and join them. Raises as `fetch` does."""
+        """Wait for the results, at most ``timeout_s`` seconds, and join them. Raises the errors of `fetch`."""
         return self.resolve(fetch(self.futures, timeout_s))
 
     def __await__(self) -> Generator[Any, None, Any]:

@@ -32,7 +32,7 @@ class WorkerHelper:
 
 
 ALL_DEVICES = "not set"
-"""The visible devices that a process without a restriction reports."""
+"""The value that a process reports as its visible devices if they are not restricted."""
 
 
 class Worker(WorkerHelper):

@@ -171,7 +171,7 @@ class TensorAssembly:
 
 
 def shaped(stored: StoredTensor, data: Tensor) -> Tensor:
-    """Convert [bytes] uint8 to the tensor; it is a view if the start is aligned. Raises as `known_dtype`."""
+    """Convert [bytes] uint8 to the tensor; it is a view if the start is aligned. Raises the errors of `known_dtype`."""
     dtype = known_dtype(stored)
     aligned = data if data.data_ptr() % dtype.itemsize == 0 else data.clone()
     return aligned.view(dtype).view(stored.shape)

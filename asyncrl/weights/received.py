@@ -70,7 +70,7 @@ class ReceivedVersions:
         the folders before the context ends. If another worker holds the lock for twice the deadline of a transfer, this
         worker receives into separate folders.
 
-        Raises as `receive_weights` does.
+        Raises the errors of `receive_weights`.
         """
         limit_s = 2 * load_limit_s(self._timeout_s, offer.num_bytes)
         locking = on_own_thread(self._locked)

@@ -35,7 +35,7 @@ from asyncrl.weights.received import ReceivedVersions, copy_file
 logger = logging.getLogger(__name__)
 
 LINKS = ".staged"
-"""Folder beside the published versions, with one folder per engine."""
+"""Name of a folder beside the published versions. It has one folder per engine."""
 
 
 class WeightStager:
@@ -140,7 +140,7 @@ class WeightStager:
                 ) from error
 
     def stage(self, offer: WeightOffer) -> WeightOffer:
-        """Stage an offer of a folder, without a deadline. Raises as `staged` does."""
+        """Stage an offer of a folder, without a deadline. Raises the errors of `staged`."""
         try:
             if offer.kind != "delta" and not self._copies and (local := self._linked(offer)):
                 return local

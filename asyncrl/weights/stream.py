@@ -287,7 +287,7 @@ class RoundStore(Store):
         return self._known[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for several keys. The round's deadline applies, not ``timeout``. Raises as `get` does."""
+        """Wait for several keys. The round's deadline applies, not ``timeout``. Raises the errors of `get`."""
         count = self._this.num_members if self._this.backend == "gloo" else 1
         for key in keys:
             with self._lock:
