@@ -466,7 +466,7 @@ class BatchAdvantages:
         """
         shares, own = self._gathered((outcomes, keys))
         all_outcomes, all_keys = (torch.cat(parts) for parts in zip(*shares, strict=True))
-        # Sorted by group and by index in the group, independent of the ranks.
+        # Sort by group and by index in the group, so that the order does not depend on the ranks.
         order = torch.from_numpy(np.lexsort((all_keys[:, 1].numpy(), all_keys[:, 0].numpy())))
         everything = torch.empty(len(order), dtype=torch.float32)
         for number in range(len(self._by_number)):

@@ -132,7 +132,7 @@ def adapted_layers(model: nn.Module, tensor_of: Mapping[str, str]) -> tuple[Adap
     layers = _layers(model)
     if missing := [name for name, _ in layers if f"{name}.base_layer.weight" not in tensor_of]:
         raise WeightsError(
-            f"{missing[0]}.weight is not stored as such in the checkpoint ({len(missing)} layers in total)"
+            f"the checkpoint does not store {missing[0]}.weight as one tensor ({len(missing)} such layers in total)"
         )
     return tuple(
         AdaptedLayer(

@@ -86,7 +86,7 @@ class ModelOptimizer:
         return self.update(global_grad_norm(self._parameters, self._shards))
 
     def update(self, norm: float) -> dict[str, float]:
-        """`step` with a gradient norm that is known."""
+        """Do the work of `step` with a gradient norm that the caller has computed."""
         lr = learning_rate(self.config, self.num_updates, self.total_updates)
         is_finite = math.isfinite(norm)
         if is_finite and norm > 0.0:

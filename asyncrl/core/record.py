@@ -87,11 +87,11 @@ class SpanKind(StrEnum):
     step = "step"  # from the previous commit, or the start of training, to the step's commit
     plan_wait = "plan_wait"  # the plan loop waits for a batch
     dispatched = "dispatched"  # the ranks have a planned step
-    evaluation = "evaluation"  # also on the lanes of engines that answer held-out prompts
-    checkpoint = "checkpoint"  # also on the lane of a blocked rank
+    evaluation = "evaluation"  # an evaluation; also on the lanes of engines that answer held-out prompts
+    checkpoint = "checkpoint"  # a checkpoint is saved; also on the lane of a rank that it blocks
     # Engines: lane ``engine-0``
-    start = "start"  # until the first weights are verified
-    down = "down"  # failed, fenced or restarting
+    start = "start"  # from the start of the engine until its first weights are verified
+    down = "down"  # the engine has failed, is fenced or restarts
     stage = "stage"  # weights are copied to the host during generation
     pause = "pause"  # generation is paused for new weights
     load_stage = "load_stage"  # a part of a load, on lane ``engine-0/load``; ``cause`` names the part
@@ -111,8 +111,8 @@ class SpanKind(StrEnum):
     optimizer = "optimizer"
     offload = "offload"
     wait_ranks = "wait_ranks"  # the rank waits for slower ranks
-    publish_copy = "publish_copy"  # the rank is blocked
-    publish = "publish"  # in the background, from the copy to the offer
+    publish_copy = "publish_copy"  # the rank copies its weights and is blocked
+    publish = "publish"  # the publish in the background, from the copy to the offer
     publish_stage = "publish_stage"  # a part of `publish` or of its preparation; ``cause`` names the part
 
 
@@ -126,7 +126,7 @@ class LevelName(StrEnum):
     settling = "settling"  # the place is free; its finished group waits for reward or storage
     tool = "tool"  # the place is free; a running episode waits for a tool
     environment = "environment"  # the place is free; the environment of a running episode has not asked for a turn
-    parked = "parked"  # interrupted for new weights
+    parked = "parked"  # the sample is interrupted for new weights
     asking = "asking"  # 1 while the worker waits for admission
     version = "version"  # the engine's version; on the buffer's lane: the learner's committed version
     # Buffer: lane ``buffer``, in groups unless another unit is given

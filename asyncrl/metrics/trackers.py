@@ -78,7 +78,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """
     for name in names:
         if name not in TRACKERS:
-            raise ValueError(f"tracker must name some of {list(TRACKERS)}, got {name!r}")
+            raise ValueError(f"tracker must be a list of names from {list(TRACKERS)}, got {name!r}")
         if importlib.util.find_spec(_PACKAGES[name]) is None:
             raise ValueError(
                 f"tracker={name} needs the package {_PACKAGES[name]}, which is not installed; install it with "

@@ -334,10 +334,11 @@ class WeightGroup:
             self._group = ProcessGroupGloo(own, place, this.num_members, options)
 
     def send(self, data: Tensor, to: int, deadline: RoundDeadline) -> Callable[[], None]:
-        """Begin to send [bytes] uint8; host memory goes to the GPU once, through page-locked buckets.
+        """Begin to send [bytes] uint8. Host memory is first copied to the GPU, through page-locked buckets.
 
         Returns:
-            Waits for the end. It raises `RuntimeError` if the other member was lost, or the deadline has passed.
+            A function that waits until the transfer has ended. It raises `RuntimeError` if the other member was lost,
+            or if the deadline has passed.
         """
         if self._is_nccl and data.device.type == "cpu":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -350,7 +351,7 @@ class WeightGroup:
         return partial(self._wait, self._group.recv([data], source, 0), data, deadline)
 
     def _wait(self, work: Any, _data: Tensor, deadline: RoundDeadline) -> None:
-        """Wait for a transfer. The argument keeps its data alive until then."""
+        """Wait for a transfer. ``_data`` is an argument only to keep the data alive until then."""
         work.wait(deadline.left)
 
     def abort(self) -> None:
@@ -582,14 +583,14 @@ class ReceiverRound:
     is_done: bool = False
 
     def close(self) -> None:
-        """Leave the round; after a failure also the group. May be called more than once."""
+        """Leave the round. After a failure, leave the group, too. May be called more than once."""
         if not self.is_done:
             self.member.close()
         elif self.member not in _idle:
             _idle.append(self.member)
 
     def buckets(self, manifest: Manifest) -> Iterator[Bucket]:
-        """Yield the ranks' buckets in file order, so that a tensor waits only briefly for its other parts."""
+        """Yield the buckets of all ranks in file order, so that the parts of a tensor arrive soon after each other."""
         parts, first = [], 0
         for rank, share in enumerate(self.round.shares):
             parts.append(buckets_of(rank, manifest.pieces[first : first + share]))
