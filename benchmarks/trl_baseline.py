@@ -137,9 +137,9 @@ class TargetCallback(TrainerCallback):
             self.clock.start()
 
     def crossing(self, column: int) -> float | None:
-        """The number of updates (0) or the training seconds (1) until the target.
+        """Return the number of updates (``column`` 0) or the training seconds (1) until the target.
 
-        None if the mean of three has not reached it.
+        None if the target was not reached.
         """
         return first_crossing([(row[column], row[2]) for row in self.curve], self.settings.target)
 

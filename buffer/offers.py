@@ -61,7 +61,7 @@ class OfferLog:
         """Add an offer. It replaces an earlier offer of the same version."""
         self._offers[offer.version] = offer
         if len(self._offers) > _MAX_OFFERS:
-            del self._offers[sorted(set(self._offers) - {self._pin})[1]]  # keeps the oldest, which may be the shown one
+            del self._offers[sorted(set(self._offers) - {self._pin})[1]]  # not the oldest, which may be shown now
 
     def pin(self, version: int, num_engines: int) -> bool:
         """Pin the first ``num_engines`` engines that request ``version`` to it. Returns whether the pin changed."""

@@ -58,7 +58,7 @@ class GrantedLease(Row, frozen=True, kw_only=True):
 
     @property
     def num_inherited(self) -> int:
-        """Tokens of the prefix that the attempt continues."""
+        """Number of tokens of the prefix that the attempt continues."""
         return 0 if self.progress is None else self.progress.num_tokens
 
 

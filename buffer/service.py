@@ -350,7 +350,7 @@ class BufferService:
         elif request.payload or not put.num_bytes or len(put.digest) != 16:
             raise WireError("store servers keep the payloads here; a put must carry the size and the digest only")
         elif group is not None and not group.num_bytes:
-            raise StoreLost(f"the store of group {put.key[0]} attempt {put.key[1]} does not hold it; send it again")
+            raise StoreLost(f"group {put.key[0]} attempt {put.key[1]} is not in its store; send it again")
         is_easy = not self._is_written_first(put.num_bytes) and self.ledger.room.fits(put.num_bytes)
         if is_easy or group is None or self._store.is_elsewhere:
             self._store_group(request, put, request.payload)

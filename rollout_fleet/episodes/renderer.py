@@ -25,7 +25,7 @@ AUTO = "auto"
 TEMPLATE = "template"
 _SENTINEL = "asyncrl sentinel"
 _NAMED_TOOLS = ("gpt-oss",)  # these renderers write a tool's name only if the message has it
-# these renderers download a vocabulary; for each, a token that only its models have
+# Each of these renderers downloads a vocabulary. The value is a token that only the renderer's models have.
 _DOWNLOADS = {"gpt-oss": "<|channel|>"}
 logger = logging.getLogger(__name__)
 
