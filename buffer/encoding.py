@@ -350,7 +350,7 @@ def _split(part: memoryview, start: int, lengths: Sequence[int]) -> list[memoryv
         views.append(part[start : start + length])
         start += length
     if start != part.nbytes:
-        raise WireError(f"a part of {part.nbytes} bytes says that it has {start}")
+        raise WireError(f"a part has {part.nbytes} bytes, but its frames have {start}")
     return views
 
 

@@ -232,7 +232,7 @@ class Room:
         num_held += self._groups.space.stored_bytes[0] if self.is_shared else 0
         if num_held + num_bytes > self._max_bytes:
             raise StoreFull(
-                f"{num_bytes} bytes of progress do not fit beside {num_held} bytes held, buffer.max_stored_bytes is "
+                f"{num_bytes} bytes of progress do not fit: {num_held} are held, and buffer.max_stored_bytes is "
                 f"{self._max_bytes}; the progress was not saved"
             )
 

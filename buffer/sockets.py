@@ -332,16 +332,16 @@ class ChunkReceiver:
         message.num_bytes += sum(map(len, chunk.frames))
         if self._num_bytes + message.num_bytes > self._max_bytes:
             raise WireError(
-                f"request {chunk.request_id} has more than {self._max_bytes} bytes, the larger of "
-                "buffer.max_prompt_bytes and buffer.max_stored_bytes, with what this client has sent in part; raise "
-                "it, or send less at once"
+                f"request {chunk.request_id} and the other incomplete requests of this client have more than "
+                f"{self._max_bytes} bytes, the larger of buffer.max_prompt_bytes and buffer.max_stored_bytes; raise "
+                "that limit, or send less at once"
             )
         if chunk.index + 1 == chunk.count:
             return message.frames
         if len(self._messages) >= _MAX_INCOMPLETE or len(message.frames) > _MAX_INCOMPLETE_FRAMES:
             raise WireError(
-                f"request {chunk.request_id} is one of more than {_MAX_INCOMPLETE} that its client has sent in part, "
-                f"or has more than {_MAX_INCOMPLETE_FRAMES} frames; send one after the other"
+                f"request {chunk.request_id} has more than {_MAX_INCOMPLETE_FRAMES} frames, or its client has more "
+                f"than {_MAX_INCOMPLETE} incomplete requests; send one request after the other"
             )
         self._messages[chunk.request_id] = message
         self._num_bytes += message.num_bytes

@@ -126,7 +126,9 @@ class StoreService:
             self._reserved.pop(key, None)
             return Done()
         if self._held_bytes(key) + size > self._limit:
-            raise StoreFull(f"{size} bytes do not fit beside {self._payloads.num_bytes}, the limit is {self._limit}")
+            raise StoreFull(
+                f"{size} bytes do not fit: {self._payloads.num_bytes} are stored, and the limit is {self._limit}"
+            )
         self._reserved[key] = size
         then = partial(self._store, request, key)
         if self._journal is None or (size < JOIN_BELOW_BYTES and self._fits_in_memory(size)):

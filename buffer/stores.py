@@ -207,6 +207,6 @@ class PayloadStore:
         held = self.prompts.num_bytes + num_waiting_bytes
         if held + size > limit:
             raise StoreFull(
-                f"{size} bytes of prompts do not fit beside {held} of others, buffer.max_prompt_bytes is {limit}; they "
-                "are sent again when groups are stored or have left"
+                f"{size} bytes of prompts do not fit: {held} are held, and buffer.max_prompt_bytes is {limit}; the "
+                "prompts are sent again when groups are stored or have left"
             )

@@ -116,8 +116,8 @@ class HeldRequests:
         num_of_client = len(self._by_client.get(request.client, ()))
         if num_of_client >= _MAX_PER_CLIENT or len(self) >= _MAX_IN_ALL:
             raise ReplayBufferError(
-                f"{len(self)} requests of this kind wait, of them {num_of_client} of this client; at most "
-                f"{_MAX_IN_ALL} and {_MAX_PER_CLIENT} may"
+                f"{num_of_client} requests of this kind wait from this client (at most {_MAX_PER_CLIENT} may), and "
+                f"{len(self)} from all clients (at most {_MAX_IN_ALL} may); send fewer at once"
             )
         self._timers[key] = asyncio.get_running_loop().call_later(self._hold_s, self.answer, self._late, [request])
         self._requests[key] = self._by_client.setdefault(request.client, {})[request.request_id] = request
