@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.core.host import own_python
+
 Batch = Mapping[str, np.ndarray]
 
 
@@ -22,7 +24,8 @@ def own_ray() -> Iterator[None]:
     import ray
 
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads this spelling
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    own = {"runtime_env": own_python(), "include_dashboard": False}
+    ray.init(**own, num_cpus=8, log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield
     finally:

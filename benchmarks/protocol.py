@@ -18,6 +18,7 @@ import ray
 import torch
 from ray._private.worker import global_worker
 
+from asyncrl.core.host import own_python
 from asyncrl.single_controller import DataProto, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from asyncrl.single_controller.codec import decode, encode
 from asyncrl.single_controller.serialization import from_parts, parts_of
@@ -32,6 +33,7 @@ NUM_WORKERS = 4
 NUM_STARTS = 3
 RAY_OPTIONS = {
     "address": "local",
+    "runtime_env": own_python(),
     "num_cpus": 16,
     "include_dashboard": False,
     "log_to_driver": False,

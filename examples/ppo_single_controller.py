@@ -24,6 +24,7 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.cli.preflight import read_prompts
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import RunConfig
+from asyncrl.core.host import own_python
 from asyncrl.core.types import Prompt
 from asyncrl.sft.warm_start import warm_start
 from asyncrl.single_controller import DataProto, Role
@@ -123,7 +124,7 @@ def main(overrides: list[str]) -> None:
     folder = Path(run.output_dir, "ppo_single_controller", time.strftime("%Y%m%d-%H%M%S")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     policy = asyncio.run(warm_start(run, overrides, folder / "sft.log", print))
-    ray.init(num_cpus=run.learner.num_ranks, include_dashboard=False)
+    ray.init(num_cpus=run.learner.num_ranks, include_dashboard=False, runtime_env=own_python())
     trainer = PPOTrainer(run, str(policy), str(folder))
     trainer.fit(lambda step, metrics: print(f"step {step}: {metrics}", flush=True))
     trainer.stop()

@@ -16,10 +16,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from asyncrl.cli.compose import read_config
 from asyncrl.core.errors import with_exit_status
-from asyncrl.core.host import visible_gpus
+from asyncrl.core.host import own_python, visible_gpus
 from asyncrl.gpu_check.program import Check, Result, State, results_of, stack
 from asyncrl.gpu_check.tasks import TOY, Setup
 from asyncrl.metrics import RunLimits, counted, read_alarms, read_json
@@ -109,7 +110,8 @@ def ray_starts() -> Iterator[Result]:
     import ray
 
     began_s = time.monotonic()
-    ray.init(address="local", num_cpus=1, num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level=40)
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": 40}
+    ray.init(address="local", num_cpus=1, num_gpus=0, runtime_env=own_python(), **quiet)
     try:
         pid = ray.get(ray.remote(lambda: os.getpid()).remote(), timeout=_TIMEOUT_S)
         number = f"{ray.__version__}: a task ran in process {pid} after {time.monotonic() - began_s:.1f} s"

@@ -11,10 +11,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shlex
 import shutil
 import signal
 import stat
 import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache, partial
@@ -114,6 +116,15 @@ def end_with_parent() -> None:
         logger.warning("the kernel refused PR_SET_PDEATHSIG; this process may outlive its parent")
     if os.getppid() != parent:
         os._exit(1)
+
+
+def own_python() -> dict[str, str]:
+    """The ``runtime_env`` with which Ray can start workers by this Python; empty if it can without.
+
+    Ray puts the path of Python into a shell command without quotes. In a folder with a space, no worker would start.
+    """
+    quoted = shlex.quote(sys.executable)
+    return {} if quoted == sys.executable else {"py_executable": quoted}
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:

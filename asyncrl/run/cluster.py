@@ -33,7 +33,7 @@ from asyncrl.config import (
     requested_cpus,
 )
 from asyncrl.core.errors import ClusterDiedError
-from asyncrl.core.host import visible_gpus
+from asyncrl.core.host import own_python, visible_gpus
 from asyncrl.core.remote import within
 from asyncrl.core.stacks import missed
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, ResourcePoolManager, Role
@@ -98,8 +98,9 @@ async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.inf
 
 def _start_or_join(config: RunConfig) -> None:
     if config.ray.address:
-        own = {"_node_ip_address": config.ray.node_address} if config.ray.node_address else {}
-        ray.init(address=config.ray.address, logging_level=logging.ERROR, log_to_driver=False, **cast("Any", own))
+        own: dict[str, Any] = {"address": config.ray.address, "runtime_env": own_python()}
+        own |= {"_node_ip_address": config.ray.node_address} if config.ray.node_address else {}
+        ray.init(**own, logging_level=logging.ERROR, log_to_driver=False)
         return
     for name, value in _OWN_CLUSTER_ENV.items():
         os.environ.setdefault(name, value)
@@ -111,6 +112,7 @@ def _start_or_join(config: RunConfig) -> None:
         num_gpus=visible_gpus(),
         include_dashboard=False,
         object_store_memory=config.ray.object_store_bytes,
+        runtime_env=own_python(),
         logging_level=logging.ERROR,
         log_to_driver=False,
         _node_ip_address="127.0.0.1",

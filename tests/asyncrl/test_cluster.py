@@ -171,3 +171,30 @@ def test_a_joined_cluster_of_several_nodes_without_a_token_gets_a_warning(monkey
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     warning = warning_of_open_cluster(compose_run(overrides))
     assert ("RAY_AUTH_TOKEN" in warning) == is_warned
+
+
+SPACE = """
+import asyncio, sys
+from asyncrl.run import protect_own_cluster
+protect_own_cluster()
+from asyncrl.cli.compose import compose_run
+from asyncrl.run.cluster import ray_cluster
+import ray
+
+@ray.remote(num_cpus=0, runtime_env={"env_vars": {"OWN": "1"}})
+class Echo:
+    def python(self):
+        return sys.executable
+
+async def run():
+    async with ray_cluster(compose_run([])):
+        print(await asyncio.wait_for(Echo.remote().python.remote(), 60))
+asyncio.run(run())
+"""
+
+
+def test_workers_start_with_a_python_whose_path_has_a_space(tmp_path):
+    (tmp_path / "a folder; with (odd) signs").symlink_to(sys.prefix)
+    python = str(tmp_path / "a folder; with (odd) signs" / "bin" / "python")
+    done = subprocess.run([python, "-c", SPACE], capture_output=True, text=True, timeout=250, check=False)
+    assert done.stdout.strip() == python, done.stderr

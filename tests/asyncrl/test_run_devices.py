@@ -17,7 +17,7 @@ from asyncrl.cli import preflight, train_command
 from asyncrl.cli.compose import compose_run
 from asyncrl.config import learner_pools, requested_cpus, requested_gpus
 from asyncrl.core.errors import DeadlineError, UsageError
-from asyncrl.core.host import gpu_memory_bytes, visible_gpus
+from asyncrl.core.host import gpu_memory_bytes, own_python, visible_gpus
 from asyncrl.core.types import Prompt
 from asyncrl.metrics import TerminalView
 from asyncrl.run.cluster import EnginePlaces, gpu_of_this_node, learner_layout, pool_of_one, ray_cluster, worker_env
@@ -81,7 +81,8 @@ def away():
 @pytest.fixture(scope="module")
 def ray_with_8_gpus():
     hidden = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    ray.init(address="local", num_cpus=32, num_gpus=8, include_dashboard=False, log_to_driver=False)
+    own = {"address": "local", "runtime_env": own_python()}
+    ray.init(**own, num_cpus=32, num_gpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
     if hidden is not None:

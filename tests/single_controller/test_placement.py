@@ -32,6 +32,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 DRIVER = """
 import sys
 import ray
+from asyncrl.core.host import own_python
 from asyncrl.single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
 
 class Keeper(Worker):
@@ -44,7 +45,8 @@ class Keeper(Worker):
         self.kept.append(value)
         return self.kept
 
-ray.init(address=sys.argv[1], namespace="kept by name", log_to_driver=False)
+own = {"address": sys.argv[1], "runtime_env": own_python()}
+ray.init(**own, namespace="kept by name", log_to_driver=False)
 names = [f"trainerKeeper_0:{rank}" for rank in range(2)]
 keeper = RayClassWithInitArgs(Keeper)
 if sys.argv[2] == "start":

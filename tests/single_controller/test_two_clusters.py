@@ -11,6 +11,7 @@ import pytest
 _SCRIPT = """
 import gc, os, sys
 import ray, torch
+from asyncrl.core.host import own_python
 from asyncrl.single_controller import DataProto
 from asyncrl.core.errors import WorkerDiedError
 from asyncrl.single_controller import *
@@ -29,7 +30,8 @@ class Passer(Worker):
         return data
 
 def begin():
-    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
+    own = {"address": "local", "runtime_env": own_python(), "include_dashboard": False}
+    ray.init(**own, num_cpus=4, object_store_memory=80 * 2**20, log_to_driver=False)
 
 def start(pool):
     return RayWorkerGroup(pool, RayClassWithInitArgs(Passer), timeout_s=60)
@@ -78,6 +80,7 @@ sys.stdout.write("both clusters served")
 _DETACHED = """
 import sys
 import ray
+from asyncrl.core.host import own_python
 from asyncrl.single_controller import *
 
 class Ranked(Worker):
@@ -86,7 +89,8 @@ class Ranked(Worker):
         return self.rank
 
 def begin():
-    ray.init(address=sys.argv[1], namespace="detached", log_to_driver=False, logging_level="ERROR")
+    own = {"address": sys.argv[1], "runtime_env": own_python()}
+    ray.init(**own, namespace="detached", log_to_driver=False, logging_level="ERROR")
 
 begin()
 pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1, detached=True, timeout_s=60)

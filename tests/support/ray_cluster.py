@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from asyncrl.core.host import own_python
+
 # Simultaneous test sessions have different addresses, so their ports do not conflict.
 _NETWORK = ".".join(str(byte) for byte in bytes.fromhex(os.environ.get("ASYNCRL_TEST_SESSION", "0000")[:4]))
 HEAD_ADDRESS = f"127.{_NETWORK}.9"
@@ -44,7 +46,7 @@ def two_node_cluster() -> Iterator:
     )
     try:
         cluster.add_node(num_cpus=8, node_ip_address=SECOND_ADDRESS, **NODE_OPTIONS)
-        ray.init(address=cluster.address, log_to_driver=False)
+        ray.init(address=cluster.address, runtime_env=own_python(), log_to_driver=False)
         yield cluster
         ray.shutdown()
     finally:
@@ -65,4 +67,4 @@ def away_from_the_shared_cluster() -> Iterator[None]:
     finally:
         ray.shutdown()
         if address is not None:
-            ray.init(address=address, log_to_driver=False)
+            ray.init(address=address, runtime_env=own_python(), log_to_driver=False)
