@@ -111,7 +111,10 @@ class TimedTurns:
 
 
 async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
-    """The time of a call minus its turn in ms, at 64 concurrent calls. Also the endpoint's CPU time per call."""
+    """Milliseconds of a call without the time of its turn, at 64 concurrent calls.
+
+    Also the endpoint's CPU time per call.
+    """
     prompt_ids = np.asarray(renderer.render([QUESTION], [TOOL]), dtype=np.int32)
     call = renderer.tokenizer.encode(CALL + "<|end|>")
     prompt = Prompt(group_id=0, prompt_ids=prompt_ids)

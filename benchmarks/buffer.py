@@ -135,7 +135,7 @@ async def put_all(worker: WorkerClient, groups: list[TrajectoryGroup], window: i
 
 
 async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
-    """The seconds to put the groups of a step (with the window), and the seconds to fetch them."""
+    """Seconds to put the groups of a step and to fetch them. At most ``_WINDOW`` puts run at once."""
     groups = [group_of(lease, num_bytes) for lease in await buffer.lease()]
     began = time.perf_counter()
     await put_all(buffer.worker, groups, _WINDOW)

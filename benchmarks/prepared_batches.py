@@ -94,7 +94,7 @@ def run_steps(worker: ActorWorker, steps: Sequence[Sequence[int]], *, first: int
 
 
 def measure(groups_per_step: int, length: int, num_steps: int, rounds: int) -> dict[str, float]:
-    """The figures; see `TARGETS`."""
+    """Measure pairs of runs. Returns the figures that `TARGETS` names."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     num_groups = groups_per_step * num_steps
     with tempfile.TemporaryDirectory() as folder:

@@ -148,7 +148,10 @@ class AttemptHistory:
         self.finished = finished
 
     def num_attempts(self, group_id: int) -> int:
-        """Number of attempts of a finished or reopened group. 1 if the number is forgotten; 0 for any other group."""
+        """Number of attempts at a finished or reopened group.
+
+        1 if the number was forgotten, and 0 for any other group.
+        """
         if group_id in self.finished:
             return self._unusual.get(group_id, (1, 0))[0]
         return self._reopened.get(group_id, 0)

@@ -213,7 +213,7 @@ class CheckpointRequests:
         for name in ("num_stores", "is_elsewhere"):
             if owner[name] != (needed := self._owner[name]):
                 raise ValueError(
-                    f"{where} holds a buffer with {name}={owner[name]}, this one has {needed}; resume with the "
+                    f"{where} has {name}={owner[name]}, but this buffer has {needed}; resume with the "
                     "buffer.num_store_servers and buffer.stores_on of the checkpoint"
                 )
 
@@ -252,9 +252,9 @@ class CheckpointRequests:
         return written
 
     async def _parts(self, folder: Path, checkpoint: commands.Checkpoint) -> Checkpointed:
-        """Write the parts.
+        """Write the parts of the ledger and of the stores.
 
-        The ledger's snapshot is taken after the requests to the stores, so the stores have its groups.
+        The stores get their requests before the ledger's snapshot is taken, so they write every group of the snapshot.
         """
         stores: list[asyncio.Future[Checkpointed]] = []
         for number, link in () if self._links is None else self._links.connected():

@@ -118,9 +118,10 @@ class Leased(Answer, frozen=True):
 
 
 class Reservation(Answer, frozen=True):
-    """The bytes are reserved, on the store server at ``address`` if there is one.
+    """The answer to a reservation.
 
-    If the lease is lost, they are not reserved.
+    ``address`` is the store server with the reserved bytes, if the run has store servers. ``is_held`` is false if the
+    sender has lost the lease. Then nothing is reserved.
     """
 
     is_held: bool = True

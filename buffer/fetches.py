@@ -97,8 +97,8 @@ class FetchWindow:
         waiting = sum(size for _, size in replies)
         if replies and waiting + num_bytes > self._limit:
             raise StoreFull(
-                f"this client has not read {waiting} fetched bytes, and {num_bytes} more exceed "
-                f"buffer.max_stored_bytes={self._limit}; read them first"
+                f"this client has not read {waiting} fetched bytes yet, and {num_bytes} more would exceed "
+                f"buffer.max_stored_bytes={self._limit}; read the fetched bytes first"
             )
         replies.append((request_id, num_bytes))
         if len(self._replies) > _MAX_CLIENTS:

@@ -498,7 +498,10 @@ class Journal:
             self._write_log([])
 
     def note(self, frames: LoggedFrames) -> None:
-        """Record that frames are held, or dropped (place 0). Raises `ReplayBufferError` if the disk is full."""
+        """Record that frames are held, or that they were dropped (place 0).
+
+        Raises `ReplayBufferError` if the disk is full.
+        """
         references, inline = self._references(frames.items())
         self._write_log([(Head(references=references), inline)])
         refer(self._places, references)

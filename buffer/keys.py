@@ -219,10 +219,10 @@ def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
 
 
 class KeyGate:
-    """Answers ZMQ's authentication requests (ZAP, RFC 27) with the public key of the client; refuses unknown keys.
+    """Answers ZMQ's authentication requests (ZAP, RFC 27) with the client's public key, or refuses an unknown key.
 
     Make this object before the sockets of ``context`` are bound. ``on_refused`` is called for each refused key. ZMQ
-    asks once per connection; `role_of` checks the key of each message.
+    asks once per connection. `role_of` checks the key of each message.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: ServerKeys, on_refused: Callable[[], None]) -> None:

@@ -227,7 +227,10 @@ class Ledger:
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
     def cannot_hold_batch(self, group_id: int) -> bool:
-        """Whether the stores are too small for the earliest due groups, including the refused ``group_id``."""
+        """Whether the stores are too small for the groups that are due first.
+
+        The group ``group_id``, which was refused, is one of them.
+        """
         group = self.groups.get(group_id)
         others = [other for other in self.groups.leases.all() if other is not group]
         if group is None or any(other.num_bytes or other.deadline < group.deadline for other in others):

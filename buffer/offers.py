@@ -265,8 +265,8 @@ class OfferRequests:
         """Add an offer to the log, or fail the requests for weights because a publish failed."""
         if not self.is_current(offer):
             raise WrongEpoch(
-                f"an offer came from incarnation {offer.incarnation} of the learner, this buffer serves "
-                f"{self._ledger.incarnation}; a learner from a checkpoint replaced the sender, which must end"
+                f"an offer came from incarnation {offer.incarnation} of the learner, but this buffer serves "
+                f"{self._ledger.incarnation}; another learner replaced the sender, which must end"
             )
         if offer.offer is not None:
             self._log.append(offer.offer)

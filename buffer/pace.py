@@ -89,7 +89,7 @@ class RunningGroup:
 
 
 class WorkerPaces:
-    """The paces of all workers, and the running groups that are on offer to faster workers."""
+    """The paces of all workers, and the running groups that faster workers may take over."""
 
     def __init__(self) -> None:
         self._workers: dict[bytes, _Worker] = {}
@@ -168,7 +168,7 @@ class WorkerPaces:
         self._longest_tokens = max(self._longest_tokens, num_tokens)
         worker.took.append(max(took_s, min(worker.paces) * (num_tokens or self._longest_tokens)))
         self._judge(worker)
-        if fastest is None or usual < fastest:  # other workers may be slow compared with this one
+        if fastest is None or usual < fastest:  # compared with this worker, others may now be slow
             for other_usual, other in reversed(self._by_usual):
                 if other_usual < _SLOWER * usual:
                     break
@@ -232,7 +232,7 @@ class WorkerPaces:
         return min(moments, default=None)
 
     def usual_pace(self, name: bytes, now: float) -> float:
-        """Seconds per token of a worker's median group.
+        """The median of a worker's seconds per token.
 
         An unknown worker gets the pace of the fastest worker, or 0 if no pace is known. A slow worker becomes unknown
         again after a long time without a group. Otherwise its pace would never be measured again.
@@ -304,9 +304,9 @@ class WorkerPaces:
         return worker.slowdown * (min(worker.paces) if worker.paces else self._fastest() or 0.0)
 
     def _longest_of(self, worker: _Worker) -> float:
-        """Seconds of a worker's longest group.
+        """The longest time, in seconds, that a worker needed for a group.
 
-        For an unknown worker, the seconds of the fleet's longest group; 0 if none has ended.
+        For an unknown worker, the longest time of the workers that were not slow, or 0 if no group has ended.
         """
         return max(worker.took) if worker.took else max(self._longest_s, self._longest_before_s)
 

@@ -105,7 +105,7 @@ class StalenessRule:
     def missing(
         self, open_by_deadline: Mapping[int, int], ready_by_deadline: Mapping[int, int], *, version: int
     ) -> list[int]:
-        """The numbers of running groups that the plan of ``version`` would have to take.
+        """Numbers of running groups that the plan of ``version`` must take by each deadline.
 
         Returns ``max_lag + 1`` numbers. ``ready_by_deadline`` counts the stored groups in ``open_by_deadline``. Entry k
         counts running groups due at w + k or earlier, without the groups that earlier entries count.

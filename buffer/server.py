@@ -377,8 +377,8 @@ class ServerSocket:
             self._limit.check(request.client, operation.num_parts - 1)
             if epoch != self.epoch and (epoch or not isinstance(operation, Connect)):
                 raise WrongEpoch(
-                    f"{name} came from run {epoch!r:.40}, this buffer serves run {self.epoch!r}; the sender belongs to "
-                    "another run and must end"
+                    f"{name} came from run {epoch!r:.40}, but this buffer serves run {self.epoch!r}; the sender "
+                    "belongs to another run and must end"
                 )
             if role is not None and role not in operation.roles:
                 raise NotAllowed(f"the key of role {role!r} may not {name}; use the key of its role")

@@ -372,7 +372,7 @@ def client_context() -> zmq.Context[Any]:
 
 
 def allow_clients(num_clients: int, *, num_links: int = 0) -> None:
-    """Raise this process's limit of open files for a server with so many clients and links to stores.
+    """Raise this process's limit of open files for a server with this number of clients and of links to stores.
 
     Child processes inherit the limit. Raises `ValueError` if the limit is too low and cannot be raised, or if ZMQ has
     too few sockets.

@@ -493,7 +493,7 @@ class Admission:
     def _fastest_taker(self, group: RunningGroup, versions: Iterable[int], now: float) -> bytes | None:
         """The fastest worker that waits at one of these versions and may continue a group.
 
-        None if it is not much faster.
+        None if no such worker is much faster.
         """
         paces = [
             (self._paces.usual_pace(request.client, now), request.client)
@@ -599,7 +599,7 @@ class Admission:
 
         Returns the number of generated tokens.
 
-        ``num_generated`` is the caller's count. The producer's last heartbeat may have reported a larger one. Tokens
+        ``num_generated`` is the caller's count. A larger count from the producer's last heartbeat replaces it. Tokens
         that were only in the producer's memory count as lost. A repeated call returns the same number.
         """
         buried = self._ledger.account.buried

@@ -46,7 +46,7 @@ Script = Callable[[SampleRequest, int], ScriptedAnswer]
 
 
 def repeat_last_token(request: SampleRequest, version: int) -> ScriptedAnswer:
-    """Answer with the prompt's last token, once."""
+    """Return a response of one token: the last token of the prompt."""
     return ScriptedAnswer(response=[int(request.prompt_ids[-1])])
 
 

@@ -436,7 +436,10 @@ class Session:
     def _longest_history(
         self, messages: Sequence[Message], tools: str, digests: Sequence[bytes]
     ) -> tuple[_History | None, str]:
-        """Find the longest known history that the messages continue. Without one, returns the cause of the branch."""
+        """Find the longest known history that the messages continue.
+
+        If there is none, also returns the cause of the new branch.
+        """
         called = {str(message.get("tool_call_id")) for message in messages if message["role"] == "tool"}
         cause = ""
         for length in range(len(messages) - 1, 0, -1):

@@ -164,7 +164,7 @@ def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, cap
 
 
 def test_a_step_in_a_checkpoint_counts_though_its_controller_was_killed_before_it_noted_the_commit(run, capsys):
-    # the last commit before the next life, and a commit before a later one
+    # the last commit of life 1, and a commit of the next life that others follow
     for life, step in ((run.parent / "1", 1), (run, 2)):
         path = life / "receipts" / "all.jsonl"
         lines = path.read_text().splitlines(keepends=True)

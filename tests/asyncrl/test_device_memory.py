@@ -225,7 +225,7 @@ def test_a_pool_apart_is_counted_alone_and_is_never_paused():
         ([], 12 + 12 + 2),
         ([MOVES], 0),
         ([MOVES, "learner.critic.offload_at_transition_only=false"], 12),
-        # the critic is offloaded after each use instead of at the transition, so its moments stay
+        # the critic is offloaded after each use, not at the transition, so its moments stay on the device
         ([MOVES, "learner.critic.param_offload=true"], 8),
         ([MOVES, "learner.reference.param_offload=true"], 0),
     ],

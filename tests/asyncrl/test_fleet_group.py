@@ -95,7 +95,7 @@ async def test_a_worker_that_hangs_before_the_first_weights_ends_the_start(fleet
 
 async def test_each_start_of_an_engine_draws_other_random_numbers(fleet_of):
     seeds = []
-    for version in (0, 40):  # a new run, and one that goes on from a checkpoint
+    for version in (0, 40):  # a new run, and a run that continues from a checkpoint
         workers = Workers(takes_s=100.0)
         fleet = fleet_of(workers, TWO, version=version)
         await fleet.start()

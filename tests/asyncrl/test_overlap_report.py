@@ -27,7 +27,7 @@ def test_efficiency_is_the_slower_pool_alone_over_the_measured_step():
     run = report.run
     assert run.step_s == pytest.approx(100e-9)
     assert run.alone_s("learner") == pytest.approx(60e-9)
-    # Without a learner, a place also waits for the last sample of its group.
+    # Without a learner, a place is still occupied until the last sample of its group has ended.
     assert run.alone_s("fleet") == pytest.approx(100e-9)
     assert run.efficiency == pytest.approx(1.0)
     assert run.pools["learner"].utilisation == 0.6

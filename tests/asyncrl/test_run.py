@@ -37,7 +37,7 @@ class FullDisk(ScriptedLearner):
 
 
 def make_training(run_dir, view, *overrides, learner=None, records=()):
-    """Make the training of a run that has recorded ``records``. Its own loops have not run."""
+    """Make a `Training` that has recorded ``records`` and has not started."""
     parts = dict.fromkeys(("buffer", "fleet", "prompts", "evaluator", "watching", "resumed"))
     return training.Training(
         compose_run([*overrides]),

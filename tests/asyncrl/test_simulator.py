@@ -124,9 +124,9 @@ def test_two_engines_on_one_core_are_as_fast_as_one():
 
 @pytest.mark.parametrize(("max_lag", "expected_s"), [(0, 3 + 0.25 + 0.3 + 3), (2, 3.8)])
 def test_other_work_on_the_host_slows_down_busy_pools(max_lag, expected_s):
-    """The engine generates for 3 s, settles four groups in 0.0625 s each, and asks for 0.3 s.
+    """The engine generates for 3 s. It stores four groups in 0.0625 s each, and waits 0.3 s before it requests a lease.
 
-    With lag, it also shares the core with other work of 1 s.
+    With lag, the core also does 1 s of other work per step at the same time.
     """
     host = HostModel(is_shared=True, settle_s=0.0625, step_s=1.0)
     work = {"engine": BATCHES, "learner": LearnerModel(step_s=3.0), "host": host}

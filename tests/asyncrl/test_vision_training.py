@@ -1,4 +1,4 @@
-"""Training on images with the real engine, session of rows, learner and weights, in one process."""
+"""Training on images in one process, with a real engine, real sessions, a real learner, and real weights."""
 
 import base64
 import json

@@ -138,7 +138,10 @@ async def test_a_checkpoint_that_does_not_fit_the_ledger_or_the_disk_is_refused_
             await client.resume(0, key="other", tokens_generated=0)
     with pytest.raises(ReplayBufferError, match="v00000007/journal holds no complete log"):
         running(**options_of("memory", tmp_path, checkpoint=str(tmp_path / "v00000007")))
-    for number, words in ((1, "is_elsewhere=False, this one has True"), (2, "num_stores=1, this one has 2")):
+    for number, words in (
+        (1, "is_elsewhere=False, but this buffer has True"),
+        (2, "num_stores=1, but this buffer has 2"),
+    ):
         with pytest.raises(ValueError, match=words):
             running(**options_of("memory", tmp_path, checkpoint=str(tmp_path / "v00000000"), num_store_servers=number))
 

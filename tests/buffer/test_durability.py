@@ -474,7 +474,7 @@ async def test_a_put_is_acknowledged_only_when_it_is_written(tmp_path: Path, mon
             with pytest.raises(ReplayBufferError, match="journal cannot be written: Bad file descriptor; check the"):
                 await client.put(rollout(first))
         await client.put(rollout(second))
-        await client.put(rollout(first))  # a repeated put; the group was stored before, but is written only now
+        await client.put(rollout(first))  # a repeated put writes the group, which was stored before and not written
     async with running(groups_per_step=4, **options) as run:
         fetched = await run.client().fetch([0, 1])
         assert [group.group_id for group in fetched] == [0, 1]

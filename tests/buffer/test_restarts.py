@@ -264,7 +264,7 @@ FIRST_WRITES = [
         for number, name in enumerate(FIRST_WRITES, 1)
         for share in (0, 1, 2)
         for is_usual in [(name, share) in {("put", 1), ("plan", 0), ("commit", 2)}]
-        if number > 4  # not earlier, because the client must greet first
+        if number > 4  # a client must have connected before the kill
     ],
 )
 async def test_a_server_process_that_is_killed_at_a_write_comes_back_with_what_it_acknowledged(

@@ -190,7 +190,7 @@ async def test_a_message_of_another_run_is_refused_by_name(tmp_path: Path):
     await control.enqueue([prompt(0)])
     [again] = await control.lease(0, 1)
     for call in (worker.put(rollout(lease)), worker.lease(0, 1), worker.renew([lease]), worker.stats()):
-        with pytest.raises(WrongEpoch, match="came from run 'first', this buffer serves run 'second'"):
+        with pytest.raises(WrongEpoch, match="came from run 'first', but this buffer serves run 'second'"):
             await call
     stranger = AnyRole(server.address, request_timeout_s=5.0, epoch="first")
     with pytest.raises(WrongEpoch):

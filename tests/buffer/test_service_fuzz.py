@@ -381,7 +381,10 @@ class Life:
         self.version += 1
 
     def tokens_trained(self, *, is_reuse: bool = False) -> int:
-        """The tokens of the trained groups. Each group counts once, or once per use after the first use."""
+        """The tokens of the trained groups.
+
+        Each group counts once. With ``is_reuse``, only its uses after the first count.
+        """
         uses = Counter(key for keys in self.trained.values() for key in keys)
         return sum(self.written[key].num_tokens * (uses[key] - 1 if is_reuse else 1) for key in uses)
 

@@ -297,7 +297,7 @@ class Lineage:
             self._note(f"… refused: {error}")
 
     def _fill(self, event: Event) -> None:
-        """Fill the disk for a while. Another life may begin on the full disk."""
+        """Fill the disk for a while. If the run ends, another life may begin while the disk is full."""
         filler = self.disk / FILLER
         _take_all_space(filler)
         self._watch(event.length_s)

@@ -260,7 +260,7 @@ def test_a_score_is_float32_and_not_rounded_to_the_type_of_the_model(dtype):
     torch.manual_seed(0)
     linear = torch.nn.Linear(64, 1, bias=True).to(dtype)
     with torch.no_grad():
-        linear.bias.fill_(100.0)  # bfloat16 has steps of 0.5 there
+        linear.bias.fill_(100.0)  # near 100, bfloat16 can only represent multiples of 0.5
     hidden = torch.randn(50, 64).to(dtype)
     head = SimpleNamespace(pretrained=SimpleNamespace(**{SCORE_HEAD: linear}), hidden_states=lambda batch: hidden)
     (scores,) = heads._scores_at(head, None, torch.arange(50))

@@ -73,7 +73,11 @@ def every_family(paths: list[str], sp_size: int, options: dict[str, Any]) -> lis
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Random models by family. A leak, a missing sink or an ignored window changes log-probs by nats."""
+    """Random models by family.
+
+    Their weights are large, so that an error in attention changes log-probs by whole nats. Examples of such an error
+    are tokens of another sequence, a missing sink, and an ignored window.
+    """
     root = tmp_path_factory.mktemp("families")
     return {family: save_tiny_model(root / family, family, initializer_range=0.3) for family in TRAINED_FAMILIES}
 

@@ -231,7 +231,7 @@ def sharded_run(model_path: str, config: LearnerConfig) -> tuple[list[float], in
     losses, bytes_after = [], -1
     for _ in range(2):
         losses.append(learner.update())
-        learner.log_prob()  # leaves the root unsharded
+        learner.log_prob()  # after this call, the root's parameters are unsharded
         learner.residence.enter_rollout()
         bytes_after = learner.residence.device_bytes()
         learner.residence.enter_training()

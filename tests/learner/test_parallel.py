@@ -121,7 +121,7 @@ def test_two_ranks_equal_one_process_even_if_one_rank_is_empty(model_path):
     assert_same(data, alone)
     assert_same(sequence, alone)
     assert_same(uneven, train(model_path, config(1), 2))
-    # each has one sequence, and one of the two is not in the loss
+    # each rank has one sequence, and one of the two sequences is not in the loss
     assert sorted(result[2][0][2] for result in results) == [1, 1]
     assert alone[0][0][0]["num_micro_batches"] == 1
     assert data[0][0][0]["num_micro_batches"] > 1

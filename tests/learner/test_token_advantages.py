@@ -127,7 +127,7 @@ def test_a_small_difference_between_large_values_is_kept():
 
 
 def test_long_and_short_trajectories_sum_over_any_number_of_blocks():
-    lengths = torch.tensor([0, 1, 63, 64, 65, 500, 2, 128, 9000, 0, 3])  # 9000 tokens need blocks of blocks
+    lengths = torch.tensor([0, 1, 63, 64, 65, 500, 2, 128, 9000, 0, 3])  # 9000 tokens are more than 64 blocks of 64
     rewards = torch.randn(int(lengths.sum()), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     got = returns_to_go(rewards, lengths, gamma=0.97)
     want = []

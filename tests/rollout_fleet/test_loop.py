@@ -105,7 +105,7 @@ async def test_no_more_groups_are_held_than_the_config_allows(make_buffer):
 
 
 async def test_a_lease_of_no_group_is_not_requested_when_the_places_are_taken_meanwhile(make_buffer, monkeypatch):
-    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # stands for a turn after a tool that takes the place
+    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # as if a turn after a tool call took the place
     monkeypatch.setattr(InflightGroups, "num_free", property(lambda groups: next(answers, free(groups))))
     buffer = make_buffer(2)
     async with running_loop(buffer):

@@ -86,13 +86,13 @@ def model_of(family: str, folder: Path, eos_ids: Sequence[int] = ()) -> tuple[st
     ("family", "cuts_cache", "may_pad"),
     [
         ("qwen3", True, True),
-        ("gemma3_text", True, True),  # its attention window is shorter than a prompt
+        ("gemma3_text", True, True),  # the attention window is shorter than a prompt
         ("gpt2", True, True),  # learned positions
         ("deepseek_v3", True, True),
-        ("lfm2", False, True),  # it has the state of a convolution
+        ("lfm2", False, True),  # the cache has the state of a convolution
         ("openai-gpt", False, True),  # no cache
-        ("recurrent_gemma", False, False),  # it has a state outside of the cache
-        ("llama4_text", True, False),  # its attention works in chunks of positions
+        ("recurrent_gemma", False, False),  # the model has a state outside of the cache
+        ("llama4_text", True, False),  # the attention works in chunks of positions
     ],
 )
 def test_equal_prompts_are_read_once_and_rows_that_end_are_dropped_and_no_log_prob_changes(
