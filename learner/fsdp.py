@@ -349,7 +349,7 @@ def own_part(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def is_first_rank() -> bool:
-    """Whether this process writes what all ranks would log: rank 0, or a process without a group."""
+    """Whether this process writes log lines that are the same on all ranks: rank 0, or a process without a group."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

@@ -119,7 +119,7 @@ def end_with_parent() -> None:
 
 
 def own_python() -> dict[str, str]:
-    """The ``runtime_env`` with which Ray can start workers by this Python; empty if it can without.
+    """The ``runtime_env`` that Ray needs to start workers with this Python; empty if Ray needs none.
 
     Ray puts the path of Python into a shell command without quotes. In a folder with a space, no worker would start.
     """

@@ -117,11 +117,11 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryGroup:
-    """G trajectories of one prompt as columns: M turns, the prompt first, and N tokens, turn after turn.
+    """G trajectories of one prompt as columns. They have M turns, beginning with the prompt, and N tokens in all turns.
 
     Attributes:
-        group_id: As in `Prompt`; ``attempt``: as in `Lease`.
-        turns: [M] of `TURN_DTYPE`. The turns of a trajectory are adjacent, parents before children.
+        group_id: Group id of the `Prompt`; ``attempt`` is that of the `Lease`.
+        turns: [M] of `TURN_DTYPE`. The turns of a trajectory are adjacent, and parents come before their children.
         token_columns: [N, …] arrays by name. Always ``token_ids`` int32, ``logprobs`` float32 (0 where not sampled) and
             ``versions`` int32 (-1 where not sampled).
         trajectory_columns: [G, …] arrays by name. Always ``rewards`` float32; ``baseline`` bool if there is a

@@ -185,7 +185,8 @@ class WeightPublisher:
         versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
         data_file = DATA_FILE if self._frozen is None else ADAPTER_FILE
         first_kept = max(0, len(versions) - self._keep)
-        while first_kept > 0:  # keep more, until no engine needs an older version and the oldest kept one is full
+        # Keep more versions until no engine needs an older one, and the oldest kept version is full.
+        while first_kept > 0:
             first = versions[first_kept]
             is_needed = self._is_shown and first.name > _folder_name(self._oldest)
             if not is_needed and (self._options.full_every == 1 or (first / data_file).exists()):
