@@ -268,7 +268,6 @@ class Lineage:
 
     def _signal(self, part: str, number: signal.Signals, share: float) -> psutil.Process | None:
         """Send a signal to one process of the run. Returns None if the run has no such process at the moment."""
-        supervisor = psutil.Process(self.run.process.pid)
         words = {process: _words_of(process) for process in self._processes()}
         found = [process for process in words if PARTS[part] in words[process]]
         if part == "buffer":  # the words of the buffer also match its stores
@@ -276,7 +275,8 @@ class Lineage:
         if part == "engine" and not found:  # the in-process engine generates in the worker
             found = [process for process in words if PARTS["worker"] in words[process]]
         if part in ("supervisor", "controller"):
-            found = [process for process in found if (process == supervisor) == (part == "supervisor")]
+            own = self.run.process.pid
+            found = [process for process in found if (process.pid == own) == (part == "supervisor")]
         if not found:
             self._note(f"… there is no {part}")
             return None
