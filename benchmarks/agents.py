@@ -2,13 +2,13 @@
 
 One function per figure.
 
-``endpoint_ms``: 64 episodes each have one call running. A client in a separate process sends the growing conversation
-    of each episode: a question, tool calls and their results, over eight turns. A script sets the duration of each turn
-    between 0.3 and 0.9 s, so calls come at different moments, as with a real engine. As in a rollout worker, garbage
-    collections skip the objects that were loaded before (``gc.freeze``). The figure is the median of a call's time
-    minus the duration of its turn, measured by the client. The figure includes the client's own time. ``bare_ms`` is
-    the same figure for an aiohttp server that only waits and answers. ``endpoint_cpu_ms`` is the CPU time per call. The
-    rate of calls is at most its inverse.
+``endpoint_ms``: 64 episodes run at once, and each has one running call. A client in a separate process sends the
+    growing conversation of each episode: a question, tool calls and their results, over eight turns. A script sets the
+    duration of each turn between 0.3 and 0.9 s, so calls come at different moments, as with a real engine. As in a
+    rollout worker, garbage collections skip the objects that were loaded before (``gc.freeze``). The figure is the
+    median of a call's time minus the duration of its turn, measured by the client. The figure includes the client's own
+    time. ``bare_ms`` is the same figure for an aiohttp server that only waits and answers. ``endpoint_cpu_ms`` is the
+    CPU time per call. The rate of calls is at most its inverse.
 
 ``tree_vs_linear_tokens``: tokens that the learner computes for the trees of a search agent, divided by those of its
     separate branches. ``tree_vs_turns_tokens`` divides by the tokens of all turns, each with its whole context.
@@ -17,10 +17,10 @@ One function per figure.
 The other figures are those of `benchmarks.agent_fleet`. ``episodes_vs_bare_agent`` is the turns per second of the
 fleet, divided by those of the same agent that uses SGLang directly. ``scripted_vs_bare_agent`` is the same ratio on the
 scripted engine. ``slots_held_by_tools`` counts the tools that began while a turn of their episode had a place on the
-engine. ``tools_overlap`` is the busy share of the engine's places while a fifth of the episodes' time goes into tools;
-``idle_CAUSE`` are the other shares, ``sglang_overlap`` is the same on SGLang. ``prefix_hit_rate`` is the share of
-tokens that SGLang had in its cache, of those that it could have had. ``--quick`` measures one round of the endpoint,
-and no SGLang.
+engine. ``tools_overlap`` is the busy share of the engine's places while a fifth of the episodes' time goes into tools.
+``idle_CAUSE`` are the other shares, and ``sglang_overlap`` is the busy share on SGLang. ``prefix_hit_rate`` is the
+share of tokens that SGLang had in its cache, of those that it could have had. ``--quick`` measures one round of the
+endpoint, and no SGLang.
 """
 
 from __future__ import annotations

@@ -184,9 +184,9 @@ async def rows_per_s(number: int, rounds: int, *, window: int) -> float:
 
 
 async def disk_vs_memory(number: int, rounds: int) -> float:
-    """Puts of 35 KB groups per second with the window: the rate with durability=disk ÷ the rate with durability=memory.
+    """The rate of puts with durability=disk ÷ the rate with durability=memory.
 
-    They are measured alternately.
+    The groups have 35 KB, and at most ``_WINDOW`` puts run at once. The two rates are measured alternately.
     """
     buffers = [Buffer(number, durability=durability) for durability in (Durability.memory, Durability.disk)]
     ratios = []

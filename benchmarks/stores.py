@@ -70,7 +70,7 @@ class HostProcess:
 
 @contextmanager
 def two_hosts(rate: str) -> Iterator[list[HostProcess]]:
-    """Two hosts, and a link between them with this rate in each direction, in the notation of tc."""
+    """Two hosts with a link between them. ``rate`` is the link's rate in each direction, as tc spells it."""
     hosts = [HostProcess() for _ in ADDRESSES]
     try:
         first, second = (str(host.process.pid) for host in hosts)

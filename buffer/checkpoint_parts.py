@@ -179,7 +179,7 @@ class CheckpointRequests:
         self._config, self._ledger, self._store = shared.config, shared.ledger, shared.store
         self._journal, self._links = journal, links
         self._lineage = shared.config.lineage or shared.config.epoch  # the same name in every life of the run
-        # The options that a server needs to continue a journal or a checkpoint of this one.
+        # A later server needs equal options to continue this server's journal or checkpoint.
         self._owner = {**self._ledger.options, "is_elsewhere": self._store.is_elsewhere}
         self._writer = PartWriter(journal)
         self._pending = PendingWrites(shared.held())

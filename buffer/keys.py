@@ -94,7 +94,7 @@ def make_keys(directory: Path) -> None:
     for name, values in files.items():
         path = directory / name
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # this also fails on a link
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # also fails if the path is a link
         except FileExistsError:
             raise ValueError(f"{path} exists; keys are made once per run, name a new directory") from None
         with os.fdopen(descriptor, "w") as file:

@@ -262,7 +262,7 @@ class OfferRequests:
         return message.incarnation == self._ledger.incarnation
 
     def on_offer(self, request: Message, offer: commands.Offer) -> Answer:
-        """Add an offer to the log, or fail the requests for weights because a publish failed."""
+        """Add an offer to the log. If the message reports a failed publish, fail the waiting requests for weights."""
         if not self.is_current(offer):
             raise WrongEpoch(
                 f"an offer came from incarnation {offer.incarnation} of the learner, but this buffer serves "

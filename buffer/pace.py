@@ -263,7 +263,10 @@ class WorkerPaces:
         return None
 
     def take_over(self, running: RunningGroup, taker: bytes, now: float) -> None:
-        """Take the first group from the heap of offers, and keep a free place of ``taker`` for it."""
+        """Remove ``running`` from the heap of offers, where it is the first group.
+
+        Keep a free place of ``taker`` for it.
+        """
         heappop(self._on_offer)
         running.is_asked = True
         self._num_changes[running.group_id] += 1

@@ -86,8 +86,8 @@ class Roster:
             raise MembershipRefused(f"--num must be >= 1 engines, got {num_engines}")
         if num_engines > self.num_free:
             raise MembershipRefused(
-                f"rollout_fleet.num_engines allows {self._most} engines; {len(self._presence)} are present or coming, "
-                f"got {num_engines} more; ask for at most {self.num_free}, or let others leave first"
+                f"rollout_fleet.num_engines allows {self._most} engines, and {len(self._presence)} are present, "
+                f"coming or leaving, got {num_engines} more; ask for at most {self.num_free}, or let others leave first"
             )
         kept = [rank for rank in range(self._fewest) if rank not in self._presence] if in_kept_places else []
         new = range(self._next, self._next + max(0, num_engines - len(kept)))

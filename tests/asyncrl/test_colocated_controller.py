@@ -1,4 +1,4 @@
-"""Colocated training with scripted parts: the order of events, and that only one pool works at a time."""
+"""Colocated training with scripted parts. Events have the right order, and only one pool works at a time."""
 
 import asyncio
 

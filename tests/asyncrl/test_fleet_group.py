@@ -133,7 +133,7 @@ async def test_a_worker_that_ends_with_leases_left_is_buried_with_its_own_count(
     if end == "leave":
         await fleet.leave(1)
     counts = await fleet.drain()
-    worker = f"worker-1-{workers.replaced.count(1)}"  # a worker that joined has its own place
+    worker = f"worker-1-{workers.replaced.count(1)}"  # the last number counts the replacements
     assert (workers.graves.buried, workers.graves.known) == ([worker], [100])
     assert (counts.tokens_generated, counts.tokens_in_flight) == (100 + 70, 0)
 
@@ -312,7 +312,7 @@ async def test_two_joins_at_the_same_time_get_different_engines(started):
     workers.takes_s = 1.0
     answers = await asyncio.gather(fleet.join(1), fleet.join(1), fleet.join(2), return_exceptions=True)
     assert answers[:2] == ["joined: rollout worker 4", "joined: rollout worker 5"]
-    assert "allows 4 engines; 4 are present or coming, got 2 more" in str(answers[2])
+    assert "allows 4 engines, and 4 are present, coming or leaving, got 2 more" in str(answers[2])
     assert fleet.engines() == ["0", "3", "4", "5"]
 
 

@@ -51,7 +51,10 @@ def saved(folder: Path, kind: str) -> str:
 
 
 def differences(path: str, num_ranks: int, sp_size: int) -> list[float]:
-    """The difference between packed log-probs and those of single sequences, and the error for a longer sequence."""
+    """For each sequence, the largest difference between its packed and its plain log-probs.
+
+    Checks also that a sequence longer than the limit is refused.
+    """
     config = LearnerConfig(device=Device.cpu, max_tokens_per_micro_batch=60, num_ranks=num_ranks, sp_size=sp_size)
     model = PackedModel(config, REFERENCE, model_path=path)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
