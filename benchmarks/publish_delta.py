@@ -71,9 +71,10 @@ def wire_vs_ideal(folder: Path, dtype: torch.dtype, share: float, *, seed: int) 
 def publish_memcpys(
     model_path: str, folder: Path, num_runs: int, *, full_every: int = 1, lora: LoraConfig | None = None
 ) -> tuple[float, WeightOffer]:
-    """Return the time from the call to the offer ÷ the time of one memcpy of all weights, and the last offer.
+    """Return a ratio and the last offer.
 
-    There is one rank in float32. Publishes a delta with ``full_every``, and an adapter with ``lora``.
+    The ratio is the time of a publish, until its offer, ÷ the time to copy all weights once. There is one rank in
+    float32. Publishes a delta with ``full_every``, and an adapter with ``lora``.
     """
     config = LearnerConfig(device=Device.cpu, lora=lora or LoraConfig())
     model = PackedModel(config, ACTOR, model_path=model_path)

@@ -186,7 +186,7 @@ def _stall(summary: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> tuple[
 async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
     """The memory that a buffer server takes for a checkpoint's groups, as a multiple of their bytes.
 
-    Also returns a text.
+    Also returns both numbers of bytes as a text.
     """
     num_groups = max(1, payload_mb * 1_000_000 // (_GROUP_TOKENS * 13))
     options: dict[str, Any] = {

@@ -469,8 +469,8 @@ class Journal:
         for name, expected in owner.items():
             if found.get(name) != expected:
                 raise ValueError(
-                    f"{self._path} was written with {name}={found.get(name)!r}, this server has {expected!r}; start "
-                    "with the options of the journal, or give a new run another buffer.directory"
+                    f"{self._path} was written with {name}={found.get(name)!r}, but this server has {expected!r}; "
+                    "start with the options of the journal, or give a new run another buffer.directory"
                 )
 
     def record(self, command: Command[Any, Any], outcome: LedgerOutcome, frames: LoggedFrames) -> None:

@@ -92,7 +92,7 @@ class LoopClock:
         return now - self.stalled_s
 
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-        """Schedule ``callback`` at ``when``. After a stall the callback comes early, so it must check the clock."""
+        """Call ``callback`` at ``when``. After a stall it is called too early, so ``callback`` must check the clock."""
         return self._loop.call_later(max(0.0, when - self.time()), callback)
 
     def close(self) -> None:

@@ -148,7 +148,8 @@ class StoreService:
     def _store(self, request: Message, key: Key, kept: Frames | ReplayBufferError) -> None:
         """Store a payload.
 
-        The journal's thread has already written a large payload. A small payload becomes part of its record.
+        The journal's thread has already written a large payload. A small payload is written now, in the same record as
+        its number.
         """
         self._reserved.pop(key, None)
         try:

@@ -120,7 +120,7 @@ async def test_a_new_life_takes_over_a_newer_journal_and_drops_what_has_a_token_
         assert await client.finished() == [(0, 2)]
     async with running(**{**options, "earlier_epoch": "first"}) as run:
         assert (await run.client().stats()).tokens_dropped == lost, "the second life restarts on its own journal"
-    with pytest.raises(ValueError, match="epoch='second', this server has 'third'"):
+    with pytest.raises(ValueError, match="epoch='second', but this server has 'third'"):
         running(**options_of(kind, tmp_path / "buffer", epoch="third", earlier_epoch="first"))
 
 

@@ -251,12 +251,12 @@ def test_a_journal_that_cannot_be_opened_is_an_error_with_its_path(tmp_path: Pat
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"max_lag": 3}, "written with max_lag=2, this server has 3"),
-        ({"order": "fifo"}, "written with order='earliest_deadline', this server has 'fifo'"),
-        ({"filters": ["no_tokens"]}, r"written with filters=\[\], this server has \['no_tokens'\]"),
-        ({"groups_per_step": 3}, "written with groups_per_step=2, this server has 3"),
-        ({"stores_on": StoresOn.hosts}, "written with num_stores=1, this server has 0"),
-        ({"epoch": "another run"}, "written with epoch='a run', this server has 'another run'"),
+        ({"max_lag": 3}, "written with max_lag=2, but this server has 3"),
+        ({"order": "fifo"}, "written with order='earliest_deadline', but this server has 'fifo'"),
+        ({"filters": ["no_tokens"]}, r"written with filters=\[\], but this server has \['no_tokens'\]"),
+        ({"groups_per_step": 3}, "written with groups_per_step=2, but this server has 3"),
+        ({"stores_on": StoresOn.hosts}, "written with num_stores=1, but this server has 0"),
+        ({"epoch": "another run"}, "written with epoch='a run', but this server has 'another run'"),
     ],
 )
 async def test_a_journal_of_other_options_or_of_another_run_is_refused_by_name(tmp_path: Path, changed, message):

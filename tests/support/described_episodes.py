@@ -1,4 +1,4 @@
-"""Episodes as `EpisodeRun.described` writes them into the samples of a run."""
+"""Makes descriptions of episodes, in the form that `EpisodeRun.described` writes into a run's samples."""
 
 from typing import Any
 
