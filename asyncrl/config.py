@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -685,3 +686,19 @@ def model_bytes(path: str) -> int:
     """Bytes of the weight files of a model."""
     folder = Path(path)
     return sum(file.stat().st_size for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
+
+
+def override_of(option: str, value: object) -> str:
+    """An override that sets ``option`` to the text of ``value``, which is quoted if Hydra would read it as another one.
+
+    Example: ``output_dir='/data/Zoë (new)'``.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import Quote, QuotedString
+    from hydra.errors import HydraException
+
+    plain = f"{option}={value}"
+    with suppress(HydraException):
+        if OverridesParser.create().parse_override(plain).value() == str(value):
+            return plain
+    return f"{option}={QuotedString(str(value), Quote.single).with_quotes()}"

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from asyncrl.checks import check_options
 from asyncrl.cli.compose import CONFIG_DIR, compose_run, explain, schema, with_own_experiments
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, override_of
 from asyncrl.metrics import read_json
 from rollout_fleet.engines.process_guard import signal_at_parent_death
 
@@ -123,7 +123,7 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
     for override in job.overrides.task:
         name, _, value = override.partition("=")
         path = own_experiments.get(value.strip("'\"")) if name == "experiment" else None
-        options.append(f"experiment={path}" if path else override)
+        options.append(override_of("experiment", path) if path else override)
     sys.stdout.write(f"\nrun {job.job.num}: {shlex.join(options)}\n")
     sys.stdout.flush()
     stopped_by: list[int] = []
@@ -139,7 +139,7 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
     before = {number: signal.signal(number, forward) for number in _FORWARDED if is_main}
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl", "train", *options, f"run_dir='{folder}'"],
+            [sys.executable, "-m", "asyncrl", "train", *options, override_of("run_dir", folder)],
             start_new_session=True,  # the terminal's Ctrl-C reaches only this process, which forwards it once
             preexec_fn=lambda: signal_at_parent_death(signal.SIGTERM),
         )

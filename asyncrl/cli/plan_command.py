@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.cli.compose import CONFIG_DIR, compose_run, read_config
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, override_of
 from asyncrl.core.errors import with_exit_status
 from asyncrl.metrics.run_records import write_json
 from asyncrl.planner.calibration import Calibration, calibrate
@@ -255,7 +255,7 @@ def experiment_or_model(name: str) -> RunConfig:
     """The configuration of a built-in experiment; for a model (a folder or a name), the defaults with this model."""
     if (CONFIG_DIR / "experiment" / f"{name}.yaml").is_file():
         return compose_run([f"experiment={name}"])
-    return compose_run(["experiment=custom", f"model.path={name}"])
+    return compose_run(["experiment=custom", override_of("model.path", name)])
 
 
 def experiments_that_fit() -> dict[str, str]:

@@ -32,7 +32,7 @@ from asyncrl.cli.supervisor import (
     report_fault,
     supervise,
 )
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, override_of
 from asyncrl.core.errors import AsyncRLError, ClusterDiedError, root_cause, with_exit_status
 from asyncrl.core.host import gpu_memory_bytes, visible_gpus
 from asyncrl.core.remote import last_lines
@@ -203,7 +203,7 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
         return ""
     own = ("checkpoint.resume=", "run_dir=")
     command = ["asyncrl", "train", *(option for option in overrides if not option.startswith(own))]
-    return f"to continue: {shlex.join([*command, f'checkpoint.resume={checkpoint}'])}"
+    return f"to continue: {shlex.join([*command, override_of('checkpoint.resume', checkpoint)])}"
 
 
 def _last_words(error: BaseException, run_dir: Path, continuing: str = "") -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from asyncrl.config import override_of
 from asyncrl.gpu_check.tasks import Setup, TaskFailed
 
 _SERVER = "sglang::scheduler"
@@ -32,8 +33,8 @@ def quickstart(setup: Setup, name: str, *overrides: str, kill_engine: bool = Fal
     folder, log = Path(setup.folder, name), Path(setup.folder, f"{name}.log")
     metrics, num_steps = folder / "metrics.jsonl", _NUM_STEPS[setup.device]
     options = [
-        f"run_dir={folder}",
-        f"output_dir={setup.folder}/quickstart",
+        override_of("run_dir", folder),
+        override_of("output_dir", f"{setup.folder}/quickstart"),
         f"total_steps={num_steps}",
         f"learner.device={setup.device}",
         f"rollout_fleet.device={setup.device}",

@@ -6,6 +6,7 @@ when a part is ready, and every few seconds during training.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -122,10 +123,10 @@ class TerminalView:
                 f"  failed    attempts at a prompt group: {reasons}; see logs/rollout-*.log", markup=False
             )
         if overlap:
-            busy = overlap["utilisation"]
+            busy, folder = overlap["utilisation"], shlex.quote(str(run_dir))
             self._console.print(
                 f"  busy      learner {busy['learner']:.0%}, fleet {busy['fleet']:.0%}; {overlap['step_s']:.3f} s per "
-                f"step, {overlap['ideal_step_s']:.3f} s for the slower pool alone; why: asyncrl profile {run_dir}",
+                f"step, {overlap['ideal_step_s']:.3f} s for the slower pool alone; why: asyncrl profile {folder}",
                 markup=False,
             )
         if advice := summary["advice"]:

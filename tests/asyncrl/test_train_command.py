@@ -4,6 +4,7 @@ The runs are scripted, without torch and Ray.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,10 @@ import pytest
 
 import asyncrl.cli
 from asyncrl.cli import train_command
+from asyncrl.cli.compose import compose_run
+from asyncrl.cli.train_command import how_to_continue
+from asyncrl.config import override_of
+from tests.support.checkpoints import save
 
 PRELUDE = """
 import asyncio, logging, os, signal, sys
@@ -130,6 +135,18 @@ def test_a_run_that_fails_names_the_command_that_continues_it(start, tmp_path, e
     expected = "*/*/checkpoints/v00000004" if saved_by == "this life" else "before/checkpoints/v00000002"
     [checkpoint] = tmp_path.glob(expected)
     assert command.endswith(f" total_steps=9 checkpoint.resume={checkpoint}")
+
+
+@pytest.mark.parametrize("name", ["a b", "Zoë (new), [x]=1", "it's; here", "12", "back\\slash\\", "plain/v1:a-b"])
+def test_the_command_that_continues_a_run_can_be_read_whatever_its_folder_is_called(tmp_path, name):
+    checkpoint = save(tmp_path / name / "checkpoints", 4)
+    config = compose_run([override_of("output_dir", name)])
+    assert config.output_dir == name
+    command = how_to_continue(config, checkpoint.parent.parent, [override_of("output_dir", name)])
+    asyncrl, train, *options = shlex.split(command.removeprefix("to continue: "))
+    assert (asyncrl, train) == ("asyncrl", "train")
+    continued = compose_run(options)
+    assert (continued.output_dir, continued.checkpoint.resume) == (name, str(checkpoint))
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
