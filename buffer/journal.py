@@ -659,25 +659,26 @@ class Journal:
         copies = {frames.place: frames for frames in kept}
         for frames in (frames for write in meanwhile for frames in write.written):
             frames.move_to(copies[frames.place])
-        self._retiring = threading.Thread(target=self._replace, args=(self._log, self._frames), daemon=True)
+        old, new = [*self._former], (self._log, self._frames)
+        self._retiring = threading.Thread(target=self._replace, args=(old, new), daemon=True)
         self._retiring.start()
 
-    def _replace(self, log: AppendOnlyFile, frames: AppendOnlyFile) -> None:
-        """Delete the old files: first the frames, then the log.
+    def _replace(self, old: Sequence[AppendOnlyFile], new: Sequence[AppendOnlyFile]) -> None:
+        """Delete the old files when the new ones are on the disk: first the frames, then the log.
 
         After an interruption the next server finds both by the log.
         """
         try:
-            log.sync()
-            frames.sync()
+            for file in new:
+                file.sync()
             descriptor = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.fsync(descriptor)  # makes the names of the new files durable
             finally:
                 os.close(descriptor)
-            while self._former:
-                self._former[-1].delete()
-                self._former.pop()
+            for file in reversed(old):
+                file.delete()
+                self._former.remove(file)
         except OSError as error:
             logger.warning("the old files of the journal were not deleted yet: %s", error)
 

@@ -92,4 +92,4 @@ def test_a_multirun_starts_a_run_per_value_and_a_signal_stops_it_with_its_runnin
     assert "stopped" in rest
     assert "run 2:" not in rest
     started = [line.split()[-1] for line in lines if "run_dir=" in line]
-    assert started == [f"run_dir='{tmp_path}/sweep/{number}'" for number in (0, 1)]
+    assert started == [f"run_dir={tmp_path}/sweep/{number}" for number in (0, 1)]
