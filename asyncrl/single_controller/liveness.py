@@ -147,7 +147,7 @@ def last_words(actor_id: str, log_file: str | None) -> str:
     if not actor:
         return "its output: (Ray does not know the actor)"
     if not actor["Pid"]:
-        return "its output: (it never ran)"
+        return f"its output: (it never ran). {_newest_complaints()}"
     node_id = actor["Address"]["NodeID"]
     if node_id == ray.get_runtime_context().get_node_id():
         return tail_of(log_file, actor["Pid"])
@@ -158,6 +158,14 @@ def last_words(actor_id: str, log_file: str | None) -> str:
     except RayError as error:
         where = log_file or "its output"
         return f"{where}: (cannot be read, its node does not answer: {type(error).__name__})"
+
+
+def _newest_complaints() -> str:
+    """Path and last lines of what Ray's node managers on this host wrote last, such as why no process starts."""
+    node: Any = ray_worker._global_node
+    logs = [*Path(node.get_logs_dir_path()).glob("raylet*.err")]
+    newest = max(logs, key=lambda path: path.stat().st_mtime_ns, default=None)
+    return f"{newest}:\n{last_lines(str(newest))}" if newest else ""
 
 
 def tail_of(log_file: str | None, pid: int) -> str:

@@ -11,7 +11,7 @@ import torch
 from ray import cloudpickle
 from ray.util.placement_group import placement_group_table
 
-from asyncrl.core.errors import WorkerDiedError
+from asyncrl.core.errors import DeadlineError, WorkerDiedError
 from asyncrl.single_controller import (
     DataProto,
     Dispatch,
@@ -199,6 +199,14 @@ def test_a_worker_that_cannot_be_made_says_why(cluster):
         group.ping()
     with pytest.raises(WorkerDiedError, match="no such model"):
         group.start_worker_aliveness_check()
+    group.shutdown()
+
+
+def test_a_worker_whose_process_does_not_start_says_why(cluster):
+    options = {"python": "/no/such/python", "timeout_s": 6, "name_prefix": "bodiless"}
+    group = RayWorkerGroup(pool_of(1), RayClassWithInitArgs(Probe), **options)
+    with pytest.raises(DeadlineError, match=r"(?s)it never ran\).*raylet.*\.err:.*/no/such/python: No such file"):
+        group.pid()
     group.shutdown()
 
 
