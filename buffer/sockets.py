@@ -30,6 +30,7 @@ from typing import Any
 import zmq
 
 from asyncrl.core.errors import WireError
+from asyncrl.core.host import socket_base
 
 from .config import BufferConfig
 from .encoding import CHUNK_BYTES
@@ -51,7 +52,6 @@ _MAX_INCOMPLETE = 64
 _MAX_INCOMPLETE_FRAMES = 1 << 20
 _PREFIX = "asyncrl-"
 _SCHEME = "ipc://"
-_MAX_PATH_BYTES = 107
 _LONGEST_NAME = "store-1000000.bulk"
 _BACKLOG = 1024
 _TICK_S = 0.1
@@ -394,9 +394,7 @@ def allow_clients(num_clients: int, *, num_links: int = 0) -> None:
 
 def make_socket_folder() -> str:
     """Make a folder with a random name that only this user may open (mode 0700)."""
-    base = tempfile.gettempdir()
-    longest = os.path.join(base, f"{_PREFIX}{'x' * 8}", _LONGEST_NAME)
-    return tempfile.mkdtemp(prefix=_PREFIX, dir=base if len(os.fsencode(longest)) <= _MAX_PATH_BYTES else "/tmp")
+    return tempfile.mkdtemp(prefix=_PREFIX, dir=socket_base(f"{_PREFIX}{'x' * 8}/{_LONGEST_NAME}"))
 
 
 def with_socket_folder(config: BufferConfig) -> tuple[BufferConfig, str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from asyncrl.cli.compose import read_config
 from asyncrl.core.errors import with_exit_status
-from asyncrl.core.host import own_python, visible_gpus
+from asyncrl.core.host import own_python, ray_folder, visible_gpus
 from asyncrl.gpu_check.program import Check, Result, State, results_of, stack
 from asyncrl.gpu_check.tasks import TOY, Setup
 from asyncrl.metrics import RunLimits, counted, read_alarms, read_json
@@ -111,7 +111,7 @@ def ray_starts() -> Iterator[Result]:
 
     began_s = time.monotonic()
     quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": 40}
-    ray.init(address="local", num_cpus=1, num_gpus=0, runtime_env=own_python(), **quiet)
+    ray.init(address="local", num_cpus=1, num_gpus=0, runtime_env=own_python(), _temp_dir=ray_folder(), **quiet)
     try:
         pid = ray.get(ray.remote(lambda: os.getpid()).remote(), timeout=_TIMEOUT_S)
         number = f"{ray.__version__}: a task ran in process {pid} after {time.monotonic() - began_s:.1f} s"

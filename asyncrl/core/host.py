@@ -17,6 +17,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache, partial
@@ -35,6 +36,8 @@ WORKER_BYTES = 256 << 20
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """Environment of a process that computes on the CPU."""
+_MAX_SOCKET_PATH_BYTES = 107
+_LONGEST_RAY_SOCKET = "ray/session_2026-11-27_08-06-02_081673_4194304/sockets/plasma_store.1"
 _DRIVER_TIMEOUT_S = 30.0
 _NVIDIA_DEVICE = Path("/dev/nvidiactl")
 """This device file exists on machines whose processes can open NVIDIA GPUs."""
@@ -74,6 +77,15 @@ def check_owned(folder: Path) -> None:
             f"{folder} must be a folder that only user {os.geteuid()} may write to, got {kind} of user {found.st_uid} "
             f"with mode {stat.S_IMODE(found.st_mode):o}; remove it, the run does not use its contents"
         )
+
+
+def socket_base(longest: str) -> str:
+    """The folder for temporary files, or ``/tmp`` if a Unix socket cannot have the path ``longest`` below that folder.
+
+    Linux limits the path of a socket to 107 bytes. ``TMPDIR`` of a batch system is often too long.
+    """
+    base = tempfile.gettempdir()
+    return base if len(os.fsencode(os.path.join(base, longest))) <= _MAX_SOCKET_PATH_BYTES else "/tmp"
 
 
 def open_private(path: Path, flags: int) -> int:
@@ -125,6 +137,11 @@ def own_python() -> dict[str, str]:
     """
     quoted = shlex.quote(sys.executable)
     return {} if quoted == sys.executable else {"py_executable": quoted}
+
+
+def ray_folder() -> str:
+    """The folder for the sessions of a Ray cluster on this host. It is Ray's default if Ray's sockets fit there."""
+    return os.path.join(os.environ.get("RAY_TMPDIR") or socket_base(_LONGEST_RAY_SOCKET), "ray")
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:

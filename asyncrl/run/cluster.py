@@ -33,7 +33,7 @@ from asyncrl.config import (
     requested_cpus,
 )
 from asyncrl.core.errors import ClusterDiedError
-from asyncrl.core.host import own_python, visible_gpus
+from asyncrl.core.host import own_python, ray_folder, visible_gpus
 from asyncrl.core.remote import within
 from asyncrl.core.stacks import missed
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, ResourcePoolManager, Role
@@ -116,6 +116,7 @@ def _start_or_join(config: RunConfig) -> None:
         logging_level=logging.ERROR,
         log_to_driver=False,
         _node_ip_address="127.0.0.1",
+        _temp_dir=ray_folder(),
     )
 
 

@@ -28,6 +28,7 @@ import aiohttp
 import orjson
 
 from asyncrl.core.errors import EngineError, RequestRefused, WorkerDiedError
+from asyncrl.core.host import socket_base
 from asyncrl.core.image_files import is_vision_model
 from asyncrl.core.stacks import missed
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig
@@ -60,6 +61,7 @@ COMPILE_CACHES = {
 """Cache variables of compilers that use TMPDIR by default. Triton, FlashInfer, DeepGEMM and TVM use HOME."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 GUARD = Path(__file__).with_name("process_guard.py")
+_LONGEST_SOCKET = "asyncrl-xxxxxxxx/tmpxxxxxxxx_64"
 _LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -202,7 +204,7 @@ class SGLangServer:
             self._port = probe.getsockname()[1]
         self._ready.clear()
         self._tail.clear()
-        self._scratch = scratch = Path(tempfile.mkdtemp(prefix="asyncrl-"))
+        self._scratch = scratch = Path(tempfile.mkdtemp(prefix="asyncrl-", dir=socket_base(_LONGEST_SOCKET)))
         (scratch / "logging.json").write_text(json.dumps(_LOGGING))
         (scratch / "server.yaml").write_text(f"api-key: {self._api_key}\n")
         on_cpu = self._device is EngineDevice.cpu

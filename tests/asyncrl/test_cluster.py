@@ -193,8 +193,11 @@ asyncio.run(run())
 """
 
 
-def test_workers_start_with_a_python_whose_path_has_a_space(tmp_path):
+def test_workers_start_where_the_path_of_python_has_a_space_and_that_of_temporary_files_is_long(tmp_path):
+    (temporary := tmp_path / f"job.{'1234567890' * 9}").mkdir()
     (tmp_path / "a folder; with (odd) signs").symlink_to(sys.prefix)
     python = str(tmp_path / "a folder; with (odd) signs" / "bin" / "python")
-    done = subprocess.run([python, "-c", SPACE], capture_output=True, text=True, timeout=250, check=False)
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    command = [python, "-c", SPACE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.stdout.strip() == python, done.stderr

@@ -1,9 +1,12 @@
-"""The memory that a process has freed, measured by page faults."""
+"""The host of a process: the memory that it has freed, measured by page faults, and the folder of its sockets."""
 
 import subprocess
 import sys
+import tempfile
 
 import pytest
+
+from asyncrl.core.host import socket_base
 
 NUM_ROUNDS, NUM_BLOCKS, BLOCK_PAGES = 10, 8, 2048
 
@@ -36,3 +39,11 @@ def test_freed_memory_is_used_again_without_new_pages():
     one_round = NUM_BLOCKS * BLOCK_PAGES
     assert first_touches("keep") < one_round / 8
     assert first_touches("default") > one_round  # without this, the test could not fail
+
+
+@pytest.mark.parametrize(("length", "is_used"), [(70, True), (71, False)])
+def test_a_socket_that_does_not_fit_below_the_folder_of_temporary_files_is_below_tmp(monkeypatch, length, is_used):
+    folder = "/" + "x" * (length - 1)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    assert len(f"{folder}/{'y' * 36}") == (107 if is_used else 108)  # Linux allows 107 bytes
+    assert socket_base("y" * 36) == (folder if is_used else "/tmp")
