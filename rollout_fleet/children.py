@@ -27,6 +27,8 @@ from .child_pipes import LENGTH, MARK, kill_marked
 from .config import RolloutFleetConfig
 from .engines.process_guard import without_secrets
 
+_THIS_HOST = ("127.0.0.1", "localhost")
+
 
 class ChildProcess:
     """A running child process. Use `start` to make one.
@@ -114,8 +116,14 @@ class ChildProcess:
 
 
 def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
-    """The environment of a child process, without GPUs and with only the secrets in ``rollout_fleet.pass_secrets``."""
-    return {**without_secrets(config.pass_secrets), **NO_GPUS}
+    """The environment of a child process, without GPUs and with only the secrets in ``rollout_fleet.pass_secrets``.
+
+    Clients do not use the proxies of the environment (``http_proxy``) for servers on this host, such as the endpoint of
+    an episode.
+    """
+    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    direct = known if known == "*" else ",".join(filter(None, (known, *_THIS_HOST)))
+    return {**without_secrets(config.pass_secrets), **NO_GPUS, "no_proxy": direct, "NO_PROXY": direct}
 
 
 def with_remedy(message: str, config: RolloutFleetConfig, *, who: str) -> str:

@@ -112,7 +112,10 @@ class Judge:
         request = self._fill(
             question=question, response=response_text, ground_truth=prompt.ground_truth, extra=prompt.extra
         )
-        async with self._places, aiohttp.ClientSession(headers=headers, timeout=self._timeout) as session:
+        async with (
+            self._places,
+            aiohttp.ClientSession(headers=headers, timeout=self._timeout, trust_env=True) as session,
+        ):
             return await self._judge(session, request)
 
     def _fill(self, **fields: Any) -> str:

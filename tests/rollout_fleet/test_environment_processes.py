@@ -283,6 +283,16 @@ async def test_a_secret_is_withheld_unless_it_is_passed_and_the_failure_names_th
             await environments.run(prompt(), endpoint.open(), sample=0, name=f"{agents}:needs_secret")
 
 
+@pytest.mark.parametrize("excluded", ["", "example.org", "*"])
+async def test_the_clients_of_an_agent_reach_the_endpoint_without_the_proxy(agents, monkeypatch, excluded):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", excluded)
+    async with PolicyEndpoint() as endpoint, processes(f"{agents}:main") as environments:
+        for function in ("with_client", "in_a_thread"):
+            outcome = await environments.run(prompt(), endpoint.open(), sample=0, name=f"{agents}:{function}")
+            assert outcome.answer == "HELLO"
+
+
 async def test_an_overflow_is_a_failure_of_its_own_kind_for_any_client(agents):
     def overflows(body):
         return {"error": {"message": "episode 7-0-0 has used 4 of max_turns = 4", "code": "context_length_exceeded"}}

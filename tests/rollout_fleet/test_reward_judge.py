@@ -126,6 +126,21 @@ async def test_the_key_of_a_judge_is_a_variable_that_reward_processes_get(judge,
     assert [key for _, key in scripted.requests] == ["Bearer s3cret"]
 
 
+async def test_a_judge_elsewhere_is_asked_through_a_proxy_and_one_on_this_host_directly(judge, monkeypatch):
+    proxy, options = await judge("Score: 10")
+    monkeypatch.setenv("http_proxy", options["url"].removesuffix("/v1/"))
+    here, own = await judge("Score: 5")
+    for options, expected in (({"url": "http://judge.example/v1", "model": "far"}, 1.0), (own, 0.5)):
+        rewards = WeightedRewards(RolloutFleetConfig(reward="judge", reward_options={"judge": options}))
+        await rewards.start()
+        try:
+            scores = await rewards.score(prompt_of(messages=(QUESTION,)), ["a"], may_fail=True)
+        finally:
+            await rewards.close()
+        assert scores.total.tolist() == [expected]
+    assert ([body["model"] for body, _ in proxy.requests], len(here.requests)) == (["far"], 1)
+
+
 async def test_the_template_of_a_judge_may_name_columns_and_plain_text_needs_a_question(judge):
     scripted, options = await judge("Score: 3")
     own = {**options, "template": "{extra[rubric]}: {response} {low} {high}", "low": 1, "high": 5}
