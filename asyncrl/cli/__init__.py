@@ -64,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in _COMMANDS:
         sys.stderr.write(f"error: unknown command {name!r}, expected one of {', '.join(_COMMANDS)}\n")
         return 2
+    if os.environ.get("COLUMNS") == "0":
+        del os.environ["COLUMNS"]  # rich would print nothing
     # Nothing here reads images: hide torchvision's warning about codecs, in child processes too.
     message = "Failed to load image Python extension"
     warnings.filterwarnings("ignore", message=message)

@@ -34,7 +34,7 @@ from asyncrl.cli.supervisor import (
 )
 from asyncrl.config import RunConfig, override_of
 from asyncrl.core.errors import AsyncRLError, ClusterDiedError, root_cause, with_exit_status
-from asyncrl.core.host import gpu_memory_bytes, visible_gpus
+from asyncrl.core.host import forget_process_group, gpu_memory_bytes, visible_gpus
 from asyncrl.core.remote import last_lines
 from asyncrl.metrics import TerminalView, read_life
 from asyncrl.planner.fit import with_recomputation
@@ -253,6 +253,10 @@ async def _run(
     on_fault: Callable[[BaseException], None],
 ) -> None:
     """Check the run, then run it. Ray is imported while a warm start on the CPU computes."""
+    if foreign := forget_process_group():
+        view.say(
+            f"the variables {', '.join(foreign)} are ignored: the run describes the groups of its processes itself"
+        )
     async with AsyncExitStack() as stack:
         try:
             config = await asyncio.to_thread(with_quickstart_assets, config)

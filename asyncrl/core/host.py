@@ -18,7 +18,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from functools import cache, partial
 from multiprocessing import resource_tracker
@@ -36,6 +36,10 @@ WORKER_BYTES = 256 << 20
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """Environment of a process that computes on the CPU."""
+_GROUP_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
 _MAX_SOCKET_PATH_BYTES = 107
 _LONGEST_RAY_SOCKET = "ray/session_2026-11-27_08-06-02_081673_4194304/sockets/plasma_store.1"
 _DRIVER_TIMEOUT_S = 30.0
@@ -137,6 +141,17 @@ def own_python() -> dict[str, str]:
     """
     quoted = shlex.quote(sys.executable)
     return {} if quoted == sys.executable else {"py_executable": quoted}
+
+
+def forget_process_group(environment: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Remove the variables by which torchrun or a batch system describes a process group. Returns their names.
+
+    The processes of a run form their own groups. Otherwise they would look for the ranks of the foreign group.
+    """
+    found = [name for name in environment if name in _GROUP_VARIABLES or name.startswith("TORCHELASTIC_")]
+    for name in found:
+        del environment[name]
+    return found
 
 
 def ray_folder() -> str:

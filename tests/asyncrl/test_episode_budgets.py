@@ -8,7 +8,7 @@ import pytest
 from asyncrl.checks import check_files, check_options
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.quickstart import make_assets
-from asyncrl.config import episode_context, longest_sequence
+from asyncrl.config import episode_context, longest_sequence, override_of
 from asyncrl.core.errors import EpisodeOverflow
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import FinishReason
@@ -133,7 +133,7 @@ def test_without_a_context_a_path_may_use_what_the_model_and_each_role_hold(mode
         GSPO,
         ("algorithm.anchor=proximal", "algorithm.weight=sequence"),
         ("algorithm.masks=[token,k3]",),
-        (f"algorithm.loss={__file__}:whole_loss",),
+        (override_of("algorithm.loss", f"{__file__}:whole_loss"),),
     ],
 )
 def test_a_loss_of_whole_trajectories_needs_a_bound_of_the_tree(model, loss):

@@ -1,4 +1,5 @@
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -62,7 +63,6 @@ SWEEP = """
     sys.exit(multirun(["buffer.max_lag=0,1,2", f"hydra.sweep.dir={sys.argv[2]}"]))
 """
 RUN = """
-    #!{python}
     import signal, sys
     def stop(number, frame):
         print("stopped", flush=True)
@@ -77,8 +77,9 @@ RUN = """
 
 def test_a_multirun_starts_a_run_per_value_and_a_signal_stops_it_with_its_running_run(tmp_path):
     """`tests/e2e/test_multirun.py` tests this with whole runs."""
+    (tmp_path / "run.py").write_text(textwrap.dedent(RUN))
     run = tmp_path / "run"
-    run.write_text(textwrap.dedent(RUN).lstrip().format(python=sys.executable))
+    run.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {tmp_path}/run.py "$@"\n')
     run.chmod(0o755)
     command = [sys.executable, "-c", textwrap.dedent(SWEEP), run, tmp_path / "sweep"]
     sweep = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 
-from asyncrl.core.host import socket_base
+from asyncrl.core.host import forget_process_group, socket_base
 
 NUM_ROUNDS, NUM_BLOCKS, BLOCK_PAGES = 10, 8, 2048
 
@@ -47,3 +47,10 @@ def test_a_socket_that_does_not_fit_below_the_folder_of_temporary_files_is_below
     monkeypatch.setattr(tempfile, "tempdir", folder)
     assert len(f"{folder}/{'y' * 36}") == (107 if is_used else 108)  # Linux allows 107 bytes
     assert socket_base("y" * 36) == (folder if is_used else "/tmp")
+
+
+def test_the_process_group_of_a_launcher_is_forgotten():
+    foreign = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment = {"PATH": "/bin", "OMP_NUM_THREADS": "1", **foreign}
+    assert forget_process_group(environment) == list(foreign)
+    assert environment == {"PATH": "/bin", "OMP_NUM_THREADS": "1"}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from asyncrl.cli.compose import compose_run
+from asyncrl.config import override_of
 from asyncrl.core.trajectory import Trajectory, TrajectoryGroup, Turn
 from learner.config import AlgorithmConfig, Anchor, Device, LearnerConfig, OptimizerConfig
 from learner.losses import LOSSES, LossTerms, by_token
@@ -96,7 +97,7 @@ def test_options_reach_an_own_loss_and_are_refused_without_one(model_path):
 
 
 def test_options_of_an_own_loss_are_set_on_the_command_line():
-    loss = f"algorithm.loss={__file__}:watching"
+    loss = override_of("algorithm.loss", f"{__file__}:watching")
     assert compose_run([loss, "algorithm.options={factor: 2.5, name: x}"]).algorithm.options == {
         "factor": 2.5,
         "name": "x",

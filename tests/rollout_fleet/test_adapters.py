@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -180,7 +181,7 @@ if mode == "fail":
 )
 async def test_a_program_is_an_agent_and_says_its_outcome(tmp_path, mode, outcome):
     (tmp_path / "agent.py").write_text(AGENT)
-    command = f"{sys.executable} {tmp_path}/agent.py {mode}"
+    command = shlex.join([sys.executable, f"{tmp_path}/agent.py", mode])
     assert (await play("command", {"command": command}, prompt=make_prompt(ground_truth="HELLO")))[0] == outcome
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 import time
 from contextlib import asynccontextmanager, suppress
@@ -328,7 +329,7 @@ async def test_a_python_that_does_not_exist_is_refused_by_its_option(agents):
 
 async def test_a_process_that_does_not_come_back_costs_the_episode_and_the_next_one_tries_again(agents, tmp_path):
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     python.chmod(0o700)
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:main", python=str(python)) as environments:
         whole = python.read_text()

@@ -129,8 +129,8 @@ def test_a_placeholder_ends_a_turn_and_is_refused_where_no_image_is(model_path, 
     check_prompt(request, facts.vocab_size, facts.image_token_id)
     for ids, images, message in (
         ([*request.prompt_ids, IMAGE, 9], request.images, r"got others at \[9\]"),
-        (request.prompt_ids, (), r"those of its 0 images"),
-        (request.prompt_ids[:6], request.images, "not end the prompt|must be those"),
+        (request.prompt_ids, (), r"belong to its 0 images"),
+        (request.prompt_ids[:6], request.images, "not end the prompt|must belong to"),
     ):
         bad = SampleRequest(id="a", prompt_ids=np.array(ids, dtype=np.int32), sampling=SamplingConfig(), images=images)
         with pytest.raises(RequestRefused, match=message):

@@ -37,6 +37,14 @@ def undocumented(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name not in known and not name.startswith(("alarm.", "source.")))
 
 
+FOREIGN_VARIABLES = {
+    **{"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"},
+    **{"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"},
+    "COLUMNS": "0",
+}
+"""Variables that batch systems and companies set. They must not change a run: no rank, proxy or terminal is there."""
+
+
 def _words_of(process: psutil.Process) -> str:
     """The name and the command line of a process; empty if the process has ended."""
     with suppress(psutil.Error):
@@ -69,6 +77,7 @@ class RunningTraining(ProcessOutput):
                 "OMP_NUM_THREADS": "1",
                 "TMPDIR": str(self.scratch),
                 "RAY_TMPDIR": "/tmp",
+                **FOREIGN_VARIABLES,
             },
         )
         super().__init__(process)
