@@ -47,6 +47,7 @@ class Act(StrEnum):
 
 _path: Path | None = None
 _lock = threading.Lock()
+_unwritten: list[bytes] = []
 
 
 def start(run_dir: Path, process: str) -> None:
@@ -59,25 +60,35 @@ def stop() -> None:
     """Stop writing receipts."""
     global _path
     _path = None
+    _unwritten.clear()
 
 
 def note(act: Act, **values: Any) -> None:
-    """Append a line. If that fails, an error is logged, and ``asyncrl audit`` reports the missing line."""
+    """Append a line. If that fails, an error is logged, and the next call tries again to write the line.
+
+    ``asyncrl audit`` reports a line that was not written before its process ended.
+    """
     if (path := _path) is None:
         return
     line = json.dumps({"act": act, **values}, separators=(",", ":")).encode() + b"\n"
+    with _lock:
+        _unwritten.append(line)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _append(path, b"".join(_unwritten))
+            _unwritten.clear()
+        except OSError as error:
+            logger.error("the receipt %r is not written to %s: %s", act, path, error.strerror)
+
+
+def _append(path: Path, lines: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock:
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                if (written := os.write(descriptor, line)) < len(line):  # the disk is full; leave no part of a line
-                    os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            finally:
-                os.close(descriptor)
-    except OSError as error:
-        logger.error("the receipt %r is not written to %s: %s", act, path, error.strerror)
+        if (written := os.write(descriptor, lines)) < len(lines):  # the disk is full; leave no part of a line
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(descriptor)
 
 
 def counts_of(versions: np.ndarray) -> dict[str, int]:

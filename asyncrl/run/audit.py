@@ -29,6 +29,8 @@ from asyncrl.run.run_lives import Life, life_of
 Line = Mapping[str, Any]
 
 _REPORT = "please report this with the run's folder"
+_LOST = "if the disk was full, logs/rollout-*.log of that life or an earlier one says that a receipt is not written"
+ENGINE_RECEIPT = "an engine's receipt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,9 +276,8 @@ def _engine_faults(lives: Sequence[LifeReceipts], life: LifeReceipts, step: int,
             (one, line) for one, line in known if line["attempt"] <= attempt and _counts(line["versions"]) == wanted
         ]
         if not found:
-            yield BadReceipt(
-                **at, what="an engine's receipt", expected=f"tokens by version {dict(wanted)}", found="none"
-            )
+            expected = f"tokens by version {dict(wanted)}"
+            yield BadReceipt(**at, what=ENGINE_RECEIPT, expected=expected, found="none", remedy=_LOST)
             return
         sampler, line = found[-1]
         inherited = _counts(line["inherited"])

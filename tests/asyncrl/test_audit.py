@@ -175,17 +175,20 @@ def test_a_step_in_a_checkpoint_counts_though_its_controller_was_killed_before_i
     assert "4 steps and 32 tokens" in capsys.readouterr().out
 
 
-def test_a_receipt_that_does_not_fit_on_the_disk_leaves_no_part_of_its_line(tmp_path, monkeypatch, caplog):
+def test_a_receipt_that_does_not_fit_on_the_disk_leaves_no_part_of_its_line_and_is_written_later(
+    tmp_path, monkeypatch, caplog
+):
     receipts.start(tmp_path, "all")
     note(Act.committed, step=0)
     with monkeypatch.context() as patch:
         write = receipts.os.write
         patch.setattr(receipts.os, "write", lambda descriptor, line: write(descriptor, line[:9]))
         note(Act.committed, step=1)
+    assert (tmp_path / "receipts" / "all.jsonl").read_text().count("\n") == 1
     note(Act.committed, step=2)
     receipts.stop()
     lines = (tmp_path / "receipts" / "all.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 2]
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
     assert "is not written to" in caplog.text
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from asyncrl.core.receipts import FOLDER
 from asyncrl.metrics import read_life
-from asyncrl.run.audit import audit, audited_lives
+from asyncrl.run.audit import ENGINE_RECEIPT, audit, audited_lives
 from asyncrl.run.resume import BUFFER
 from asyncrl.run.run_folder import shared_folder
 from buffer.exports import read_part
@@ -73,7 +73,8 @@ def assert_the_lineage_is_right(run, lineage):
     """
     lives = audited_lives(run.run_dir)
     result = audit(lives)
-    assert not result.bad, "\n".join(map(str, result.bad[:20]))
+    bad = [one for one in result.bad if not is_lost_on_a_full_disk(one, lineage)]
+    assert not bad, "\n".join(map(str, bad[:20]))
     assert_the_account_closes(run.summary)
     unwritten = assert_the_metrics_lack_only_steps_of_killed_lives(run, lives)
     assert [line for line in result.unchecked if not line.startswith("the tokens in the loss of step ")] == []
@@ -83,6 +84,14 @@ def assert_the_lineage_is_right(run, lineage):
         assert not shared_folder(life).exists()
     assert_each_prompt_is_finished_once_or_still_there(run, lives, lineage.checkpoint())
     return result.checked
+
+
+def is_lost_on_a_full_disk(bad, lineage):
+    """Whether an engine lost this receipt: its life ended on the full disk, and the engine's log says so."""
+    if (bad.what, bad.found) != (ENGINE_RECEIPT, "none"):
+        return False
+    logs = [path for life in lineage.lives if life <= bad.life for path in life.glob("logs/rollout-*.log")]
+    return any("'sampled'> is not written to" in log.read_text(errors="replace") for log in logs)
 
 
 def assert_the_metrics_lack_only_steps_of_killed_lives(run, lives):
