@@ -54,6 +54,7 @@ MAX_LAG = 3
 GROUPS_PER_STEP = 12
 WARM_UP_S = 10.0
 _ASK_EVERY_S = 0.2
+_DRAIN_S = 300.0
 TOOL_SHARE = 0.2
 """Share of an episode's time that its tools take."""
 _PROMPT = np.arange(20, 52, dtype=np.int32)
@@ -139,12 +140,13 @@ class _Bench:
             await asyncio.sleep(_ASK_EVERY_S)
 
     async def drained(self) -> None:
-        """Wait until no group is queued or generated."""
-        while True:
-            groups = (await self.control.stats()).groups
-            if not groups["queued"] + groups["leased"]:
-                return
-            await asyncio.sleep(_ASK_EVERY_S)
+        """Wait until no group is queued or generated. Raises `TimeoutError` after `_DRAIN_S`."""
+        async with asyncio.timeout(_DRAIN_S):
+            while True:
+                groups = (await self.control.stats()).groups
+                if not groups["queued"] + groups["leased"]:
+                    return
+                await asyncio.sleep(_ASK_EVERY_S)
 
     async def fleet_round(self, seconds: float) -> _Round:
         """Let the fleet play episodes, and wait for their ends. Its rate counts from the warm-up to the last prompt."""

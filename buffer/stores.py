@@ -40,43 +40,42 @@ class FrameTable(Generic[Key]):
     """
 
     def __init__(self) -> None:
-        self._frames: dict[Key, tuple[Frames, int, int, int]] = {}
+        self._frames: dict[Key, tuple[Frames, int]] = {}
         self.num_bytes = self.memory_bytes = self.disk_bytes = 0
 
     def __contains__(self, key: Key) -> bool:
         return key in self._frames
 
     def __iter__(self) -> Iterator[tuple[Key, Frames]]:
-        return ((key, frames) for key, (frames, *_) in self._frames.items())
+        return ((key, frames) for key, (frames, _) in self._frames.items())
 
     def put(self, key: Key, frames: Frames, size: int | None = None) -> None:
         """Keep frames, and replace earlier frames of the key. ``size`` overrides the counted size."""
         self.remove(key)
-        own_size = size_of(frames)
-        in_memory, on_disk = (0, own_size) if isinstance(frames, FramesOnDisk) else (own_size, 0)
-        size = own_size if size is None else size
-        self._frames[key] = (frames, size, in_memory, on_disk)
-        self.num_bytes += size
-        self.memory_bytes += in_memory
-        self.disk_bytes += on_disk
+        self._frames[key] = frames, size_of(frames) if size is None else size
+        self._count(*self._frames[key], 1)
 
     def get(self, key: Key) -> Frames:
         """The frames of a key; empty if the table has none."""
-        return self._frames.get(key, ((), 0, 0, 0))[0]
+        return self._frames.get(key, ((), 0))[0]
 
     def remove(self, key: Key) -> None:
         """Remove the frames of a key, if there are any."""
-        _, size, in_memory, on_disk = self._frames.pop(key, ((), 0, 0, 0))
-        self.num_bytes -= size
-        self.memory_bytes -= in_memory
-        self.disk_bytes -= on_disk
+        if key in self._frames:
+            self._count(*self._frames.pop(key), -1)
 
     def move_to(self, other: "FrameTable[Key]", key: Key) -> None:
         """Move the frames of a key to another table, if there are any."""
         if key in self:
-            frames, size, *_ = self._frames[key]
-            other.put(key, frames, size)
+            other.put(key, *self._frames[key])
             self.remove(key)
+
+    def _count(self, frames: Frames, size: int, sign: int) -> None:
+        self.num_bytes += sign * size
+        if isinstance(frames, FramesOnDisk):
+            self.disk_bytes += sign * frames.num_bytes
+        else:
+            self.memory_bytes += sign * size_of(frames)
 
 
 class PayloadStore:
