@@ -300,17 +300,26 @@ class ModelWorker(Worker):
         ended_at = time.time()
         if self.role is ACTOR:
             metrics["digest"] = self._witness(batch, own.groups, sequences)
-        if self._log is not None and self._model.mesh.sp_rank == 0:
-            self._log.write(batch, own.groups, sequences, rank=self._model.mesh.dp_rank)
-        if readable and self._token_log_options is not None and self.rank == 0:
-            TrajectoryLog(self._token_log_options.directory).write(batch, own.groups, readable, rank=0)
-        each = [fetched_at - started_at, own.seconds, ended_at - fetched_at, -started_at, ended_at, lag]
+        self._write_logs(batch, own.groups, sequences, readable)
+        times = {"fetch_s": fetched_at - started_at, "prepare_s": own.seconds, "train_s": ended_at - fetched_at}
+        times |= {"started_at": -started_at, "ended_at": ended_at, "lag_max": lag}  # of the first and the last rank
         with record.span(SpanKind.wait_ranks, step=batch.version):
-            slowest = self._model.mesh.largest(torch.tensor(each, dtype=torch.float64))
-        fetch_s, prepare_s, train_s, minus_start, ended_at, lag = slowest.tolist()
-        times = {"fetch_s": fetch_s, "prepare_s": prepare_s, "train_s": train_s}
-        times |= {"started_at": -minus_start, "ended_at": ended_at}
-        return metrics | self._offload.metrics | times | {"lag_max": lag}
+            slowest = self._model.mesh.largest(torch.tensor(list(times.values()), dtype=torch.float64))
+        times = dict(zip(times, slowest.tolist(), strict=True))
+        return metrics | self._offload.metrics | times | {"started_at": -times["started_at"]}
+
+    def _write_logs(
+        self,
+        batch: RankBatch,
+        groups: Mapping[int, TrajectoryGroup],
+        sequences: Sequence[TokenSequence],
+        readable: Sequence[TokenSequence],
+    ) -> None:
+        """Write this rank's samples to the token log, and rank 0's ``readable`` ones to the log for people."""
+        if self._log is not None and self._model.mesh.sp_rank == 0:
+            self._log.write(batch, groups, sequences, rank=self._model.mesh.dp_rank)
+        if readable and self._token_log_options is not None and self.rank == 0:
+            TrajectoryLog(self._token_log_options.directory).write(batch, groups, readable, rank=0)
 
     def _witness(
         self, batch: RankBatch, groups: Mapping[int, TrajectoryGroup], sequences: Sequence[TokenSequence]

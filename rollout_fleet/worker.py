@@ -73,14 +73,9 @@ class RolloutWorker(Worker):
         record.start(profile or ProfileConfig(), process=f"engine-{self.rank}", pool=record.Pool.fleet)
         self._starting = record.span(record.SpanKind.start)
         self._connect_buffer = connect_buffer
+        paths = {"model_path": model_path, "log_dir": log_dir, "sample_dir": sample_dir}
         self._parts = AnsweringParts.of(
-            config,
-            model_path=model_path,
-            rank=self.rank,
-            log_dir=log_dir,
-            seed=engine_seed,
-            episode_context=episode_context,
-            sample_dir=sample_dir,
+            config, rank=self.rank, seed=engine_seed, episode_context=episode_context, **paths
         )
         self._engine = self._parts.engine
         self._member = Member(f"engine-{self.rank}", member_limits(config), time.monotonic())

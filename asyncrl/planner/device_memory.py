@@ -278,6 +278,16 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
         "gradients": _FLOAT32_BYTES * trained if setup.whole_gradients else on_device,
         "gathered root unit": gathers * size * gathered,
     }
+    largest = max(_moments(model, setup, head), key=lambda moment: sum(moment.values()))
+    return {name: number for name, number in {**held, **largest}.items() if number}
+
+
+def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[str, int]]:
+    """What the moments of `rank_bytes` need in addition to the kinds that stay allocated.
+
+    ``head`` is the number of trained parameters of the output layer.
+    """
+    size, gathers, trains_all = setup.compute_bytes, int(setup.gathers), not setup.lora_rank
     gathers_layers = 0 if setup.keeps_gathered else gathers * size
     reduced = gathers * (not setup.whole_gradients) * _FLOAT32_BYTES
     # With checkpointing, every layer keeps its input, and the backward pass recomputes one layer at a time.
@@ -306,8 +316,7 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
             "gradients in transit": size * head * gathers + (own + reduced * above) * trains_all,
         }
         moments.append(layer_moment)
-    largest = max(moments, key=lambda moment: sum(moment.values()))
-    return {name: number for name, number in {**held, **largest}.items() if number}
+    return moments
 
 
 def _output_layer(model: ModelSize, setup: RankSetup, head: int) -> int:

@@ -7,8 +7,10 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .messages import read_content
-from .openai_api import MODEL, check_fields, list_of, read_options
+from asyncrl.core.image_files import is_image
+
+from .messages import read_content, text_or_parts
+from .openai_api import MODEL, check_fields, list_of, read_options, split_tools
 from .session import ChatRequest, SampledAnswer
 
 _FIELDS = {
@@ -24,6 +26,10 @@ _FIELDS = {
     "top_p",
     "top_k",
     "thinking",
+    "output_config",
+    "context_management",
+    "cache_control",
+    "inference_geo",
 }
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -31,12 +37,6 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = False) -> ChatRequest:
     """Read the body of ``/v1/messages``. Raises `ValueError` with the field and its valid values."""
     check_fields(body, _FIELDS)
-    choice = body.get("tool_choice") or {}
-    if choice.get("type", "auto") not in ("auto", "none") or choice.get("disable_parallel_tool_use"):
-        raise ValueError(
-            f"tool_choice must be of the type auto or none, got {json.dumps(choice)}: the engine cannot "
-            "force the model to call a tool, or to call only one; ask for it in a message"
-        )
     messages: list[dict[str, Any]] = []
     if body.get("system"):
         messages.append({"role": "system", "content": read_content(body["system"], "system")})
@@ -44,12 +44,20 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
         messages += _read_message(message, f"messages[{place}]")
     if messages and messages[-1]["role"] == "assistant":
         raise ValueError("the last message must be of the user, got one of the assistant: a prefill is not supported")
-    tools = [_read_tool(tool, f"tools[{place}]") for place, tool in enumerate(list_of(body, "tools"))]
+    tools, hosted = split_tools(body, "custom")
+    choice, config = body.get("tool_choice") or {}, body.get("output_config") or {}
+    named = {
+        "stop": body.get("stop_sequences"),
+        "tool_choice": choice if choice.get("type") == "tool" else choice.get("type"),
+        "parallel_tool_calls": not choice.get("disable_parallel_tool_use"),
+        "reasoning_effort": config.get("effort"),
+        "hosted_tools": hosted,
+    }
+    schema = (config.get("format") or {}).get("schema")
     options = read_options(
-        {**body, "stop": body.get("stop_sequences")},
-        max_tokens=body.get("max_tokens"),
-        reads_calls=choice.get("type") != "none",
+        {**body, **named}, max_tokens=body.get("max_tokens"), json_schema=json.dumps(schema) if schema else ""
     )
+    tools = [_read_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
     return ChatRequest(messages=messages, tools=tools, options=options, key=key, is_retry=is_retry)
 
 
@@ -115,32 +123,34 @@ def error(kind: str, text: str) -> dict[str, Any]:
 def _read_message(content: Any, where: str) -> list[dict[str, Any]]:
     """Convert an Anthropic message to messages in OpenAI's form. Each tool result becomes a separate message."""
     role = content.get("role") if isinstance(content, Mapping) else None
-    if role not in ("user", "assistant"):
-        raise ValueError(f"{where}.role must be user or assistant, got {role!r}")
+    if role not in ("user", "assistant", "system"):
+        raise ValueError(f"{where}.role must be user, assistant or system, got {role!r}")
     blocks = content.get("content")
     if isinstance(blocks, str):
         return [{"role": role, "content": blocks}]
     if not isinstance(blocks, list):
         raise ValueError(f"{where}.content must be a text or a list of blocks, got {type(blocks).__name__}")
     results: list[dict[str, Any]] = []
-    own: dict[str, Any] = {"role": role, "content": ""}
+    own: dict[str, Any] = {"role": role}
+    parts: list[Any] = []
     for place, block in enumerate(blocks):
         kind = block.get("type") if isinstance(block, Mapping) else None
-        if kind == "text":
-            own["content"] += block["text"]
+        if kind == "text" or (is_image(block) and role == "user"):
+            parts.append(block)
         elif kind == "thinking" and role == "assistant":
             own["reasoning_content"] = block["thinking"]
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block["name"], "arguments": json.dumps(block["input"], ensure_ascii=False)}
             own.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            text = read_content(block.get("content"), f"{where}.content[{place}].content")
-            results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
+            result = text_or_parts(block.get("content"), f"{where}.content[{place}].content")
+            results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
         else:
             raise ValueError(
-                f"{where}.content[{place}].type must be text, thinking, tool_use or tool_result, got {kind!r} from the "
-                f"{role}"
+                f"{where}.content[{place}].type must be text, image, thinking, tool_use or tool_result, got {kind!r} "
+                f"from the {role}"
             )
+    own["content"] = text_or_parts(parts, f"{where}.content")
     return [*results, own] if own["content"] or role == "assistant" or not results else results
 
 

@@ -101,6 +101,7 @@ class Endpoint:
                 web.post("/v1/completions", self._route(self._completions)),
                 web.post("/v1/responses", self._route(self._responses)),
                 web.post("/v1/messages", self._route(self._messages)),
+                web.post("/v1/messages/count_tokens", self._route(self._count_tokens)),
                 web.post("/v1/asyncrl/sample", self._route(self._sample)),
                 web.post("/v1/asyncrl/give", self._route(self._give)),
                 web.route("*", "/{path:.*}", self._route(self._unknown)),
@@ -152,7 +153,7 @@ class Endpoint:
                 if status == 500:
                     logger.exception("the endpoint failed on %s %s", request.method, request.path)
                 self.counts.errors[status] += 1
-                shape = anthropic_api.error if request.path == "/v1/messages" else _openai_error
+                shape = _error_shape(request)
                 return _json(shape(kind, message), status=status, headers={"x-should-retry": "false"})
 
         return route
@@ -235,6 +236,10 @@ class Endpoint:
             stream=stream if body.get("stream") else None,
         )
 
+    async def _count_tokens(self, request: web.Request, session: Session, _key: str) -> web.StreamResponse:
+        asked = _read(anthropic_api.read_request, await _body_of(request), request)
+        return _json({"input_tokens": await session.count_tokens(asked)})
+
     async def _sample(self, request: web.Request, session: Session, _key: str) -> web.StreamResponse:
         body = await _body_of(request)
         parent = _parent_of(body)
@@ -301,7 +306,7 @@ class Endpoint:
         except Exception as error:  # noqa: BLE001 - the status is sent already, so every failure is an event
             status, kind, message = _status_of(error)
             self.counts.errors[status] += 1
-            shape = anthropic_api.error if request.path == "/v1/messages" else _openai_error
+            shape = _error_shape(request)
             await response.write(_event("error", shape(kind, message)))
         else:
             await response.write(b"".join(stream(answers)))
@@ -324,6 +329,11 @@ def _status_of(error: Exception) -> tuple[int, str, str]:
     if isinstance(error, web.HTTPException):
         return error.status, "invalid_request_error", error.reason
     return 500, "server_error", f"the rollout worker failed: {error!r}"
+
+
+def _error_shape(request: web.Request) -> Callable[[str, str], dict[str, Any]]:
+    """Builds the body of an error in the format of the called API."""
+    return anthropic_api.error if request.path.startswith("/v1/messages") else _openai_error
 
 
 def _openai_error(kind: str, message: str) -> dict[str, Any]:

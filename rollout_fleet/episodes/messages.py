@@ -91,6 +91,12 @@ def read_content(content: Any, where: str) -> str:
     return "".join(texts)
 
 
+def text_or_parts(content: Any, where: str) -> Any:
+    """The text of a content; its parts, as they are, if it has images. Raises as `read_content`."""
+    has_images = isinstance(content, list) and any(map(is_image, content))
+    return content if has_images else read_content(content, where)
+
+
 def _read_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

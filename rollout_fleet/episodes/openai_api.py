@@ -27,6 +27,8 @@ _OTHER = (
     "repetition_penalty",
     "logit_bias",
     "reasoning_effort",
+    "tool_choice",
+    "parallel_tool_calls",
 )
 _COMMON = {
     "model",
@@ -50,13 +52,13 @@ _WITHOUT_EFFECT = {
     "prompt_cache_retention",
     "verbosity",
     "best_of",
+    "prediction",
+    "client_metadata",
 }
 _CHAT = {
     *_COMMON,
     "messages",
     "tools",
-    "tool_choice",
-    "parallel_tool_calls",
     "response_format",
     "max_completion_tokens",
     "top_logprobs",
@@ -66,21 +68,19 @@ _CHAT = {
 def read_chat(body: Mapping[str, Any], *, key: str = "", is_retry: bool = False) -> ChatRequest:
     """Read the body of ``/v1/chat/completions``. Raises `ValueError` with the field and its valid values."""
     check_fields(body, _CHAT)
-    tools = list_of(body, "tools")
+    tools, hosted = split_tools(body)
     for place, tool in enumerate(tools):
-        if not isinstance(tool, Mapping) or tool.get("type") != "function" or "function" not in tool:
+        if "function" not in tool:
             raise ValueError(f"tools[{place}] must be {{'type': 'function', 'function': …}}, got {tool!r}")
     if body.get("top_logprobs"):
         raise ValueError(
             f"top_logprobs must be 0, got {body['top_logprobs']}: engines report the sampled token's log-prob only"
         )
-    check_tool_choice(body, bool(tools))
     max_tokens = body.get("max_completion_tokens")
     options = read_options(
-        body,
+        {**body, "hosted_tools": hosted},
         max_tokens=body.get("max_tokens") if max_tokens is None else max_tokens,
         json_schema=_read_format(body.get("response_format")),
-        reads_calls=body.get("tool_choice") != "none",
     )
     return ChatRequest(messages=list_of(body, "messages"), tools=tools, options=options, key=key, is_retry=is_retry)
 
@@ -98,10 +98,11 @@ def read_completion(body: Mapping[str, Any], *, key: str = "", is_retry: bool = 
     return TextRequest(prompt=prompt, options=options, key=key, is_retry=is_retry)
 
 
-def read_options(
-    body: Mapping[str, Any], *, max_tokens: Any, json_schema: str = "", reads_calls: bool = True
-) -> SampleOptions:
-    """The sampling options of a body. Raises `ValueError` with the field and its valid values."""
+def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str = "") -> SampleOptions:
+    """The sampling options of a body with OpenAI's names. ``hosted_tools`` lists the tools that `split_tools` left out.
+
+    Raises `ValueError` with the field and its valid values.
+    """
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
@@ -112,6 +113,11 @@ def read_options(
     ids = list_of(body, "stop_token_ids")
     if not all(type(token) is int for token in ids):
         raise ValueError(f"stop_token_ids must be a list of token ids, got {ids!r}")
+    other = {name: body[name] for name in (*_OTHER, "hosted_tools") if body.get(name) is not None}
+    if other.get("tool_choice") == "none":
+        del other["tool_choice"]
+    if not body.get("tools"):
+        other.pop("parallel_tool_calls", None)
     return SampleOptions(
         n=1 if body.get("n") is None else body["n"],
         max_tokens=max_tokens,
@@ -119,8 +125,8 @@ def read_options(
         stop_token_ids=tuple(ids),
         seed=body.get("seed"),
         json_schema=json_schema,
-        reads_calls=reads_calls,
-        other={name: body[name] for name in _OTHER if body.get(name) is not None},
+        reads_calls=body.get("tool_choice") != "none",
+        other=other,
     )
 
 
@@ -131,16 +137,21 @@ def check_fields(body: Mapping[str, Any], known: set[str]) -> None:
         raise ValueError(f"{unknown[0]} is not supported here; leave it out. Supported are {', '.join(sorted(known))}")
 
 
-def check_tool_choice(body: Mapping[str, Any], has_tools: bool) -> None:
-    """Raise `ValueError` for a tool choice that the engine cannot enforce."""
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise ValueError(
-            f"tool_choice must be auto or none, got {json.dumps(choice)}: the engine cannot force the model to "
-            "call a tool; ask for it in a message"
-        )
-    if has_tools and body.get("parallel_tool_calls") is False:
-        raise ValueError("parallel_tool_calls must be true, got false: the number of calls cannot be enforced")
+def split_tools(body: Mapping[str, Any], own_type: str = "function") -> tuple[list[Mapping[str, Any]], list[str]]:
+    """The tools that the client runs, and the types of the other tools, which a provider's servers would run.
+
+    Raises `ValueError` if a tool is not an object. A tool without a type has ``own_type``.
+    """
+    own, hosted = [], []
+    for place, tool in enumerate(list_of(body, "tools")):
+        if not isinstance(tool, Mapping):
+            raise ValueError(f"tools[{place}] must be an object, got {tool!r}")
+        kind = tool.get("type") or own_type
+        if kind == own_type:
+            own.append(tool)
+        else:
+            hosted.append(str(kind))
+    return own, hosted
 
 
 def list_of(body: Mapping[str, Any], name: str) -> list[Any]:

@@ -1,7 +1,7 @@
 """The parts of OpenAI's responses API that agent loops use.
 
-Converts items to requests of a session, and answers to items. The items are texts, reasoning, function calls and their
-outputs. Tools that run on OpenAI's servers are refused.
+Converts items to requests of a session, and answers to items. The items are texts, images, reasoning, function calls
+and their outputs. The functions of a namespace are called ``NAMESPACE__NAME`` in the policy's messages.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .messages import Message, read_content
-from .openai_api import MODEL, check_fields, check_tool_choice, list_of, read_options, usage_of
+from .messages import Message, read_content, text_or_parts
+from .openai_api import MODEL, check_fields, list_of, read_options, split_tools, usage_of
 from .session import ChatRequest, SampledAnswer
 
 _FIELDS = {
@@ -33,6 +33,7 @@ _FIELDS = {
     "reasoning",
     "include",
     "truncation",
+    "max_tool_calls",
 }
 
 
@@ -57,20 +58,26 @@ def read_request(
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else list_of(body, "input")
     messages += _read_items(items)
-    tools = [_read_tool(tool, f"tools[{place}]") for place, tool in enumerate(list_of(body, "tools"))]
-    check_tool_choice(body, bool(tools))
+    tools, hosted = split_tools({"tools": _without_namespaces(list_of(body, "tools"))})
+    named = {"reasoning_effort": (body.get("reasoning") or {}).get("effort"), "hosted_tools": hosted}
     options = read_options(
-        {**body, "reasoning_effort": (body.get("reasoning") or {}).get("effort")},
+        {**body, **named},
         max_tokens=body.get("max_output_tokens"),
         json_schema=_read_format((body.get("text") or {}).get("format") or {}),
-        reads_calls=body.get("tool_choice") != "none",
     )
+    tools = [_read_tool(tool, f"the function at place {place} of tools") for place, tool in enumerate(tools)]
     return ChatRequest(messages=messages, tools=tools, options=options, key=key, is_retry=is_retry)
 
 
 def response(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
     """The answer of ``/v1/responses``. Its field ``turn`` has the index of the turn."""
     output: list[dict[str, Any]] = []
+    in_namespace = {
+        _full_name(space["name"], own["name"]): {"namespace": space["name"], "name": own["name"]}
+        for space in list_of(body, "tools")
+        if space.get("type") == "namespace"
+        for own in space["tools"]
+    }
     if answer.message.get("reasoning_content"):
         part = {"type": "reasoning_text", "text": answer.message["reasoning_content"]}
         output.append({"type": "reasoning", "id": _id("rs"), "summary": [], "content": [part]})
@@ -81,7 +88,7 @@ def response(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
         )
     for call in answer.message.get("tool_calls", ()):
         item = {"type": "function_call", "id": _id("fc"), "call_id": call["id"], "status": "completed"}
-        output.append({**item, **call["function"]})
+        output.append({**item, **call["function"], **in_namespace.get(call["function"]["name"], {})})
     usage = usage_of([answer])
     is_cut = answer.finish_reason == "length"
     return {
@@ -165,20 +172,20 @@ def _read_items(items: Sequence[Any]) -> list[dict[str, Any]]:
             can_join = False
             assistant()["reasoning_content"] = "".join(texts)
         elif kind == "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            name = _full_name(item["namespace"], item["name"]) if item.get("namespace") else item["name"]
+            function = {"name": name, "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             assistant().setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            text = item["output"] if isinstance(item["output"], str) else read_content(item["output"], where)
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+            output = text_or_parts(item["output"], f"{where}.output")
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
             can_join = False
         elif kind == "message" and item.get("role") == "assistant":
             can_join = can_join and not messages[-1]["content"] and "tool_calls" not in messages[-1]
             assistant()["content"] = read_content(item.get("content"), f"{where}.content")
         elif kind == "message":
-            messages.append(
-                {"role": item.get("role"), "content": read_content(item.get("content"), f"{where}.content")}
-            )
+            content = text_or_parts(item.get("content"), f"{where}.content")
+            messages.append({"role": item.get("role"), "content": content})
             can_join = False
         else:
             raise ValueError(
@@ -187,10 +194,24 @@ def _read_items(items: Sequence[Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _read_tool(tool: Any, where: str) -> dict[str, Any]:
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        got = tool.get("type") if isinstance(tool, Mapping) else tool
-        raise ValueError(f"{where}.type must be function, got {got!r}: hosted tools do not run here")
+def _full_name(namespace: str, name: str) -> str:
+    return f"{namespace}__{name}"
+
+
+def _without_namespaces(tools: Sequence[Any]) -> list[Any]:
+    """The tools, with the functions of a namespace instead of the namespace."""
+    flat: list[Any] = []
+    for tool in tools:
+        if isinstance(tool, Mapping) and tool.get("type") == "namespace":
+            flat += [{**own, "name": _full_name(tool["name"], own["name"])} for own in tool["tools"]]
+        else:
+            flat.append(tool)
+    return flat
+
+
+def _read_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(tool.get("name"), str):
+        raise ValueError(f"{where} must have a name, got {tool!r}")
     return {"type": "function", "function": {name: tool.get(name) for name in ("name", "description", "parameters")}}
 
 

@@ -20,7 +20,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,8 +51,11 @@ NEUTRAL: Mapping[str, Any] = {
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
     "logit_bias": {},
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "hosted_tools": [],
 }
-"""Options that the learner cannot follow, and their values without effect."""
+"""Options that the policy's turns cannot follow, and their values without effect."""
 
 
 logger = logging.getLogger(__name__)
@@ -95,8 +98,8 @@ class SampleOptions:
         seed: See `SamplingConfig.seed`; the i-th of n turns gets ``seed + i``.
         json_schema: See `SamplingConfig.json_schema`.
         reads_calls: Whether to read tool calls. Otherwise they stay in the content.
-        other: Options, by OpenAI's names, that the learner does not support if they differ from the run's.
-            Example: ``{"temperature": 0.2}``.
+        other: Options, by OpenAI's names, that are not supported if they differ from the run's.
+            Example: ``{"temperature": 0.2}``. ``hosted_tools`` lists the types of tools that a provider's servers run.
     """
 
     n: int = 1
@@ -275,6 +278,12 @@ class Session:
         """
         return await self._once(request, lambda: self._answer_chat(request))
 
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """The number of tokens of the rendered messages and tools. Raises as `chat`; nothing is sampled."""
+        messages = await self._read(request.messages)
+        tokens, _ = self._with_images(self._renderer.render(messages, [dict(tool) for tool in request.tools]), messages)
+        return len(tokens)
+
     async def complete(self, request: TextRequest) -> list[SampledAnswer]:
         """Sample ``n`` continuations of a text. Errors and repeated requests are as in `chat`."""
         return await self._once(request, lambda: self._answer_text(request))
@@ -333,15 +342,7 @@ class Session:
     # Messages
 
     async def _answer_chat(self, request: ChatRequest) -> list[SampledAnswer]:
-        read_image = None if self._reader is None else self._read_image
-        contents = (message.get("content") for message in request.messages if isinstance(message, Mapping))
-        if any(is_image(part) for content in contents if isinstance(content, list) for part in content):
-            read = partial(_read_messages, request.messages, read_image)
-            messages = await asyncio.to_thread(read)  # reading an image takes some milliseconds
-        else:
-            messages = _read_messages(request.messages, read_image)
-        if not messages:
-            raise ValueError("messages must hold at least one message, got none")
+        messages = await self._read(request.messages)
         tools = [dict(tool) for tool in request.tools]
         tools_digest = json.dumps(tools, sort_keys=True)
         digests = chain(messages)
@@ -367,6 +368,16 @@ class Session:
                 )
             )
         return answers
+
+    async def _read(self, sent: Sequence[Any]) -> list[dict[str, Any]]:
+        """Read a client's messages. Raises `ValueError` if there are none, or if one is not supported."""
+        if not sent:
+            raise ValueError("messages must hold at least one message, got none")
+        read_image = None if self._reader is None else self._read_image
+        contents = (message.get("content") for message in sent if isinstance(message, Mapping))
+        if any(is_image(part) for content in contents if isinstance(content, list) for part in content):
+            return await asyncio.to_thread(_read_messages, sent, read_image)  # an image takes some milliseconds
+        return _read_messages(sent, read_image)
 
     def _place(
         self, messages: Sequence[Message], tools: Sequence[Message], tools_digest: str, digests: Sequence[bytes]

@@ -154,9 +154,8 @@ async def test_a_stream_has_comments_until_its_turn_has_finished(talk):
         ({"messages": "hi"}, "messages must be a list, got str"),
         ({"messages": []}, "messages must hold at least one message"),
         ({"messages": [USER], "functions": []}, "functions is not supported here; leave it out"),
-        ({"messages": [USER], "tool_choice": "required"}, "tool_choice must be auto or none"),
-        ({"messages": [USER], "tools": [{"type": "web"}]}, "tools[0] must be"),
-        ({"messages": [USER], "tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls must be true"),
+        ({"messages": [USER], "tools": [{"type": "function"}]}, "tools[0] must be"),
+        ({"messages": [USER], "tools": ["web"]}, "tools[0] must be an object, got 'web'"),
         ({"messages": [USER], "top_logprobs": 5}, "top_logprobs must be 0, got 5"),
         ({"messages": [USER], "n": 0}, "n must be >= 1, got 0"),
         ({"messages": [USER], "n": "2"}, "n must be a whole number, got '2'"),
@@ -173,6 +172,103 @@ async def test_a_wrong_request_is_refused_by_name_and_not_retried(talk, endpoint
     assert status == 400
     assert json.loads(text)["error"]["message"].startswith(message)
     assert endpoint.counts.errors == {400: 1}
+
+
+FUNCTION = {name: TOOL["function"][name] for name in ("name", "description", "parameters")}
+ANTHROPIC_TOOL = {"name": "weather", "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "overridden"),
+    [
+        ("/chat/completions", {"tools": [TOOL], "tool_choice": "required"}, ["tool_choice"]),
+        (
+            "/chat/completions",
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+            ["tool_choice"],
+        ),
+        ("/chat/completions", {"tools": [TOOL], "parallel_tool_calls": False}, ["parallel_tool_calls"]),
+        ("/chat/completions", {"tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": True}, []),
+        ("/chat/completions", {"parallel_tool_calls": False}, []),
+        ("/chat/completions", {"tools": [TOOL, {"type": "web_search"}]}, ["hosted_tools"]),
+        ("/responses", {"tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"}, ["tool_choice"]),
+        ("/responses", {"tools": [{"type": "function", **FUNCTION}, {"type": "web_search"}]}, ["hosted_tools"]),
+        (
+            "/messages",
+            {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+            ["parallel_tool_calls", "tool_choice"],
+        ),
+        ("/messages", {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "tool", "name": "none"}}, ["tool_choice"]),
+        ("/messages", {"tools": [ANTHROPIC_TOOL, {"type": "bash_20250124", "name": "bash"}]}, ["hosted_tools"]),
+    ],
+)
+async def test_a_choice_that_cannot_be_enforced_is_counted_and_the_policy_chooses(talk, path, body, overridden):
+    tools = [{"type": "function", "function": FUNCTION}] if path != "/chat/completions" else body.get("tools", [])[:1]
+    talking, _ = talk("Warm." + END, tools=tools)
+    messages = {"input": [USER]} if path == "/responses" else {"messages": [USER]}
+    status, text = await post(talking.access, path, {"model": "policy", **messages, **body})
+    assert (status, "Warm." in text) == (200, True)
+    assert sorted(talking.session.counts.overridden) == overridden
+    assert not talking.session.counts.branches, "the prompt names the function and no other tool"
+
+
+async def test_a_choice_that_cannot_be_enforced_is_refused_where_options_are(talk):
+    talking, _ = talk(refuses=True)
+    for body, message in (
+        ({"tool_choice": "required"}, "tool_choice must be auto, the run's value, got required"),
+        ({"tools": [{"type": "web_search"}]}, "hosted_tools must be [], the run's value, got ['web_search']"),
+    ):
+        status, text = await post(talking.access, "/chat/completions", {"messages": [USER], "tools": [TOOL], **body})
+        assert (status, json.loads(text)["error"]["message"].startswith(message)) == (400, True)
+
+
+async def test_functions_of_a_namespace_are_called_by_both_names(talk):
+    whole = {"type": "function", "function": {**FUNCTION, "name": "city__weather"}}
+    talking, _ = talk(CALL.replace("weather", "city__weather") + END, "21." + END, tools=[whole])
+    space = {"type": "namespace", "name": "city", "description": "d", "tools": [{"type": "function", **FUNCTION}]}
+    body = {"model": "policy", "tools": [space]}
+    _, text = await post(talking.access, "/responses", {**body, "input": [USER]})
+    (call,) = json.loads(text)["output"]
+    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "city", "weather")
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "21"}
+    status, text = await post(talking.access, "/responses", {**body, "input": [USER, call, result]})
+    assert (status, "21." in text) == (200, True)
+    assert not talking.session.counts.branches
+    talking.check()
+
+
+async def test_the_requests_of_claude_code_are_answered(talk):
+    system, reminder = "You write programs.", {"role": "system", "content": "Skills: none."}
+    prompt = [{"role": "system", "content": system}, USER, reminder]
+    talking, _ = talk("Done." + END, prompt=prompt, tools=[{"type": "function", "function": FUNCTION}])
+    mark = {"cache_control": {"type": "ephemeral"}}
+    body = {
+        "model": "claude-opus",
+        "max_tokens": 64000,
+        "system": [{"type": "text", "text": system, **mark}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": USER["content"], **mark}]}, reminder],
+        "tools": [{**ANTHROPIC_TOOL, **mark}],
+        "metadata": {"user_id": "u"},
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+    }
+    status, text = await post(talking.access, "/messages?beta=true", {**body, "stream": True})
+    assert (status, "Done." in text) == (200, True)
+    assert not talking.session.counts.branches
+    assert set(talking.session.counts.overridden) == {"max_tokens", "reasoning_effort"}
+    del body["max_tokens"]
+    status, text = await post(talking.access, "/messages/count_tokens?beta=true", body)
+    assert (status, json.loads(text)) == (200, {"input_tokens": len(talking.prompt.prompt_ids)})
+    status, text = await post(talking.access, "/messages/count_tokens", {**body, "system": None, "messages": []})
+    assert (status, json.loads(text)["error"]["message"]) == (400, "messages must hold at least one message, got none")
+
+
+async def test_anthropic_messages_take_a_json_schema(talk):
+    talking, _ = talk("{}" + END)
+    output = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    await post(talking.access, "/messages", {"max_tokens": 9, "messages": [USER], "output_config": output})
+    assert [sampling.json_schema for sampling in talking.turns.samplings] == ['{"type": "object"}']
 
 
 async def test_keys_of_no_episode_and_of_ended_ones_are_refused_and_counted(talk, endpoint):
@@ -289,11 +385,9 @@ async def test_responses_run_a_tool_loop(talk):
 
 
 async def test_the_messages_of_anthropic_run_a_tool_loop(talk, endpoint):
-    function = {name: TOOL["function"][name] for name in ("name", "description", "parameters")}
     texts = ["<think>\nhm\n</think>\n\n" + CALL + END, "21." + END]
-    talking, _ = talk(*texts, tools=[{"type": "function", "function": function}])
-    tool = {"name": "weather", "description": function["description"], "input_schema": function["parameters"]}
-    body = {"model": "policy", "max_tokens": 99, "messages": [USER], "tools": [tool]}
+    talking, _ = talk(*texts, tools=[{"type": "function", "function": FUNCTION}])
+    body = {"model": "policy", "max_tokens": 99, "messages": [USER], "tools": [ANTHROPIC_TOOL]}
     status, text = await post(talking.access, "/messages", body)
     first = json.loads(text)
     assert (status, first["stop_reason"]) == (200, "tool_use")

@@ -21,6 +21,7 @@ from rollout_fleet.engines.engine import SampleRequest, check_prompt, read_model
 from rollout_fleet.engines.server_hooks import take_pixels
 from rollout_fleet.engines.sglang import SGLangEngine
 from rollout_fleet.engines.transformers import TransformersEngine
+from rollout_fleet.episodes import anthropic_api, responses_api
 from rollout_fleet.episodes.config import RendererConfig
 from rollout_fleet.episodes.renderer import load_renderer
 from rollout_fleet.episodes.session import ChatRequest, Session
@@ -222,6 +223,28 @@ async def test_a_session_continues_a_prompt_with_an_image_and_takes_one_from_a_t
         assert set(path[placed.offset : placed.end].tolist()) == {IMAGE}
     trajectory = turns.episode.trajectory(1.0)
     assert [len(turn.images) for turn in trajectory.turns] == [1, 0, 1, 0]
+
+
+async def test_images_have_the_same_tokens_in_every_api(talk):
+    _, session = talk
+    url = image_of(0)["image_url"]["url"]
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    shown, text = {"type": "image", "source": source}, text_of("which colour?")
+    asked = anthropic_api.read_request({"messages": [{"role": "user", "content": [shown, text]}]})
+    assert await session.count_tokens(asked) == len(session.prompt.prompt_ids)
+    parts = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "which colour?"}]
+    asked = responses_api.read_request({"input": [{"role": "user", "content": parts}]}, stored={})
+    await session.chat(asked)
+    assert not session.counts.branches, "the request begins with the prompt"
+    call = {"type": "tool_use", "id": "x", "name": "zoom", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "x", "content": [shown]}
+    answered = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    asked = anthropic_api.read_request({"messages": [{"role": "user", "content": [shown, text]}, *answered]})
+    assert [[part["type"] for part in asked.messages[i]["content"]] for i in (0, 2)] == [["image", "text"], ["image"]]
+    asked = responses_api.read_request(
+        {"input": [{"type": "function_call_output", "call_id": "x", "output": parts}]}, stored={}
+    )
+    assert asked.messages[0]["content"] == parts
 
 
 async def test_a_session_branches_for_another_image_with_equal_text(talk):

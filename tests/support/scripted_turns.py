@@ -59,13 +59,14 @@ class Talk:
     ``recorded`` is the progress of an earlier attempt.
     """
 
-    def __init__(self, renderer, *texts, prompt=(USER,), tools=(), most=512, recorded=None, **budget):
+    def __init__(self, renderer, *texts, prompt=(USER,), tools=(), most=512, recorded=None, refuses=False, **budget):
         self.renderer = renderer
         self.texts = list(texts)
         ids = np.asarray(renderer.render(list(prompt), list(tools)), dtype=np.int32)
         self.turns = ScriptedTurns(ids, self.write, recorded, **budget)
         self.prompt = Prompt(group_id=7, prompt_ids=ids)
-        self.session = Session(self.turns, renderer, sampling=SamplingConfig(max_new_tokens=most), prompt=self.prompt)
+        sampling = SamplingConfig(max_new_tokens=most)
+        self.session = Session(self.turns, renderer, sampling=sampling, prompt=self.prompt, refuses=refuses)
 
     def write(self, prompt_ids, sampling):
         """Encode special tokens as one token and other text letter by letter.
