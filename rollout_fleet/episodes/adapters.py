@@ -20,6 +20,7 @@ import sys
 import tempfile
 import uuid
 from asyncio.subprocess import PIPE
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -413,7 +414,8 @@ async def use_tools(
 class McpEnvironment:
     """Gives the tools of MCP servers to the policy until the policy answers. Needs the package ``mcp``.
 
-    The reward comes from reward functions, which score the last message.
+    The reward comes from reward functions, which score the last message. If two servers have tools of the same name,
+    the policy sees them as ``SERVER__TOOL``.
 
     Args:
         servers: Servers by name, as in other MCP clients: A server ``{command: …, args: […], env: {…}}`` is started for
@@ -447,26 +449,37 @@ class McpEnvironment:
 
     async def _use_servers(self, prompt: Prompt, policy: Policy) -> Outcome:
         async with AsyncExitStack() as stack:
-            sessions: dict[str, Any] = {}
-            schemas = list(prompt.tools)
-            for server in self._servers.values():
+            offered: list[tuple[str, Any, Any]] = []  # the name of a server, its session, and one of its tools
+            for server_name, server in self._servers.items():
                 session = await self._connect(stack, server)
-                for tool in (await policy.run_tool(session.list_tools(), name="list_tools")).tools:
-                    fields = tool.model_dump(by_alias=True)
-                    sessions[tool.name] = session
-                    function = {
-                        "name": tool.name,
-                        "description": tool.description or "",
-                        "parameters": fields["inputSchema"],
-                    }
-                    schemas.append({"type": "function", "function": function})
+                for tool in await policy.run_tool(self._tools_of(session), name="list_tools"):
+                    offered.append((server_name, session, tool))
+            names = Counter(tool.name for _, _, tool in offered)
+            tools: dict[str, tuple[Any, str]] = {}
+            schemas = list(prompt.tools)
+            for server_name, session, tool in offered:
+                name = tool.name if names[tool.name] == 1 else f"{server_name}__{tool.name}"
+                tools[name] = session, tool.name
+                parameters = tool.model_dump(by_alias=True)["inputSchema"]
+                function = {"name": name, "description": tool.description or "", "parameters": parameters}
+                schemas.append({"type": "function", "function": function})
 
             async def call(name: str, arguments: Mapping[str, Any]) -> str:
-                result = await sessions[name].call_tool(name, dict(arguments))
+                session, own_name = tools[name]
+                result = await session.call_tool(own_name, dict(arguments))
                 return "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
 
             messages = await use_tools(policy, prompt.messages, tools=schemas, call=call)
         return Outcome(answer=messages[-1].text)
+
+    async def _tools_of(self, session: Any) -> list[Any]:
+        """The tools of a server, from all pages of its list."""
+        page = await session.list_tools()
+        tools = list(page.tools)
+        while cursor := page.model_dump(by_alias=True).get("nextCursor"):
+            page = await session.list_tools(params=self._mcp.types.PaginatedRequestParams(cursor=cursor))
+            tools += page.tools
+        return tools
 
     async def _connect(self, stack: AsyncExitStack, server: Mapping[str, Any]) -> Any:
         try:

@@ -281,6 +281,12 @@ class Tool(SimpleNamespace):
     def model_dump(self, by_alias):
         return {"inputSchema": {"type": "object", "properties": {"a": {"type": "number"}}}}
 
+class Page(SimpleNamespace):
+    def model_dump(self, by_alias):
+        return self.more
+
+types = SimpleNamespace(PaginatedRequestParams=lambda cursor: SimpleNamespace(cursor=cursor))
+
 class ClientSession:
     def __init__(self, read, write):
         self.parameters = read
@@ -290,9 +296,12 @@ class ClientSession:
         pass
     async def initialize(self):
         pass
-    async def list_tools(self):
-        return SimpleNamespace(tools=[Tool(name=self.parameters.args[0], description="doubles")])
+    async def list_tools(self, params=None):
+        names, page = self.parameters.args, int(params.cursor) if params else 0
+        more = {"nextCursor": str(page + 1)} if page + 1 < len(names) else {}
+        return Page(tools=[Tool(name=names[page], description="doubles")], more=more)
     async def call_tool(self, name, arguments):
+        assert name in self.parameters.args, name
         if arguments["a"] > 100:
             raise OSError("the server is gone")
         return SimpleNamespace(content=[SimpleNamespace(type="text", text=str(2 * arguments["a"]))])
@@ -352,6 +361,22 @@ async def test_the_policy_uses_tools_of_mcp_servers_in_parallel_and_is_told_its_
         "error: the arguments of double are not JSON: Expecting property name enclosed in double quotes: "
         "line 1 column 2 (char 1)",
     ]
+
+
+async def test_the_tools_of_all_mcp_servers_and_pages_have_different_names(mcp_package):
+    def script(body):
+        if body["messages"][-1]["role"] == "tool":
+            return {"role": "assistant", "content": body["messages"][-1]["content"]}
+        return {"role": "assistant", "content": None, "tool_calls": [tool_call(0, "two__double", '{"a": 4}')]}
+
+    servers = {
+        "one": {"command": "server", "args": ["double", "twice"]},
+        "two": {"command": "server", "args": ["double"]},
+    }
+    outcome, requests = await play("mcp", {"servers": servers}, script)
+    assert outcome.answer == "8"
+    names = [tool["function"]["name"] for tool in requests[0]["tools"]]
+    assert names == ["one__double", "twice", "two__double"]
 
 
 async def test_an_mcp_server_that_is_lost_is_a_failure_of_a_tool(mcp_package):
