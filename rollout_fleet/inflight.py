@@ -161,12 +161,12 @@ class InflightGroup:
     @property
     def is_finished(self) -> bool:
         """Whether every episode is complete."""
-        return not self.is_playing and not any(episode.running for episode in self.episodes)
+        return not self.is_playing and not any(episode.num_running for episode in self.episodes)
 
     @property
     def num_running(self) -> int:
         """Number of turns that the engine is sampling or will continue after a weight update."""
-        return sum(len(episode.running) for episode in self.episodes)
+        return sum(episode.num_running for episode in self.episodes)
 
     @property
     def is_done_here(self) -> bool:

@@ -116,6 +116,7 @@ class Episode:
         self._budget = budget
         self._nodes: list[_Node] = []
         self._given: dict[tuple[int, bytes, tuple[str, ...]], int] = {}
+        self._running: set[int] = set()
         self._outstanding: dict[str, int] = {}
         self._num_requests = 0
         prompt = Turn.given(_int32(prompt_ids), images=images)
@@ -150,7 +151,12 @@ class Episode:
     @property
     def running(self) -> list[int]:
         """The turns that are being sampled."""
-        return [index for index, node in enumerate(self._nodes) if node.is_running]
+        return sorted(self._running)
+
+    @property
+    def num_running(self) -> int:
+        """Number of turns that are being sampled."""
+        return len(self._running)
 
     @property
     def sampled(self) -> list[int]:
@@ -271,13 +277,14 @@ class Episode:
         node.is_live = True
         self.num_replayed += len(node.turn.token_ids)
         node.sampling = _at_most(sampling, most)
-        self._end_if_full(node)
+        self._running.add(index)
+        self._end_if_full(index)
         return index
 
     def next_requests(self) -> list[SampleRequest]:
         """Make a request for each running turn that has no request yet. Pass the answers to `take`."""
         requests = []
-        for index in sorted(set(self.running).difference(self._outstanding.values())):
+        for index in sorted(self._running.difference(self._outstanding.values())):
             node = self._nodes[index]
             assert node.sampling is not None
             num_left = node.sampling.max_new_tokens - len(node.turn.token_ids)
@@ -316,7 +323,7 @@ class Episode:
             columns={},
         )
         node.depth += len(output.token_ids)
-        self._end_if_full(node)
+        self._end_if_full(index)
         return index
 
     def refuse(self, request_id: str) -> int:
@@ -367,6 +374,7 @@ class Episode:
     def _abandon(self, indices: Sequence[int]) -> None:
         for index in indices:
             node = self._nodes[index]
+            self._running.discard(index)
             node.is_live, node.is_dropped = False, True
             self.num_dropped += len(node.turn.token_ids)
 
@@ -439,11 +447,14 @@ class Episode:
                 node.is_dropped = True
                 self.num_dropped += len(node.turn.token_ids)
 
-    def _end_if_full(self, node: _Node) -> None:
-        """Finish a running turn that has reached its maximum length."""
+    def _end_if_full(self, index: int) -> None:
+        """Finish a running turn that has reached its maximum length. A finished turn no longer runs."""
+        node = self._nodes[index]
         assert node.sampling is not None
         if node.turn.finish_reason is None and len(node.turn.token_ids) >= node.sampling.max_new_tokens:
             node.turn = replace(node.turn, finish_reason=FinishReason.length)
+        if node.turn.finish_reason is not None:
+            self._running.discard(index)
 
     def _subforest(self, indices: Sequence[int]) -> tuple[tuple[Turn, ...], dict[int, int]]:
         """Return these turns, the prompt and all turns above them.

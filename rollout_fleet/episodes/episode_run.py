@@ -126,7 +126,7 @@ class EpisodeRun:
         """The use of the episode's place on the engine: its turns, a tool, its environment, or its group's tail."""
         if self.is_over:
             return LevelName.tail
-        if self.episode.running:
+        if self.episode.num_running:
             return LevelName.running
         return LevelName.tool if self.times.is_in_tool else LevelName.environment
 
