@@ -294,14 +294,15 @@ class SGLangEngine(Engine):
 
     def _request_body(self, requests: Sequence[SampleRequest]) -> dict[str, Any]:
         options = {sampling: self._sampling_parameters(sampling) for sampling in {r.sampling for r in requests}}
-        return {
+        columns: dict[str, list[Any]] = {
             "rid": [_server_id(request.id) for request in requests],
             "input_ids": [np.ascontiguousarray(request.prompt_ids) for request in requests],
             "sampling_params": [options[request.sampling] for request in requests],
-            "return_logprob": True,
-            "stream": True,
             **self._image_data(requests),
         }
+        is_single = len(requests) == 1  # the server handles a single sample, such as a turn, faster than a batch of one
+        values = {name: column[0] for name, column in columns.items()} if is_single else columns
+        return {**values, "return_logprob": True, "stream": True}
 
     def _image_data(self, requests: Sequence[SampleRequest]) -> dict[str, Any]:
         """The images for `server_hooks.take_pixels`: one item per request with images.
