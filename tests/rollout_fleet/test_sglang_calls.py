@@ -503,7 +503,7 @@ async def test_options_of_a_request_reach_the_server_beside_the_stop_tokens_of_t
     for sampling in (own, SamplingConfig()):
         server.calls.clear()
         body = engine._request_body([SampleRequest(id="a", prompt_ids=np.array([3]), sampling=sampling)])
-        sent = body["sampling_params"][0]
+        sent = body["sampling_params"]
         assert {name: sent.get(name) for name in ("stop", "sampling_seed", "json_schema")} == (
             {"stop": ["END"], "sampling_seed": 5, "json_schema": "{}"}
             if sampling is own
