@@ -61,6 +61,28 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
     return ChatRequest(messages=messages, tools=tools, options=options, key=key, is_retry=is_retry)
 
 
+def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The body without its ``thread``. If it continues a thread, it gets the thread's fields and earlier messages.
+
+    ``stored`` has what `store_thread` returned, by the ids of the answers. Raises `ValueError` for an unknown answer.
+    """
+    alone = {name: value for name, value in body.items() if name != "thread"}
+    thread = body.get("thread") or {"type": "create"}
+    if thread.get("type") == "create":
+        return alone
+    previous = str(thread.get("previous_message_id"))
+    if thread.get("type") != "continue" or previous not in stored:
+        raise ValueError(f"thread must be of the type create, or continue an answer of this episode, got {thread}")
+    earlier = stored[previous]
+    return {**earlier, **alone, "messages": [*earlier["messages"], *list_of(alone, "messages")]}
+
+
+def store_thread(body: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a later request of the thread, as far as it is known after the answer ``whole``."""
+    kept = {name: value for name, value in body.items() if name != "stream"}
+    return {**kept, "messages": [*body["messages"], {"role": "assistant", "content": whole["content"]}]}
+
+
 def message(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
     """The answer of ``/v1/messages``. Its field ``turn`` has the index of the turn."""
     blocks: list[dict[str, Any]] = []
@@ -91,9 +113,8 @@ def message(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
     }
 
 
-def events(body: Mapping[str, Any], answer: SampledAnswer) -> Iterator[dict[str, Any]]:
+def events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The answer as the events of a stream."""
-    whole = message(body, answer)
     begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
     yield {"type": "message_start", "message": begun}
     for index, block in enumerate(whole["content"]):

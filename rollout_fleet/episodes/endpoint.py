@@ -222,19 +222,21 @@ class Endpoint:
 
         return await self._answer(request, session, asked, whole=whole, stream=stream if body.get("stream") else None)
 
-    async def _messages(self, request: web.Request, session: Session, _key: str) -> web.StreamResponse:
-        body = await _body_of(request)
+    async def _messages(self, request: web.Request, session: Session, key: str) -> web.StreamResponse:
+        sent, stored = await _body_of(request), self._stored[key]
+        body = anthropic_api.join_thread(sent, stored)
+
+        def whole(answers: list[SampledAnswer]) -> dict[str, Any]:
+            message = anthropic_api.message(body, answers[0])
+            if sent.get("thread"):
+                stored[message["id"]] = anthropic_api.store_thread(body, message)
+            return message
 
         def stream(answers: list[SampledAnswer]) -> Iterable[bytes]:
-            return (_event(event["type"], event) for event in anthropic_api.events(body, answers[0]))
+            return (_event(event["type"], event) for event in anthropic_api.events(whole(answers)))
 
-        return await self._answer(
-            request,
-            session,
-            _read(anthropic_api.read_request, body, request),
-            whole=lambda answers: anthropic_api.message(body, answers[0]),
-            stream=stream if body.get("stream") else None,
-        )
+        asked = _read(anthropic_api.read_request, body, request)
+        return await self._answer(request, session, asked, whole=whole, stream=stream if body.get("stream") else None)
 
     async def _count_tokens(self, request: web.Request, session: Session, _key: str) -> web.StreamResponse:
         asked = _read(anthropic_api.read_request, await _body_of(request), request)

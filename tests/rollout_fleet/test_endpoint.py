@@ -264,6 +264,27 @@ async def test_the_requests_of_claude_code_are_answered(talk):
     assert (status, json.loads(text)["error"]["message"]) == (400, "messages must hold at least one message, got none")
 
 
+async def test_a_thread_of_anthropic_continues_with_the_new_messages_only(talk):
+    texts = [CALL + END, "21." + END, "Yes." + END]
+    talking, _ = talk(*texts, tools=[{"type": "function", "function": FUNCTION}])
+    body = {"max_tokens": 99, "messages": [USER], "tools": [ANTHROPIC_TOOL], "thread": {"type": "create"}}
+    _, text = await post(talking.access, "/messages", body)
+    first = json.loads(text)
+    result = {"type": "tool_result", "tool_use_id": first["content"][0]["id"], "content": "21"}
+    goes_on = {"type": "continue", "previous_message_id": first["id"]}
+    body = {"max_tokens": 99, "messages": [{"role": "user", "content": [result]}], "thread": goes_on, "stream": True}
+    _, text = await post(talking.access, "/messages", body)
+    begun = next(json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: "))
+    goes_on = {"type": "continue", "previous_message_id": begun["message"]["id"]}
+    asked = {"max_tokens": 99, "messages": [{"role": "user", "content": "Sure?"}], "thread": goes_on}
+    status, text = await post(talking.access, "/messages", asked)
+    assert (status, json.loads(text)["content"][0]["text"]) == (200, "Yes.")
+    assert not talking.session.counts.branches
+    talking.check()
+    status, text = await post(talking.access, "/messages", {**asked, "thread": {**goes_on, "previous_message_id": "m"}})
+    assert (status, "or continue an answer of this episode" in text) == (400, True)
+
+
 async def test_anthropic_messages_take_a_json_schema(talk):
     talking, _ = talk("{}" + END)
     output = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
