@@ -280,6 +280,13 @@ def _action(game: Any, text: str) -> Any:
     return int(numbers[-1])
 
 
+_MORE_SESSIONS = (
+    "; start the server with max_concurrent_envs of at least the number of episodes that run at once "
+    "(rollout_fleet.groups_in_flight times the samples per prompt, on each engine), or run fewer at once with "
+    "rollout_fleet.environment.episodes_per_process"
+)
+
+
 @ENVIRONMENTS.register("openenv")
 class OpenEnvEnvironment:
     """An environment on a server of OpenEnv (github.com/meta-pytorch/OpenEnv). Each episode has its own session.
@@ -318,12 +325,16 @@ class OpenEnvEnvironment:
 
             async def ask(kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
                 await socket.send_json({"type": kind, "data": data})
-                answer = await socket.receive_json()
+                received = await socket.receive()
+                if received.type is not self._aiohttp.WSMsgType.TEXT:
+                    raise ToolError(f"the OpenEnv server {self._url} closed the session before it answered {kind!r}")
+                answer = json.loads(received.data)
                 if answer["type"] == "error":
                     code, message = answer["data"].get("code"), answer["data"].get("message")
                     if code == "VALIDATION_ERROR":
                         raise _InvalidAction(f"{message}: {answer['data'].get('errors', '')}")
-                    raise ToolError(f"the OpenEnv server {self._url} answered {code}: {message}")
+                    remedy = _MORE_SESSIONS if code == "CAPACITY_REACHED" else ""
+                    raise ToolError(f"the OpenEnv server {self._url} answered {code}: {message}{remedy}")
                 return answer["data"]
 
             async def step(text: str) -> tuple[Any, float, bool]:

@@ -95,7 +95,7 @@ class EnvironmentConfig:
         on_failure: Handling of failed episodes, by the kind of the failure.
         sampling: The learner trains under one temperature and without top_p, top_k and the like. ``override``: a
             request's other values are replaced by those of ``rollout_fleet.sampling``, counted, and named in a warning.
-            ``refuse``: the request fails.
+            So are forced tool calls, and tools of a provider's servers. ``refuse``: the request fails.
         renderer: How messages become tokens.
         max_groups: Prompt groups that a worker may hold while their environments work; 0 is twice
             ``rollout_fleet.groups_in_flight``.

@@ -220,6 +220,13 @@ async def openenv_url():
             if asked["type"] == "step" and asked["data"]["message"] == "break":
                 await socket.send_json({"type": "error", "data": {"message": "boom", "code": "EXECUTION_ERROR"}})
                 continue
+            if asked["type"] == "step" and asked["data"]["message"] == "full":
+                data = {"message": "Server at capacity: 1/1", "code": "CAPACITY_REACHED"}
+                await socket.send_json({"type": "error", "data": data})
+                continue
+            if asked["type"] == "step" and asked["data"]["message"] == "close":
+                await socket.close()
+                continue
             if asked["type"] == "step":
                 heard += 1
                 text = asked["data"]["message"]
@@ -255,12 +262,14 @@ async def test_an_action_that_an_openenv_server_refuses_is_told_to_the_policy(op
 
 
 async def test_an_openenv_server_that_fails_or_is_not_there_is_a_failure_of_a_tool(openenv_url):
-    for options, words in (
-        ({"url": openenv_url}, "answered EXECUTION_ERROR: boom"),
-        ({"url": "http://127.0.0.1:9"}, "the OpenEnv server ws://127.0.0.1:9/ws cannot be reached"),
+    for url, says, words in (
+        (openenv_url, "break", "answered EXECUTION_ERROR: boom"),
+        (openenv_url, "full", "Server at capacity: 1/1; start the server with max_concurrent_envs of at least"),
+        (openenv_url, "close", "closed the session before it answered 'step'"),
+        ("http://127.0.0.1:9", "break", "the OpenEnv server ws://127.0.0.1:9/ws cannot be reached"),
     ):
         with pytest.raises(EpisodeFailure, match=words) as failure:
-            await play("openenv", options, guesses("break"))
+            await play("openenv", {"url": url}, guesses(says))
         assert failure.value.kind is FailureKind.tool
 
 
