@@ -302,7 +302,7 @@ class ModelWorker(Worker):
             metrics["digest"] = self._witness(batch, own.groups, sequences)
         self._write_logs(batch, own.groups, sequences, readable)
         times = {"fetch_s": fetched_at - started_at, "prepare_s": own.seconds, "train_s": ended_at - fetched_at}
-        times |= {"started_at": -started_at, "ended_at": ended_at, "lag_max": lag}  # of the first and the last rank
+        times |= {"started_at": -started_at, "ended_at": ended_at, "lag_max": lag}  # negated: the earliest start counts
         with record.span(SpanKind.wait_ranks, step=batch.version):
             slowest = self._model.mesh.largest(torch.tensor(list(times.values()), dtype=torch.float64))
         times = dict(zip(times, slowest.tolist(), strict=True))

@@ -283,10 +283,7 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
 
 
 def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[str, int]]:
-    """What the moments of `rank_bytes` need in addition to the kinds that stay allocated.
-
-    ``head`` is the number of trained parameters of the output layer.
-    """
+    """The bytes that `rank_bytes` counts at one moment only. ``head`` is the number of trained output parameters."""
     size, gathers, trains_all = setup.compute_bytes, int(setup.gathers), not setup.lora_rank
     gathers_layers = 0 if setup.keeps_gathered else gathers * size
     reduced = gathers * (not setup.whole_gradients) * _FLOAT32_BYTES
