@@ -19,14 +19,14 @@ import signal
 import sys
 import tempfile
 import uuid
-from asyncio.subprocess import PIPE
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from asyncrl.core.registry import Registry
+from rollout_fleet.child_pipes import kill_marked
 
 from .environment import ENVIRONMENTS, AssistantMessage, EpisodeFailure, FailureKind, Outcome, Policy, ToolError
 
@@ -38,7 +38,9 @@ _GYMNASIUM_ID = re.compile(r".*-v\d+")
 _MCP_TRANSPORTS = ("anyio", "httpcore", "httpx", "httpx2", "mcp")
 """Packages whose exceptions end a connection to an MCP server."""
 _SHOWN = 2000
-"""Characters of a program's output in a message."""
+"""Bytes of a program's output in a message."""
+_MOST_OUTPUT = 1 << 20
+"""Bytes of a program's standard output that are read."""
 
 
 class FunctionEnvironment:
@@ -82,11 +84,11 @@ class CommandEnvironment:
     environment, and the text of the last message on its standard input. ``ASYNCRL_PROMPT`` is the path of a JSON file
     with ``messages``, ``ground_truth``, ``data_source`` and ``extra``. It may write its outcome, a number or the fields
     of `Outcome` as JSON, to the path ``ASYNCRL_OUTCOME`` or to the last line of its standard output. Otherwise its
-    standard output is the answer that rewards score. An exit status other than 0 is a failure.
+    standard output is the answer that rewards score; the last MiB is read. An exit status other than 0 is a failure.
 
     Args:
         command: The program and its arguments. Example: ``python agent.py --fast``.
-        cwd: Its working directory. Empty: a scratch folder of the episode, which is removed at the end. A relative path
+        cwd: Its working directory. Empty: an empty folder of the episode, which is removed at the end. A relative path
             in ``command`` is looked up in the directory of the run.
     """
 
@@ -104,10 +106,19 @@ class CommandEnvironment:
         self._cwd = cwd
 
     async def run(self, prompt: Prompt, policy: Policy) -> Any:
-        """Run the program to its end. A cancelled episode kills the program and all processes that it started."""
-        with tempfile.TemporaryDirectory(prefix="asyncrl-episode-") as scratch:
-            asked, outcome = Path(scratch, "prompt.json"), Path(scratch, "outcome.json")
+        """Run the program to its end, then kill all processes that it started. So does a cancelled episode.
+
+        The program's input and output are files. A pipe would stay open while a process that it started holds it.
+        """
+        with ExitStack() as stack:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-episode-")))
+            asked, outcome, work = (scratch / name for name in ("prompt.json", "outcome.json", "work"))
+            work.mkdir()
             _write_prompt(asked, prompt)
+            names = ("stdin", "stdout", "stderr")
+            streams = {name: stack.enter_context((scratch / name).open("w+b")) for name in names}
+            streams["stdin"].write(_last_text(prompt).encode())
+            streams["stdin"].seek(0)
             environment = {
                 "OPENAI_BASE_URL": policy.base_url,
                 "OPENAI_API_KEY": policy.api_key,
@@ -118,25 +129,38 @@ class CommandEnvironment:
             }
             process = await asyncio.create_subprocess_exec(
                 *self._words,
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=PIPE,
-                cwd=self._cwd or scratch,
+                **streams,  # type: ignore[arg-type]
+                cwd=self._cwd or work,
                 env={**os.environ, **environment},
                 start_new_session=True,
             )
             try:
-                text = str(prompt.messages[-1].get("content", "")) if prompt.messages else ""
-                output, errors = (part.decode(errors="replace") for part in await process.communicate(text.encode()))
+                await process.wait()
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+                kill_marked("ASYNCRL_PROMPT", str(asked))
             if process.returncode != 0:
                 raise EpisodeFailure(
                     FailureKind.environment,
-                    f"{self._words[0]} ended with exit status {process.returncode}: {errors[-_SHOWN:]}",
+                    f"{self._words[0]} ended with exit status {process.returncode}: "
+                    f"{_read_end(streams['stderr'], _SHOWN)}",
                 )
-            return _outcome_of(outcome, output)
+            return _outcome_of(outcome, _read_end(streams["stdout"], _MOST_OUTPUT))
+
+
+def _last_text(prompt: Prompt) -> str:
+    """The text of a prompt's last message."""
+    content = prompt.messages[-1].get("content") if prompt.messages else ""
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") for part in content)
+    return str(content or "")
+
+
+def _read_end(stream: BinaryIO, most: int) -> str:
+    """The last ``most`` bytes of a file as text."""
+    stream.seek(max(0, os.fstat(stream.fileno()).st_size - most))
+    return stream.read().decode(errors="replace")
 
 
 def _write_prompt(path: Path, prompt: Prompt) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from aiohttp import web
 
+from asyncrl.core.remote import process_end
 from asyncrl.core.types import Prompt
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.episodes.config import EnvironmentConfig
@@ -183,6 +186,29 @@ async def test_a_program_is_an_agent_and_says_its_outcome(tmp_path, mode, outcom
     (tmp_path / "agent.py").write_text(AGENT)
     command = shlex.join([sys.executable, f"{tmp_path}/agent.py", mode])
     assert (await play("command", {"command": command}, prompt=make_prompt(ground_truth="HELLO")))[0] == outcome
+
+
+async def test_a_program_ends_although_its_daemon_holds_its_output_and_the_daemon_is_killed(tmp_path):
+    """A coding agent starts servers in sessions of their own. They inherit its standard output."""
+    started = tmp_path / "started"
+    daemon = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    (tmp_path / "agent.py").write_text(
+        f"import os, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {daemon!r}], start_new_session=True)\n"
+        f"while not os.path.exists({str(started)!r}) or not open({str(started)!r}).read(): time.sleep(0.01)\n"
+        "print(sys.stdin.read(), os.listdir())\n"
+    )
+    outcome, _ = await asyncio.wait_for(play("command", {"command": [sys.executable, f"{tmp_path}/agent.py"]}), 30.0)
+    assert outcome.answer == "hello []\n", "the prompt, with the true answer, is not in the program's own folder"
+    await asyncio.wait_for(process_end(int(started.read_text())), 10.0)
+
+
+async def test_the_text_of_a_prompt_with_images_is_the_standard_input_of_a_program(tmp_path):
+    (tmp_path / "agent.py").write_text("import sys; print(sys.stdin.read())")
+    parts = [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "text", "text": "which colour?"}]
+    prompt = replace(make_prompt(), messages=({"role": "user", "content": parts},))
+    outcome, _ = await play("command", {"command": [sys.executable, f"{tmp_path}/agent.py"]}, prompt=prompt)
+    assert outcome.answer == "which colour?\n"
 
 
 @pytest.mark.parametrize(

@@ -227,11 +227,10 @@ async def test_a_function_with_an_unmodified_openai_client_is_an_environment(age
     ],
 )
 async def test_an_environment_that_fails_costs_its_episode_and_the_next_one_runs(agents, how, kind, words):
-    episode_timeout_s = 20.0 if how == "block" else 2.0
     limits = {
-        "episode_timeout_s": episode_timeout_s,
+        "episode_timeout_s": 20.0 if how in ("block", "hog") else 2.0,
         "tool_timeout_s": 0.3,
-        "blocked_timeout_s": 1.5,
+        "blocked_timeout_s": 20.0 if how == "hog" else 1.5,
         "memory_limit_gb": 0.3,
     }
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:main", **limits) as environments:
