@@ -90,11 +90,13 @@ class CommandEnvironment:
         command: The program and its arguments. Example: ``python agent.py --fast``.
         cwd: Its working directory. Empty: an empty folder of the episode, which is removed at the end. A relative path
             in ``command`` is looked up in the directory of the run.
+        ground_truth: Whether the file has ``ground_truth`` and ``extra``. Without them, a policy whose commands the
+            program runs cannot read the answer there.
     """
 
     replayable = False
 
-    def __init__(self, command: str | Sequence[str], cwd: str = "") -> None:
+    def __init__(self, command: str | Sequence[str], cwd: str = "", ground_truth: bool = True) -> None:
         words = shlex.split(command) if isinstance(command, str) else list(map(str, command))
         if not words or shutil.which(words[0]) is None:
             raise ValueError(
@@ -104,6 +106,7 @@ class CommandEnvironment:
         self._words = [str(Path(word).absolute()) if os.sep in word and Path(word).exists() else word for word in words]
         self._words[1:] = [str(Path(word).absolute()) if Path(word).is_file() else word for word in self._words[1:]]
         self._cwd = cwd
+        self._fields = ("messages", "data_source", *(("ground_truth", "extra") if ground_truth else ()))
 
     async def run(self, prompt: Prompt, policy: Policy) -> Any:
         """Run the program to its end, then kill all processes that it started. So does a cancelled episode.
@@ -114,7 +117,7 @@ class CommandEnvironment:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-episode-")))
             asked, outcome, work = (scratch / name for name in ("prompt.json", "outcome.json", "work"))
             work.mkdir()
-            _write_prompt(asked, prompt)
+            asked.write_text(json.dumps({name: getattr(prompt, name) for name in self._fields}, default=str))
             names = ("stdin", "stdout", "stderr")
             streams = {name: stack.enter_context((scratch / name).open("w+b")) for name in names}
             streams["stdin"].write(_last_text(prompt).encode())
@@ -161,11 +164,6 @@ def _read_end(stream: BinaryIO, most: int) -> str:
     """The last ``most`` bytes of a file as text."""
     stream.seek(max(0, os.fstat(stream.fileno()).st_size - most))
     return stream.read().decode(errors="replace")
-
-
-def _write_prompt(path: Path, prompt: Prompt) -> None:
-    fields = ("messages", "ground_truth", "data_source", "extra")
-    path.write_text(json.dumps({name: getattr(prompt, name) for name in fields}, default=str))
 
 
 def _outcome_of(path: Path, output: str) -> Any:

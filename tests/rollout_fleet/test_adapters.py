@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
 import sys
 from dataclasses import replace
@@ -201,6 +202,50 @@ async def test_a_program_ends_although_its_daemon_holds_its_output_and_the_daemo
     outcome, _ = await asyncio.wait_for(play("command", {"command": [sys.executable, f"{tmp_path}/agent.py"]}), 30.0)
     assert outcome.answer == "hello []\n", "the prompt, with the true answer, is not in the program's own folder"
     await asyncio.wait_for(process_end(int(started.read_text())), 10.0)
+
+
+FAKE_AGENT = r"""#!/usr/bin/env python3
+import json, os, sys, tomllib
+said = {"arguments": sys.argv[1:], "stdin": sys.stdin.read(), "url": os.environ.get("ANTHROPIC_BASE_URL", "")}
+if "CODEX_HOME" in os.environ:
+    own = tomllib.load(open(os.path.join(os.environ["CODEX_HOME"], "config.toml"), "rb"))
+    provider = own["model_providers"][own["model_provider"]]
+    said |= {"url": provider["base_url"], "key": os.environ[provider["env_key"]], "api": provider["wire_api"]}
+print(json.dumps({"answer": json.dumps(said)}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "expected"),
+    [("claude", "", {"arguments": ["-p", "--model", "policy"]}), ("codex", "/v1", {"api": "responses"})],
+)
+async def test_the_scripts_of_the_page_give_coding_agents_the_task_and_the_endpoint(
+    tmp_path, monkeypatch, name, path, expected
+):
+    """The agents themselves are not installed here."""
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    (script,) = [block for block in page.split("```") if f"# {name}.sh" in block]
+    (tmp_path / f"{name}.sh").write_text(script.removeprefix("bash"))
+    (tmp_path / name).write_text(FAKE_AGENT)
+    (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    outcome, _ = await play("command", {"command": f"bash {tmp_path}/{name}.sh"})
+    said = json.loads(outcome.answer)
+    assert said["stdin"] == "hello"
+    assert said["url"].startswith("http://127.0.0.1:")
+    assert said["url"].endswith(path)
+    assert {key: said[key][:3] if key == "arguments" else said[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("ground_truth", [True, False])
+async def test_the_answer_is_kept_from_a_program_that_runs_commands_of_the_policy(tmp_path, ground_truth):
+    (tmp_path / "agent.py").write_text("import os; print(open(os.environ['ASYNCRL_PROMPT']).read())")
+    options = {"command": [sys.executable, f"{tmp_path}/agent.py"], "ground_truth": ground_truth}
+    outcome, _ = await play("command", options, prompt=make_prompt(ground_truth="HELLO"))
+    shown = json.loads(outcome.answer)
+    assert shown.get("ground_truth") == ("HELLO" if ground_truth else None)
+    assert shown["messages"] == [{"role": "user", "content": "hello"}]
+    assert ("extra" in shown) is ground_truth
 
 
 async def test_the_text_of_a_prompt_with_images_is_the_standard_input_of_a_program(tmp_path):
