@@ -67,20 +67,20 @@ def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
     ``stored`` has what `store_thread` returned, by the ids of the answers. Raises `ValueError` for an unknown answer.
     """
     alone = {name: value for name, value in body.items() if name != "thread"}
-    thread = body.get("thread") or {"type": "create"}
-    if thread.get("type") == "create":
-        return alone
-    previous = str(thread.get("previous_message_id"))
-    if thread.get("type") != "continue" or previous not in stored:
-        raise ValueError(f"thread must be of the type create, or continue an answer of this episode, got {thread}")
-    earlier = stored[previous]
+    match body.get("thread"):
+        case None | {"type": "create"}:
+            return alone
+        case {"type": "continue", "previous_message_id": str(previous)} if previous in stored:
+            earlier = stored[previous]
+        case thread:
+            raise ValueError(f"thread must be of the type create, or continue an answer of this episode, got {thread}")
     return {**earlier, **alone, "messages": [*earlier["messages"], *list_of(alone, "messages")]}
 
 
 def store_thread(body: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
     """The body of a later request of the thread, as far as it is known after the answer ``whole``."""
     kept = {name: value for name, value in body.items() if name != "stream"}
-    return {**kept, "messages": [*body["messages"], {"role": "assistant", "content": whole["content"]}]}
+    return {**kept, "messages": [*list_of(body, "messages"), {"role": "assistant", "content": whole["content"]}]}
 
 
 def message(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def message(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
     if answer.message.get("reasoning_content"):
         blocks.append({"type": "thinking", "thinking": answer.message["reasoning_content"], "signature": ""})
     if answer.message.get("content"):
-        blocks.append({"type": "text", "text": answer.message["content"], "citations": None})
+        blocks.append({"type": "text", "text": answer.message["content"]})
     for call in answer.message.get("tool_calls", ()):
         function = call["function"]
         blocks.append(

@@ -278,11 +278,14 @@ async def test_a_thread_of_anthropic_continues_with_the_new_messages_only(talk):
     goes_on = {"type": "continue", "previous_message_id": begun["message"]["id"]}
     asked = {"max_tokens": 99, "messages": [{"role": "user", "content": "Sure?"}], "thread": goes_on}
     status, text = await post(talking.access, "/messages", asked)
-    assert (status, json.loads(text)["content"][0]["text"]) == (200, "Yes.")
+    assert (status, json.loads(text)["content"]) == (200, [{"type": "text", "text": "Yes."}]), (
+        "clients check the fields"
+    )
     assert not talking.session.counts.branches
     talking.check()
-    status, text = await post(talking.access, "/messages", {**asked, "thread": {**goes_on, "previous_message_id": "m"}})
-    assert (status, "or continue an answer of this episode" in text) == (400, True)
+    for wrong in ({**goes_on, "previous_message_id": "m"}, {"type": "continue"}, "continue"):
+        status, text = await post(talking.access, "/messages", {**asked, "thread": wrong})
+        assert (status, "or continue an answer of this episode" in text) == (400, True)
 
 
 async def test_anthropic_messages_take_a_json_schema(talk):
