@@ -302,7 +302,11 @@ class ModelWorker(Worker):
             metrics["digest"] = self._witness(batch, own.groups, sequences)
         self._write_logs(batch, own.groups, sequences, readable)
         times = {"fetch_s": fetched_at - started_at, "prepare_s": own.seconds, "train_s": ended_at - fetched_at}
-        times |= {"started_at": -started_at, "ended_at": ended_at, "lag_max": lag}  # negated: the earliest start counts
+        times |= {
+            "started_at": -started_at,
+            "ended_at": ended_at,
+            "lag_max": lag,
+        }  # the largest -started_at is the earliest
         with record.span(SpanKind.wait_ranks, step=batch.version):
             slowest = self._model.mesh.largest(torch.tensor(list(times.values()), dtype=torch.float64))
         times = dict(zip(times, slowest.tolist(), strict=True))
@@ -315,7 +319,7 @@ class ModelWorker(Worker):
         sequences: Sequence[TokenSequence],
         readable: Sequence[TokenSequence],
     ) -> None:
-        """Write this rank's samples to the token log, and rank 0's ``readable`` ones to the log for people."""
+        """Write this rank's trajectories to the trajectory log. Rank 0 also writes ``readable`` to the token log."""
         if self._log is not None and self._model.mesh.sp_rank == 0:
             self._log.write(batch, groups, sequences, rank=self._model.mesh.dp_rank)
         if readable and self._token_log_options is not None and self.rank == 0:

@@ -283,7 +283,10 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
 
 
 def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[str, int]]:
-    """The bytes that `rank_bytes` counts at one moment only. ``head`` is the number of trained output parameters."""
+    """The memory that is in use during a part of the backward pass only, as kind → bytes, for each moment.
+
+    `rank_bytes` adds the largest of them. ``head`` is the number of trained parameters of the output layer.
+    """
     size, gathers, trains_all = setup.compute_bytes, int(setup.gathers), not setup.lora_rank
     gathers_layers = 0 if setup.keeps_gathered else gathers * size
     reduced = gathers * (not setup.whole_gradients) * _FLOAT32_BYTES

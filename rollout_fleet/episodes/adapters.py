@@ -78,20 +78,21 @@ class FunctionEnvironment:
 
 @ENVIRONMENTS.register("command")
 class CommandEnvironment:
-    """A program in any language that acts as the agent. Each episode runs in one process.
+    """A program in any language that acts as the agent. Each episode starts the program once.
 
     The program finds ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY`` in its
     environment, and the text of the last message on its standard input. ``ASYNCRL_PROMPT`` is the path of a JSON file
-    with ``messages``, ``ground_truth``, ``data_source`` and ``extra``. It may write its outcome, a number or the fields
-    of `Outcome` as JSON, to the path ``ASYNCRL_OUTCOME`` or to the last line of its standard output. Otherwise its
-    standard output is the answer that rewards score; the last MiB is read. An exit status other than 0 is a failure.
+    with ``messages``, ``ground_truth``, ``data_source`` and ``extra``. The program may write its outcome as JSON: a
+    number, or the fields of `Outcome`. It writes to the path ``ASYNCRL_OUTCOME`` or to the last line of its standard
+    output. Without an outcome, the standard output is the answer, and the reward functions score it. Only the last MiB
+    of the output is read. An exit status other than 0 is a failure.
 
     Args:
         command: The program and its arguments. Example: ``python agent.py --fast``.
         cwd: Its working directory. Empty: an empty folder of the episode, which is removed at the end. A relative path
             in ``command`` is looked up in the directory of the run.
-        ground_truth: Whether the file has ``ground_truth`` and ``extra``. Without them, a policy whose commands the
-            program runs cannot read the answer there.
+        ground_truth: Whether the JSON file has ``ground_truth`` and ``extra``. Use false if the program runs commands
+            of the policy. Otherwise the policy can read the true answer in this file.
     """
 
     replayable = False
@@ -109,9 +110,10 @@ class CommandEnvironment:
         self._fields = ("messages", "data_source", *(("ground_truth", "extra") if ground_truth else ()))
 
     async def run(self, prompt: Prompt, policy: Policy) -> Any:
-        """Run the program to its end, then kill all processes that it started. So does a cancelled episode.
+        """Run the program until it exits. Then kill the processes that the program started.
 
-        The program's input and output are files. A pipe would stay open while a process that it started holds it.
+        If the episode is cancelled, kill the program and these processes at once. Standard input, output and error are
+        files and not pipes, because a pipe stays open as long as any child process holds it.
         """
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-episode-")))
@@ -161,7 +163,7 @@ def _last_text(prompt: Prompt) -> str:
 
 
 def _read_end(stream: BinaryIO, most: int) -> str:
-    """The last ``most`` bytes of a file as text."""
+    """Return the end of a file as text, at most ``most`` bytes."""
     stream.seek(max(0, os.fstat(stream.fileno()).st_size - most))
     return stream.read().decode(errors="replace")
 
@@ -445,14 +447,16 @@ async def use_tools(
 
 @ENVIRONMENTS.register("mcp")
 class McpEnvironment:
-    """Gives the tools of MCP servers to the policy until the policy answers. Needs the package ``mcp``.
+    """Gives the tools of MCP servers to the policy. Needs the package ``mcp``.
+
+    The episode ends when the policy answers without a tool call.
 
     The reward comes from reward functions, which score the last message. If two servers have tools of the same name,
     the policy sees them as ``SERVER__TOOL``.
 
     Args:
-        servers: Servers by name, as in other MCP clients: A server ``{command: …, args: […], env: {…}}`` is started for
-            each episode. ``{url: …}`` is a running server (streamable HTTP).
+        servers: Servers by name, in the format of other MCP clients. ``{command: …, args: […], env: {…}}``: a server
+            that is started for each episode. ``{url: …}``: a server that already runs (streamable HTTP).
     """
 
     replayable = False

@@ -31,6 +31,8 @@ _FIELDS = {
     "cache_control",
     "inference_geo",
 }
+_BLOCKS = {"user": "text, image or tool_result", "assistant": "text, thinking or tool_use", "system": "text"}
+"""The types of blocks in the messages of a role."""
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -62,9 +64,11 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
 
 
 def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The body without its ``thread``. If it continues a thread, it gets the thread's fields and earlier messages.
+    """Return the body without the field ``thread``.
 
-    ``stored`` has what `store_thread` returned, by the ids of the answers. Raises `ValueError` for an unknown answer.
+    If the request continues a thread, the result also has the earlier messages of the thread, and the fields that the
+    request leaves out. ``stored`` maps the id of an answer to the result of `store_thread`. Raises `ValueError` if
+    ``thread`` names an unknown answer.
     """
     alone = {name: value for name, value in body.items() if name != "thread"}
     match body.get("thread"):
@@ -73,12 +77,15 @@ def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
         case {"type": "continue", "previous_message_id": str(previous)} if previous in stored:
             earlier = stored[previous]
         case thread:
-            raise ValueError(f"thread must be of the type create, or continue an answer of this episode, got {thread}")
+            raise ValueError(
+                "thread.type must be create, or continue with previous_message_id set to the id of an earlier answer "
+                f"of a thread in this episode, got {thread}"
+            )
     return {**earlier, **alone, "messages": [*earlier["messages"], *list_of(alone, "messages")]}
 
 
 def store_thread(body: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a later request of the thread, as far as it is known after the answer ``whole``."""
+    """What a later request of the thread inherits: the body without ``stream``, with the answer ``whole``."""
     kept = {name: value for name, value in body.items() if name != "stream"}
     return {**kept, "messages": [*list_of(body, "messages"), {"role": "assistant", "content": whole["content"]}]}
 
@@ -167,10 +174,7 @@ def _read_message(content: Any, where: str) -> list[dict[str, Any]]:
             result = text_or_parts(block.get("content"), f"{where}.content[{place}].content")
             results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
         else:
-            raise ValueError(
-                f"{where}.content[{place}].type must be text, image, thinking, tool_use or tool_result, got {kind!r} "
-                f"from the {role}"
-            )
+            raise ValueError(f"{where}.content[{place}].type must be {_BLOCKS[role]} from the {role}, got {kind!r}")
     own["content"] = text_or_parts(parts, f"{where}.content")
     return [*results, own] if own["content"] or role == "assistant" or not results else results
 

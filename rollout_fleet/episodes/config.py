@@ -93,9 +93,10 @@ class EnvironmentConfig:
         episode_timeout_s: Deadline of an episode, from its start in a process.
         blocked_timeout_s: A process whose event loop is blocked for so long is killed, and its episodes fail.
         on_failure: Handling of failed episodes, by the kind of the failure.
-        sampling: The learner trains under one temperature and without top_p, top_k and the like. ``override``: a
-            request's other values are replaced by those of ``rollout_fleet.sampling``, counted, and named in a warning.
-            So are forced tool calls, and tools of a provider's servers. ``refuse``: the request fails.
+        sampling: The learner trains under one temperature and without top_p, top_k and the like. ``override``: other
+            values of a request are replaced by those of ``rollout_fleet.sampling``. The policy chooses its tools freely
+            if a request forces a call. Tools that a provider's servers run are left out. Each case is counted and named
+            in a warning. ``refuse``: the request fails.
         renderer: How messages become tokens.
         max_groups: Prompt groups that a worker may hold while their environments work; 0 is twice
             ``rollout_fleet.groups_in_flight``.

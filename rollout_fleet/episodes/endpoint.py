@@ -334,7 +334,7 @@ def _status_of(error: Exception) -> tuple[int, str, str]:
 
 
 def _error_shape(request: web.Request) -> Callable[[str, str], dict[str, Any]]:
-    """Builds the body of an error in the format of the called API."""
+    """Return the function that builds an error's body in the format of the called API."""
     return anthropic_api.error if request.path.startswith("/v1/messages") else _openai_error
 
 

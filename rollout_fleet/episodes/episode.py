@@ -448,7 +448,7 @@ class Episode:
                 self.num_dropped += len(node.turn.token_ids)
 
     def _end_if_full(self, index: int) -> None:
-        """Finish a running turn that has reached its maximum length. A finished turn no longer runs."""
+        """Finish the turn if it has reached its maximum length. Remove a finished turn from the running turns."""
         node = self._nodes[index]
         assert node.sampling is not None
         if node.turn.finish_reason is None and len(node.turn.token_ids) >= node.sampling.max_new_tokens:

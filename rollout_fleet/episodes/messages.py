@@ -92,7 +92,7 @@ def read_content(content: Any, where: str) -> str:
 
 
 def text_or_parts(content: Any, where: str) -> Any:
-    """The text of a content; its parts, as they are, if it has images. Raises as `read_content`."""
+    """The text of a message's content. If the content has images, its parts, unchanged. Raises as `read_content`."""
     has_images = isinstance(content, list) and any(map(is_image, content))
     return content if has_images else read_content(content, where)
 

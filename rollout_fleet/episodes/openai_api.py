@@ -99,9 +99,10 @@ def read_completion(body: Mapping[str, Any], *, key: str = "", is_retry: bool = 
 
 
 def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str = "") -> SampleOptions:
-    """The sampling options of a body with OpenAI's names. ``hosted_tools`` lists the tools that `split_tools` left out.
+    """Read the sampling options of a body. The body's fields have OpenAI's names.
 
-    Raises `ValueError` with the field and its valid values.
+    The caller adds the field ``hosted_tools``: the types of the other tools that `split_tools` returns. Raises
+    `ValueError` with the field and its valid values.
     """
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
@@ -138,9 +139,10 @@ def check_fields(body: Mapping[str, Any], known: set[str]) -> None:
 
 
 def split_tools(body: Mapping[str, Any], own_type: str = "function") -> tuple[list[Mapping[str, Any]], list[str]]:
-    """The tools that the client runs, and the types of the other tools, which a provider's servers would run.
+    """Return the tools that the client runs, and the types of all other tools.
 
-    Raises `ValueError` if a tool is not an object. A tool without a type has ``own_type``.
+    The client runs the tools of the type ``own_type``, and tools without a type. A provider's servers would run the
+    other tools. Raises `ValueError` if a tool is not an object.
     """
     own, hosted = [], []
     for place, tool in enumerate(list_of(body, "tools")):

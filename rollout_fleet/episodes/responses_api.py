@@ -1,7 +1,8 @@
 """The parts of OpenAI's responses API that agent loops use.
 
-Converts items to requests of a session, and answers to items. The items are texts, images, reasoning, function calls
-and their outputs. The functions of a namespace are called ``NAMESPACE__NAME`` in the policy's messages.
+The module converts the items of a body to a request of a session, and an answer to items. An item is a text, an image,
+reasoning, a function call, or the output of a call. In the policy's messages, a function of a namespace has the name
+``NAMESPACE__NAME``.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ def _full_name(namespace: str, name: str) -> str:
 
 
 def _without_namespaces(tools: Sequence[Any]) -> list[Any]:
-    """The tools, with the functions of a namespace instead of the namespace."""
+    """Return the tools. Each namespace is replaced by its functions, with their full names."""
     flat: list[Any] = []
     for tool in tools:
         if isinstance(tool, Mapping) and tool.get("type") == "namespace":

@@ -93,12 +93,14 @@ class SampleOptions:
 
     Attributes:
         n: Number of turns to sample. The turns are siblings.
-        max_tokens: Longest turn in tokens, at most ``rollout_fleet.sampling.max_new_tokens``; None is this maximum.
-        stop: Texts that end a turn. ``stop_token_ids``: tokens that end a turn, in addition to those of the renderer.
+        max_tokens: Maximum length of a turn in tokens, at most ``rollout_fleet.sampling.max_new_tokens``. None: this
+            maximum.
+        stop: Texts that end a turn.
+        stop_token_ids: Tokens that end a turn, in addition to the renderer's tokens.
         seed: See `SamplingConfig.seed`; the i-th of n turns gets ``seed + i``.
         json_schema: See `SamplingConfig.json_schema`.
         reads_calls: Whether to read tool calls. Otherwise they stay in the content.
-        other: Options, by OpenAI's names, that are not supported if they differ from the run's.
+        other: Other options, by OpenAI's names. A value that differs from the run's is not supported.
             Example: ``{"temperature": 0.2}``. ``hosted_tools`` lists the types of tools that a provider's servers run.
     """
 
@@ -279,7 +281,7 @@ class Session:
         return await self._once(request, lambda: self._answer_chat(request))
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """The number of tokens of the rendered messages and tools. Raises as `chat`; nothing is sampled."""
+        """The number of tokens of the rendered messages and tools. Nothing is sampled. Raises `ValueError` as `chat`."""
         messages = await self._read(request.messages)
         tokens, _ = self._with_images(self._renderer.render(messages, [dict(tool) for tool in request.tools]), messages)
         return len(tokens)
@@ -376,7 +378,7 @@ class Session:
         read_image = None if self._reader is None else self._read_image
         contents = (message.get("content") for message in sent if isinstance(message, Mapping))
         if any(is_image(part) for content in contents if isinstance(content, list) for part in content):
-            return await asyncio.to_thread(_read_messages, sent, read_image)  # an image takes some milliseconds
+            return await asyncio.to_thread(_read_messages, sent, read_image)  # takes milliseconds per image
         return _read_messages(sent, read_image)
 
     def _place(

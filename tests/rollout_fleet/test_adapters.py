@@ -190,7 +190,7 @@ async def test_a_program_is_an_agent_and_says_its_outcome(tmp_path, mode, outcom
 
 
 async def test_a_program_ends_although_its_daemon_holds_its_output_and_the_daemon_is_killed(tmp_path):
-    """A coding agent starts servers in sessions of their own. They inherit its standard output."""
+    """A coding agent may start servers with ``setsid``. These servers inherit the agent's standard output."""
     started = tmp_path / "started"
     daemon = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     (tmp_path / "agent.py").write_text(

@@ -285,7 +285,7 @@ async def test_a_thread_of_anthropic_continues_with_the_new_messages_only(talk):
     talking.check()
     for wrong in ({**goes_on, "previous_message_id": "m"}, {"type": "continue"}, "continue"):
         status, text = await post(talking.access, "/messages", {**asked, "thread": wrong})
-        assert (status, "or continue an answer of this episode" in text) == (400, True)
+        assert (status, "set to the id of an earlier answer of a thread in this episode" in text) == (400, True)
 
 
 async def test_anthropic_messages_take_a_json_schema(talk):
