@@ -281,7 +281,7 @@ class Session:
         return await self._once(request, lambda: self._answer_chat(request))
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """The number of tokens of the rendered messages and tools. Nothing is sampled. Raises `ValueError` as `chat`."""
+        """Count the tokens of the rendered messages and tools. Nothing is sampled. Raises `ValueError` as `chat`."""
         messages = await self._read(request.messages)
         tokens, _ = self._with_images(self._renderer.render(messages, [dict(tool) for tool in request.tools]), messages)
         return len(tokens)
