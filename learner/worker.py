@@ -302,11 +302,8 @@ class ModelWorker(Worker):
             metrics["digest"] = self._witness(batch, own.groups, sequences)
         self._write_logs(batch, own.groups, sequences, readable)
         times = {"fetch_s": fetched_at - started_at, "prepare_s": own.seconds, "train_s": ended_at - fetched_at}
-        times |= {
-            "started_at": -started_at,
-            "ended_at": ended_at,
-            "lag_max": lag,
-        }  # the largest -started_at is the earliest
+        # `largest` takes the maximum over the ranks. With the negative sign, it finds the earliest start.
+        times |= {"started_at": -started_at, "ended_at": ended_at, "lag_max": lag}
         with record.span(SpanKind.wait_ranks, step=batch.version):
             slowest = self._model.mesh.largest(torch.tensor(list(times.values()), dtype=torch.float64))
         times = dict(zip(times, slowest.tolist(), strict=True))
