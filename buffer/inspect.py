@@ -75,7 +75,8 @@ def render(report: dict[str, Any]) -> str:
     ]
     for number, store in enumerate(report["stores"]):
         where = f"of host {store['host']} " * bool(store["host"])
-        what = "gone" if store["is_gone"] else f"at {store['address']}, {store['bytes']} bytes, {store['disk_bytes']} on disk"
+        held = f"{store['bytes']} bytes, {store['disk_bytes']} on disk"
+        what = "gone" if store["is_gone"] else f"at {store['address']}, {held}"
         lines.append(f"store      {number} {where}{what}")
     for producer in report["producers"]:
         lines.append(
