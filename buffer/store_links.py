@@ -34,8 +34,8 @@ class StoreLinks:
 
     Attributes:
         addresses: Addresses of the stores, by number; empty for a lost store.
-        disk_bytes: Bytes of payloads that each store has on disk and not in memory, by number. A store reports them when
-            it is reached, and with each removal.
+        disk_bytes: Bytes of payloads that each store has on disk and not in memory, by number. A store reports them
+            when it is reached, and with each removal.
     """
 
     def __init__(self, config: BufferConfig, *, on_connected: Callable[[int], None], may_join: bool) -> None:
