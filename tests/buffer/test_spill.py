@@ -112,7 +112,7 @@ async def test_memory_stays_within_the_bound_and_groups_are_fetched_as_they_were
 async def disk_bytes_become(control, expected) -> int:
     """Wait until the statistics show bytes on disk that are as expected."""
     deadline_s = time.monotonic() + 30
-    while not expected(on_disk := (await control.stats()).disk_bytes):  # noqa: ASYNC110 - the stores report later
+    while not expected(on_disk := (await control.stats()).disk_bytes):
         assert time.monotonic() < deadline_s, on_disk
         await asyncio.sleep(0.02)
     return on_disk
