@@ -189,16 +189,16 @@ class CheckpointRequests:
         """Claim the journal. Returns the state that an earlier server or the checkpoint left; None for a new run.
 
         A new journal begins with a copy of the checkpoint. A new life of the run takes over the journal of
-        ``earlier_epoch``. Raises `ReplayBufferError` if the checkpoint cannot be read, `ValueError` if it needs other
-        store servers.
+        ``earlier_epoch``. Raises `ReplayBufferError` if the checkpoint cannot be read or prompts are lost, `ValueError`
+        if it needs other store servers.
         """
         config, journal = self._config, self._journal
-        recovered = None if journal is None else journal.recover()
+        recovered = None if journal is None else self._with_prompts(journal.recover(), config.directory)
         found = None if journal is None else journal.read("owner")
         if config.checkpoint and found is None:
             contents = read_contents(Path(config.checkpoint) / LEDGER_PART)
             self._check_stores(contents.values["owner"], config.checkpoint)
-            recovered = contents.recovered
+            recovered = self._with_prompts(contents.recovered, config.checkpoint)
             if journal is not None:
                 journal.begin_from(recovered)
         if journal is not None:
@@ -207,6 +207,14 @@ class CheckpointRequests:
                 self._check_stores(found, config.directory)
                 journal.write("owner", owner)
             journal.claim(owner)
+        return recovered
+
+    def _with_prompts(self, recovered: Recovered, where: str) -> Recovered:
+        if recovered.num_lost_prompts:
+            raise ReplayBufferError(
+                f"{where}/{LEDGER_PART} lacks the prompts of {recovered.num_lost_prompts} unfinished groups: its files "
+                "are damaged; resume from an older checkpoint"
+            )
         return recovered
 
     def _check_stores(self, owner: Mapping[str, Any], where: str) -> None:

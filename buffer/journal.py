@@ -94,11 +94,13 @@ class Recovered:
 
     The ledger's last snapshot is None in a new journal. The later commands follow in order, with their outcomes. The
     frames are mapped by kind (``prompt``, ``payload``, ``progress``) and group id. The frames are still on disk.
+    ``num_lost_prompts`` groups have no prompt, because a file is damaged.
     """
 
     snapshot: dict[str, Any] | None = None
     commands: Sequence[tuple[Command[Any, Any], LedgerOutcome]] = ()
     frames: Mapping[str, dict[int, FramesOnDisk]] = field(default_factory=dict)
+    num_lost_prompts: int = 0
 
 
 class AppendOnlyFile:
@@ -272,7 +274,8 @@ class Contents:
         for (name, key), place in self.places.items():
             if place in by_place:
                 frames.setdefault(name, {})[key] = by_place[place].held(place)
-        self.recovered = Recovered(snapshot=snapshot, commands=done, frames=frames)
+        num_lost = sum(name == "prompt" and place not in by_place for (name, _), place in self.places.items())
+        self.recovered = Recovered(snapshot=snapshot, commands=done, frames=frames, num_lost_prompts=num_lost)
 
 
 def refer(places: dict[tuple[str, int], int], references: Iterable[Reference]) -> list[int]:

@@ -54,6 +54,7 @@ from .lora import add_adapters, has_adapters
 from .model_folder import copy_tokenizer, new_model_folder
 from .model_shards import PretrainedShards
 from .plain_reading import load_plain
+from .shard_digests import DigestingWriter, check_shards
 from .trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,10 @@ class ShardedCheckpointer:
         if self._stager is None or self._trainer.mesh.device.type == "cpu":
             self._stager = _make_stager(self._trainer.mesh.device)
         written = state_dict_saver.async_save(
-            self._state(), checkpoint_id=partial, process_group=self._group, async_stager=self._stager
+            self._state(),
+            storage_writer=DigestingWriter(partial, dist.get_rank()),
+            process_group=self._group,
+            async_stager=self._stager,
         )
         assert isinstance(written, Future)
         pending = self._pending = Future()
@@ -140,6 +144,10 @@ class ShardedCheckpointer:
         self.finish()
         progress, state, random_state = read_progress(path), self._state(), {}
 
+        def check() -> None:
+            if not check_shards(path, progress.num_ranks, rank=dist.get_rank(), num_ranks=dist.get_world_size()):
+                logger.warning("%s has no digests of its shards, so they are not checked", path)
+
         def read() -> None:
             load_plain(state, path, process_group=self._group)
             config = self._trainer.config
@@ -153,7 +161,9 @@ class ShardedCheckpointer:
                     )
 
         remedy = "name an older checkpoint, or check that it has the same model and learner.lora options"
-        self._together(read, f"the checkpoint {path} could not be read", remedy)
+        unread = f"the checkpoint {path} could not be read"
+        self._together(check, unread, remedy)
+        self._together(read, unread, remedy)
         set_state_dict(
             self._trainer.head,
             self._trainer.optimizer.adamw,
@@ -282,6 +292,10 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
         raise ValueError(
             f"{source} has no {HUGGING_FACE}/config.json, which describes the model; name another checkpoint"
         )
+    try:
+        check_shards(source, progress.num_ranks)
+    except (CheckpointError, OSError) as fault:
+        raise ValueError(f"{source} could not be read: {_in_one_line(0, fault)}; name an older checkpoint") from None
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     if progress.lora:

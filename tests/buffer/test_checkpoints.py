@@ -124,6 +124,20 @@ async def test_a_new_life_takes_over_a_newer_journal_and_drops_what_has_a_token_
         running(**options_of(kind, tmp_path / "buffer", epoch="third", earlier_epoch="first"))
 
 
+@pytest.mark.parametrize(("kind", "file"), [("memory", "journal.1.frames"), ("disk-store", "journal.1.log")])
+async def test_a_checkpoint_that_lost_prompts_is_refused_by_name(kind: str, file: str, tmp_path: Path):
+    folder = tmp_path / "v00000001"
+    async with running(**options_of(kind, tmp_path / "first")) as run:
+        await first_life(run.client(), folder)
+    frames = folder / file
+    content = bytearray(frames.read_bytes())
+    content[100] ^= 1
+    frames.unlink()  # it may be a link to the file of a journal
+    frames.write_bytes(content)
+    with pytest.raises(ReplayBufferError, match=r"v00000001/journal lacks the prompts of \d+ unfinished groups"):
+        running(**options_of(kind, tmp_path / "second", checkpoint=str(folder)))
+
+
 async def test_a_checkpoint_that_does_not_fit_the_ledger_or_the_disk_is_refused_by_name(tmp_path: Path):
     async with running(**options_of("memory", tmp_path)) as run:
         client = run.client()

@@ -298,10 +298,17 @@ def hide_code_in_metadata(part: Path, mark: Path) -> None:
     part.write_bytes(pickle.dumps(metadata))
 
 
+def change_a_byte(part: Path, mark: Path) -> None:
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+
+
 UNREAD, NO_FILE = "v00000001 could not be read: rank 0: ", "FileNotFoundError: .*"
 WRONG_PARTS = {
     "no-shard": ("__0_0.distcp", lambda part, _: part.unlink(), f"{UNREAD}{NO_FILE}__0_0.distcp.*; name an older"),
     "broken-shard": ("__0_0.distcp", lambda part, _: part.write_bytes(b"broken"), UNREAD),
+    "changed-bytes": ("__0_0.distcp", change_a_byte, f"{UNREAD}CheckpointError: __0_0.distcp is damaged"),
     "no-metadata": (".metadata", lambda part, _: part.unlink(), f"{UNREAD}AssertionError: metadata is None"),
     "code-in-metadata": (".metadata", hide_code_in_metadata, UNREAD),
     "no-random-state": ("random_0.pt", lambda part, _: part.unlink(), f"{UNREAD}{NO_FILE}random_0.pt"),

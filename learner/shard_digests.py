@@ -1,0 +1,70 @@
+"""Digests of a checkpoint's shards, so that damaged weights or optimizer states are never trained on or exported.
+
+torch.distributed.checkpoint (DCP) detects a missing or shortened file, but not changed bytes of a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.futures import Future
+
+from asyncrl.core.errors import CheckpointError
+
+_CHUNK_BYTES = 1 << 22
+
+
+class DigestingWriter(FileSystemWriter):
+    """Writes the shards of a rank as DCP does, and then ``digests_RANK.json``: the xxh3 digest of each of its files."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        super().__init__(path)
+        self._digests = path / f"digests_{rank}.json"
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        """Write the shards and their digests. See `FileSystemWriter.write_data`."""
+        written = super().write_data(plan, planner)
+        names = sorted({result.storage_data.relative_path for result in written.wait()})
+        self._digests.write_text(json.dumps({name: _digest_of(self._digests.with_name(name)) for name in names}))
+        return written
+
+
+def check_shards(checkpoint: Path, num_saved: int, *, rank: int = 0, num_ranks: int = 1) -> bool:
+    """Compare shards with their digests. Each of ``num_ranks`` ranks compares its part of the files.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+        num_saved: Number of ranks that saved it.
+        rank: This rank.
+        num_ranks: Number of ranks that call this function.
+
+    Returns:
+        Whether the checkpoint has digests. Checkpoints of earlier versions of asyncrl have none.
+
+    Raises:
+        CheckpointError: A shard has other bytes than were written, or a file of digests is missing.
+        OSError: A shard cannot be read.
+    """
+    files = [checkpoint / f"digests_{saved}.json" for saved in range(num_saved)]
+    if not any(file.exists() for file in files):
+        return False
+    for file in files[rank::num_ranks]:
+        if not file.exists():
+            raise CheckpointError(f"{file} is missing")
+        for name, expected in json.loads(file.read_text()).items():
+            if (found := _digest_of(checkpoint / name)) != expected:
+                raise CheckpointError(f"{name} is damaged: its digest is {found}, and {expected} was written")
+    return True
+
+
+def _digest_of(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as content:
+        while chunk := content.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
