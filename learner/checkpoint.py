@@ -35,6 +35,7 @@ from asyncrl.single_controller.serialization import gather_values
 from asyncrl.weights.layout import ModelLayout, Part
 from asyncrl.weights.snapshot import DATA_FILE, WritableFile
 
+from .checkpoint_digests import DigestingWriter, check_digests
 from .checkpoint_folder import (
     HUGGING_FACE,
     SavedProgress,
@@ -54,7 +55,6 @@ from .lora import add_adapters, has_adapters
 from .model_folder import copy_tokenizer, new_model_folder
 from .model_shards import PretrainedShards
 from .plain_reading import load_plain
-from .shard_digests import DigestingWriter, check_shards
 from .trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class ShardedCheckpointer:
             self._stager = _make_stager(self._trainer.mesh.device)
         written = state_dict_saver.async_save(
             self._state(),
-            storage_writer=DigestingWriter(partial, dist.get_rank()),
+            storage_writer=DigestingWriter(partial, dist.get_rank(), [random_state]),
             process_group=self._group,
             async_stager=self._stager,
         )
@@ -145,8 +145,8 @@ class ShardedCheckpointer:
         progress, state, random_state = read_progress(path), self._state(), {}
 
         def check() -> None:
-            if not check_shards(path, progress.num_ranks, rank=dist.get_rank(), num_ranks=dist.get_world_size()):
-                logger.warning("%s has no digests of its shards, so they are not checked", path)
+            if not check_digests(path, progress.num_ranks, rank=dist.get_rank(), num_ranks=dist.get_world_size()):
+                logger.warning("%s has no digests of its files, so they are not checked", path)
 
         def read() -> None:
             load_plain(state, path, process_group=self._group)
@@ -293,7 +293,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
             f"{source} has no {HUGGING_FACE}/config.json, which describes the model; name another checkpoint"
         )
     try:
-        check_shards(source, progress.num_ranks)
+        check_digests(source, progress.num_ranks, names="*.distcp")
     except (CheckpointError, OSError) as fault:
         raise ValueError(f"{source} could not be read: {_in_one_line(0, fault)}; name an older checkpoint") from None
     with torch.device("meta"):

@@ -298,6 +298,11 @@ def hide_code_in_metadata(part: Path, mark: Path) -> None:
     part.write_bytes(pickle.dumps(metadata))
 
 
+def hide_code_in_random_state(part: Path, mark: Path) -> None:
+    torch.save({"torch": RunsCode(mark)}, part)
+    part.with_name("digests_0.json").unlink()  # its author would write fitting digests
+
+
 def change_a_byte(part: Path, mark: Path) -> None:
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
@@ -312,13 +317,19 @@ WRONG_PARTS = {
     "no-metadata": (".metadata", lambda part, _: part.unlink(), f"{UNREAD}AssertionError: metadata is None"),
     "code-in-metadata": (".metadata", hide_code_in_metadata, UNREAD),
     "no-random-state": ("random_0.pt", lambda part, _: part.unlink(), f"{UNREAD}{NO_FILE}random_0.pt"),
-    "code-in-random-state": ("random_0.pt", lambda part, mark: torch.save({"torch": RunsCode(mark)}, part), UNREAD),
+    "code-in-random-state": ("random_0.pt", hide_code_in_random_state, UNREAD),
+    "changed-random-state": ("random_0.pt", change_a_byte, f"{UNREAD}CheckpointError: random_0.pt is damaged"),
     "no-model": ("huggingface", lambda part, _: shutil.rmtree(part), "v00000001 has no huggingface/config.json"),
     "another-record": ("progress.json", lambda part, _: part.write_text('{"version": 1}'), "is not the record"),
     "no-folder": ("", lambda part, _: shutil.rmtree(part), "no checkpoint at '.*v00000001'"),
 }
 LOADED_ANYWAY = ("no-model",)  # only an export reads the model's folder
-EXPORTED_ANYWAY = ("no-random-state", "code-in-random-state", "another-record")  # a model has none
+EXPORTED_ANYWAY = (
+    "no-random-state",
+    "code-in-random-state",
+    "changed-random-state",
+    "another-record",
+)  # a model has none
 
 
 @pytest.mark.parametrize("wrong", WRONG_PARTS)
@@ -381,6 +392,7 @@ def test_a_random_state_that_is_a_pickle_starts_anew_and_is_not_read(checkpointe
     mark = tmp_path / "mark"
     old = checkpointer.save(1)
     (old / "random_0.pt").unlink()
+    (old / "digests_0.json").unlink()
     (old / "random_0.pickle").write_bytes(pickle.dumps(RunsCode(mark)))
     assert checkpointer.load(old) == 1
     assert "has a pickled random state, which is not read" in caplog.text

@@ -1,11 +1,14 @@
-"""Digests of a checkpoint's shards, so that damaged weights or optimizer states are never trained on or exported.
+"""Digests of a checkpoint's files, so that damaged weights, optimizer or random states are never used.
 
-torch.distributed.checkpoint (DCP) detects a missing or shortened file, but not changed bytes of a tensor.
+torch.distributed.checkpoint (DCP) and ``torch.load`` detect a missing or shortened file, but not changed bytes of a
+tensor.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +23,31 @@ _CHUNK_BYTES = 1 << 22
 
 
 class DigestingWriter(FileSystemWriter):
-    """Writes the shards of a rank as DCP does, and then ``digests_RANK.json``: the xxh3 digest of each of its files."""
+    """Writes the shards of a rank as DCP does, and then ``digests_RANK.json``.
 
-    def __init__(self, path: Path, rank: int) -> None:
+    This file has the xxh3 digest of each shard, and of ``others``, which are files that the rank has already written.
+    """
+
+    def __init__(self, path: Path, rank: int, others: Iterable[Path]) -> None:
         super().__init__(path)
+        self._others = [other.name for other in others]
         self._digests = path / f"digests_{rank}.json"
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """Write the shards and their digests. See `FileSystemWriter.write_data`."""
         written = super().write_data(plan, planner)
-        names = sorted({result.storage_data.relative_path for result in written.wait()})
+        names = sorted({*self._others, *(result.storage_data.relative_path for result in written.wait())})
         self._digests.write_text(json.dumps({name: _digest_of(self._digests.with_name(name)) for name in names}))
         return written
 
 
-def check_shards(checkpoint: Path, num_saved: int, *, rank: int = 0, num_ranks: int = 1) -> bool:
-    """Compare shards with their digests. Each of ``num_ranks`` ranks compares its part of the files.
+def check_digests(checkpoint: Path, num_saved: int, *, names: str = "*", rank: int = 0, num_ranks: int = 1) -> bool:
+    """Compare files with their digests. Each of ``num_ranks`` ranks compares its part of the files.
 
     Args:
         checkpoint: Folder of the checkpoint.
         num_saved: Number of ranks that saved it.
+        names: Pattern of the files to compare. Example: ``*.distcp``.
         rank: This rank.
         num_ranks: Number of ranks that call this function.
 
@@ -47,8 +55,8 @@ def check_shards(checkpoint: Path, num_saved: int, *, rank: int = 0, num_ranks: 
         Whether the checkpoint has digests. Checkpoints of earlier versions of asyncrl have none.
 
     Raises:
-        CheckpointError: A shard has other bytes than were written, or a file of digests is missing.
-        OSError: A shard cannot be read.
+        CheckpointError: A file has other bytes than were written, or a file of digests is missing.
+        OSError: A file cannot be read.
     """
     files = [checkpoint / f"digests_{saved}.json" for saved in range(num_saved)]
     if not any(file.exists() for file in files):
@@ -57,7 +65,7 @@ def check_shards(checkpoint: Path, num_saved: int, *, rank: int = 0, num_ranks: 
         if not file.exists():
             raise CheckpointError(f"{file} is missing")
         for name, expected in json.loads(file.read_text()).items():
-            if (found := _digest_of(checkpoint / name)) != expected:
+            if fnmatch(name, names) and (found := _digest_of(checkpoint / name)) != expected:
                 raise CheckpointError(f"{name} is damaged: its digest is {found}, and {expected} was written")
     return True
 
