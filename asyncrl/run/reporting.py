@@ -1,9 +1,8 @@
 """The reports of a run: a `StepRecord` per learner step, the token account at the end, and their display.
 
 A failure of the terminal, a tracker, the dashboard or the advice does not end the run. The dashboard is a separate
-process. A thread computes the use of the pools from the run's record. `Watching.step` wakes the thread. After each
-computation the thread rests so long that it works less than a hundredth of the time. The planner looks for advice once,
-after the last step.
+process. A task computes the use of the pools from the run's record, in a thread. `Watching.step` wakes the task. After
+each computation the task pauses for 100 times its duration. The planner looks for advice once, after the last step.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Reporter:
             for a new run.
 
     Attributes:
-        engine_version: The version that every engine serves, or a later one.
+        engine_version: Every engine serves this version or a later one.
         num_steps: Steps recorded in this life; a step that was repeated counts again.
     """
 
@@ -111,7 +110,7 @@ class Reporter:
     def planned(self, plan: Plan) -> None:
         """Write the receipt of a step's batch before the ranks train on it.
 
-        A checkpoint that includes the step may be complete before the step is committed.
+        A receipt after the commit could be too late, because a checkpoint with the step may be complete before that.
         """
         receipts.note(receipts.Act.planned, step=plan.version, groups=[_planned(group) for group in plan.groups])
 
@@ -221,7 +220,7 @@ class Reporter:
         }
 
     def _numbers_of_source(self, group: GroupSummary) -> dict[str, Sequence[float]]:
-        """The numbers of a group that are reported by data source; none if there is no source."""
+        """The numbers of a group that are reported by data source; empty if the group has no source."""
         if not group.data_source:
             return {}
         return {"reward": group.rewards[self._trained], "response_length": group.response_lengths[self._trained]}
@@ -352,7 +351,7 @@ class Watching:
             self._view.say(f"trackers that failed, and how often: {failed}; logs/controller.log says why")
 
     async def _start_dashboard(self) -> str:
-        """Start the dashboard; returns a line for the user with its address, or with the reason if it does not start.
+        """Start the dashboard. Returns a line for the user with its address, or a line that says that it did not start.
 
         The process exits when its stdin closes, so it cannot outlive this process.
         """
@@ -403,7 +402,7 @@ class Watching:
             await look_for_advice(self._run_dir)
 
     def go_on(self, history: History) -> None:
-        """Show the trackers the steps and evaluations of the earlier lives of a resumed run."""
+        """Give the trackers the steps and evaluations of the earlier lives of a resumed run."""
         self._trackers.go_on([*history.evaluations, *history.steps])
 
     def evaluation(self, evaluation: Evaluation) -> None:
@@ -420,7 +419,7 @@ class Watching:
             began_s = time.monotonic()
             try:
                 use: RunUse | None = await asyncio.to_thread(live.read)
-            except FileNotFoundError:  # there is no record with profile.enabled=false
+            except FileNotFoundError:  # profile.enabled is false, so there is no record
                 return
             except Exception:
                 logger.exception("the use of the pools cannot be read")
@@ -434,7 +433,7 @@ class Watching:
 async def look_for_advice(run_dir: Path) -> None:
     """Simulate a finished training with other options, for the advice and the frontier in the report.
 
-    ``asyncrl plan --only-advice`` runs at nice 19 for at most `_ADVICE_S`. A failure is only logged.
+    ``asyncrl plan --only-advice`` runs at nice 19 for at most `_ADVICE_S`. After a failure, only the log has a warning.
     """
     command = ["nice", "-n", "19", sys.executable, "-m", "asyncrl", "plan", str(run_dir)]
     with (run_dir / "logs" / "advice.log").open("ab") as log:

@@ -63,7 +63,7 @@ class RunPaths:
     Attributes:
         logs: One log per process.
         snapshots: Published weights; every engine of the host can read them.
-        staging: Images of the weights that engines keep, in the memory of their host.
+        staging: Images of the weights that engines keep; in shared memory, if the host has it.
         samples: Decoded samples for the user.
         trajectories: Consumed trajectories; None if they are not recorded.
         tokens: A few trajectories for the user, token by token, with the learner's log-probs.
@@ -130,7 +130,7 @@ def hold_shared_folder(run_dir: Path) -> int | None:
         except FileExistsError:
             if _is_swept(folder):
                 continue
-            shutil.rmtree(run_dir)  # nothing was started
+            shutil.rmtree(run_dir)  # no part of the run has started
             raise FileExistsError(
                 f"{folder} must not exist before the run, but another process made it; remove it, or change output_dir"
             ) from None
@@ -173,7 +173,7 @@ def _locked(folder: Path) -> int | None:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process holds the lock of a run's folder in shared memory. The run has then not ended."""
+    """Whether a process holds the lock of a run's folder in shared memory. If so, the run has not ended."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
     except OSError:  # there is no folder, or it belongs to another user
@@ -234,7 +234,7 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
 
 
 def _warn_of_disk(folder: Path, missing: str, num_bytes: int) -> None:
-    """Warn that published weights are written to a disk; the warning has the seconds per version."""
+    """Warn that the learner publishes weights to a disk. The warning says how many seconds one version takes."""
     with tempfile.TemporaryFile(dir=folder) as probe:
         began = time.monotonic()
         probe.write(os.urandom(_PROBE_BYTES))

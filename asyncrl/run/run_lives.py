@@ -46,7 +46,7 @@ class Life:
         folder: Folder of the life.
         record: Record of the life.
         state: State of the life.
-        num_steps: Learner steps of the run at the newest step of this life, including earlier lives.
+        num_steps: Learner steps that the run had made at the newest step of this life, including earlier lives.
         total_steps: ``total_steps`` in the configuration of the life.
         checkpoints: Checkpoints of the life on disk, oldest first.
         num_bytes: Bytes in the folder, including checkpoints; a file with several links counts once.
@@ -62,7 +62,7 @@ class Life:
 
 
 def begin_life(run_dir: Path, resumed: Path | None) -> None:
-    """Write the record of a life that begins."""
+    """Write the record of a life at its beginning."""
     record = LifeRecord(host=socket.gethostname(), began_s=time.time())
     if resumed is not None:
         before = history_folder(resumed, read_progress(resumed).life).resolve()
