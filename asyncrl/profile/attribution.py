@@ -1,4 +1,4 @@
-"""Attributes the idle time of each pool to causes; the causes sum exactly to the idle time.
+"""Attributes the idle time of each pool to causes. The times of all causes sum exactly to the idle time.
 
 A *place* is the unit that can be busy: a learner rank, or room for one sample on an engine. At any time, a place is
 either busy or idle for exactly one cause. If several causes apply, the first one in the order of docs/profiling.md
@@ -50,7 +50,7 @@ class FleetCause(StrEnum):
 class LearnerCause(StrEnum):
     """Why a learner rank was idle. The first member that applies is the cause.
 
-    From ``batch_tail`` on, the rank waits for a batch.
+    For ``batch_tail`` and all later members, the rank waits for a batch.
     """
 
     rank_down = "rank_down"
@@ -110,7 +110,7 @@ class PoolTime:
     """The time of a pool's places, in nanoseconds times places.
 
     Attributes:
-        capacity: The total: the busy time plus the idle time of all causes.
+        capacity: The busy time plus the idle time of all causes.
         busy: The busy time.
         idle: The idle time by cause, largest first.
     """
@@ -126,11 +126,11 @@ class PoolTime:
 
     @property
     def utilisation(self) -> float:
-        """Busy share, 0 to 1; 0 if the pool had no places."""
+        """Busy time ÷ capacity, 0 to 1; 0 if the capacity is 0."""
         return self.busy / self.capacity if self.capacity else 0.0
 
     def alone(self, pool: str, duration: int) -> float:
-        """The part of ``duration`` (nanoseconds) that the pool needs alone: busy time plus `OWN_CAUSES`."""
+        """Nanoseconds of ``duration`` that the pool would need without the other pool: busy time plus `OWN_CAUSES`."""
         own = self.busy + sum(self.idle.get(cause, 0) for cause in OWN_CAUSES[pool])
         return duration * own / self.capacity if self.capacity else 0.0
 
@@ -141,7 +141,7 @@ class Attribution:
 
     Attributes:
         window: Start and end, in nanoseconds.
-        stretches: By pool (``learner``, ``fleet``), sorted by lane and then by time. They fill the window.
+        stretches: The stretches of each pool (``learner``, ``fleet``), sorted by lane and then by time.
     """
 
     window: tuple[int, int]
@@ -207,7 +207,7 @@ class Series:
 
 
 def swept(window: tuple[int, int], series: Mapping[str, Series]) -> Iterator[tuple[int, int, dict[str, int]]]:
-    """Split the window where a series changes; yield start, end and the values by name of each part.
+    """Split the window at each change of a series. Yields the start, the end, and the values by name of each part.
 
     All parts share one mapping: the generator updates it in place for the next part.
     """
@@ -487,7 +487,7 @@ class Figures:
 
     @property
     def utilisation(self) -> float:
-        """Busy share of both pools, weighted by their number of ranks or engines."""
+        """Mean of `PoolTime.utilisation` over both pools, weighted by their number of ranks or engines."""
         num_lanes = sum(self.num_lanes.values())
         weighted = sum(self.pools[pool].utilisation * self.num_lanes[pool] for pool in POOLS)
         return weighted / num_lanes if num_lanes else 0.0
@@ -498,7 +498,7 @@ class Figures:
         return {c: self.duration * _S * total / time.capacity for c, total in time.idle.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures as plain values. The integers are nanoseconds times places and add up exactly."""
+        """The figures as plain values. Values in ``_ns`` are integers, nanoseconds times places, and add up exactly."""
         pools = {
             pool: {
                 "lanes": self.num_lanes[pool],
@@ -527,12 +527,12 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapReport:
-    """How well generation and training overlapped (``overlap.json``). The steps add up to the run.
+    """How well generation and training overlapped (``overlap.json``). The times of all steps sum to that of the run.
 
     Attributes:
         run: Figures from the start of the first step to the end of the last finished step.
         steps: Version and figures of each step, in order of time. The version of a repeated step appears twice.
-        attribution: The idle time behind the figures.
+        attribution: The attribution from which the figures are computed.
         recorded: How complete the record is, and the largest error of the clocks.
     """
 
@@ -548,7 +548,7 @@ class OverlapReport:
         steps = [step for step in trace.steps if not step.is_open]
         lags: dict[int, list[tuple[int, int, int]]] = {step.version: [] for step in steps}
         for group in (use for life in trace.groups.values() for use in life.uses()):
-            if group.step in lags and group.last(GroupEvent.stored) is not None:  # an earlier run did not store it
+            if group.step in lags and group.last(GroupEvent.stored) is not None:  # else an earlier life stored it
                 lags[group.step].append((group.lag, group.lag_before_queue, group.lag_in_queue))
         num_lanes = {pool: attribution.num_lanes(pool) for pool in POOLS}
 
@@ -584,7 +584,7 @@ class OverlapReport:
         return {"run": self.run.to_dict(), "steps": steps, "recorded": dict(self.recorded)}
 
     def summary(self) -> dict[str, Any]:
-        """The part for ``summary.json``; idle seconds are those of an average place over the whole run."""
+        """The part for ``summary.json``. The idle seconds are those of an average place, over the whole run."""
         run = self.run
         return {
             "step_s": run.step_s,
@@ -597,7 +597,7 @@ class OverlapReport:
 
 
 class LiveUse:
-    """Adds up the finished steps of a run in progress; each step is read once.
+    """Adds up the use of the pools in the finished steps of a run in progress. It reads each step once.
 
     Args:
         run_dir: The run's folder.
@@ -611,7 +611,7 @@ class LiveUse:
         self._capacity: dict[str, int] = {}
 
     def read(self) -> RunUse | None:
-        """The use up to the last finished step, or None before the first. Raises the errors of `TraceReader.read`."""
+        """The use up to the last finished step, or None if none is finished. Raises as `TraceReader.read` does."""
         trace = self._reader.read()
         # Compare times, not versions: a learner that returns to a checkpoint repeats steps.
         new = [step for step in trace.steps if not step.is_open and (self._upto is None or step.end > self._upto)]

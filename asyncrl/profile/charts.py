@@ -1,7 +1,7 @@
 """Computes the data of each chart of the report from a trace, as plain lists for JSON. ``page/charts.js`` draws them.
 
-Each public function returns one part of the document. Times are seconds since training began. Versions and lags are
-learner steps.
+Each public function that returns a `Chart` makes one part of the document. Times are seconds since training began.
+Versions and lags are learner steps.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _pool_use(attribution: Attribution, pool: Pool, edges: np.ndarray) -> Chart:
 def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
     """One bar per finished step, or per several consecutive steps: a rank's busy seconds and idle seconds by cause.
 
-    The line shows how many seconds the whole fleet would need for its work in the step.
+    The line shows how many seconds the fleet would need for its work in the step if all its places were busy.
     """
     width = math.ceil(len(windows) / MAX_BARS) or 1
     bars = [slice(first, first + width) for first in range(0, len(windows), width)]
@@ -90,8 +90,8 @@ def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
 def fill(trace: Trace) -> Chart:
     """How batches fill: the stored share of a batch over time, for at most `MAX_CURVES` evenly spaced steps.
 
-    Each curve has ``points`` [seconds relative to the complete batch (≤ 0), share] and ``tail``, the index where the
-    last 5% begin.
+    Each curve has ``points`` [seconds, stored share]. The seconds are ≤ 0; the batch is complete at 0. ``tail`` is the
+    index of the point where the last 5% begin.
     """
     stored: dict[int, list[int]] = defaultdict(list)
     for life in trained_groups(trace):
@@ -128,7 +128,7 @@ def lag(trace: Trace, *, bound: int) -> Chart:
 
 
 def trained_groups(trace: Trace) -> list[GroupLife]:
-    """The trained groups, once per use, except groups that a process of an earlier run stored."""
+    """The trained groups, once per use, except groups that were stored in an earlier life of the run."""
     uses = (use for life in trace.groups.values() for use in life.uses())
     return [use for use in uses if use.last(GroupEvent.stored) is not None]
 
@@ -154,7 +154,7 @@ def lengths(trace: Trace) -> Chart:
 
 
 def publishes(trace: Trace) -> Chart:
-    """The stages of weight updates: median start and end after the copy began, and the total time of each version.
+    """The stages of weight updates, with median start and end after the copy began, and each version's total time.
 
     If a stage runs on several ranks or engines, it lasts from the first start to the last end.
     """
@@ -193,7 +193,7 @@ _STAGES = {
 
 
 def _version_of(trace: Trace, span: Span) -> int:
-    """The version of a stage. If a pause has no version, this is the version that the engine serves next."""
+    """The version of a stage. If its span has no version, this is the version that the engine serves next."""
     if span.version != NONE:
         return span.version
     if span.kind == SpanKind.re_prefill:  # follows a pause; the version may be recorded before or after it
@@ -291,7 +291,7 @@ def _overlaps(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
         edges: [bins + 1] ascending.
 
     Returns:
-        [bins] float64: the difference of the integrals of all weights up to the two edges of each bin.
+        [bins] float64: the sum over all rows of the weight times the row's overlap with the bin.
     """
     times = np.concatenate([rows[:, 0], rows[:, 1]])
     slopes = np.concatenate([rows[:, 2], -rows[:, 2]])

@@ -61,7 +61,7 @@ class RunReport:
     def document(self, trace: Trace | None = None, overlap: OverlapReport | None = None) -> dict[str, Any]:
         """Build the document that the page draws (docs/watching.md).
 
-        If another file cannot be read, only its part is missing, and the document holds the reason in its place.
+        If any file except record and configuration cannot be read, the document holds the reason instead of its part.
 
         Args:
             trace: The record to show; None to read the record of the run so far.
@@ -120,7 +120,7 @@ class RunReport:
 
 
 def _earlier_lives(run_dir: Path) -> Iterator[str]:
-    """Where each earlier life of the run ended, and at which step the next one began."""
+    """One line per earlier life of the run: its steps and its end. The last line is the first step of this life."""
     lives = lives_until(run_dir)
     for number, ((folder, record), (_, after)) in enumerate(pairwise(lives), start=1):
         steps = f"steps {record.first_step} to {after.first_step - 1}"
@@ -179,7 +179,7 @@ def _figures(overlap: OverlapReport, bound: int, total_steps: int) -> Iterator[d
 
 
 def _rewards(record: Mapping[str, Any] | str | None) -> Iterator[dict[str, str]]:
-    """The figures of the last line of ``metrics.jsonl``; a string is the reason why the line cannot be read."""
+    """The figures of ``record``, the last line of ``metrics.jsonl``, or the reason why the line cannot be read."""
     if isinstance(record, str):
         yield _figure("reward", "not known", record)
     elif record is not None:
@@ -205,7 +205,7 @@ def _figure(name: str, value: str, note: str) -> dict[str, str]:
 
 
 def _or_reason(read: Callable[[], _T]) -> _T | str:
-    """Call ``read``; if a file cannot be read, return the reason as text for the place of its part."""
+    """Call ``read``. If a file cannot be read, return the reason, which the document shows instead of the part."""
     try:
         return read()
     except (OSError, ValueError) as error:
@@ -269,7 +269,7 @@ class SampleFiles:
         return [sample for path in kept for sample in self._read[path][:share]]
 
     def episodes(self, count: int) -> list[dict[str, Any]]:
-        """The views of at most ``count`` episodes of the newest training file: half with the lowest rewards."""
+        """The views of up to ``count`` episodes of the newest training file, half lowest and half highest rewards."""
         newest = max(self._run_dir.glob("samples/train-v*.parquet"), default=None)
         if newest is None:
             return []
@@ -336,7 +336,7 @@ def _finite(value: float | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A change of options that makes the run faster.
+    """A change of options that is predicted to make the run faster.
 
     Attributes:
         change: Hydra overrides. Example: ``buffer.max_lag=1``.

@@ -43,11 +43,11 @@ class Process:
         pid: Process id on that machine.
         start: Time when it began to record.
         end: Time of its last record.
-        wall_ns: Nanoseconds since the epoch at ``start``.
-        offset_ns: Last offset that the reader added to its clock.
-        error_ns: Largest error of that offset in either direction.
+        wall_ns: Nanoseconds since the Unix epoch at ``start``.
+        offset_ns: Last offset that the reader added to the times of the process.
+        error_ns: Largest possible error of ``offset_ns``, in either direction.
         num_dropped: Number of records that the process dropped because its queue was full.
-        is_whole: False if its file ends in the middle of a record.
+        is_whole: False if its file has a damaged record, or ends in the middle of a record.
         lanes: Lanes of its spans and levels.
     """
 
@@ -136,7 +136,7 @@ class GroupLife:
         return None if stamp is None else stamp.time
 
     def uses(self) -> list[GroupLife]:
-        """Return the group's life once per use, each until the learner step that trained on the last trajectories.
+        """Return the group's life once per use of its last stored trajectories. Each life ends with that learner step.
 
         Each use has its own `step` and `lag`. A step that the learner repeated after a return to a checkpoint counts
         once.
@@ -368,7 +368,7 @@ _REFERENCE_ORDER = (Pool.buffer, Pool.controller, Pool.fleet, Pool.learner)
 
 
 class _ProcessFile:
-    """The records of one process, kept on its own clock; the accessors convert the times."""
+    """The records of one process, with the times of its own clock. The methods that return times convert them."""
 
     def __init__(self, path: Path) -> None:
         self.header: dict[str, Any] = {}
@@ -434,7 +434,7 @@ class _ProcessFile:
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        """Sort key. All times are converted to the clock of the first process: the buffer server, if it recorded."""
+        """Sort key. The reader converts all times to the clock of the first process: the buffer server, if recorded."""
         is_other = self.header["process"] != BUFFER_LANE
         return _REFERENCE_ORDER.index(self.header["pool"]), is_other, self.header["started_ns"]
 

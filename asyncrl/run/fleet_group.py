@@ -68,7 +68,7 @@ class FleetGroup:
         version: int = 0,
         pool: RayResourcePool | None = None,
     ) -> None:
-        """Start the first workers on the devices of ``pool``, or in a new pool if it is None. `start` adds the engines.
+        """Start the first workers on the devices of ``pool``, or in a new pool if it is None. `start` is next.
 
         The learner begins at ``version``. ``say`` shows a line to the user. ``supply`` takes the id of a node. It
         copies the files of a worker to this node, and returns the model's path there.

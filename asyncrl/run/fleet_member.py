@@ -54,7 +54,7 @@ START_MARGIN_S = 30.0
 COUNTERS_S = 1.0
 """How long `FleetMember.counters` waits for new counters before it returns the last known ones."""
 RUN_ERRORS = (RewardError, RequestRefused, AccountError, WrongEpoch, ClusterDiedError)
-"""Errors that every worker would raise: the reward's configuration, a request, the account or the epoch is wrong."""
+"""Errors that every worker would raise: a wrong reward configuration, request, account or epoch, or a dead cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -360,7 +360,8 @@ async def _or_death(result: Awaitable[T], pending: Any) -> T:
     """Await the result of a ``pending`` call.
 
     Raises `LearnerDiedError` if a rank died or missed the deadline, otherwise the error of the ranks. After a death the
-    other ranks fail too, some of them before Ray notices the death. So a failed call first waits for such a notice.
+    other ranks fail too, some of them before Ray notices the death. So after such an error this call waits up to
+    `_DEATH_NOTICED_S` for the notice.
     """
     try:
         return await result

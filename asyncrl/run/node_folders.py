@@ -61,7 +61,7 @@ class NodeFiles:
         return file_prints(Path(folder))
 
     def sizes(self, folder: str, parts: Sequence[str]) -> dict[str, int]:
-        """Bytes of each file below ``parts`` of a folder, by path in the folder. Dotfiles are unfinished and skipped."""
+        """Bytes of each file below ``parts`` of a folder, by path in the folder. Skip dotfiles: they are unfinished."""
         found = (path for part in parts for path in Path(folder, part).rglob("*"))
         return {
             str(path.relative_to(folder)): path.stat().st_size
@@ -215,7 +215,8 @@ class NodeFolders:
 
     async def _admit(self, node_id: str) -> str:
         address, self._nodes[address] = await asyncio.to_thread(self._make, node_id)
-        self._collected = {key: value for key, value in self._collected.items() if key[0] != address}  # the node came back
+        # The node may have left and come back, so forget what was collected from it.
+        self._collected = {key: value for key, value in self._collected.items() if key[0] != address}
         await self._enter([address])
         await self._equip([address])
         shares = "copies" if address in self.apart else "shares"
@@ -231,7 +232,7 @@ class NodeFolders:
                 logger.warning("node %s does not hold the run's folder in shared memory: %s", address, reason)
 
     async def _equip(self, addresses: Collection[str]) -> None:
-        """Check the shared memory of nodes, and that they see ``weights.directory``. Send keys to nodes without them."""
+        """Check that nodes have enough shared memory and see ``weights.directory``. Send keys to nodes without them."""
         if self._image_bytes:
             free = await self._ask(addresses, "free_bytes", str(shared_folder(self._run_dir)))
             if small := [f"{node} has {size >> 20}" for node, size in free.items() if size <= self._image_bytes]:
@@ -299,7 +300,7 @@ class NodeFolders:
     async def close(self) -> None:
         """Copy the remaining bytes to this node, for at most `CLOSE_S` per node. Remove copies of models.
 
-        Also remove the run's folder from the other nodes. On nodes that share it, remove only its part in shared memory.
+        Also remove the run's folder on the other nodes. On nodes that share it, remove only its part in shared memory.
         """
         for copy in self._copies:
             shutil.rmtree(copy, ignore_errors=True)

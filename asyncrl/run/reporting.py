@@ -110,7 +110,7 @@ class Reporter:
     def planned(self, plan: Plan) -> None:
         """Write the receipt of a step's batch before the ranks train on it.
 
-        A receipt after the commit could be too late, because a checkpoint with the step may be complete before that.
+        A receipt after the commit could be too late: a checkpoint with the step may be complete before the commit.
         """
         receipts.note(receipts.Act.planned, step=plan.version, groups=[_planned(group) for group in plan.groups])
 
