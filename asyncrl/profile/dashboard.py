@@ -68,7 +68,7 @@ class Dashboard:
         self._failure = "nothing is recorded yet"
 
     def app(self) -> web.Application:
-        """The web application. While it runs, it watches the folder."""
+        """Return the web application. While it runs, it watches the folder."""
         app = web.Application(middlewares=[self._guard])
         app.add_routes(
             [

@@ -16,14 +16,14 @@ Values = dict[str, Any]
 WAITS = ("generation", "queue", "tool", "environment")
 """What an episode can wait for. If it waits for several at the same time, the first one in this order counts."""
 MAX_LETTERS = 4000
-"""Most characters of a turn's text in the report. The middle of a longer text is left out."""
+"""Largest number of characters of a turn's text in the report. The middle of a longer text is left out."""
 MAX_ROWS = 2000
-"""Most rows of an episode in the report. If there are more, the first ones are kept."""
+"""Largest number of rows of an episode in the report. If there are more, the first ones are kept."""
 _DIGITS = 3
 
 
 def episode_view(sample: Mapping[str, Any], episode: Mapping[str, Any]) -> Values:
-    """The part of the document for one episode.
+    """Return the part of the document for one episode.
 
     Args:
         sample: The row of the episode in ``samples/``.
@@ -119,7 +119,7 @@ _NOTHING = {
 
 
 def _bars(turn: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """The periods in which a turn waited, in order, as [reason, start, end]."""
+    """Yield the periods in which a turn waited, in order, as [reason, start, end]."""
     asked, ended = turn["asked_s"], turn["ended_s"]
     if asked is None or ended is None or ended <= asked:
         return
@@ -131,7 +131,7 @@ def _bars(turn: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
 
 
 def _waits(episode: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """The periods in which the whole episode waited, as [reason, start, end], from its start to its end."""
+    """Yield the periods in which the whole episode waited, as [reason, start, end], from its start to its end."""
     duration = episode["duration_s"]
     found = [bar for turn in episode["turns"] for bar in _bars(turn)]
     found += [
@@ -168,7 +168,7 @@ def _tools_by_turn(episode: Mapping[str, Any]) -> dict[int, list[Mapping[str, An
 
 
 def _shortened(pieces: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """The pieces of a text; the middle of a long text is left out."""
+    """Return the pieces of a text; the middle of a long text is left out."""
     if sum(len(text) for _, text in pieces) <= MAX_LETTERS:
         return [[version, text] for version, text in pieces]
     head, tail, left = [], [], MAX_LETTERS // 2

@@ -118,7 +118,7 @@ class LifeReceipts:
         return yaml.safe_load((self.folder / "config.yaml").read_text())["buffer"]
 
     def groups_trained(self, step: int) -> dict[int, dict[str, Any]]:
-        """What all ranks together trained on in a step, by group.
+        """Return what all ranks together trained on in a step, by group.
 
         Each value has the group's attempt, its digest, its number of tokens in the loss, and its tokens per version.
         """
@@ -148,7 +148,7 @@ class Audit:
 
 
 def audited_lives(run_dir: Path) -> list[Life]:
-    """The life in ``run_dir`` and the lives that it continues, oldest first.
+    """Return the life in ``run_dir`` and the lives that it continues, oldest first.
 
     Raises `ValueError` if ``run_dir`` is not the folder of a life, or if the folder of an earlier life is missing.
     """
@@ -164,7 +164,7 @@ def audited_lives(run_dir: Path) -> list[Life]:
 
 
 def lives_beside(lives: Sequence[Life]) -> list[Life]:
-    """Other lives that continued one of ``lives`` and began before the newest of ``lives``; oldest first.
+    """Return lives outside ``lives`` that continued one of them and began before the newest of them; oldest first.
 
     Their steps are lost. But a later life may have taken over their journal, with groups that their engines sampled.
     """
@@ -294,7 +294,7 @@ def _engine_faults(lives: Sequence[LifeReceipts], life: LifeReceipts, step: int,
 
 
 def _check_loss(result: Audit, newest: LifeReceipts, kept: Mapping[int, LifeReceipts]) -> None:
-    """Compare the number of tokens in the loss with the learner's own count of them in its micro-batches."""
+    """Compare the number of tokens in the loss with the number that the learner counted in its micro-batches."""
     path = newest.folder / "metrics.jsonl"
     lines = _lines([path] if path.is_file() else [])
     counted = {line["step"]: line["learner.num_tokens"] for line in lines if "learner.num_tokens" in line}

@@ -121,7 +121,7 @@ def _start_or_join(config: RunConfig) -> None:
 
 
 def warning_of_open_cluster(config: RunConfig) -> str:
-    """The warning about a joined cluster of several nodes that requires no token; empty for other clusters."""
+    """Return the warning about a joined cluster of several nodes that requires no token; empty for other clusters."""
     is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # Ray sets this variable when it has found a token
     if not (config.ray.address and config.placement.num_nodes > 1 and is_open):
         return ""
@@ -184,7 +184,7 @@ class _GpuHolder:
     """Reserves a GPU until the actor ends."""
 
     def visible_devices(self) -> str:
-        """The value of ``CUDA_VISIBLE_DEVICES`` that Ray set."""
+        """Return the value of ``CUDA_VISIBLE_DEVICES`` that Ray set."""
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
@@ -295,13 +295,13 @@ def _labels(config: RunConfig, labels: Mapping[str, str]) -> dict[str, str]:
 
 
 def worker_env(config: RunConfig) -> dict[str, str]:
-    """Environment variables of a run's workers."""
+    """Return the environment variables of a run's workers."""
     interface = config.placement.interface or (LOOPBACK if config.placement.num_nodes == 1 else "")
     return WORKER_ENV | ({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {})
 
 
 def learner_env(config: RunConfig) -> dict[str, str]:
-    """Environment variables of the learner's ranks: `worker_env`, and the settings of torch's GPU allocator.
+    """Return the environment variables of the learner's ranks: `worker_env`, and the settings of torch's GPU allocator.
 
     Packed batches differ in length, and expandable segments prevent fragmentation. The memory saver of a colocated
     learner cannot release such segments to the device, so a colocated learner does not use them.

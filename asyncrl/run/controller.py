@@ -5,7 +5,7 @@ The five loops of `Controller`, what each waits for, and who wakes it::
     feed      waits for room in the buffer's queue    ── woken by the buffer, when a lease is granted
     plan      waits for a place in the pipeline       ── woken by complete, when it commits a step
               then for the next batch                 ── woken by the buffer, when B groups are stored
-    complete  waits for the update it was handed      ── woken by the learner ranks
+    complete  waits for the oldest queued update      ── woken by the learner ranks
     follow    waits for a version that all engines serve ── woken by the buffer, when the last of them has loaded it
     examine   waits for engines that serve the version to be evaluated ── woken by the buffer, when one has loaded it
               then for their answers                  ── woken by the rollout workers
@@ -127,11 +127,11 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         last: StepRecord | None = None,
         earlier: BufferStats | None = None,
     ) -> None:
-        """All parts must be started, with learner, buffer and engines at the version of ``resumed``.
+        """The caller must have started all parts, with learner, buffer and engines at the version of ``resumed``.
 
-        ``evaluate`` is called every ``evaluation.every_steps`` with the version. `Controller` also passes the function
-        that waits for the engines pinned to the version. ``last`` is the record of the last step before ``resumed``.
-        ``earlier`` are the totals of the ledger at the beginning of this life; None for a new run.
+        The controller calls ``evaluate`` with the version, every ``evaluation.every_steps`` steps. `Controller` also
+        passes the function that waits for the engines pinned to the version. ``last`` is the record of the last step
+        before ``resumed``. ``earlier`` are the totals of the ledger at the beginning of this life; None for a new run.
         """
         resumed = resumed or RunState()
         self._evaluate = evaluate
@@ -219,7 +219,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return await self._checkpointer.requested()
 
     async def _unless_stopped(self, work: Callable[[], Awaitable[T]]) -> T | None:
-        """The result of ``work``; None if `stop` was called before ``work`` ended."""
+        """Return the result of ``work``; None if `stop` was called before ``work`` ended."""
         if self.is_stopped:
             return None
         task, stopping = asyncio.ensure_future(work()), asyncio.create_task(self._stopping.wait())
@@ -232,7 +232,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     def newest_checkpoint(self, folder: Path) -> Resumed | None:
-        """The newest complete checkpoint in ``folder`` that this process has saved, or None."""
+        """Return the newest complete checkpoint in ``folder`` that this process has saved, or None."""
         return self._checkpointer.newest(folder)
 
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
@@ -276,10 +276,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     @abstractmethod
     def step_loops(self) -> Sequence[Loop]:
-        """The loops that make the steps. They end after the last step; after `stop`, when the queued steps are done."""
+        """Return the loops that make the steps. They end after the last step; after `stop`, after the queued steps."""
 
     def following_loops(self) -> Sequence[Loop]:
-        """The other loops. They end when the engines serve the last version; `stop` cancels them."""
+        """Return the other loops. They end when the engines serve the last version; `stop` cancels them."""
         return ()
 
     async def _follow_fleet(self) -> None:
@@ -290,7 +290,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._reporter.published(version, took_s)
 
     def _next_evaluated(self, after: int) -> int | None:
-        """The first published version above ``after`` to evaluate before training ends, or None."""
+        """The first published version above ``after`` that is due for evaluation; None if training ends first."""
         steps = self._config.evaluation.every_steps
         if not (steps and self._config.evaluation.enabled) or self._evaluate is None:
             return None
@@ -299,7 +299,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return published if published < self._versions.stop else None
 
     async def _planned(self, version: int) -> tuple[Plan, float]:
-        """The batch of a step, and the seconds spent waiting for it."""
+        """Return the batch of a step, and the seconds spent waiting for it."""
         asked_s = time.monotonic()
         with record.span(record.SpanKind.plan_wait, lane="/plan", step=version):
             plan = await self._buffer.plan(version)

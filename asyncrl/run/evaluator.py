@@ -34,13 +34,13 @@ class AnsweringFleet(Protocol):
     """Engines that answer held-out prompts."""
 
     def engines(self) -> Sequence[str]:
-        """Names of the present engines."""
+        """Return the names of the present engines."""
         ...
 
     async def answer(
         self, engine: str, prompts: Sequence[Prompt], *, version: int, num_samples: int
     ) -> list[AnsweredPrompt]:
-        """Answer prompts on one engine with ``version``. The result lacks prompts with tokens of other versions.
+        """Answer prompts on one engine under ``version``. The result lacks prompts with tokens of other versions.
 
         Raises `AsyncRLError` if the engine is lost or serves another version.
         """
@@ -52,7 +52,7 @@ PinnedEngines = Callable[[Collection[str]], Awaitable[set[str]]]
 
 
 def num_pinned_engines(share: float, num_engines: int) -> int:
-    """Number of engines of an evaluation during training: ``share`` of the present engines, at least one."""
+    """Return the number of engines of an evaluation during training: ``share`` of the present engines, at least one."""
     return max(1, math.floor(share * num_engines))
 
 

@@ -68,7 +68,7 @@ class FleetGroup:
         version: int = 0,
         pool: RayResourcePool | None = None,
     ) -> None:
-        """Start the first workers on the devices of ``pool``, or in a new pool if it is None. `start` is next.
+        """Start the first workers on the devices of ``pool``, or in a new pool if it is None. Call `start` next.
 
         The learner begins at ``version``. ``say`` shows a line to the user. ``supply`` takes the id of a node. It
         copies the files of a worker to this node, and returns the model's path there.
@@ -309,7 +309,7 @@ class FleetGroup:
             raise MembershipRefused("the run is ending; start another")
 
     def describe(self) -> str:
-        """The members, one per line, for the user."""
+        """Return the members, one per line, for the user."""
         lines = [f"{rank}: {self._describe(member)}" for rank, member in sorted(self._members.items())]
         size = self._config.rollout_fleet.num_engines
         return "\n".join([*lines, f"rollout_fleet.num_engines={size}: {self._roster.num_free} more may join"])
@@ -402,7 +402,7 @@ async def answered(fleet: FleetGroup, request: FleetRequest, config: RunConfig) 
 
 
 def _node_id(config: RunConfig, address: str) -> str:
-    """The id of the node at an address. Raises `MembershipRefused` if the run has no such node."""
+    """Return the id of the node at an address. Raises `MembershipRefused` if the run has no such node."""
     nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
     if address not in nodes:
         raise MembershipRefused(
@@ -475,7 +475,7 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths, 
 
 
 def fleet_options(config: RunConfig) -> RolloutFleetConfig:
-    """The options of the fleet, with the server options that follow from the rest of the configuration.
+    """Return the options of the fleet, with the server options that follow from the rest of the configuration.
 
     In colocated pools, a server can release its device (``memory_saver``). With agents, a server can read stop texts
     (``tokenizer``).

@@ -185,7 +185,7 @@ class FleetMember:
             ) from error
 
     async def counters(self) -> FleetCounters:
-        """Counters over all lives of the worker.
+        """Return the counters over all lives of the worker.
 
         If the worker does not answer within `COUNTERS_S`, these are the last known ones.
         """
@@ -433,7 +433,7 @@ class FleetMember:
         self._last, self._worker = FleetCounters(), ""
 
     async def _closed(self, last: FleetCounters) -> FleetCounters:
-        """Final counters of a worker that stopped on request. If it kept tokens, declare it dead in the buffer."""
+        """Return the final counters of a worker that stopped on request. Declare it dead if it kept tokens."""
         return await self._buried(last) if last.tokens_in_flight and self._worker else last
 
     async def _buried(self, last: FleetCounters) -> FleetCounters:

@@ -20,7 +20,7 @@ from asyncrl.run.run_lives import Life
 from asyncrl.samples import read_samples
 
 LARGEST_GAP = 0.05
-"""Largest accepted mean absolute difference of a sample's log-probs, in nats. There is a difference, because engines
+"""Largest accepted mean absolute difference of a sample's log-probs, in nats. A small difference is normal: engines
 compute in batches of other shapes, and perhaps in bfloat16."""
 
 Row = Mapping[str, Any]
@@ -85,7 +85,7 @@ def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
 
 
 def _gaps(samples: Sequence[StoredSample], stored: Mapping[int, Path]) -> list[float]:
-    """The mean absolute difference between each sample's behavior log-probs and the recomputed ones, in nats."""
+    """Return the mean absolute difference between each sample's behavior log-probs and the recomputed ones, in nats."""
     logprobs = [np.zeros(len(sample.row["versions"]), dtype=np.float32) for sample in samples]
     for version in sorted({version for sample in samples for version in sample.versions}):
         with _model(stored[version]) as model:
@@ -101,7 +101,7 @@ def _gaps(samples: Sequence[StoredSample], stored: Mapping[int, Path]) -> list[f
 
 
 def _weights(life: Life) -> Iterator[tuple[int, Path]]:
-    """The versions whose weights a life has stored, and their folders."""
+    """Yield the versions whose weights a life has stored, and their folders."""
     for folder in sorted((life.folder / "snapshots").glob("v*")):
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
             yield int(folder.name[1:]), folder

@@ -36,7 +36,7 @@ STOP_S = 2.0
 
 
 class NodeStore:
-    """An actor on a node that runs and restarts the store server of this node."""
+    """An actor that runs and restarts the store server of its node."""
 
     def __init__(self, config: BufferConfig, *, num_clients: int, log_path: Path, **options: Any) -> None:
         """``options`` are further options of `BufferSupervisor`."""
@@ -87,7 +87,7 @@ class NodeStore:
 
 
 def config_of_node(config: BufferConfig, address: str) -> BufferConfig:
-    """The options of a store on the node with this address; ``config`` has the options of the buffer."""
+    """Return the options of a store on the node with this address; ``config`` has the options of the buffer."""
     own = store_config(config)
     if is_loopback(own.host):
         return own

@@ -94,7 +94,7 @@ class LearnerGroup:
         )
 
     async def init(self) -> None:
-        """Load the models on every rank. Raises `LearnerDiedError` if a rank dies or is late."""
+        """Load the models on every rank. Raises `LearnerDiedError` if a rank dies or misses the deadline."""
         timeout_s = self._config.learner.start_timeout_s
         pending = AllOf([group.init_model() for group in self._roles])
         loading = within(pending, timeout_s, "the learner's models", "learner.start_timeout_s")
@@ -233,7 +233,7 @@ class LearnerGroup:
         return self._layout.get_resource_pool(Role.from_string("actor"))
 
     def _on_shared_devices(self) -> list[tuple[str, Any]]:
-        """The roles in the actor's pool; colocated engines share its devices."""
+        """Return the roles in the actor's pool; colocated engines share its devices."""
         return [(role, self._roles[role]) for role in self._roles.pools if self._roles.share_a_pool(role, "actor")]
 
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool, parts: Sequence[str] = ()) -> Awaitable[str]:
@@ -269,7 +269,7 @@ class LearnerGroup:
     async def stop(self, timeout_s: float) -> None:
         """Ask the ranks to stop, kill them after ``timeout_s``, and release the reservation."""
         try:
-            with suppress(Exception):  # an error does not matter, because the worker is killed next
+            with suppress(Exception):  # an error does not matter, because the ranks are killed next
                 stopping = AllOf([group.execute_all_async("stop") for group in self._roles])
                 await asyncio.wait_for(stopping, timeout_s)
         finally:
@@ -280,7 +280,7 @@ class LearnerGroup:
                     self._layout.resource_pool_dict.popitem()[1].leave()
 
     def _shares(self, plan: Plan, role: str) -> list[RankBatch]:
-        """The plan's `RankBatch` for each data-parallel rank of a role. Roles with equal dp sizes have equal shares."""
+        """Return the `RankBatch` of each data-parallel rank of a role. Roles with equal dp sizes have equal batches."""
         if self._batches[0] is not plan:
             self._batches = (plan, {})
         shares, dp_size = self._batches[1], self._roles.dp_sizes[role]
@@ -299,7 +299,7 @@ class LearnerGroup:
         self._announced |= {role: self._roles[role].announce(self._shares(plan, role)) for role in dict.fromkeys(roles)}
 
     def _reads(self, role: str) -> tuple[str, ...]:
-        """The columns that a role's step needs from other roles."""
+        """Return the columns that a role's step needs from other roles."""
         return ROLES[role].reads(self._config.algorithm)
 
     def _score(self, column: str, plan: Plan, unsent: list[Awaitable[Any]]) -> RemoteScores:
@@ -318,7 +318,7 @@ class LearnerGroup:
         return RemoteScores(role=role, batches=batches, results=results)
 
     def _step_arguments(self, role: str, plan: Plan) -> list[Sequence[Any]]:
-        """The arguments of a role's step: its batches, and the scores per column.
+        """Return the arguments of a role's step: its batches, and the scores per column.
 
         Scores in the role's own process are None.
         """
@@ -333,13 +333,13 @@ class LearnerGroup:
     async def _after(
         self, before: Sequence[Awaitable[Any]], pending: Awaitable[list[T]], what: str, *, kind: str = ""
     ) -> T:
-        """The result of rank 0. If a call of ``before`` failed, raise its error instead, because it is the cause."""
+        """Return rank 0's result. If a call of ``before`` failed, raise its error instead, because it is the cause."""
         for earlier in before:
             await self._in_time(earlier, what, kind=kind)
         return await self._first(pending, what, kind=kind)
 
     async def _first(self, pending: Awaitable[list[T]], what: str, *, kind: str = "") -> T:
-        """The result of rank 0; metrics are the same on every rank."""
+        """Return the result of rank 0; metrics are the same on every rank."""
         return (await self._in_time(pending, what, kind=kind))[0]
 
     async def _in_time(self, pending: Awaitable[T], what: str, *, kind: str = "") -> T:
@@ -475,7 +475,7 @@ class RoleGroups:
 
 
 def _publish_options(config: RunConfig) -> PublishOptions:
-    """The ranks' options for publishing weights."""
+    """Return the ranks' options for publishing weights."""
     fleet, carrier = config.rollout_fleet, config.weights.rules.carrier
     into_engines = carrier is Carrier.engine_stream
     own_gpus = config.learner.device == fleet.device == "cuda" and not config.placement.colocated

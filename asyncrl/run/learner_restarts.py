@@ -116,7 +116,7 @@ class LearnerRestarts:
         return self._controller.newest_checkpoint(self._learner.checkpoints) or self._resumed
 
     async def end(self, fault: Exception) -> float:
-        """Kill the remaining ranks. Raises ``fault`` if it has another cause, and the errors of `_check`."""
+        """Kill the remaining ranks. Raises ``fault`` if the learner did not cause it, and the errors of `_check`."""
         if (death := death_in(fault)) is None:
             raise fault
         if isinstance(death, BatchLost):
@@ -146,7 +146,7 @@ class LearnerRestarts:
 
 
 def death_in(fault: Exception) -> LearnerDiedError | BatchLost | None:
-    """The learner's death or lost batch that an error contains; None if the error contains any other failure."""
+    """Return the learner's death or lost batch that an error contains; None if the error contains any other failure."""
     group = ExceptionGroup("", [fault])
     if group.split((LearnerDiedError, BatchLost))[1] is not None:
         return None

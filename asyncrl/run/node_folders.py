@@ -1,4 +1,4 @@
-"""The run's folder on the other nodes of the cluster: sends models and keys there, and collects logs and samples.
+"""Manages the run's folder on other nodes of the cluster: sends models and keys, and collects logs and samples.
 
 The run's folder has the same path on every node. On a shared file system nothing is copied. On other nodes an actor
 reads and writes the folder, and bytes travel through Ray's object store. A node that joins later gets the same files
@@ -57,11 +57,11 @@ class NodeFiles:
             return False
 
     def prints(self, folder: str) -> dict[str, str]:
-        """The `file_prints` of a folder."""
+        """Return the `file_prints` of a folder."""
         return file_prints(Path(folder))
 
     def sizes(self, folder: str, parts: Sequence[str]) -> dict[str, int]:
-        """Bytes of each file below ``parts`` of a folder, by path in the folder. Skip dotfiles: they are unfinished."""
+        """Return the bytes of each file in ``parts`` of a folder, by path in it. Skip dotfiles: they are unfinished."""
         found = (path for part in parts for path in Path(folder, part).rglob("*"))
         return {
             str(path.relative_to(folder)): path.stat().st_size
@@ -89,7 +89,7 @@ class NodeFiles:
         return ""
 
     def free_bytes(self, folder: str) -> int:
-        """Free bytes of a folder's file system; 0 if the folder does not exist."""
+        """Return the free bytes of a folder's file system; 0 if the folder does not exist."""
         return shutil.disk_usage(folder).free if Path(folder).is_dir() else 0
 
     def write(self, path: str, offset: int, data: bytes, mode: int) -> None:
@@ -112,7 +112,7 @@ class NodeFiles:
 
 
 def file_prints(folder: Path) -> dict[str, str]:
-    """A fingerprint of each file of a folder, by name: its size, and a digest of its beginning and its end."""
+    """Return a fingerprint of each file of a folder, by name: its size, and a digest of its beginning and its end."""
     prints = {}
     for path in sorted(folder.glob("*")):
         if path.is_file():
@@ -318,7 +318,7 @@ class NodeFolders:
                 )
 
     async def _blind_to(self, folder: Path, nodes: Collection[str]) -> list[str]:
-        """The nodes that do not see a folder of this node."""
+        """Return the nodes that do not see a folder of this node."""
         if not nodes:
             return []
         token, content = folder / f".seen-{uuid.uuid4().hex}", uuid.uuid4().hex
@@ -415,7 +415,7 @@ def _absolute(path: str) -> Path:
 
 
 def _node_actor(node_id: str) -> tuple[str, Any]:
-    """The address of a node, and a new actor there."""
+    """Return the address of a node, and a new actor there."""
     actor = ray.remote(num_cpus=0, runtime_env={"env_vars": WORKER_ENV})(NodeFiles)
     there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     return node_addresses()[node_id], actor.options(scheduling_strategy=there).remote()

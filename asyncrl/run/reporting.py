@@ -187,11 +187,11 @@ class Reporter:
         )
 
     def _numbers_of_samples(self, plan: Plan) -> list[int]:
-        """Number of trained samples of each group. Samples with a failed reward may be missing."""
+        """Return the number of trained samples of each group. Samples with a failed reward may be missing."""
         return [len(group.rewards[self._trained]) for group in plan.groups]
 
     def _batch_numbers(self, plan: Plan) -> dict[str, Any]:
-        """The fields of a record that the batch determines."""
+        """Return the fields of a record that the batch determines."""
         groups = [group for group in plan.groups if group.is_scored]
         lags = [plan.version - group.oldest_version for group in plan.groups]
         rewards = [reward for group in groups for reward in group.rewards[self._trained]]
@@ -220,13 +220,13 @@ class Reporter:
         }
 
     def _numbers_of_source(self, group: GroupSummary) -> dict[str, Sequence[float]]:
-        """The numbers of a group that are reported by data source; empty if the group has no source."""
+        """Return the numbers of a group that are reported by data source; empty if the group has no source."""
         if not group.data_source:
             return {}
         return {"reward": group.rewards[self._trained], "response_length": group.response_lengths[self._trained]}
 
     def _learner_numbers(self, plan: Plan, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """The fields of a record that the learner's step determines."""
+        """Return the fields of a record that the learner's step determines."""
         update_s = metrics["ended_at"] - metrics["started_at"]
         num_tokens = sum(group.num_tokens for group in plan.groups)
         return {
@@ -238,7 +238,7 @@ class Reporter:
         }
 
     def _buffer_numbers(self, stats: BufferStats) -> dict[str, Any]:
-        """The fields of a record that the ledger determines."""
+        """Return the fields of a record that the ledger determines."""
         return {
             "groups": stats.groups,
             "tokens_dropped_by_reason": stats.tokens_dropped,
@@ -254,7 +254,7 @@ class Reporter:
 
 
 def _planned(group: GroupSummary) -> dict[str, Any]:
-    """The entry of a planned group in the receipt of its step."""
+    """Return the entry of a planned group in the receipt of its step."""
     return {
         "group": group.group_id,
         "attempt": group.attempt,
@@ -276,7 +276,7 @@ def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:
 
 
 def balanced_account(stats: BufferStats, counts: FleetCounts, *, num_earlier: int = 0) -> TokenAccount:
-    """The token account of a run over all its lives. Raises `AccountError` if it does not balance.
+    """Return the token account of a run over all its lives. Raises `AccountError` if it does not balance.
 
     ``num_earlier`` are the tokens that the ledger counted when this life began; ``counts`` are of this life.
     """
@@ -433,7 +433,7 @@ class Watching:
 async def look_for_advice(run_dir: Path) -> None:
     """Simulate a finished training with other options, for the advice and the frontier in the report.
 
-    ``asyncrl plan --only-advice`` runs at nice 19 for at most `_ADVICE_S`. After a failure, only the log has a warning.
+    ``asyncrl plan --only-advice`` runs at nice 19 for at most `_ADVICE_S`. A failure only logs a warning.
     """
     command = ["nice", "-n", "19", sys.executable, "-m", "asyncrl", "plan", str(run_dir)]
     with (run_dir / "logs" / "advice.log").open("ab") as log:

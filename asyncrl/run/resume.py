@@ -68,12 +68,12 @@ class RunState:
     options: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The state as JSON values."""
+        """Return the state as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunState:
-        """The inverse of `to_dict`. Raises `ValueError` if the values are not the state of a run."""
+        """Make the state from the values of `to_dict`. Raises `ValueError` if the values are not the state of a run."""
         names = sorted(cls.__dataclass_fields__)
         if sorted(values) != names:
             raise ValueError(
@@ -83,13 +83,13 @@ class RunState:
         return cls(**values)
 
     def changed_options(self, config: RunConfig) -> list[str]:
-        """Options that differ from the checkpoint's. Example: ``learner.optimizer.lr was 0.001, is 0.0001``."""
+        """Return options that differ from the checkpoint's. Example: ``learner.optimizer.lr was 0.001, is 0.0001``."""
         now = learning_options(config)
         return [f"{name} was {was}, is {now[name]}" for name, was in self.options.items() if now.get(name, was) != was]
 
 
 def learning_options(config: RunConfig) -> dict[str, str]:
-    """The options that influence learning, by dotted name, as text."""
+    """Return the options that influence learning, by dotted name, as text."""
     critic = config.learner.critic
     sections = {
         "model": config.model,
@@ -247,7 +247,7 @@ class Checkpointer:
         return folder
 
     def newest(self, folder: Path) -> Resumed | None:
-        """The newest complete checkpoint in ``folder`` that this process has saved, or None.
+        """Return the newest complete checkpoint in ``folder`` that this process has saved, or None.
 
         Other runs may save into the same folder.
         """
@@ -266,7 +266,7 @@ class Checkpointer:
 
 
 def find_checkpoint(config: RunConfig) -> Resumed | None:
-    """The checkpoint that ``checkpoint.resume`` names. None for ``never``, and for ``auto`` if there is no checkpoint.
+    """Return the checkpoint that ``checkpoint.resume`` names; None for ``never``, or if ``auto`` finds none.
 
     Raises `ValueError` if the path holds no checkpoint, or if the checkpoint is already at the run's last step.
     """
@@ -333,7 +333,7 @@ def check_keys(folder: Path) -> None:
 
 
 def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
-    """The buffer's options of a run that resumes: the buffer begins with its part of the checkpoint.
+    """Return the buffer's options of a run that resumes: the buffer begins with its part of the checkpoint.
 
     If the journal of the earlier life includes the checkpoint, the buffer begins with this journal instead, because it
     holds more groups. With a sampler the journal is not used, because the restored sampler may choose other prompts
@@ -396,7 +396,7 @@ class RepeatedPrompts:
             start = end
 
     def take(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts."""
+        """Return the next ``count`` prompts."""
         again, self._again = self._again[:count], self._again[count:]
         return [*self._stream.at(again), *self._stream.take(count - len(again))]
 
@@ -410,5 +410,5 @@ class RepeatedPrompts:
         self._stream.note(groups)
 
     def state(self) -> Mapping[str, Any]:
-        """The state of the stream."""
+        """Return the state of the stream."""
         return self._stream.state()

@@ -138,7 +138,7 @@ class Run:
         self._view.summary(summary, self._run_dir)
 
     def _buffer_options(self) -> BufferConfig:
-        """The buffer's options in this run.
+        """Return the buffer's options in this run.
 
         A buffer with a port gets keys. Otherwise it gets Unix sockets in the run's folder in shared memory.
         """

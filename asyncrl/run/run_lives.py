@@ -77,7 +77,7 @@ def end_life(run_dir: Path, status: int) -> None:
 
 
 def find_runs(folder: Path) -> list[list[Life]]:
-    """The runs below a folder, in the order of their start. A run is a list of its lives, oldest first.
+    """Return the runs below a folder, in the order of their start. A run is a list of its lives, oldest first.
 
     A life that continues a checkpoint of an earlier life belongs to the same run as that life. This is also true if two
     lives continue the same life.
@@ -93,7 +93,7 @@ def find_runs(folder: Path) -> list[list[Life]]:
 
 
 def life_of(run_dir: Path, record: LifeRecord) -> Life:
-    """The life with this record."""
+    """Return the life with this record."""
     options: Mapping[str, Any] = yaml.safe_load((run_dir / "config.yaml").read_text())
     own = options["checkpoint"]["directory"]
     checkpoints = [] if own and not Path(own).is_dir() else _checkpoints(Path(own) if own else run_dir / "checkpoints")
@@ -134,7 +134,7 @@ def _num_bytes(folders: Sequence[Path]) -> int:
 
 
 def _num_steps(run_dir: Path) -> int:
-    """The newest step in ``metrics.jsonl``, plus one. The last line may be incomplete."""
+    """Return the newest step in ``metrics.jsonl``, plus one. The last line may be incomplete."""
     path = run_dir / "metrics.jsonl"
     whole, _, _ = (path.read_text() if path.is_file() else "").rpartition("\n")
     return json.loads(whole.rpartition("\n")[2])["step"] + 1 if whole else 0
