@@ -1,4 +1,4 @@
-"""Attributes the idle time of each pool to causes; the causes sum exactly to the idle time.
+"""Attributes the idle time of each pool to causes. The times of all causes sum exactly to the idle time.
 
 A *place* is the unit that can be busy: a learner rank, or room for one sample on an engine. At any time, a place is
 either busy or idle for exactly one cause. If several causes apply, the first one in the order of docs/profiling.md
@@ -50,7 +50,7 @@ class FleetCause(StrEnum):
 class LearnerCause(StrEnum):
     """Why a learner rank was idle. The first member that applies is the cause.
 
-    From ``batch_tail`` on, the rank waits for a batch.
+    For ``batch_tail`` and all later members, the rank waits for a batch.
     """
 
     rank_down = "rank_down"
@@ -110,7 +110,7 @@ class PoolTime:
     """The time of a pool's places, in nanoseconds times places.
 
     Attributes:
-        capacity: The total: the busy time plus the idle time of all causes.
+        capacity: The busy time plus the idle time of all causes.
         busy: The busy time.
         idle: The idle time by cause, largest first.
     """
@@ -126,11 +126,11 @@ class PoolTime:
 
     @property
     def utilisation(self) -> float:
-        """Busy share, 0 to 1; 0 if the pool had no places."""
+        """Busy time ÷ capacity, 0 to 1; 0 if the capacity is 0."""
         return self.busy / self.capacity if self.capacity else 0.0
 
     def alone(self, pool: str, duration: int) -> float:
-        """The part of ``duration`` (nanoseconds) that the pool needs alone: busy time plus `OWN_CAUSES`."""
+        """Nanoseconds of ``duration`` that the pool would need without the other pool: busy time plus `OWN_CAUSES`."""
         own = self.busy + sum(self.idle.get(cause, 0) for cause in OWN_CAUSES[pool])
         return duration * own / self.capacity if self.capacity else 0.0
 
@@ -141,7 +141,7 @@ class Attribution:
 
     Attributes:
         window: Start and end, in nanoseconds.
-        stretches: By pool (``learner``, ``fleet``), sorted by lane and then by time. They fill the window.
+        stretches: The stretches of each pool (``learner``, ``fleet``), sorted by lane and then by time.
     """
 
     window: tuple[int, int]
@@ -156,11 +156,11 @@ class Attribution:
         return cls(window=window, stretches={Pool.learner.value: learner, Pool.fleet.value: fleet})
 
     def total(self, pool: str) -> PoolTime:
-        """A pool's time in the whole window."""
+        """Return a pool's time in the whole window."""
         return _pool_time(self.stretches[pool])
 
     def per_step(self, pool: str, steps: Sequence[StepWindow]) -> list[PoolTime]:
-        """A pool's time in each of ``steps``, which must be consecutive."""
+        """Return a pool's time in each of ``steps``, which must be consecutive."""
         starts = [step.start for step in steps]
         parts: list[list[Stretch]] = [[] for _ in steps]
         for stretch in self.stretches[pool]:
@@ -174,7 +174,7 @@ class Attribution:
         return [_pool_time(part) for part in parts]
 
     def num_lanes(self, pool: str) -> int:
-        """Number of engines or ranks that had a place in the window."""
+        """Return the number of engines or ranks that had a place in the window."""
         return len({stretch.lane for stretch in self.stretches[pool]})
 
 
@@ -187,7 +187,7 @@ class Series:
 
     @classmethod
     def covering(cls, intervals: Iterable[tuple[int, int]]) -> Self:
-        """The number of intervals that cover each time."""
+        """Return the number of intervals that cover each time."""
         deltas: Counter[int] = Counter()
         for start, end in intervals:
             deltas[start] += 1
@@ -195,19 +195,19 @@ class Series:
         return cls(_summed(deltas))
 
     def flag(self) -> Series:
-        """A series that is 1 where this series is not 0."""
+        """Return a series that is 1 where this series is not 0."""
         flags = [(time, int(value != 0)) for time, value in self.changes]
         kept = [change for before, change in pairwise([(0, 0), *flags]) if before[1] != change[1]]
         return Series(kept)
 
     def at(self, time: int) -> int:
-        """The value at a time."""
+        """Return the value at a time."""
         index = bisect_right(self.changes, time, key=lambda change: change[0])
         return self.changes[index - 1][1] if index else 0
 
 
 def swept(window: tuple[int, int], series: Mapping[str, Series]) -> Iterator[tuple[int, int, dict[str, int]]]:
-    """Split the window where a series changes; yield start, end and the values by name of each part.
+    """Split the window at each change of a series. Yields the start, the end, and the values by name of each part.
 
     All parts share one mapping: the generator updates it in place for the next part.
     """
@@ -263,7 +263,7 @@ def _fleet_stretches(trace: Trace, window: tuple[int, int]) -> Iterator[Stretch]
 
 
 def _engine_states(now: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """The states of an engine's places, each with its number of places; the numbers sum to the engine's capacity."""
+    """Yield the states of an engine's places, each with its number of places. The numbers sum to the capacity."""
     left = now[LevelName.capacity]
     for kind, cause in _WHOLE_ENGINE:
         if now[f"span.{kind}"]:
@@ -343,7 +343,7 @@ def _learner_stretches(trace: Trace, window: tuple[int, int], fleet: Sequence[St
 
 
 def _rank_state(now: Mapping[str, int]) -> str | None:
-    """The state of a rank; None if the rank waits for a batch. In that case `_no_batch` finds the cause."""
+    """Return the state of a rank; None if the rank waits for a batch. In that case `_no_batch` finds the cause."""
     if now["down"]:
         return LearnerCause.rank_down
     for kind, cause in _BLOCKED:
@@ -362,7 +362,7 @@ def _rank_state(now: Mapping[str, int]) -> str | None:
 
 
 def _no_batch(trace: Trace, window: tuple[int, int], fleet: Sequence[Stretch]) -> Series:
-    """Why a batch is missing at each time, as an index into `LearnerCause`.
+    """Return why a batch is missing at each time, as an index into `LearnerCause`.
 
     The cause is ``batch_tail`` if the staleness bound stops free places from starting a group, and at most half
     of the step's peak number of samples still run.
@@ -400,7 +400,7 @@ def _level(trace: Trace, name: str, lane: str) -> Series:
 
 
 def _gaps(trace: Trace, lane: str) -> list[tuple[int, int]]:
-    """The periods after a process of a lane died and before its replacement started."""
+    """Return the periods after a process of a lane died and before its replacement started."""
     pairs = pairwise(trace.processes_of(lane))
     return [(left.end, right.start) for left, right in pairs if left.end < right.start]
 
@@ -472,7 +472,7 @@ class Figures:
         return self.duration * _S / self.num_steps if self.num_steps else 0.0
 
     def alone_s(self, pool: str) -> float:
-        """Seconds per step that a pool needs alone (`PoolTime.alone`)."""
+        """Return the seconds per step that a pool needs alone (`PoolTime.alone`)."""
         return self.pools[pool].alone(pool, self.duration) * _S / self.num_steps if self.num_steps else 0.0
 
     @property
@@ -487,18 +487,18 @@ class Figures:
 
     @property
     def utilisation(self) -> float:
-        """Busy share of both pools, weighted by their number of ranks or engines."""
+        """Mean of `PoolTime.utilisation` over both pools, weighted by their number of ranks or engines."""
         num_lanes = sum(self.num_lanes.values())
         weighted = sum(self.pools[pool].utilisation * self.num_lanes[pool] for pool in POOLS)
         return weighted / num_lanes if num_lanes else 0.0
 
     def idle_s(self, pool: str) -> dict[str, float]:
-        """Idle seconds of the pool's average place by cause, largest first."""
+        """Return the idle seconds of the pool's average place by cause, largest first."""
         time = self.pools[pool]
         return {c: self.duration * _S * total / time.capacity for c, total in time.idle.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures as plain values. The integers are nanoseconds times places and add up exactly."""
+        """Return the figures as plain values. The ``_ns`` values are nanoseconds times places, and add up exactly."""
         pools = {
             pool: {
                 "lanes": self.num_lanes[pool],
@@ -516,7 +516,7 @@ class Figures:
         return {**head, **figures, "lag": asdict(self.lag), **pools}
 
     def flat(self) -> dict[str, float]:
-        """The figures of a step under dotted names. Example: ``learner.idle_s.fetch``."""
+        """Return the figures of a step under dotted names. Example: ``learner.idle_s.fetch``."""
         found = {"step_s": self.step_s, "ideal_step_s": self.ideal_step_s, "utilisation": self.utilisation}
         found |= {f"lag.{name}": value for name, value in asdict(self.lag).items()}
         for pool in POOLS:
@@ -527,12 +527,12 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapReport:
-    """How well generation and training overlapped (``overlap.json``). The steps add up to the run.
+    """How well generation and training overlapped (``overlap.json``). The times of all steps sum to that of the run.
 
     Attributes:
         run: Figures from the start of the first step to the end of the last finished step.
         steps: Version and figures of each step, in order of time. The version of a repeated step appears twice.
-        attribution: The idle time behind the figures.
+        attribution: The attribution from which the figures are computed.
         recorded: How complete the record is, and the largest error of the clocks.
     """
 
@@ -548,7 +548,7 @@ class OverlapReport:
         steps = [step for step in trace.steps if not step.is_open]
         lags: dict[int, list[tuple[int, int, int]]] = {step.version: [] for step in steps}
         for group in (use for life in trace.groups.values() for use in life.uses()):
-            if group.step in lags and group.last(GroupEvent.stored) is not None:  # an earlier run did not store it
+            if group.step in lags and group.last(GroupEvent.stored) is not None:  # else an earlier life stored it
                 lags[group.step].append((group.lag, group.lag_before_queue, group.lag_in_queue))
         num_lanes = {pool: attribution.num_lanes(pool) for pool in POOLS}
 
@@ -579,12 +579,12 @@ class OverlapReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of ``overlap.json``."""
+        """Return the content of ``overlap.json``."""
         steps = [{"step": version, **figures.to_dict()} for version, figures in self.steps]
         return {"run": self.run.to_dict(), "steps": steps, "recorded": dict(self.recorded)}
 
     def summary(self) -> dict[str, Any]:
-        """The part for ``summary.json``; idle seconds are those of an average place over the whole run."""
+        """Return the part for ``summary.json``. The idle seconds are those of an average place, over the whole run."""
         run = self.run
         return {
             "step_s": run.step_s,
@@ -597,7 +597,7 @@ class OverlapReport:
 
 
 class LiveUse:
-    """Adds up the finished steps of a run in progress; each step is read once.
+    """Adds up the use of the pools in the finished steps of a run in progress. It reads each step once.
 
     Args:
         run_dir: The run's folder.
@@ -611,7 +611,7 @@ class LiveUse:
         self._capacity: dict[str, int] = {}
 
     def read(self) -> RunUse | None:
-        """The use up to the last finished step, or None before the first. Raises the errors of `TraceReader.read`."""
+        """Return the use up to the last finished step; None if none is finished. Raises as `TraceReader.read` does."""
         trace = self._reader.read()
         # Compare times, not versions: a learner that returns to a checkpoint repeats steps.
         new = [step for step in trace.steps if not step.is_open and (self._upto is None or step.end > self._upto)]

@@ -1,7 +1,7 @@
 """Computes the data of each chart of the report from a trace, as plain lists for JSON. ``page/charts.js`` draws them.
 
-Each public function returns one part of the document. Times are seconds since training began. Versions and lags are
-learner steps.
+Each public function that returns a `Chart` makes one part of the document. Times are seconds since training began.
+Versions and lags are learner steps.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _pool_use(attribution: Attribution, pool: Pool, edges: np.ndarray) -> Chart:
 def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
     """One bar per finished step, or per several consecutive steps: a rank's busy seconds and idle seconds by cause.
 
-    The line shows how many seconds the whole fleet would need for its work in the step.
+    The line shows how many seconds the fleet would need for its work in the step if all its places were busy.
     """
     width = math.ceil(len(windows) / MAX_BARS) or 1
     bars = [slice(first, first + width) for first in range(0, len(windows), width)]
@@ -90,8 +90,8 @@ def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
 def fill(trace: Trace) -> Chart:
     """How batches fill: the stored share of a batch over time, for at most `MAX_CURVES` evenly spaced steps.
 
-    Each curve has ``points`` [seconds relative to the complete batch (≤ 0), share] and ``tail``, the index where the
-    last 5% begin.
+    Each curve has ``points`` [seconds, stored share]. The seconds are ≤ 0; the batch is complete at 0. ``tail`` is the
+    index of the point where the last 5% begin.
     """
     stored: dict[int, list[int]] = defaultdict(list)
     for life in trained_groups(trace):
@@ -128,13 +128,13 @@ def lag(trace: Trace, *, bound: int) -> Chart:
 
 
 def trained_groups(trace: Trace) -> list[GroupLife]:
-    """The trained groups, once per use, except groups that a process of an earlier run stored."""
+    """Return the trained groups, once per use, except groups that were stored in an earlier life of the run."""
     uses = (use for life in trace.groups.values() for use in life.uses())
     return [use for use in uses if use.last(GroupEvent.stored) is not None]
 
 
 def lengths(trace: Trace) -> Chart:
-    """Histogram of response lengths of the generated, trained and dropped samples."""
+    """Return the histogram of response lengths of the generated, trained and dropped samples."""
     found: dict[str, list[int]] = {"generated": [], "trained": [], "dropped": []}
     for life in trace.groups.values():
         for stamp in life.stamps:
@@ -154,7 +154,7 @@ def lengths(trace: Trace) -> Chart:
 
 
 def publishes(trace: Trace) -> Chart:
-    """The stages of weight updates: median start and end after the copy began, and the total time of each version.
+    """Return the stages of weight updates: median start and end after the copy began. Also each version's total time.
 
     If a stage runs on several ranks or engines, it lasts from the first start to the last end.
     """
@@ -193,7 +193,7 @@ _STAGES = {
 
 
 def _version_of(trace: Trace, span: Span) -> int:
-    """The version of a stage. If a pause has no version, this is the version that the engine serves next."""
+    """Return the version of a stage. If its span has no version, this is the version that the engine serves next."""
     if span.version != NONE:
         return span.version
     if span.kind == SpanKind.re_prefill:  # follows a pause; the version may be recorded before or after it
@@ -213,7 +213,7 @@ _UP = ("starting", "catching_up", "ready", "updating")
 
 
 def _state(trace: Trace, lane: str) -> str:
-    """The state of an engine's member (`rollout_fleet.member`), or of its worker if the worker is not up.
+    """Return the state of an engine's member (`rollout_fleet.member`), or of its worker if the worker is not up.
 
     The current activities of the engine follow after commas.
     """
@@ -227,7 +227,7 @@ def _state(trace: Trace, lane: str) -> str:
 
 
 def members(trace: Trace) -> Chart:
-    """The engines of the fleet at the end of the trace, one row of text per engine."""
+    """Return the engines of the fleet at the end of the trace, one row of text per engine."""
     finished = Counter(stamp.lane for stamp in trace.stamps if stamp.event == GroupEvent.last_token)
     hosts = {process.name: process.host for process in trace.processes}
     rows = []
@@ -273,7 +273,7 @@ def _served(trace: Trace) -> list[tuple[int, int]]:
 
 
 def _shares(stretches: Iterable[Stretch], edges: np.ndarray) -> dict[str, np.ndarray]:
-    """The share of each state in the time of all places, [bins] float64. The shares of a bin add up to 1."""
+    """Return the share of each state in the time of all places, [bins] float64. The shares of a bin add up to 1."""
     by_cause: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for stretch in stretches:
         by_cause[stretch.state].append((stretch.start, stretch.end, stretch.places))
@@ -291,7 +291,7 @@ def _overlaps(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
         edges: [bins + 1] ascending.
 
     Returns:
-        [bins] float64: the difference of the integrals of all weights up to the two edges of each bin.
+        [bins] float64: the sum over all rows of the weight times the row's overlap with the bin.
     """
     times = np.concatenate([rows[:, 0], rows[:, 1]])
     slopes = np.concatenate([rows[:, 2], -rows[:, 2]])
@@ -305,7 +305,7 @@ def _overlaps(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def _level_means(trace: Trace, name: str, edges: np.ndarray) -> np.ndarray:
-    """The mean of a buffer count in each bin, [bins]."""
+    """Return the mean of a buffer count in each bin, [bins]."""
     changes = trace.levels_of(name, "buffer")
     if not changes:
         return np.zeros(len(edges) - 1)
@@ -315,7 +315,7 @@ def _level_means(trace: Trace, name: str, edges: np.ndarray) -> np.ndarray:
 
 
 def _lag_of_batches(trace: Trace, edges: np.ndarray) -> np.ndarray:
-    """The mean lag of the last trained batch at the end of each bin, [bins]."""
+    """Return the mean lag of the last trained batch at the end of each bin, [bins]."""
     lags: dict[int, list[int]] = defaultdict(list)
     for life in trained_groups(trace):
         lags[life.step].append(life.lag)
@@ -329,7 +329,7 @@ def _lag_of_batches(trace: Trace, edges: np.ndarray) -> np.ndarray:
 
 
 def _spread(items: Sequence[Any], count: int) -> list[Any]:
-    """At most ``count`` evenly spaced items, including the first and the last."""
+    """Return at most ``count`` evenly spaced items, including the first and the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def history_of(trace: Trace, group_id: int) -> list[str]:
-    """One line per recorded event of a group, in order of time; times are seconds since the first record.
+    """Return one line per recorded event of a group, in order of time; times are seconds since the first record.
 
     Raises:
         ValueError: The record has no event of the group.

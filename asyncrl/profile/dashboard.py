@@ -1,8 +1,8 @@
 """``asyncrl dashboard RUN`` serves the report of a run over HTTP and updates it while the run is in progress.
 
-The dashboard is a separate process that only reads the run's folder. It does not slow the training down, and its
-failure does not affect the run. It waits for changed files (inotify, through ``watchfiles``), reads the new records,
-and notifies every open page by server-sent events.
+The dashboard is a separate process that only reads the run's folder, so its failure does not affect the run. It waits
+for changed files (inotify, through ``watchfiles``), reads the new records, and notifies every open page by server-sent
+events.
 
 On a loopback address the token is optional; on any other address the dashboard refuses to start without a token. The
 dashboard has no TLS: use a tunnel (``ssh -L``) over a network that you do not trust.
@@ -68,7 +68,7 @@ class Dashboard:
         self._failure = "nothing is recorded yet"
 
     def app(self) -> web.Application:
-        """The web application. While it runs, it watches the folder."""
+        """Return the web application. While it runs, it watches the folder."""
         app = web.Application(middlewares=[self._guard])
         app.add_routes(
             [

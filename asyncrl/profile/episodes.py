@@ -1,7 +1,7 @@
 """Computes the view of an episode in the report: a row per turn and tool, and the reasons for waiting over time.
 
 The samples of a run hold episodes as `rollout_fleet.episodes.episode_run.EpisodeRun.described` writes them. The page
-draws the rows as they come (``page/page.js``). Times are seconds since the episode began.
+draws the rows in the given order (``page/page.js``). Times are seconds since the episode began.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 Values = dict[str, Any]
 
 WAITS = ("generation", "queue", "tool", "environment")
-"""What an episode can wait for. If several turns run at the same time, the first of their reasons here counts."""
+"""What an episode can wait for. If it waits for several at the same time, the first one in this order counts."""
 MAX_LETTERS = 4000
-"""Most characters of a turn's text in the report. The middle of a longer text is left out."""
+"""Largest number of characters of a turn's text in the report. The middle of a longer text is left out."""
 MAX_ROWS = 2000
-"""Most rows of an episode in the report. If there are more, the first ones are kept."""
+"""Largest number of rows of an episode in the report. If there are more, the first ones are kept."""
 _DIGITS = 3
 
 
 def episode_view(sample: Mapping[str, Any], episode: Mapping[str, Any]) -> Values:
-    """The part of the document for one episode.
+    """Return the part of the document for one episode.
 
     Args:
         sample: The row of the episode in ``samples/``.
@@ -35,7 +35,7 @@ def episode_view(sample: Mapping[str, Any], episode: Mapping[str, Any]) -> Value
         - ``title``, ``failure`` and ``duration_s``;
         - ``rows``: the rows of `_rows`;
         - ``num_left_out``: number of rows beyond `MAX_ROWS`;
-        - ``waits``: consecutive periods [reason, start, end] from the begin of the episode to its end;
+        - ``waits``: consecutive periods [reason, start, end] from the start of the episode to its end;
         - ``waits_s``: seconds by reason.
     """
     turns = [turn for turn in episode["turns"] if turn["is_sampled"]]
@@ -63,11 +63,16 @@ def episode_view(sample: Mapping[str, Any], episode: Mapping[str, Any]) -> Value
 
 
 def _rows(episode: Mapping[str, Any]) -> Iterator[Values]:
-    """Turns branch by branch: shorter branches are indented and come before the longest one, which goes on.
+    """Yield the rows branch by branch. Where turns branch, the shorter branches come first and are indented.
 
-    A row has ``kind`` (``prompt``, ``given``, ``sampled`` or ``tool``), ``name``, ``indent``, ``note`` (why a branch
-    begins here), ``pieces`` [version, text], ``num_tokens``, ``reward``, ``finish_reason``, and ``bars``: what it
-    waited for, [what, start, end]. A tool follows the turn that ended last before the tool began.
+    A row has ``name``, ``indent``, ``num_tokens``, ``reward``, ``finish_reason`` and these keys:
+
+    - ``kind``: ``prompt``, ``given``, ``sampled`` or ``tool``;
+    - ``note``: why a branch begins here;
+    - ``pieces``: [version, text];
+    - ``bars``: the waits of the row, [reason, start, end].
+
+    The row of a tool follows the turn that ended last before the tool began.
     """
     turns = {turn["turn"]: turn for turn in episode["turns"]}
     children: dict[int, list[int]] = defaultdict(list)
@@ -114,7 +119,7 @@ _NOTHING = {
 
 
 def _bars(turn: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """The periods in which a turn waited, in order, as [reason, start, end]."""
+    """Yield the periods in which a turn waited, in order, as [reason, start, end]."""
     asked, ended = turn["asked_s"], turn["ended_s"]
     if asked is None or ended is None or ended <= asked:
         return
@@ -126,7 +131,7 @@ def _bars(turn: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
 
 
 def _waits(episode: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """The periods in which the whole episode waited, as [reason, start, end], from its begin to its end."""
+    """Yield the periods in which the whole episode waited, as [reason, start, end], from its start to its end."""
     duration = episode["duration_s"]
     found = [bar for turn in episode["turns"] for bar in _bars(turn)]
     found += [
@@ -163,7 +168,7 @@ def _tools_by_turn(episode: Mapping[str, Any]) -> dict[int, list[Mapping[str, An
 
 
 def _shortened(pieces: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """The pieces of a text; the middle of a long text is left out."""
+    """Return the pieces of a text; the middle of a long text is left out."""
     if sum(len(text) for _, text in pieces) <= MAX_LETTERS:
         return [[version, text] for version, text in pieces]
     head, tail, left = [], [], MAX_LETTERS // 2

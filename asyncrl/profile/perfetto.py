@@ -44,7 +44,7 @@ class _Events:
         self._threads = {lane: number for number, lane in enumerate(sorted(lanes), 1)}
 
     def names(self) -> Iterator[dict[str, Any]]:
-        """The names of pools and lanes."""
+        """Yield the names of pools and lanes."""
         for pool, number in _POOLS.items():
             yield {"ph": "M", "pid": number, "name": "process_name", "args": {"name": pool}}
             yield {"ph": "M", "pid": number, "name": "process_sort_index", "args": {"sort_index": number}}
@@ -78,7 +78,7 @@ class _Events:
                 yield from self._arrow(group, update)
 
     def counters(self) -> Iterator[dict[str, Any]]:
-        """The counts of the buffer, and the occupied places of each engine by use."""
+        """Yield the counts of the buffer, and the occupied places of each engine by use."""
         for level in self._trace.levels:
             is_buffer = level.lane == BUFFER_LANE and level.name in _COUNTERS
             if is_buffer or level.name in _ENGINE_COUNTERS:
@@ -87,7 +87,7 @@ class _Events:
                 yield {**place, "ts": self._us(level.time), "args": {level.name: level.value}}
 
     def lags(self) -> Iterator[dict[str, Any]]:
-        """The mean lag of each step's groups."""
+        """Yield the mean lag of each step's groups."""
         lags: dict[int, list[int]] = defaultdict(list)
         for group in (use for life in self._trace.groups.values() for use in life.uses()):
             if group.last(GroupEvent.stored) is not None:

@@ -55,13 +55,13 @@ class RunReport:
         self._samples = SampleFiles(run_dir)
 
     def to_json(self) -> bytes:
-        """The document as JSON. Raises the errors of `document`."""
+        """Return the document as JSON. Raises the errors of `document`."""
         return json.dumps(self.document(), allow_nan=False, separators=(",", ":")).encode()
 
     def document(self, trace: Trace | None = None, overlap: OverlapReport | None = None) -> dict[str, Any]:
         """Build the document that the page draws (docs/watching.md).
 
-        If another file cannot be read, only its part is missing, and the document holds the reason in its place.
+        If any file except record and configuration cannot be read, the document holds the reason instead of its part.
 
         Args:
             trace: The record to show; None to read the record of the run so far.
@@ -95,7 +95,7 @@ class RunReport:
         }
 
     def _facts(self, trace: Trace, bound: int, experiment: str) -> dict[str, Any]:
-        """The title of the page, the line below it, and whether the run is in progress."""
+        """Return the title of the page, the line below it, and whether the run is in progress."""
         if (self._run_dir / "summary.json").is_file():
             state = "the run has ended"
         else:
@@ -120,7 +120,7 @@ class RunReport:
 
 
 def _earlier_lives(run_dir: Path) -> Iterator[str]:
-    """Where each earlier life of the run ended, and at which step the next one began."""
+    """Yield a line per earlier life: its steps and its end. Then yield a line with the first step of this life."""
     lives = lives_until(run_dir)
     for number, ((folder, record), (_, after)) in enumerate(pairwise(lives), start=1):
         steps = f"steps {record.first_step} to {after.first_step - 1}"
@@ -161,7 +161,7 @@ def _charts(trace: Trace, overlap: OverlapReport, bound: int, predictions: Mappi
 
 
 def _figures(overlap: OverlapReport, bound: int, total_steps: int) -> Iterator[dict[str, str]]:
-    """The figures at the top of the page: name, value and explanation."""
+    """Yield the figures at the top of the page: name, value and explanation."""
     run = overlap.run
     yield _figure("learner steps", f"{run.num_steps} of {total_steps}", "finished")
     if run.num_steps:
@@ -179,7 +179,7 @@ def _figures(overlap: OverlapReport, bound: int, total_steps: int) -> Iterator[d
 
 
 def _rewards(record: Mapping[str, Any] | str | None) -> Iterator[dict[str, str]]:
-    """The figures of the last line of ``metrics.jsonl``; a string is the reason why the line cannot be read."""
+    """Yield the figures of ``record``: the last line of ``metrics.jsonl``, or the reason why it cannot be read."""
     if isinstance(record, str):
         yield _figure("reward", "not known", record)
     elif record is not None:
@@ -192,7 +192,7 @@ def _rewards(record: Mapping[str, Any] | str | None) -> Iterator[dict[str, str]]
 
 
 def _alarms(run_dir: Path, options: Mapping[str, Any], bound: int) -> list[dict[str, Any]]:
-    """The alarms of the run so far, newest first, or one entry with the reason why a file cannot be read."""
+    """Return the alarms of the run so far, newest first, or one entry with the reason why a file cannot be read."""
     limits = RunLimits(total_steps=options.get("total_steps", 0), max_lag=bound)
     found = _or_reason(lambda: read_alarms(run_dir, limits))
     if isinstance(found, str):
@@ -205,7 +205,7 @@ def _figure(name: str, value: str, note: str) -> dict[str, str]:
 
 
 def _or_reason(read: Callable[[], _T]) -> _T | str:
-    """Call ``read``; if a file cannot be read, return the reason as text for the place of its part."""
+    """Call ``read``. If a file cannot be read, return the reason, which the document shows instead of the part."""
     try:
         return read()
     except (OSError, ValueError) as error:
@@ -221,7 +221,7 @@ def _last_record(path: Path) -> dict[str, Any] | None:
 
 
 def _options(run_dir: Path) -> dict[str, Any]:
-    """The resolved configuration of the run; empty if the file does not exist."""
+    """Return the resolved configuration of the run; empty if the file does not exist."""
     path = run_dir / "config.yaml"
     if not path.is_file():
         return {}
@@ -269,7 +269,10 @@ class SampleFiles:
         return [sample for path in kept for sample in self._read[path][:share]]
 
     def episodes(self, count: int) -> list[dict[str, Any]]:
-        """The views of at most ``count`` episodes of the newest training file: half with the lowest rewards."""
+        """Return the views of at most ``count`` episodes of the newest training file.
+
+        If the file has more episodes, half of the views have the lowest rewards, and half the highest.
+        """
         newest = max(self._run_dir.glob("samples/train-v*.parquet"), default=None)
         if newest is None:
             return []
@@ -297,7 +300,7 @@ _SAMPLE_FIELDS = (
 
 
 def _trained_sample(row: Mapping[str, Any], path: Path, decode: Decode) -> dict[str, Any]:
-    """A sample with its tokens. Each token has a policy version, and the engine's log-prob minus the learner's."""
+    """Return a sample with its tokens. Each token has a version, and the engine's log-prob minus the learner's."""
     names = ("response_ids", "versions", "response_mask", "behavior_logprobs", "learner_logprobs")
     tokens = [
         {
@@ -336,7 +339,7 @@ def _finite(value: float | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A change of options that makes the run faster.
+    """A change of options that is predicted to make the run faster.
 
     Attributes:
         change: Hydra overrides. Example: ``buffer.max_lag=1``.
@@ -361,12 +364,12 @@ class Advice:
 
 
 def advice_file(run_dir: Path) -> Path:
-    """The file of the newest advice on a run. Its key ``advice`` holds the fields of `Advice`, or null."""
+    """Return the file of the newest advice on a run. Its key ``advice`` holds the fields of `Advice`, or null."""
     return run_dir / "advice.json"
 
 
 def read_advice(run_dir: Path) -> Advice | None:
-    """The newest advice on a run; None if the planner found none or has not searched yet.
+    """Return the newest advice on a run; None if the planner found none or has not searched yet.
 
     Raises:
         ValueError: the file is damaged. The message names it.

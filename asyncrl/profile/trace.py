@@ -43,11 +43,11 @@ class Process:
         pid: Process id on that machine.
         start: Time when it began to record.
         end: Time of its last record.
-        wall_ns: Nanoseconds since the epoch at ``start``.
-        offset_ns: Last offset that the reader added to its clock.
-        error_ns: Largest error of that offset in either direction.
+        wall_ns: Nanoseconds since the Unix epoch at ``start``.
+        offset_ns: Last offset that the reader added to the times of the process.
+        error_ns: Largest possible error of ``offset_ns``, in either direction.
         num_dropped: Number of records that the process dropped because its queue was full.
-        is_whole: False if its file ends in the middle of a record.
+        is_whole: False if its file has a damaged record, or ends in the middle of a record.
         lanes: Lanes of its spans and levels.
     """
 
@@ -127,16 +127,16 @@ class GroupLife:
     stamps: tuple[Stamp, ...]
 
     def last(self, event: str) -> Stamp | None:
-        """The last stamp of an event. Earlier stamps of the same event belong to abandoned attempts."""
+        """Return the last stamp of an event. Earlier ones belong to abandoned attempts or earlier uses."""
         return next((stamp for stamp in reversed(self.stamps) if stamp.event == event), None)
 
     def time(self, event: str) -> int | None:
-        """The time of the last stamp of an event; None if there is none."""
+        """Return the time of the last stamp of an event; None if there is none."""
         stamp = self.last(event)
         return None if stamp is None else stamp.time
 
     def uses(self) -> list[GroupLife]:
-        """Return the group's life once per use, each until the learner step that trained on the last trajectories.
+        """Return the group's life once per use of its last stored trajectories. Each life ends with that learner step.
 
         Each use has its own `step` and `lag`. A step that the learner repeated after a return to a checkpoint counts
         once.
@@ -259,7 +259,7 @@ class Trace:
         return {group: GroupLife(group=group, stamps=tuple(own)) for group, own in stamps.items()}
 
     def lanes(self, pool: str) -> tuple[str, ...]:
-        """The lanes of engines or ranks in order, without sublanes such as ``learner-0/publish``."""
+        """Return the lanes of engines or ranks in order, without sublanes such as ``learner-0/publish``."""
 
         def by_number(lane: str) -> tuple[str, int, str]:
             """Sort ``engine-10`` after ``engine-9``."""
@@ -271,19 +271,19 @@ class Trace:
         return tuple(sorted(found, key=by_number))
 
     def processes_of(self, lane: str) -> tuple[Process, ...]:
-        """The processes that recorded a lane, sorted by start. There are several if a process was replaced."""
+        """Return the processes that recorded a lane, sorted by start. There are several if a process was replaced."""
         return tuple(process for process in self.processes if process.name in self._names_by_lane.get(lane, ()))
 
     def spans_of(self, kind: str, lane: str | None = None) -> tuple[Span, ...]:
-        """The spans of a kind, of one lane or of all lanes, sorted by start."""
+        """Return the spans of a kind, of one lane or of all lanes, sorted by start."""
         return self._spans_by_kind.get((kind, lane), ())
 
     def levels_of(self, name: str, lane: str) -> tuple[Level, ...]:
-        """The changes of a count, sorted by time."""
+        """Return the changes of a count, sorted by time."""
         return self._levels_by_name.get((name, lane), ())
 
     def level_at(self, name: str, lane: str, time: int) -> int:
-        """The value of a count at a time; 0 before its first record."""
+        """Return the value of a count at a time; 0 before its first record."""
         changes = self.levels_of(name, lane)
         index = bisect_right(changes, time, key=lambda change: change.time)
         return changes[index - 1].value if index else 0
@@ -368,7 +368,7 @@ _REFERENCE_ORDER = (Pool.buffer, Pool.controller, Pool.fleet, Pool.learner)
 
 
 class _ProcessFile:
-    """The records of one process, kept on its own clock; the accessors convert the times."""
+    """The records of one process, with the times of its own clock. The methods that return times convert them."""
 
     def __init__(self, path: Path) -> None:
         self.header: dict[str, Any] = {}
@@ -434,7 +434,7 @@ class _ProcessFile:
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        """Sort key. All times are converted to the clock of the first process: the buffer server, if it recorded."""
+        """Sort key. The reader converts all times to the clock of the first process: the buffer server, if recorded."""
         is_other = self.header["process"] != BUFFER_LANE
         return _REFERENCE_ORDER.index(self.header["pool"]), is_other, self.header["started_ns"]
 
@@ -484,7 +484,7 @@ class _ProcessFile:
         )
 
     def spans(self, end_of_open: int) -> Iterator[Span]:
-        """The spans of the process; open spans end at ``end_of_open``."""
+        """Yield the spans of the process; open spans end at ``end_of_open``."""
         shown, process = self._offsets.shown, self.header["process"]
         ended = [*((items, shown(end), False) for items, end in self._closed)]
         for items, end, is_open in [*ended, *((items, end_of_open, True) for items in self._opened.values())]:
@@ -493,12 +493,12 @@ class _ProcessFile:
             yield Span(lane, kind, shown(start), end, version, step, group, cause, process, is_open)
 
     def levels(self) -> Iterator[Level]:
-        """The levels of the process."""
+        """Yield the levels of the process."""
         for name, lane, time, value in self._levels:
             yield Level(name, lane, self._offsets.shown(time), value, self.header["process"])
 
     def stamps(self) -> Iterator[Stamp]:
-        """The stamps of the process."""
+        """Yield the stamps of the process."""
         shown, process = self._offsets.shown, self.header["process"]
         for event, group, attempt, lane, time, version, details in self._stamps:
             yield Stamp(event, group, attempt, lane, shown(time), version, details, process)

@@ -59,13 +59,12 @@ class LifeReceipts:
     Attributes:
         folder: The folder of the life.
         began_at: The version of the checkpoint that the life continued; 0 for a new run.
-        published: Digests by version. A version has several digests if the learner was restarted.
+        published: Digests by version. After a restart of the learner, a version may have several digests.
         loaded: Digests that an engine verified, by engine and version.
-        sampled: Receipts of engines, by group.
-        trained: Receipts of a step by data-parallel rank; a repeated step replaces its receipts.
-        committed: The planned batches of the finished steps. A step also counts as finished if a later step was
-            committed, or if the next life continues a later checkpoint. The controller was then killed before it wrote
-            the receipt of the commit.
+        sampled: Receipts of the engines for sampled tokens, by group.
+        trained: Receipts by step and data-parallel rank. If a step is repeated, the later receipts count.
+        committed: The planned batches of the finished steps. A step without a commit receipt also counts as finished
+            if a later step was committed, or if the next life continues a later checkpoint.
     """
 
     def __init__(self, folder: Path, began_at: int = 0) -> None:
@@ -119,9 +118,9 @@ class LifeReceipts:
         return yaml.safe_load((self.folder / "config.yaml").read_text())["buffer"]
 
     def groups_trained(self, step: int) -> dict[int, dict[str, Any]]:
-        """What all ranks trained on in a step, by group.
+        """Return what all ranks together trained on in a step, by group.
 
-        The values of a group are attempt, digest, number of tokens in the loss, and number of tokens by version.
+        Each value has the group's attempt, its digest, its number of tokens in the loss, and its tokens per version.
         """
         found: dict[int, dict[str, Any]] = {}
         for line in self.trained.get(step, {}).values():
@@ -139,8 +138,8 @@ class Audit:
 
     Attributes:
         bad: The receipts that do not agree.
-        checked: What was compared, in sentences.
-        unchecked: What could not be compared, and why.
+        checked: Texts that say what was compared.
+        unchecked: Texts that say what could not be compared, and why.
     """
 
     bad: list[BadReceipt] = field(default_factory=list)
@@ -149,9 +148,9 @@ class Audit:
 
 
 def audited_lives(run_dir: Path) -> list[Life]:
-    """The life in ``run_dir`` and the lives that it continues, oldest first.
+    """Return the life in ``run_dir`` and the lives that it continues, oldest first.
 
-    Raises `ValueError` if the folder is not that of a life, or if the folder of an earlier life is missing.
+    Raises `ValueError` if ``run_dir`` is not the folder of a life, or if the folder of an earlier life is missing.
     """
     found = lives_until(run_dir)
     if not found:
@@ -165,9 +164,9 @@ def audited_lives(run_dir: Path) -> list[Life]:
 
 
 def lives_beside(lives: Sequence[Life]) -> list[Life]:
-    """Lives that continued one of ``lives``, but whose checkpoints no other life continued; oldest first.
+    """Return lives outside ``lives`` that continued one of them and began before the newest of them; oldest first.
 
-    Their steps are lost. But the next life may have taken over their journal with the groups of their engines.
+    Their steps are lost. But a later life may have taken over their journal, with groups that their engines sampled.
     """
     folders = {life.folder for life in lives}
     others = {path.parent.resolve() for folder in folders for path in folder.parent.glob("*/life.json")} - folders
@@ -216,7 +215,7 @@ def audit(lives: Sequence[Life]) -> Audit:
 
 
 def _steps_faults(lives: Sequence[LifeReceipts], kept: Mapping[int, LifeReceipts]) -> Iterator[BadReceipt]:
-    """Find missing steps, and prompts that were trained on twice. Repeated use of the same tokens is allowed."""
+    """Find missing steps, and prompts that were trained on twice. The same tokens may be used ``max_uses`` times."""
     for step in sorted({*range(max(kept, default=-1) + 1)} - kept.keys()):
         before = [life for life in lives if life.began_at <= step]
         yield BadReceipt(life=before[-1].folder, step=step, what="the step", expected="on record", found="no receipt")
@@ -239,7 +238,7 @@ def _steps_faults(lives: Sequence[LifeReceipts], kept: Mapping[int, LifeReceipts
 
 
 def _step_faults(life: LifeReceipts, step: int, trained: Mapping[int, Line]) -> Iterator[BadReceipt]:
-    """Find steps in which the ranks trained on other tokens than the controller planned."""
+    """Find groups of a step whose trained tokens differ from the tokens that the controller planned."""
     planned = {group["group"]: group for group in life.committed[step]["groups"] if group["is_scored"]}
     for group_id in sorted(planned.keys() | trained.keys()):
         plan, own = planned.get(group_id), trained.get(group_id)
@@ -295,7 +294,7 @@ def _engine_faults(lives: Sequence[LifeReceipts], life: LifeReceipts, step: int,
 
 
 def _check_loss(result: Audit, newest: LifeReceipts, kept: Mapping[int, LifeReceipts]) -> None:
-    """Compare the tokens in the loss with what the learner counted in its micro-batches."""
+    """Compare the number of tokens in the loss with the number that the learner counted in its micro-batches."""
     path = newest.folder / "metrics.jsonl"
     lines = _lines([path] if path.is_file() else [])
     counted = {line["step"]: line["learner.num_tokens"] for line in lines if "learner.num_tokens" in line}
@@ -313,7 +312,7 @@ def _check_loss(result: Audit, newest: LifeReceipts, kept: Mapping[int, LifeRece
 def _check_account(
     result: Audit, newest: LifeReceipts, kept: Mapping[int, LifeReceipts], lags: Mapping[int, int]
 ) -> None:
-    """Compare the closed account of the newest life with the receipts of all lives."""
+    """Compare the account in the newest life's ``summary.json`` with the receipts of all lives."""
     path = newest.folder / "summary.json"
     if not path.is_file():
         result.unchecked.append(f"the account: {path} does not exist, because the life runs or was killed")
@@ -353,7 +352,7 @@ def _counts(versions: Mapping[str, int]) -> Counter[int]:
 
 
 def _lines(paths: Iterable[Path]) -> Iterator[Line]:
-    """The lines of files. An incomplete last line is left out: the writing process was killed.
+    """Parse the lines of JSON Lines files. Skip an incomplete last line: its process was killed, or is still writing.
 
     Raises `ValueError` for a damaged line.
     """

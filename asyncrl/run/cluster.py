@@ -1,6 +1,6 @@
-"""The Ray cluster of a run: start or join it, reserve places, and stop worker groups.
+"""Starts or joins the Ray cluster of a run, and reserves places in it. A place is the CPUs and GPUs of one worker.
 
-`EnginePlaces.node_of` waits for a place in the cluster without a deadline. Ray ends this wait.
+`EnginePlaces.node_of` waits for a place without a deadline. Ray wakes it when the place is reserved.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.inf
         say: Shows a line to the user.
 
     Yields:
-        The run with its devices; see `resolve_devices`.
+        The configuration with resolved devices; see `resolve_devices`.
 
     Raises:
         ClusterDiedError: Ray does not start, or cannot be joined.
         DeadlineError: the cluster does not answer within ``ray.start_timeout_s``.
-        ValueError: the run asks for more than the cluster has.
+        ValueError: the run needs more resources than the cluster has.
     """
     starting = asyncio.ensure_future(asyncio.to_thread(_start_or_join, config))
     try:
@@ -121,7 +121,7 @@ def _start_or_join(config: RunConfig) -> None:
 
 
 def warning_of_open_cluster(config: RunConfig) -> str:
-    """The warning about a joined cluster of several nodes that requires no token; empty for other clusters."""
+    """Return the warning about a joined cluster of several nodes that requires no token; empty for other clusters."""
     is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # Ray sets this variable when it has found a token
     if not (config.ray.address and config.placement.num_nodes > 1 and is_open):
         return ""
@@ -132,10 +132,10 @@ def warning_of_open_cluster(config: RunConfig) -> str:
 
 
 def _checked_against_cluster(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
-    """Resolve the devices by the GPUs of the cluster, and check a joined cluster with `check_nodes`.
+    """Resolve the devices from the number of GPUs in the cluster, and check a joined cluster with `check_nodes`.
 
-    A cluster that can grow is not checked, because nodes may join later. Its ``auto`` becomes ``cuda`` if any node has
-    a GPU.
+    With ``placement.autoscale`` there is no check, because nodes may join later. The device ``auto`` is then ``cuda``
+    if any node has a GPU.
     """
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     if config.placement.num_nodes == 1:
@@ -184,14 +184,14 @@ class _GpuHolder:
     """Reserves a GPU until the actor ends."""
 
     def visible_devices(self) -> str:
-        """The value of ``CUDA_VISIBLE_DEVICES`` that Ray set."""
+        """Return the value of ``CUDA_VISIBLE_DEVICES`` that Ray set."""
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> None:
     """Check that a run fits into its nodes; ``nodes`` maps addresses to resources.
 
-    Raises `ValueError` if there are too few nodes, or no node has room for a share that must be on one node.
+    Raises `ValueError` if there are too few nodes or resources, or if the shares of `node_shares` do not fit.
     """
     if len(nodes) < config.placement.num_nodes:
         raise ValueError(
@@ -213,7 +213,7 @@ def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> 
 
 
 def node_shares(config: RunConfig) -> list[dict[str, float]]:
-    """The required resources of a run, in shares; each share must be on one node."""
+    """Divide the resources that a run needs into shares. Each share must fit on one node."""
     placement, fleet = config.placement, config.rollout_fleet
     gpus_per_rank = 1 if config.learner.device == "cuda" else 0
     gpus_per_engine = fleet.sglang.tp_size if fleet.device == "cuda" and not placement.colocated else 0
@@ -228,7 +228,7 @@ def node_shares(config: RunConfig) -> list[dict[str, float]]:
 
 
 def learner_layout(config: RunConfig) -> ResourcePoolManager:
-    """Make the learner's pools."""
+    """Make the resource pools of the learner's roles."""
     placement = config.placement
     cpus = placement.cpus_per_learner_rank
     with_engine = cpus + placement.cpus_per_engine / config.rollout_fleet.sglang.tp_size
@@ -250,7 +250,7 @@ def learner_layout(config: RunConfig) -> ResourcePoolManager:
 
 
 def engine_pool(config: RunConfig) -> RayResourcePool:
-    """Reserve the places of the first rollout workers and their engines."""
+    """Make the resource pool of the first rollout workers and their engines."""
     placement, count = config.placement, config.rollout_fleet.fewest_engines
     by_node = placement.engines_per_node > 0 or placement.num_nodes == 1
     return _pool_of_engines(
@@ -265,9 +265,9 @@ def engine_pool(config: RunConfig) -> RayResourcePool:
 
 
 def pool_of_one(config: RunConfig, *, node_id: str, full: Collection[str]) -> RayResourcePool:
-    """Reserve the place of a joining engine on the node ``node_id``.
+    """Make the resource pool of a joining engine on the node ``node_id``.
 
-    If ``node_id`` is empty, any node that is not ``full`` is possible.
+    If ``node_id`` is empty, Ray chooses a node. The nodes with the ids ``full`` are then excluded.
     """
     labels = _labels(config, config.placement.engine_labels)
     if node_id:
@@ -288,23 +288,23 @@ def _pool_of_engines(config: RunConfig, **options: Any) -> RayResourcePool:
 
 
 def _labels(config: RunConfig, labels: Mapping[str, str]) -> dict[str, str]:
-    """Node labels for placement. A run on one node of a larger cluster stays on the node where it was started."""
+    """Node labels for placement. A run with one node in a joined cluster stays on the node where it was started."""
     if config.placement.num_nodes > 1 or not config.ray.address:
         return dict(labels)
     return {NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}
 
 
 def worker_env(config: RunConfig) -> dict[str, str]:
-    """Environment variables of a run's workers."""
+    """Return the environment variables of a run's workers."""
     interface = config.placement.interface or (LOOPBACK if config.placement.num_nodes == 1 else "")
     return WORKER_ENV | ({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {})
 
 
 def learner_env(config: RunConfig) -> dict[str, str]:
-    """Environment variables of the learner's ranks: a worker's, and the settings of torch's GPU allocator.
+    """Return the environment variables of the learner's ranks: `worker_env`, and the settings of torch's GPU allocator.
 
-    Packed batches differ in length, and expandable segments prevent fragmentation. A memory saver cannot give such
-    memory back to the device, so colocated learners do not use them.
+    Packed batches differ in length, and expandable segments prevent fragmentation. The memory saver of a colocated
+    learner cannot release such segments to the device, so a colocated learner does not use them.
     """
     if config.learner.device != "cuda":
         return worker_env(config)
@@ -318,9 +318,9 @@ def learner_env(config: RunConfig) -> dict[str, str]:
 
 
 async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
-    """Do work in a thread.
+    """Call ``work`` in a thread and return its result.
 
-    A cancelled call still waits for the thread, because the thread uses Ray, and the caller stops Ray next.
+    A cancelled call still waits up to ``timeout_s`` for the thread: the thread uses Ray, and the caller stops Ray next.
     """
     working = asyncio.create_task(asyncio.to_thread(work))
     try:
@@ -333,8 +333,8 @@ async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
 class EnginePlaces:
     """The place of each worker of the fleet, by rank.
 
-    The places of the first ranks are one reservation, which is kept until the run ends. Every joining engine has its
-    own place, which is released when the engine leaves.
+    The first ranks share one reservation, which stays until the run ends. Each engine that joins later has a
+    reservation of its own. `close` releases it when the engine leaves.
 
     Attributes:
         first: The worker group of the first ranks, 0 to ``first.world_size`` - 1.
@@ -357,7 +357,7 @@ class EnginePlaces:
             "python": config.ray.python if in_process else "",  # the worker of a server does not need torch
         }
         pool = JoinedResourcePool(pool, config.rollout_fleet.sglang.tp_size) if pool else engine_pool(config)
-        # Typed Any, because the group's methods are bound from the worker class when it is made.
+        # Typed Any: the group's constructor binds the methods of the worker class.
         self.first: Any = RayWorkerGroup(pool, worker, **self._options)
         self._num_first: int = self.first.world_size
         self._pools: dict[int, RayResourcePool] = {}
@@ -372,10 +372,10 @@ class EnginePlaces:
         return group.execute_rank_async(index, method_name, *args)
 
     async def node_of(self, rank: int, wanted: str = "") -> str:
-        """Wait until the cluster has a place for a rank. Returns the id of the node.
+        """Wait until Ray has reserved a place for a rank. Returns the id of the node.
 
-        A new place is on the node with the id ``wanted``, if given. If a node dies, Ray moves its places as soon as
-        another node has room.
+        A new place is on the node with the id ``wanted``, if given. If a node dies, Ray moves its places to another
+        node as soon as one has room.
         """
         if rank in self._groups or rank < self._num_first:
             group, index = self._group_of(rank)
@@ -390,7 +390,10 @@ class EnginePlaces:
         return self._nodes[rank]
 
     def replace_worker(self, rank: int, **changed: Any) -> None:
-        """Kill the worker of a rank if it has one. Start a new worker with these arguments."""
+        """Kill the worker of a rank if it has one, and start a new one.
+
+        ``changed`` replaces keyword arguments of the worker's constructor.
+        """
         if rank in self._groups or rank < self._num_first:
             group, index = self._group_of(rank)
             group.replace_worker(index, **changed)

@@ -5,29 +5,34 @@ The five loops of `Controller`, what each waits for, and who wakes it::
     feed      waits for room in the buffer's queue    ── woken by the buffer, when a lease is granted
     plan      waits for a place in the pipeline       ── woken by complete, when it commits a step
               then for the next batch                 ── woken by the buffer, when B groups are stored
-    complete  waits for the update it was handed      ── woken by the learner ranks
+    complete  waits for the oldest queued update      ── woken by the learner ranks
     follow    waits for a version that all engines serve ── woken by the buffer, when the last of them has loaded it
     examine   waits for engines that serve the version to be evaluated ── woken by the buffer, when one has loaded it
               then for their answers                  ── woken by the rollout workers
 
     prompts ─feed─▶ buffer ─plan─▶ [at most 2 steps] ─complete─▶ buffer (commits)
 
-While the learner computes step v, the fleet generates. At the same time, step v + 1 is planned and queued behind step v
-on the ranks, and threads of the ranks fetch and pack its batch. Also at the same time, the weights of v are sent.
+While the learner computes step v, the fleet generates. At the same time:
 
-No loop waits for the weights. Rank 0 offers a version to the buffer. When the step of the version is committed, the
-buffer shows it to the rollout workers, and each worker loads the newest version when it can. If loading is slower than
-training, workers skip versions. Admission then slows generation down, because it compares the engine's version with the
-learner's. During an evaluation, a few engines keep the evaluated version until the evaluation ends.
+- the controller plans step v + 1, and queues it behind step v on the ranks;
+- threads of the ranks fetch and pack the batch of step v + 1;
+- the learner sends the weights of version v.
+
+No step waits until the engines have loaded weights. Rank 0 offers a version to the buffer. After the commit of the step
+that made this version, the buffer shows it to the rollout workers, and each worker loads the newest version when it
+can. If loading is slower than training, workers skip versions. Admission then slows generation down, because it
+compares the engine's version with the learner's. During an evaluation, a few engines keep the evaluated version until
+the evaluation ends.
 
 A signal stops a training between two steps: `_Training.stop` cancels feed, follow and examine, and the plan loop ends.
 The complete loop then commits and reports the steps that are queued on the ranks, and the run saves a checkpoint.
 
-A deadlock needs a circle of loops that wait for each other:
+A deadlock needs a cycle of loops that wait for each other:
 
 - feed and plan wait for the buffer. complete waits for the learner. follow waits for the buffer.
 - examine waits for the buffer and for the answers of engines. Engines wait for no loop.
-- Admission waits for commits (complete) and for newer engines. Those wait for commits and for the end of an evaluation.
+- Admission waits for commits (complete) and for engines to load newer weights. Engines wait for commits, and pinned
+  engines also for the end of their evaluation.
 
 So the only cycle is plan → rollouts → admission → complete → plan. This cycle cannot block, because a batch at the
 learner's version is admitted without a further commit (docs/staleness.md).
@@ -35,20 +40,20 @@ learner's version is admitted without a further commit (docs/staleness.md).
 The plan loop queues a checkpoint on the ranks between two updates (asyncrl/run/resume.py); the ranks write it while
 they train. After the death of a rank the loops end, and begin again at the newest checkpoint
 (asyncrl/run/learner_restarts.py). If a store dies with a batch before the ranks have fetched it, no rank makes the
-step. The loops then begin again at that step, on a new plan.
+step. The loops then begin again at that step, with a new plan.
 
-`ColocatedController` is for pools that share devices. Beside feed it has one loop, in which each step waits for the one
-before::
+`ColocatedController` is for pools that share devices. Beside feed it has one loop. Each action in it waits for the
+previous one::
 
     buffer fills a batch ─▶ engines finish, and release the device ─▶ learner loads, and updates
           ▲                                                                             │
           └── engines load the weights, and go on ◀── learner publishes them, and offloads
 
-The death of a rank ends the loop at any point of the circle. The engines then release the devices, and the loop begins
-again at the newest checkpoint. An engine that starts again waits for a turn of the engines.
+The death of a rank ends the loop at any point of this cycle. The engines then release the devices, and the loop begins
+again at the newest checkpoint. An engine that restarts waits until it is the engines' turn.
 
-The same ledger bounds staleness. Groups that still run when a batch is full finish under the old weights. They are
-stored, and trained on with a lag of one step or more.
+The buffer's ledger bounds staleness here too. Groups that still run when a batch is full finish under the old weights.
+The buffer stores them, and the learner trains on them with a lag of one step or more.
 """
 
 from __future__ import annotations
@@ -122,11 +127,11 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         last: StepRecord | None = None,
         earlier: BufferStats | None = None,
     ) -> None:
-        """All parts must be started, with learner, buffer and engines at the version of ``resumed``.
+        """The caller must have started all parts, with learner, buffer and engines at the version of ``resumed``.
 
-        ``evaluate`` is called every ``evaluation.every_steps`` with the version. `Controller` also passes the function
-        that waits for the engines pinned to the version. ``last`` is the record of the last step before ``resumed``.
-        ``earlier`` are the totals of the ledger at the beginning of this life; None for a new run.
+        The controller calls ``evaluate`` with the version, every ``evaluation.every_steps`` steps. `Controller` also
+        passes the function that waits for the engines pinned to the version. ``last`` is the record of the last step
+        before ``resumed``. ``earlier`` are the totals of the ledger at the beginning of this life; None for a new run.
         """
         resumed = resumed or RunState()
         self._evaluate = evaluate
@@ -154,10 +159,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         )
 
     async def train(self) -> None:
-        """Train to the last step and publish its weights, or until `stop`.
+        """Train to the last step and publish its weights; `stop` ends the training earlier.
 
-        It may be called again after a `LearnerDiedError` and `rewind`, and after a `BatchLost` and `replan`. Raises
-        `AsyncRLError` if a part died or was late.
+        Call it again after a `LearnerDiedError` and `rewind`, or after a `BatchLost` and `replan`. Raises an
+        `ExceptionGroup` with the `AsyncRLError` of a part that died or missed a deadline.
         """
         self._reporter.begin()
 
@@ -214,7 +219,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return await self._checkpointer.requested()
 
     async def _unless_stopped(self, work: Callable[[], Awaitable[T]]) -> T | None:
-        """The result of ``work``; None if `stop` was called before ``work`` ended."""
+        """Return the result of ``work``; None if `stop` was called before ``work`` ended."""
         if self.is_stopped:
             return None
         task, stopping = asyncio.ensure_future(work()), asyncio.create_task(self._stopping.wait())
@@ -227,14 +232,14 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     def newest_checkpoint(self, folder: Path) -> Resumed | None:
-        """The newest complete checkpoint in ``folder`` that this process has saved, or None."""
+        """Return the newest complete checkpoint in ``folder`` that this process has saved, or None."""
         return self._checkpointer.newest(folder)
 
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
         """Reset the buffer and this controller to a checkpoint; the learner continues as ``incarnation``.
 
-        If the checkpoint is one step ahead of the ledger, the buffer first commits this step. Returns the groups that
-        are finished there, as sorted ranges [start, end).
+        If the checkpoint is ahead of the ledger, the buffer first commits the missing steps. Returns the groups that
+        are finished at the checkpoint, as sorted ranges [start, end).
         """
         await self._commit_before(state.version)
         await self._buffer.rewind(state.version, incarnation=incarnation)
@@ -255,7 +260,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return version, group_ids
 
     def _go_on_from(self, version: int) -> None:
-        """Forget plans and queued steps from ``version`` on."""
+        """Continue at step ``version``; forget later steps and checkpoints."""
         self._versions = range(version, self._versions.stop)
         self._queued_version = version
         self._checkpointer.rewind(version)
@@ -271,10 +276,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     @abstractmethod
     def step_loops(self) -> Sequence[Loop]:
-        """The loops that make the steps. They end with the last step; after `stop`, with the steps already queued."""
+        """Return the loops that make the steps. They end after the last step; after `stop`, after the queued steps."""
 
     def following_loops(self) -> Sequence[Loop]:
-        """The other loops. They end when the engines serve the last version; `stop` cancels them."""
+        """Return the other loops. They end when the engines serve the last version; `stop` cancels them."""
         return ()
 
     async def _follow_fleet(self) -> None:
@@ -285,7 +290,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._reporter.published(version, took_s)
 
     def _next_evaluated(self, after: int) -> int | None:
-        """The first published version above ``after`` to evaluate before training ends, or None."""
+        """The first published version above ``after`` that is due for evaluation; None if training ends first."""
         steps = self._config.evaluation.every_steps
         if not (steps and self._config.evaluation.enabled) or self._evaluate is None:
             return None
@@ -294,7 +299,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return published if published < self._versions.stop else None
 
     async def _planned(self, version: int) -> tuple[Plan, float]:
-        """The batch of a step, and the seconds spent waiting for it."""
+        """Return the batch of a step, and the seconds spent waiting for it."""
         asked_s = time.monotonic()
         with record.span(record.SpanKind.plan_wait, lane="/plan", step=version):
             plan = await self._buffer.plan(version)
@@ -312,7 +317,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
         self._places = asyncio.Semaphore(_PIPELINE_STEPS)
 
     def _go_on_from(self, version: int) -> None:
-        """As in the base class. The queued steps of the ranks are lost too."""
+        """As in the base class. Also forget the steps that were queued on the ranks."""
         self._steps, self._places = asyncio.Queue(), asyncio.Semaphore(_PIPELINE_STEPS)
         super()._go_on_from(version)
 
@@ -362,7 +367,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             self._checkpointer.committed()
             self._places.release()
             if step.weights is not None:
-                await step.weights  # only the copy
+                await step.weights  # waits only until the ranks have copied the weights
             metrics = {**metrics, **await step.critic}
             if step.checkpoint is not None:
                 with record.span(record.SpanKind.checkpoint, lane="/complete", version=step.plan.version + 1):

@@ -1,4 +1,6 @@
-"""Held-out evaluation: engines that serve one policy version answer prompts. Prompts of a lost engine go to others.
+"""Held-out evaluation: engines that serve one policy version answer prompts.
+
+If an engine is lost, other engines answer its prompts.
 
 `HeldOutEvaluator` waits for answers of engines, and for changes of the pinned engines; the fleet and the buffer wake
 it. This module does not load Ray or torch, so ``asyncrl evaluate`` can use it with its own engine.
@@ -25,20 +27,20 @@ from asyncrl.metrics import Evaluation, evaluation_of
 logger = logging.getLogger(__name__)
 
 _CALLS_PER_ENGINE = 4
-"""Number of calls per engine if all engines were equally fast. With several calls, a slow engine gets fewer prompts."""
+"""Number of calls per engine if all engines are equally fast. With several calls, a slow engine gets fewer prompts."""
 
 
 class AnsweringFleet(Protocol):
     """Engines that answer held-out prompts."""
 
     def engines(self) -> Sequence[str]:
-        """Names of the present engines."""
+        """Return the names of the present engines."""
         ...
 
     async def answer(
         self, engine: str, prompts: Sequence[Prompt], *, version: int, num_samples: int
     ) -> list[AnsweredPrompt]:
-        """Answer prompts on one engine with ``version``. The result lacks prompts with tokens of other versions.
+        """Answer prompts on one engine under ``version``. The result lacks prompts with tokens of other versions.
 
         Raises `AsyncRLError` if the engine is lost or serves another version.
         """
@@ -50,7 +52,7 @@ PinnedEngines = Callable[[Collection[str]], Awaitable[set[str]]]
 
 
 def num_pinned_engines(share: float, num_engines: int) -> int:
-    """Number of engines of an evaluation during training: ``share`` of the present engines, at least one."""
+    """Return the number of engines of an evaluation during training: ``share`` of the present engines, at least one."""
     return max(1, math.floor(share * num_engines))
 
 
@@ -71,7 +73,7 @@ class HeldOutEvaluator:
         self._prompts = list(prompts)
 
     async def evaluate_all(self, version: int) -> Evaluation | None:
-        """Evaluate on all engines; they must serve ``version`` and be idle. None if no engine answered."""
+        """Evaluate on all engines; they must serve ``version`` and be idle. None if no answer has a reward."""
         engines = set(self._fleet.engines())
         size = math.ceil(len(self._prompts) / (max(1, len(engines)) * _CALLS_PER_ENGINE))
         return await self._evaluate(version, _Deal(self._prompts, size=size, calls=_CALLS_PER_ENGINE), engines)
@@ -161,7 +163,7 @@ class _Deal:
             await self._changed.wait()
 
     async def _play(self, engine: str, prompts: Sequence[Prompt], answer: Answer) -> None:
-        """Let an engine answer prompts. Prompts without an answer are given to an engine again."""
+        """Let an engine answer prompts. Prompts without an answer go back to the queue."""
         answered: list[AnsweredPrompt] = []
         try:
             answered = await answer(engine, prompts)

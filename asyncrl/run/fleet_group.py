@@ -1,10 +1,10 @@
-"""The rollout fleet: its members behind the controller's port.
+"""The rollout fleet. `FleetGroup` implements the controller's `ColocatedFleetPort` with the members of the fleet.
 
 An elastic fleet begins with ``rollout_fleet.num_engines.min`` members. The fleet itself or ``asyncrl join`` starts more
 members, which roll out as soon as they serve the newest weights. ``asyncrl leave`` removes members.
 
-`run` waits for members that end, for members that have joined (`join` wakes it), and for the timer that limits training
-without engines. All other waits are for members, and the members keep the deadlines (`asyncrl.run.fleet_member`).
+`FleetGroup.run` waits until a member ends, until a new member has joined, or until training has waited too long for
+engines. All other calls wait for members, and the members keep the deadlines (`asyncrl.run.fleet_member`).
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class FleetGroup:
         version: int = 0,
         pool: RayResourcePool | None = None,
     ) -> None:
-        """Start the first workers in ``pool``, or in their own pool if it is None; `start` brings up their engines.
+        """Start the first workers on the devices of ``pool``, or in a new pool if it is None. Call `start` next.
 
-        The learner begins at ``version``. ``say`` shows a line to the user. ``supply`` copies the files of a worker to
-        a node, given by its id, and returns the model's path on the node.
+        The learner begins at ``version``. ``say`` shows a line to the user. ``supply`` takes the id of a node. It
+        copies the files of a worker to this node, and returns the model's path there.
         """
         fleet = config.rollout_fleet
         self._config = config
@@ -105,7 +105,7 @@ class FleetGroup:
         self._given_up = asyncio.Event()
 
     async def start(self) -> None:
-        """Bring up the first engines on the first offered weights; in an elastic fleet, more engines follow.
+        """Bring up the first engines on the first offered weights. In an elastic fleet, more engines start meanwhile.
 
         Raises `DeadlineError`, or `WorkerDiedError` with the worker's log. Failed engines are not restarted here,
         because an early failure most likely has its cause in the configuration.
@@ -122,8 +122,10 @@ class FleetGroup:
     async def run(self) -> None:
         """Roll out on the present engines until `drain`.
 
-        Raises `EngineLost` if fewer than ``rollout_fleet.min_engines`` are left (in an elastic fleet, for
-        ``rollout_fleet.no_engine_timeout_s``), or if no engine is up for that time, and the run errors of a worker.
+        Raises:
+            EngineLost: no engine was up for ``rollout_fleet.no_engine_timeout_s``, or fewer than
+                ``rollout_fleet.min_engines`` are left. An elastic fleet waits the same time for more engines first.
+            AsyncRLError: a worker raised an error of `asyncrl.run.fleet_member.RUN_ERRORS`.
         """
         running: dict[asyncio.Future[None], FleetMember] = {}
         arriving = asyncio.create_task(self._arrivals.get())
@@ -155,7 +157,7 @@ class FleetGroup:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take_out(self, member: FleetMember, run: asyncio.Future[None]) -> None:
-        """Handle the end of a member: continue if enough members remain, or if others may join."""
+        """Handle the end of a member. Raises `EngineLost` if too few members remain and no others can join."""
         try:
             run.result()
         except EngineLost as error:
@@ -178,10 +180,10 @@ class FleetGroup:
         )
 
     def _note_change(self) -> None:
-        """Report when no engine is up, and when an engine is up again.
+        """Tell the user when no engine is up, and when an engine is up again.
 
-        Limit the time that training waits for an engine. Time in which learner ranks use the engines' devices does not
-        count.
+        Also start or stop the timer that limits how long training waits for engines. The timer does not run while
+        learner ranks use the engines' devices.
         """
         if not self._has_started:
             return
@@ -238,9 +240,9 @@ class FleetGroup:
         return f"joined: rollout worker {joined}"
 
     def _bring_up(self, ranks: Sequence[int], *, waits: bool, node: str = "") -> list[asyncio.Task[str]]:
-        """Start engines.
+        """Start members in the background, one task per member.
 
-        With ``waits`` they wait for places without a deadline, otherwise for ``ray.start_timeout_s``.
+        If ``waits``, they wait for a place without a deadline, otherwise up to ``ray.start_timeout_s``.
         """
         tasks = []
         for rank in ranks:
@@ -307,7 +309,7 @@ class FleetGroup:
             raise MembershipRefused("the run is ending; start another")
 
     def describe(self) -> str:
-        """The members, one per line, for the user."""
+        """Return the members, one per line, for the user."""
         lines = [f"{rank}: {self._describe(member)}" for rank, member in sorted(self._members.items())]
         size = self._config.rollout_fleet.num_engines
         return "\n".join([*lines, f"rollout_fleet.num_engines={size}: {self._roster.num_free} more may join"])
@@ -338,7 +340,7 @@ class FleetGroup:
         return replace(_total([*departed, *counters]), tokens_by_engine=by_engine)
 
     async def drain(self) -> FleetCounts:
-        """See `FleetPort.drain`. Joining members are withdrawn; leaving members are awaited."""
+        """See `FleetPort.drain`. Also cancel the joins in progress, and wait for the leaving members."""
         self._is_closing = True
         self._note_change()
         await self._withdraw()
@@ -347,7 +349,7 @@ class FleetGroup:
         return _total([*departed, *await asyncio.gather(*(member.drain() for member in members))])
 
     async def _withdraw(self) -> None:
-        """Withdraw the joining members."""
+        """Cancel the joins in progress."""
         coming = list(self._coming.values())
         for task in coming:
             task.cancel()
@@ -367,7 +369,7 @@ class FleetGroup:
         return await member.answer(prompts, version=version, num_samples=num_samples)
 
     async def stop(self, timeout_s: float) -> None:
-        """Stop engines and workers: first ask, then kill. Remove the weight links of killed workers."""
+        """Ask engines and workers to stop, kill them after ``timeout_s``, and remove their links to weights."""
         self._is_closing = True
         self._be_patient(None)
         for task in self._leaving.values():
@@ -384,7 +386,7 @@ class FleetGroup:
 
 
 async def answered(fleet: FleetGroup, request: FleetRequest, config: RunConfig) -> FleetAnswer:
-    """Process a request of ``asyncrl join`` or ``asyncrl leave``. The answer may be a refusal or a failure."""
+    """Carry out a request of ``asyncrl join`` or ``asyncrl leave``. The answer contains any error; none is raised."""
     try:
         if request.action is Action.describe:
             return FleetAnswer(words=fleet.describe())
@@ -400,7 +402,7 @@ async def answered(fleet: FleetGroup, request: FleetRequest, config: RunConfig) 
 
 
 def _node_id(config: RunConfig, address: str) -> str:
-    """The id of the node at an address. Raises `MembershipRefused` if the run has no such node."""
+    """Return the id of the node at an address. Raises `MembershipRefused` if the run has no such node."""
     nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
     if address not in nodes:
         raise MembershipRefused(
@@ -416,7 +418,7 @@ def _node_id(config: RunConfig, address: str) -> str:
 
 @asynccontextmanager
 async def served_requests(fleet: FleetGroup, config: RunConfig, run_dir: Path) -> AsyncIterator[None]:
-    """Answer requests inside the block; no effect for a fleet of fixed size."""
+    """Answer join and leave requests while the block runs. No effect for a fleet of fixed size."""
     if not config.rollout_fleet.is_elastic:
         yield
         return
@@ -432,9 +434,9 @@ async def served_requests(fleet: FleetGroup, config: RunConfig, run_dir: Path) -
 
 
 async def _serve(fleet: FleetGroup, config: RunConfig, name: str) -> None:
-    """Start a task per request; the task ends when the engine serves or has left.
+    """Take requests from a `FleetDesk` actor. Start a task per request; it ends when the engine serves or has left.
 
-    The desk wakes this loop. If the desk dies, it is replaced and its pending requests fail.
+    The actor wakes this loop. If the actor dies, the loop replaces it, and its pending requests fail.
     """
 
     async def answer(desk: Any, number: int, request: FleetRequest) -> None:
@@ -473,10 +475,10 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths, 
 
 
 def fleet_options(config: RunConfig) -> RolloutFleetConfig:
-    """The options of the fleet.
+    """Return the options of the fleet, with the server options that follow from the rest of the configuration.
 
-    In colocated pools, the servers get the option to release their devices. With agents, they get the option to read
-    stop texts.
+    In colocated pools, a server can release its device (``memory_saver``). With agents, a server can read stop texts
+    (``tokenizer``).
     """
     fleet = config.rollout_fleet
     own = {"memory_saver": True} if config.placement.colocated else {}

@@ -1,12 +1,14 @@
 """One member of the fleet: a rollout worker that is replaced when it dies or hangs.
 
-A life begins with a place in the cluster. The member waits for the place without a deadline; Ray moves the place of a
-dead node. Then the node gets the worker's files, the worker starts its engine, and the engine loads the newest weights.
-A worker whose engine fails releases its groups with their tokens so far, and ends too.
+A life is the time of one worker process. First the member waits until Ray has reserved a place (`EnginePlaces`). A
+restart waits without a deadline; if a node has died, Ray moves the place to another node. Then the node gets the
+worker's files, the worker starts its engine, and the engine loads the newest weights. If the engine fails, the worker
+releases its groups with their tokens so far, and ends too.
 
-Every call waits for the worker. Ray wakes the call when the worker answers or dies. A worker that misses
-``buffer.request_timeout_s`` for a call that it answers at once counts as dead. The first call that fails ends the life
-(`_declare`), and the next life begins. Errors that every worker would raise (`RUN_ERRORS`) end the run instead.
+Every call waits for the worker. Ray wakes the call when the worker answers or dies. A healthy worker answers some calls
+at once. If such a call takes longer than ``buffer.request_timeout_s``, the worker counts as dead. The first call that
+fails ends the life (`_declare`), and the next life begins. Errors that every worker would raise (`RUN_ERRORS`) end the
+run instead.
 """
 
 from __future__ import annotations
@@ -46,13 +48,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PLACE_NOTICE_S = 5.0
-"""A member reports to the user that it has no place after this many seconds."""
+"""After this many seconds without a place, a member tells the user."""
 START_MARGIN_S = 30.0
-"""Added to the engine's deadline to start. The worker checks that deadline itself and has a better message."""
+"""Added to the engine's start deadline. The worker checks that deadline itself first, with a better message."""
 COUNTERS_S = 1.0
-"""How long `FleetMember.counters` waits for an answer before it returns the last known one."""
+"""How long `FleetMember.counters` waits for new counters before it returns the last known ones."""
 RUN_ERRORS = (RewardError, RequestRefused, AccountError, WrongEpoch, ClusterDiedError)
-"""Errors that every worker would raise: the reward's configuration, a request, the account or the epoch is wrong."""
+"""Errors that every worker would raise: a wrong reward configuration, request, account or epoch, or a dead cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +63,8 @@ class MemberParts:
 
     Attributes:
         places: The places of the workers.
-        bury: `ControlBuffer.bury`.
-        supply: Copies the files of a worker to a node, given by its id; returns the model's path on the node.
+        bury: `ControlBuffer.bury`, which declares a worker dead in the buffer.
+        supply: Takes the id of a node, copies the files of a worker there, and returns the model's path on the node.
         version: Learner version at which this life of the run began.
         on_change: Called when `FleetMember.is_serving` may have changed.
         may_use_devices: Set while no learner rank uses the devices of the engines. A worker starts only then.
@@ -83,7 +85,7 @@ class FleetMember:
 
     Attributes:
         rank: Rank of the worker.
-        member: State of the worker.
+        member: State of this member.
     """
 
     def __init__(self, rank: int, config: RunConfig, parts: MemberParts) -> None:
@@ -159,7 +161,7 @@ class FleetMember:
         return found
 
     async def run(self) -> None:
-        """Roll out until `drain` or `leave`, with restarts. Raises `EngineLost` if the worker may not be restarted."""
+        """Roll out until `drain` or `leave`, also after restarts. Raises `EngineLost` if the member has failed."""
         while (epoch := await self._ready()) is not None:
             if await self._tried(epoch, self._call("run")):
                 return
@@ -183,7 +185,7 @@ class FleetMember:
             ) from error
 
     async def counters(self) -> FleetCounters:
-        """Counters over all lives of the worker.
+        """Return the counters over all lives of the worker.
 
         If the worker does not answer within `COUNTERS_S`, these are the last known ones.
         """
@@ -192,14 +194,14 @@ class FleetMember:
         if self._counting is not None:
             done, _ = await asyncio.wait({self._counting}, timeout=COUNTERS_S)
             for counting in done:
-                if not counting.cancelled():  # by `leave`
+                if not counting.cancelled():  # otherwise `leave` cancelled it
                     counting.result()
         return self.total
 
     async def _count(self, epoch: int) -> None:
         worker = self._worker
         found = await self._tried(epoch, self._answer("counters", "the fleet's counters"))
-        if found and self._worker == worker:  # after a restart, the final counters of the old worker are known
+        if found and self._worker == worker:  # after a restart, `_before` has the old worker's final counters
             self._last = found[0]
 
     @property
@@ -210,8 +212,8 @@ class FleetMember:
     async def release_device(self, incarnation: int | None = None) -> None:
         """Let running groups finish, and release the device; see `RolloutLoop.release_device`.
 
-        If the worker is starting, this waits for the end of the start. A worker that does not release its device has
-        failed and is killed. No new worker starts before `MemberParts.may_use_devices` is set.
+        If the worker is starting, this call first waits until it has started. A worker that does not release its device
+        has failed, and the member kills it. No new worker starts before `MemberParts.may_use_devices` is set.
         """
         what, option = "the engines to release their devices", "rollout_fleet.drain_timeout_s"
         timeout_s = self._fleet.drain_timeout_s + 2 * self._fleet.load_timeout_s + 10
@@ -249,8 +251,8 @@ class FleetMember:
     async def leave(self) -> None:
         """Take no more work, release running groups, and end the worker.
 
-        Returns when the worker has ended; it is not restarted. A worker that dies meanwhile has left too. `counters`
-        includes its work.
+        Returns when the worker has ended; it is not restarted. A worker that dies during this call also counts as left.
+        `counters` still includes its work.
         """
         member, epoch = self.member, self.member.epoch
         member.drain(time.monotonic())
@@ -281,7 +283,7 @@ class FleetMember:
             await self._call("stop")
 
     async def _close(self) -> None:
-        """Stop watching, because this life is expected to end."""
+        """Stop watching the worker, because its end is now expected."""
         await _cancel(*filter(None, (self._keeping, self._counting)))
 
     # One life
@@ -294,14 +296,17 @@ class FleetMember:
         return await within(self._call(method), self._answer_s, what, "buffer.request_timeout_s")
 
     async def _while_answering(self, pending: Awaitable[T], what: str) -> T:
-        """Await a call whose deadline the worker itself keeps. Raises `DeadlineError` if other calls get no answer."""
+        """Await a long call, and meanwhile poll the worker's counters. Raises `DeadlineError` if a poll has no answer.
+
+        The worker itself keeps the deadline of the call.
+        """
         call, worker = asyncio.ensure_future(pending), self._worker
         try:
             while not call.done():
                 await asyncio.wait({call}, timeout=self._answer_s)
                 if not call.done():
                     counters = await self._answer("counters", what)
-                    if self._worker == worker:  # after a restart, the final counters of the old worker are known
+                    if self._worker == worker:  # after a restart, `_before` has the old worker's final counters
                         self._last = counters
             return call.result()
         finally:
@@ -341,12 +346,12 @@ class FleetMember:
             self._changed.notify_all()
 
     async def _until(self, is_true: Callable[[Member], bool]) -> None:
-        """Wait for a state of the member; `_notify` wakes it."""
+        """Wait until ``is_true`` holds for the state of the member. `_notify` wakes this call."""
         async with self._changed:
             await self._changed.wait_for(lambda: is_true(self.member))
 
     async def _declare(self, epoch: int, error: Exception) -> None:
-        """Declare that ``error`` has ended the life of ``epoch``. No effect after its end or before it is watched."""
+        """Declare that ``error`` has ended the life of ``epoch``. No effect if it has ended, or is not watched yet."""
         if self._keeping is not None and self.member.fault(epoch, str(raised_in_worker(error)), time.monotonic()):
             self._declared.put_nowait(error)
             await self._notify()
@@ -412,12 +417,12 @@ class FleetMember:
         await self._notify()
 
     async def _end_worker(self, failure: Exception) -> None:
-        """Stop a worker that answers, and take its final counters. Bury a worker that does not answer."""
+        """Stop a worker that answers, and take its final counters. Declare any other worker dead in the buffer."""
         if isinstance(failure, EngineLost | RayTaskError):  # the worker is alive and raised this error
             try:
                 timeout_s, option = self._fleet.worker_stop_timeout_s, "rollout_fleet.stop_timeout_s"
                 last = await within(self._call("stop"), timeout_s, self.member.name, option)
-            except Exception as error:  # noqa: BLE001 - after any error the worker is buried
+            except Exception as error:  # noqa: BLE001 - after any error the worker is declared dead
                 logger.warning("%s did not stop: %s", self.member.name, error)
             else:
                 self._before.append(await self._closed(last or FleetCounters()))
@@ -428,13 +433,13 @@ class FleetMember:
         self._last, self._worker = FleetCounters(), ""
 
     async def _closed(self, last: FleetCounters) -> FleetCounters:
-        """Final counters of a worker that ended by itself. The worker is buried if it did not release all tokens."""
+        """Return the final counters of a worker that stopped on request. Declare it dead if it kept tokens."""
         return await self._buried(last) if last.tokens_in_flight and self._worker else last
 
     async def _buried(self, last: FleetCounters) -> FleetCounters:
-        """Bury the worker (`ControlBuffer.bury`).
+        """Declare the worker dead in the buffer (`ControlBuffer.bury`).
 
-        Returns its counters with the buffer's count of tokens. Repeats the request until the buffer answers.
+        Returns the worker's counters with the buffer's count of tokens. Repeats the request until the buffer answers.
         """
         while True:
             try:
@@ -444,7 +449,7 @@ class FleetMember:
                 logger.warning("%s is not buried yet: %s", self.member.name, error)
 
     async def _come_up(self, node: str = "", place_timeout_s: float = math.inf) -> str:
-        """Take a place, start a worker there, and load the newest weights. Returns the id of the node."""
+        """Wait for a place, start a worker there, and load the newest weights. Returns the id of the node."""
         found = await self._place(node, place_timeout_s)
         model_path = await self._parts.supply(found)
         seed = engine_seed(self._seed, self._parts.version, self.member.epoch)
@@ -458,7 +463,7 @@ class FleetMember:
         return found
 
     async def _place(self, wanted: str, timeout_s: float) -> str:
-        """Wait for a place. Returns the id of its node. A long wait is reported to the user."""
+        """Wait for a place. Returns the id of its node. Tell the user if the wait is long."""
         self.member.unplaced(self.member.epoch)
         await self._notify()
         placing = asyncio.ensure_future(self._parts.places.node_of(self.rank, wanted))

@@ -20,8 +20,8 @@ from asyncrl.run.run_lives import Life
 from asyncrl.samples import read_samples
 
 LARGEST_GAP = 0.05
-"""Largest accepted mean distance of the log-probs of a sample, in nats. Engines compute in batches of other shapes, and
-perhaps in bfloat16."""
+"""Largest accepted mean absolute difference of a sample's log-probs, in nats. A small difference is normal: engines
+compute in batches of other shapes, and perhaps in bfloat16."""
 
 Row = Mapping[str, Any]
 
@@ -41,7 +41,7 @@ class StoredSample:
 
 
 def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
-    """Compare the log-probs of up to ``count`` stored samples, and add the findings to ``result``.
+    """Recompute the log-probs of up to ``count`` stored samples, compare them, and add the findings to ``result``.
 
     A sample is checked only if the weights of all its versions are stored: in a checkpoint, or in ``snapshots/`` of a
     life (``learner.keep_snapshots``).
@@ -85,7 +85,7 @@ def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
 
 
 def _gaps(samples: Sequence[StoredSample], stored: Mapping[int, Path]) -> list[float]:
-    """The mean distance of each sample's log-probs at sampling to those under its versions, in nats."""
+    """Return the mean absolute difference between each sample's behavior log-probs and the recomputed ones, in nats."""
     logprobs = [np.zeros(len(sample.row["versions"]), dtype=np.float32) for sample in samples]
     for version in sorted({version for sample in samples for version in sample.versions}):
         with _model(stored[version]) as model:
@@ -101,7 +101,7 @@ def _gaps(samples: Sequence[StoredSample], stored: Mapping[int, Path]) -> list[f
 
 
 def _weights(life: Life) -> Iterator[tuple[int, Path]]:
-    """The versions whose weights a life has stored, and their folders."""
+    """Yield the versions whose weights a life has stored, and their folders."""
     for folder in sorted((life.folder / "snapshots").glob("v*")):
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
             yield int(folder.name[1:]), folder
@@ -110,7 +110,7 @@ def _weights(life: Life) -> Iterator[tuple[int, Path]]:
 
 
 def _samples(lives: Sequence[Life]) -> Iterator[StoredSample]:
-    """The stored samples of all lives. They are in ``trajectories/``, or a few of them in ``tokens/``."""
+    """The stored samples of all lives. A life without files in ``trajectories/`` may have a few in ``tokens/``."""
     for life in lives:
         for part in ("trajectories", "tokens"):
             files = sorted((life.folder / part).glob("step_*.parquet"))
@@ -127,7 +127,7 @@ def _options(life: Life) -> dict[str, Any]:
 
 @contextmanager
 def _model(place: Path) -> Iterator[Any]:
-    """A model in float32 from a folder in Hugging Face layout or from a checkpoint."""
+    """Load a model in float32 from a folder in Hugging Face layout or from a checkpoint."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

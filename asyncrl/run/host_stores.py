@@ -1,9 +1,9 @@
 """Store servers on the hosts of rollout workers: one store server per node with workers.
 
 Trajectories stay in the store of their host until the learner's ranks fetch them, so they cross the network only once.
-A rollout worker names its host when it connects to the buffer. `HostStores.watch` then places a store on that host,
-through an actor of that node. The actor restarts the store server when it dies. If a store is lost for good, its groups
-are lost too. They are generated again, and counted as ``store_lost``.
+A rollout worker names its host when it connects to the buffer. `HostStores.watch` then starts a `NodeStore` actor on
+that host. The actor runs the store server, and restarts it if it dies. If a store is lost for good, its groups are lost
+too. The buffer counts them as ``store_lost``, and the fleet generates them again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STOP_S = 2.0
 
 
 class NodeStore:
-    """An actor on a node that runs and restarts the store server of this node."""
+    """An actor that runs and restarts the store server of its node."""
 
     def __init__(self, config: BufferConfig, *, num_clients: int, log_path: Path, **options: Any) -> None:
         """``options`` are further options of `BufferSupervisor`."""
@@ -68,7 +68,7 @@ class NodeStore:
     async def next_restart(self) -> str:
         """Wait for a restart of the store server; return a description.
 
-        Raises `WorkerDiedError` if it may not be restarted.
+        Raises `WorkerDiedError` if the store server may not be restarted.
         """
         assert self._watching is not None
         waiting = asyncio.ensure_future(self._restarts.get())
@@ -87,7 +87,7 @@ class NodeStore:
 
 
 def config_of_node(config: BufferConfig, address: str) -> BufferConfig:
-    """The options of a store on the node with this address; ``config`` has the options of the buffer."""
+    """Return the options of a store on the node with this address; ``config`` has the options of the buffer."""
     own = store_config(config)
     if is_loopback(own.host):
         return own
@@ -108,8 +108,8 @@ class HostStores:
 
     Attributes:
         num_restarts: Number of restarts of store servers.
-        num_placed: Number of actors that have been placed so far.
-        actors: The present actors by number.
+        num_placed: Number of actors that have been started so far.
+        actors: The running actors, by the number of their store.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class HostStores:
         self.num_restarts = self.num_placed = 0
 
     async def watch(self) -> NoReturn:
-        """Place stores, and drop lost stores.
+        """Start a store on each host with rollout workers. Drop lost stores, and replace them while they have restarts.
 
         Raises `WorkerDiedError` if the last store is lost and may not be replaced.
         """
@@ -159,13 +159,13 @@ class HostStores:
 
 
 class _Gone(Exception):
-    """The store of a host is lost and is not placed again. The host's workers use the other stores."""
+    """The store of a host is lost and is not replaced. The host's workers use the other stores."""
 
 
 class _HostStore:
     """The store of one host, for `keep_up`.
 
-    After any error the store is placed again, unless its server has no restarts left.
+    After any error a new store replaces it, unless the server or the store has no restarts left.
     """
 
     def __init__(self, stores: HostStores, host: str) -> None:
@@ -211,7 +211,7 @@ class _HostStore:
         return 0.0
 
     async def _dropped(self, store: int) -> int:
-        """See `ControlClient.drop_store`; repeats the request until the buffer answers."""
+        """Drop the store with `ControlClient.drop_store`. Repeats the request until the buffer answers."""
         while True:
             try:
                 return await self._stores.control.drop_store(store)
@@ -220,7 +220,7 @@ class _HostStore:
 
 
 def ray_actors(config: BufferConfig, *, log_dir: Path, **options: Any) -> Callable[[str, int], Any]:
-    """Make `NodeStore` actors in the connected Ray cluster; ``config`` has the options of the buffer.
+    """Return a function that makes `NodeStore` actors in the connected Ray cluster; ``config`` is the buffer's.
 
     ``options`` are ``num_clients``, and further options of `BufferSupervisor`.
     """

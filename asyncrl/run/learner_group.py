@@ -62,10 +62,10 @@ WORKER_CLASSES = {"actor": ActorWorker, "critic": CriticWorker, "ref": Reference
 
 
 class LearnerGroup:
-    """The learner's roles as one object. The ranks execute calls in the order in which they are made.
+    """The learner's roles as one object. The ranks execute the calls of this object in order.
 
-    A step queues the scores of reference and critic, the actor's step, the publish, and the critic's step. Scores go
-    from worker to worker. If two roles share a process, the scores stay there.
+    Each learner step queues the scores of reference and critic, the actor's step, the publish, and the critic's step.
+    Scores go directly from worker to worker. If two roles share a process, the scores stay there.
 
     Attributes:
         checkpoints: The folder of the learner's checkpoints.
@@ -94,14 +94,14 @@ class LearnerGroup:
         )
 
     async def init(self) -> None:
-        """Load the models on every rank. Raises `LearnerDiedError` if a rank dies or is late."""
+        """Load the models on every rank. Raises `LearnerDiedError` if a rank dies or misses the deadline."""
         timeout_s = self._config.learner.start_timeout_s
         pending = AllOf([group.init_model() for group in self._roles])
         loading = within(pending, timeout_s, "the learner's models", "learner.start_timeout_s")
         await _or_death(loading, pending)
 
     async def death(self) -> NoReturn:
-        """Wait until the process of a rank ends, also between calls.
+        """Wait until the process of a rank ends, even if no call runs.
 
         Raises `LearnerDiedError`. Pending calls report the death in more detail, so they get time to fail first.
         """
@@ -117,10 +117,10 @@ class LearnerGroup:
         await asyncio.to_thread(self._roles.shutdown)
 
     async def begin_again(self, checkpoint: Path, version: int, *, incarnation: int) -> None:
-        """Start new ranks from a checkpoint of ``version`` and publish it. Raises as `init` and `load` do.
+        """Start new ranks from the checkpoint of ``version``, and publish this version.
 
-        If the devices are shared with engines, the engines must have released them; they get the devices back with the
-        published weights. Removes later versions of the previous ranks.
+        Remove later versions that the previous ranks published. Engines that share the learner's devices must have
+        released them; they get the devices back with the published weights. Raises the errors of `init` and `load`.
         """
         await finished_in_thread(partial(self._begin, incarnation=incarnation), self._config.ray.start_timeout_s)
         await asyncio.to_thread(remove_published, self._paths.snapshots, after=version)
@@ -133,7 +133,7 @@ class LearnerGroup:
         await self.finish_publish()
 
     async def scored(self, plan: Plan) -> Plan:
-        """The plan with the rewards of the reward model; unchanged without a reward model."""
+        """Return the plan with the rewards of the reward model, or the same plan if the run has no reward model."""
         if "rm" not in self._roles:
             return plan
         self._announce(plan, ["rm"])
@@ -197,7 +197,7 @@ class LearnerGroup:
         return self._first(self._roles["actor"].publish_weights(version), f"the weights of version {version}")
 
     async def finish_publish(self) -> None:
-        """Wait until the current version is offered."""
+        """Wait until the last published version is offered to the engines."""
         await self._in_time(self._roles["actor"].finish_publish(), "the offer of the last weights")
 
     def rollout_mode(self, version: int) -> Awaitable[None]:
@@ -213,7 +213,7 @@ class LearnerGroup:
         """Discard the batch after a `BatchLost`.
 
         Returns the groups that the ranks did not find. Raises `LearnerDiedError` if the critic has a separate pool,
-        because it may have made the step that the actor lost.
+        because the critic may have trained on the batch that the actor lost.
         """
         if "critic" in self._roles and not self._roles.share_a_pool("critic", "actor"):
             raise LearnerDiedError(
@@ -233,7 +233,7 @@ class LearnerGroup:
         return self._layout.get_resource_pool(Role.from_string("actor"))
 
     def _on_shared_devices(self) -> list[tuple[str, Any]]:
-        """The roles in the actor's pool; colocated engines share its devices."""
+        """Return the roles in the actor's pool; colocated engines share its devices."""
         return [(role, self._roles[role]) for role in self._roles.pools if self._roles.share_a_pool(role, "actor")]
 
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool, parts: Sequence[str] = ()) -> Awaitable[str]:
@@ -269,7 +269,7 @@ class LearnerGroup:
     async def stop(self, timeout_s: float) -> None:
         """Ask the ranks to stop, kill them after ``timeout_s``, and release the reservation."""
         try:
-            with suppress(Exception):  # an error does not matter, because the worker is killed next
+            with suppress(Exception):  # an error does not matter, because the ranks are killed next
                 stopping = AllOf([group.execute_all_async("stop") for group in self._roles])
                 await asyncio.wait_for(stopping, timeout_s)
         finally:
@@ -280,7 +280,7 @@ class LearnerGroup:
                     self._layout.resource_pool_dict.popitem()[1].leave()
 
     def _shares(self, plan: Plan, role: str) -> list[RankBatch]:
-        """The plan's `RankBatch` for each data-parallel rank of a role. Roles with equal dp sizes have equal shares."""
+        """Return the `RankBatch` of each data-parallel rank of a role. Roles with equal dp sizes have equal batches."""
         if self._batches[0] is not plan:
             self._batches = (plan, {})
         shares, dp_size = self._batches[1], self._roles.dp_sizes[role]
@@ -295,18 +295,18 @@ class LearnerGroup:
         return shares[dp_size]
 
     def _announce(self, plan: Plan, roles: Sequence[str]) -> None:
-        """Let the ranks prepare the batches of roles. The calls on these batches are queued next, in the same order."""
+        """Let the ranks prepare the batches of ``roles``. Queue the calls on these batches next, in the same order."""
         self._announced |= {role: self._roles[role].announce(self._shares(plan, role)) for role in dict.fromkeys(roles)}
 
     def _reads(self, role: str) -> tuple[str, ...]:
-        """The columns that a role's step needs from other roles."""
+        """Return the columns that a role's step needs from other roles."""
         return ROLES[role].reads(self._config.algorithm)
 
     def _score(self, column: str, plan: Plan, unsent: list[Awaitable[Any]]) -> RemoteScores:
         """Queue the scores of a column.
 
-        The scores stay in the processes if all readers find theirs there; see `keeps_scores_for`. A call whose scores
-        stay is added to ``unsent``.
+        If each reader has its scores in its own process (`keeps_scores_for`), the scores stay there. The call is then
+        added to ``unsent``.
         """
         role = scored_by(column, self._config.learner).name
         batches = self._shares(plan, role)
@@ -318,7 +318,7 @@ class LearnerGroup:
         return RemoteScores(role=role, batches=batches, results=results)
 
     def _step_arguments(self, role: str, plan: Plan) -> list[Sequence[Any]]:
-        """The arguments of a role's step: its batches, and the scores per column.
+        """Return the arguments of a role's step: its batches, and the scores per column.
 
         Scores in the role's own process are None.
         """
@@ -333,13 +333,13 @@ class LearnerGroup:
     async def _after(
         self, before: Sequence[Awaitable[Any]], pending: Awaitable[list[T]], what: str, *, kind: str = ""
     ) -> T:
-        """The result of rank 0. If an earlier call failed, its error is raised, because it is the cause."""
+        """Return rank 0's result. If a call of ``before`` failed, raise its error instead, because it is the cause."""
         for earlier in before:
             await self._in_time(earlier, what, kind=kind)
         return await self._first(pending, what, kind=kind)
 
     async def _first(self, pending: Awaitable[list[T]], what: str, *, kind: str = "") -> T:
-        """The result of rank 0; metrics are the same on every rank."""
+        """Return the result of rank 0; metrics are the same on every rank."""
         return (await self._in_time(pending, what, kind=kind))[0]
 
     async def _in_time(self, pending: Awaitable[T], what: str, *, kind: str = "") -> T:
@@ -359,8 +359,9 @@ class LearnerGroup:
 async def _or_death(result: Awaitable[T], pending: Any) -> T:
     """Await the result of a ``pending`` call.
 
-    Raises `LearnerDiedError` if a rank died or is late, otherwise the error of the ranks. After a death the other ranks
-    fail too, some of them before Ray notices the death.
+    Raises `LearnerDiedError` if a rank died or missed the deadline, otherwise the error of the ranks. After a death the
+    other ranks fail too, some of them before Ray notices the death. So after such an error this call waits up to
+    `_DEATH_NOTICED_S` for the notice.
     """
     try:
         return await result
@@ -383,7 +384,7 @@ class AllOf:
     """Calls to several worker groups, which are awaited one after the other.
 
     Attributes:
-        futures: References of all calls. Error messages get the names of the workers from them.
+        futures: Ray's references of all calls. Error messages name the workers from them.
     """
 
     def __init__(self, calls: Sequence[Awaitable[Any]]) -> None:
@@ -396,7 +397,7 @@ class AllOf:
 
 
 class RoleGroups:
-    """One worker group per role of the run; roles of one pool are fused.
+    """One worker group per role of the run; roles in the same pool share processes.
 
     Args:
         config: The run.
@@ -463,7 +464,7 @@ class RoleGroups:
         return self.pools[one] == self.pools[other]
 
     def keeps_scores_for(self, role: str, reader: str) -> bool:
-        """Whether each process of ``reader`` computes the scores it needs itself, with ``role``."""
+        """Whether each process of ``reader`` also runs ``role``, and so computes the scores that it needs."""
         return self.share_a_pool(role, reader) and self.dp_sizes[role] == self.dp_sizes[reader]
 
     def shutdown(self) -> None:
@@ -474,7 +475,7 @@ class RoleGroups:
 
 
 def _publish_options(config: RunConfig) -> PublishOptions:
-    """The ranks' options for publishing weights."""
+    """Return the ranks' options for publishing weights."""
     fleet, carrier = config.rollout_fleet, config.weights.rules.carrier
     into_engines = carrier is Carrier.engine_stream
     own_gpus = config.learner.device == fleet.device == "cuda" and not config.placement.colocated
@@ -483,7 +484,7 @@ def _publish_options(config: RunConfig) -> PublishOptions:
         full_every=config.weights.full_every,
         adapters=config.publishes_adapters,
         timeout_s=fleet.load_timeout_s,
-        # While engines receive version u + 1, admission at u limits the learner to u + max_lag + 1.
+        # While engines receive version u + 1 and serve u, admission limits the learner to version u + max_lag + 1.
         num_held=config.buffer.max_lag + 2,
         interface=config.weights.interface,
         num_receivers=fleet.most_engines * fleet.sglang.tp_size if into_engines else num_engine_hosts(config),

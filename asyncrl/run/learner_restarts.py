@@ -1,9 +1,9 @@
 """Restarts the learner after the death of a rank: new ranks start from the newest checkpoint, and training continues.
 
 Engines and buffer keep running. The ledger returns to the checkpoint's version with a new *incarnation* of the learner.
-It revokes running attempts and withdraws offers. It drops stored groups and saved prefixes that hold a token of a
-version that died with the old ranks (``rewound``), and keeps the others. Engines lease again after they have loaded the
-weights of the new ranks. So no token of a lost version is ever trained on.
+The ledger revokes running attempts and withdraws offered weights. Versions after the checkpoint are lost. The ledger
+drops stored groups and saved prefixes with a token of a lost version (``rewound``), and keeps the others. Engines lease
+again after they have loaded the weights of the new ranks. So no token of a lost version is ever trained on.
 
 If engines share devices with the learner, they release the devices before the new ranks start. They take the devices
 back when the new ranks have published their weights.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 AnyController: TypeAlias = Controller | ColocatedController
 _NOT_OF_A_LIFE = (LearnerDiedError, ClusterDiedError, ReplayBufferError, CheckpointError)
-"""Errors of `LearnerGroup.begin_again` that are raised as they are. Any other error counts as a death."""
+"""Errors of `LearnerGroup.begin_again` that are raised unchanged. Any other error becomes a `LearnerDiedError`."""
 MAX_REPLANS = 3
 """How often the batch of one step is planned again. After that the ranks are restarted."""
 
@@ -38,10 +38,11 @@ MAX_REPLANS = 3
 class LearnerRestarts:
     """Restarts the learner of one run, at most ``learner.restarts`` times.
 
-    It may also return to ``resumed``, the checkpoint from which the run began. ``say`` shows a line to the user.
+    Before the first new checkpoint, it returns to ``resumed``, the checkpoint from which the run began. ``say`` shows a
+    line to the user.
 
     Attributes:
-        num_restarts: Restarts of the learner so far; the learner's incarnation.
+        num_restarts: Restarts of the learner so far. This number is also the learner's incarnation.
         num_replans: Lost batches that were planned again so far.
     """
 
@@ -87,7 +88,7 @@ class LearnerRestarts:
                 return await self._work()
             except Exception as fault:
                 lost = death_in(fault)
-                # In colocated pools, the engines have already released the devices.
+                # Colocated engines have already released the devices, so they cannot generate the batch again now.
                 if not isinstance(lost, BatchLost) or self._is_colocated:
                     raise
 
@@ -115,7 +116,7 @@ class LearnerRestarts:
         return self._controller.newest_checkpoint(self._learner.checkpoints) or self._resumed
 
     async def end(self, fault: Exception) -> float:
-        """Kill the remaining ranks. Raises ``fault`` if another part caused it, and the errors of `_check`."""
+        """Kill the remaining ranks. Raises ``fault`` if the learner did not cause it, and the errors of `_check`."""
         if (death := death_in(fault)) is None:
             raise fault
         if isinstance(death, BatchLost):
@@ -145,7 +146,7 @@ class LearnerRestarts:
 
 
 def death_in(fault: Exception) -> LearnerDiedError | BatchLost | None:
-    """The learner's death or lost batch that an error contains; None if the error contains any other failure."""
+    """Return the learner's death or lost batch that an error contains; None if the error contains any other failure."""
     group = ExceptionGroup("", [fault])
     if group.split((LearnerDiedError, BatchLost))[1] is not None:
         return None

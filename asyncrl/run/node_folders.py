@@ -1,8 +1,8 @@
-"""The run's folder on the other nodes of the cluster: sends models and keys there, and collects logs and samples.
+"""Manages the run's folder on other nodes of the cluster: sends models and keys, and collects logs and samples.
 
 The run's folder has the same path on every node. On a shared file system nothing is copied. On other nodes an actor
-reads and writes the folder, and bytes travel through Ray's object store. A node that comes later gets the same files
-when an engine is placed there (`NodeFolders.admit`). Each call to an actor has the deadline ``ray.start_timeout_s``.
+reads and writes the folder, and bytes travel through Ray's object store. A node that joins later gets the same files
+when Ray places an engine there (`NodeFolders.admit`). Each call to an actor has the deadline ``ray.start_timeout_s``.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class NodeFiles:
             return False
 
     def prints(self, folder: str) -> dict[str, str]:
-        """The `file_prints` of a folder."""
+        """Return the `file_prints` of a folder."""
         return file_prints(Path(folder))
 
     def sizes(self, folder: str, parts: Sequence[str]) -> dict[str, int]:
-        """Bytes of each finished file in parts of a folder, by relative path. Unfinished files are dotfiles."""
+        """Return the bytes of each file in ``parts`` of a folder, by path in it. Skip dotfiles: they are unfinished."""
         found = (path for part in parts for path in Path(folder, part).rglob("*"))
         return {
             str(path.relative_to(folder)): path.stat().st_size
@@ -70,7 +70,7 @@ class NodeFiles:
         }
 
     def make(self, folder: str, mode: int) -> str:
-        """Make a folder. Returns an empty string, or the reason of a failure."""
+        """Make a folder. Returns the reason if this fails, otherwise an empty string."""
         try:
             if mode == FOLDER_MODE:
                 make_private_folder(Path(folder))
@@ -89,7 +89,7 @@ class NodeFiles:
         return ""
 
     def free_bytes(self, folder: str) -> int:
-        """Free bytes of a folder's file system; 0 if the folder does not exist."""
+        """Return the free bytes of a folder's file system; 0 if the folder does not exist."""
         return shutil.disk_usage(folder).free if Path(folder).is_dir() else 0
 
     def write(self, path: str, offset: int, data: bytes, mode: int) -> None:
@@ -112,7 +112,7 @@ class NodeFiles:
 
 
 def file_prints(folder: Path) -> dict[str, str]:
-    """A fingerprint of each file of a folder, by name: its size, and a digest of its beginning and its end."""
+    """Return a fingerprint of each file of a folder, by name: its size, and a digest of its beginning and its end."""
     prints = {}
     for path in sorted(folder.glob("*")):
         if path.is_file():
@@ -142,9 +142,9 @@ class NodeFolders:
         known: Collection[str] = (),
         make: Callable[[str], tuple[str, Any]] | None = None,
     ) -> None:
-        """``nodes`` are `NodeFiles` actors by address; ``known`` are the ids of these nodes and of this one.
+        """``nodes`` are `NodeFiles` actors by address; ``known`` are the ids of these nodes and of the controller's.
 
-        ``make`` returns the address and the actor of an unknown node. Call `open` next.
+        ``make`` takes the id of any other node; it returns the node's address and a new actor there. Call `open` next.
         """
         self._run_dir = run_dir
         self._nodes = dict(nodes)
@@ -179,7 +179,7 @@ class NodeFolders:
                 shared memory.
         """
         self._model, self.keys, self._weights = config.model.path, keys, config.weights.directory
-        # The version that an engine serves, and the next one.
+        # An engine keeps images of two versions: the one that it serves, and the next one.
         self._image_bytes = 2 * weight_bytes(config) if config.weights.keeps_images else 0
         if not self._nodes:
             return config
@@ -215,7 +215,8 @@ class NodeFolders:
 
     async def _admit(self, node_id: str) -> str:
         address, self._nodes[address] = await asyncio.to_thread(self._make, node_id)
-        self._collected = {key: value for key, value in self._collected.items() if key[0] != address}  # it came back
+        # The node may have left and come back, so forget what was collected from it.
+        self._collected = {key: value for key, value in self._collected.items() if key[0] != address}
         await self._enter([address])
         await self._equip([address])
         shares = "copies" if address in self.apart else "shares"
@@ -223,7 +224,7 @@ class NodeFolders:
         return str(await self.bring(_absolute(self._model), "model", to=[address]))
 
     async def _enter(self, addresses: Collection[str]) -> None:
-        """Find the nodes that see the run's folder, and prevent other runs there from sweeping shared memory."""
+        """Find the nodes that do not see the run's folder. Lock the run's folder in the shared memory of each node."""
         blind = await self._blind_to(self._run_dir, addresses)
         self.apart = sorted({*self.apart} - {*addresses} | {*blind})
         for address, reason in (await self._ask(addresses, "hold", str(shared_folder(self._run_dir)))).items():
@@ -231,7 +232,7 @@ class NodeFolders:
                 logger.warning("node %s does not hold the run's folder in shared memory: %s", address, reason)
 
     async def _equip(self, addresses: Collection[str]) -> None:
-        """Check the folder and the memory for weights on nodes. Send keys to the nodes that lack them."""
+        """Check that nodes have enough shared memory and see ``weights.directory``. Send keys to nodes without them."""
         if self._image_bytes:
             free = await self._ask(addresses, "free_bytes", str(shared_folder(self._run_dir)))
             if small := [f"{node} has {size >> 20}" for node, size in free.items() if size <= self._image_bytes]:
@@ -258,8 +259,8 @@ class NodeFolders:
         """Make a folder of files, such as a model, available on every node, or on the nodes ``to``.
 
         Returns:
-            The path on these nodes: the folder if all nodes have it, else a copy with the name ``name`` in the run's
-            folder.
+            The path on these nodes: ``folder`` if all nodes have it, otherwise a copy that is called ``name`` in the
+            run's folder.
         """
         held = await self._ask(self._nodes if to is None else to, "prints", str(folder))
         if all(prints == file_prints(folder) for prints in held.values()):
@@ -281,7 +282,7 @@ class NodeFolders:
             )
 
     async def collect(self) -> None:
-        """Copy the nodes' new bytes since the last call to this node. Skip a node that does not answer."""
+        """Copy to this node the bytes that other nodes wrote since the last call. Skip a node that does not answer."""
         async with self._collecting:
             for address in list(self.apart):
                 try:
@@ -290,16 +291,16 @@ class NodeFolders:
                     logger.warning("logs and samples of node %s cannot be copied: %s", address, error)
 
     async def fetch(self, folder: Path) -> None:
-        """Copy a folder inside the run's folder from a node to this node."""
+        """Copy a folder inside the run's folder from the other nodes to this node."""
         part = str(folder.relative_to(self._run_dir))
         for address in list(self.apart):
             for name, size in (await self._sizes(address, [part])).items():
                 await self._read(address, name, 0, size, self._run_dir / name)
 
     async def close(self) -> None:
-        """Copy the remaining bytes to this node, for at most `CLOSE_S` per node.
+        """Copy the remaining bytes to this node, for at most `CLOSE_S` per node. Remove copies of models.
 
-        Remove the copies and the nodes' folders.
+        Also remove the run's folder on the other nodes. On nodes that share it, remove only its part in shared memory.
         """
         for copy in self._copies:
             shutil.rmtree(copy, ignore_errors=True)
@@ -317,7 +318,7 @@ class NodeFolders:
                 )
 
     async def _blind_to(self, folder: Path, nodes: Collection[str]) -> list[str]:
-        """The nodes that do not see a folder of this node."""
+        """Return the nodes that do not see a folder of this node."""
         if not nodes:
             return []
         token, content = folder / f".seen-{uuid.uuid4().hex}", uuid.uuid4().hex
@@ -356,7 +357,7 @@ class NodeFolders:
             target.rename(path)
 
     async def _send(self, folder: Path, names: Sequence[str], *, to: Sequence[str], mode: int) -> None:
-        """Copy files of a folder to the same path on other nodes. The folder is made with ``mode``."""
+        """Copy files of a folder to the same path on other nodes. These nodes make the folder with ``mode``."""
         if not to:
             return
         reasons = await self._ask(to, "make", str(folder), mode)
@@ -390,9 +391,10 @@ class NodeFolders:
 
 @asynccontextmanager
 async def node_folders(config: RunConfig, run_dir: Path, say: Callable[[str], None]) -> AsyncIterator[NodeFolders]:
-    """Open the run's folder on the other nodes of the cluster. Removes these folders at the end.
+    """Open the run's folder on the other nodes of the cluster. `NodeFolders.close` removes it there at the end.
 
-    Raises `DeadlineError` if a node does not answer.
+    On nodes that share the run's folder, `close` removes only its part in shared memory. Raises `DeadlineError` if a
+    node does not answer.
     """
     own = ray.get_runtime_context().get_node_id()
     several = config.placement.num_nodes > 1
@@ -413,7 +415,7 @@ def _absolute(path: str) -> Path:
 
 
 def _node_actor(node_id: str) -> tuple[str, Any]:
-    """The address of a node, and a new actor there."""
+    """Return the address of a node, and a new actor there."""
     actor = ray.remote(num_cpus=0, runtime_env={"env_vars": WORKER_ENV})(NodeFiles)
     there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     return node_addresses()[node_id], actor.options(scheduling_strategy=there).remote()

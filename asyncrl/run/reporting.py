@@ -1,9 +1,8 @@
 """The reports of a run: a `StepRecord` per learner step, the token account at the end, and their display.
 
 A failure of the terminal, a tracker, the dashboard or the advice does not end the run. The dashboard is a separate
-process. A thread computes the use of the pools from the run's record. `Watching.step` wakes the thread. After each
-computation the thread rests so long that it works less than a hundredth of the time. The planner looks for advice once,
-after the last step.
+process. A task computes the use of the pools from the run's record, in a thread. `Watching.step` wakes the task. After
+each computation the task pauses for 100 times its duration. The planner looks for advice once, after the last step.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Reporter:
             for a new run.
 
     Attributes:
-        engine_version: The version that every engine serves, or a later one.
+        engine_version: Every engine serves this version or a later one.
         num_steps: Steps recorded in this life; a step that was repeated counts again.
     """
 
@@ -111,7 +110,7 @@ class Reporter:
     def planned(self, plan: Plan) -> None:
         """Write the receipt of a step's batch before the ranks train on it.
 
-        A checkpoint that includes the step may be complete before the step is committed.
+        A receipt after the commit could be too late: a checkpoint with the step may be complete before the commit.
         """
         receipts.note(receipts.Act.planned, step=plan.version, groups=[_planned(group) for group in plan.groups])
 
@@ -188,11 +187,11 @@ class Reporter:
         )
 
     def _numbers_of_samples(self, plan: Plan) -> list[int]:
-        """Number of trained samples of each group. Samples with a failed reward may be missing."""
+        """Return the number of trained samples of each group. Samples with a failed reward may be missing."""
         return [len(group.rewards[self._trained]) for group in plan.groups]
 
     def _batch_numbers(self, plan: Plan) -> dict[str, Any]:
-        """The fields of a record that the batch determines."""
+        """Return the fields of a record that the batch determines."""
         groups = [group for group in plan.groups if group.is_scored]
         lags = [plan.version - group.oldest_version for group in plan.groups]
         rewards = [reward for group in groups for reward in group.rewards[self._trained]]
@@ -221,13 +220,13 @@ class Reporter:
         }
 
     def _numbers_of_source(self, group: GroupSummary) -> dict[str, Sequence[float]]:
-        """The numbers of a group that are reported by data source; none if there is no source."""
+        """Return the numbers of a group that are reported by data source; empty if the group has no source."""
         if not group.data_source:
             return {}
         return {"reward": group.rewards[self._trained], "response_length": group.response_lengths[self._trained]}
 
     def _learner_numbers(self, plan: Plan, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """The fields of a record that the learner's step determines."""
+        """Return the fields of a record that the learner's step determines."""
         update_s = metrics["ended_at"] - metrics["started_at"]
         num_tokens = sum(group.num_tokens for group in plan.groups)
         return {
@@ -239,7 +238,7 @@ class Reporter:
         }
 
     def _buffer_numbers(self, stats: BufferStats) -> dict[str, Any]:
-        """The fields of a record that the ledger determines."""
+        """Return the fields of a record that the ledger determines."""
         return {
             "groups": stats.groups,
             "tokens_dropped_by_reason": stats.tokens_dropped,
@@ -255,7 +254,7 @@ class Reporter:
 
 
 def _planned(group: GroupSummary) -> dict[str, Any]:
-    """The entry of a planned group in the receipt of its step."""
+    """Return the entry of a planned group in the receipt of its step."""
     return {
         "group": group.group_id,
         "attempt": group.attempt,
@@ -277,7 +276,7 @@ def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:
 
 
 def balanced_account(stats: BufferStats, counts: FleetCounts, *, num_earlier: int = 0) -> TokenAccount:
-    """The token account of a run over all its lives. Raises `AccountError` if it does not balance.
+    """Return the token account of a run over all its lives. Raises `AccountError` if it does not balance.
 
     ``num_earlier`` are the tokens that the ledger counted when this life began; ``counts`` are of this life.
     """
@@ -352,7 +351,7 @@ class Watching:
             self._view.say(f"trackers that failed, and how often: {failed}; logs/controller.log says why")
 
     async def _start_dashboard(self) -> str:
-        """Start the dashboard; returns a line for the user with its address, or with the reason if it does not start.
+        """Start the dashboard. Returns a line for the user with its address, or a line that says that it did not start.
 
         The process exits when its stdin closes, so it cannot outlive this process.
         """
@@ -403,7 +402,7 @@ class Watching:
             await look_for_advice(self._run_dir)
 
     def go_on(self, history: History) -> None:
-        """Show the trackers the steps and evaluations of the earlier lives of a resumed run."""
+        """Give the trackers the steps and evaluations of the earlier lives of a resumed run."""
         self._trackers.go_on([*history.evaluations, *history.steps])
 
     def evaluation(self, evaluation: Evaluation) -> None:
@@ -420,7 +419,7 @@ class Watching:
             began_s = time.monotonic()
             try:
                 use: RunUse | None = await asyncio.to_thread(live.read)
-            except FileNotFoundError:  # there is no record with profile.enabled=false
+            except FileNotFoundError:  # profile.enabled is false, so there is no record
                 return
             except Exception:
                 logger.exception("the use of the pools cannot be read")
@@ -434,7 +433,7 @@ class Watching:
 async def look_for_advice(run_dir: Path) -> None:
     """Simulate a finished training with other options, for the advice and the frontier in the report.
 
-    ``asyncrl plan --only-advice`` runs at nice 19 for at most `_ADVICE_S`. A failure is only logged.
+    ``asyncrl plan --only-advice`` runs at nice 19 for at most `_ADVICE_S`. A failure only logs a warning.
     """
     command = ["nice", "-n", "19", sys.executable, "-m", "asyncrl", "plan", str(run_dir)]
     with (run_dir / "logs" / "advice.log").open("ab") as log:

@@ -49,14 +49,14 @@ BUFFER = "buffer"
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The state of a run at a checkpoint that is not in the buffer's part.
+    """The state of a run at a checkpoint, without the state in the buffer's part.
 
     Attributes:
         version: Learner version: the number of committed steps.
         key: Random name of the checkpoint. Both parts of the checkpoint have the same key.
         lineage: Random name of the run, which is the same in all its lives.
         prompts: State of the prompt stream; its ``position`` is the number of prompts that were handed out.
-        tokens_generated: Policy tokens that the fleets of all lives had written.
+        tokens_generated: Tokens that the fleets of all lives have generated.
         options: The `learning_options` of the run that saved the checkpoint.
     """
 
@@ -68,12 +68,12 @@ class RunState:
     options: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The state as JSON values."""
+        """Return the state as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunState:
-        """The inverse of `to_dict`. Raises `ValueError` if the values are not the state of a run."""
+        """Make the state from the values of `to_dict`. Raises `ValueError` if the values are not the state of a run."""
         names = sorted(cls.__dataclass_fields__)
         if sorted(values) != names:
             raise ValueError(
@@ -83,13 +83,13 @@ class RunState:
         return cls(**values)
 
     def changed_options(self, config: RunConfig) -> list[str]:
-        """Options that differ from the checkpoint's. Example: ``learner.optimizer.lr was 0.001, is 0.0001``."""
+        """Return options that differ from the checkpoint's. Example: ``learner.optimizer.lr was 0.001, is 0.0001``."""
         now = learning_options(config)
         return [f"{name} was {was}, is {now[name]}" for name, was in self.options.items() if now.get(name, was) != was]
 
 
 def learning_options(config: RunConfig) -> dict[str, str]:
-    """The options that influence learning, by dotted name, as text."""
+    """Return the options that influence learning, by dotted name, as text."""
     critic = config.learner.critic
     sections = {
         "model": config.model,
@@ -128,11 +128,11 @@ class Resumed:
 
 
 class Checkpointer:
-    """Saves the due checkpoints of a run.
+    """Saves the checkpoints of a run when they are due.
 
-    A save is queued on the ranks directly after the update that makes the version. While the buffer still writes its
-    parts of `MAX_WRITING` checkpoints, the next save waits for a later step. The reason is that the ledger can return
-    only to recent checkpoints.
+    A save is queued on the ranks directly after the update that makes the version. The ledger can return only to recent
+    checkpoints. So while the buffer still writes its parts of `MAX_WRITING` checkpoints, the next save waits for a
+    later step.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Checkpointer:
         """Save a checkpoint with the next learner step; returns its folder when the checkpoint is complete.
 
         The ranks write the checkpoint while they train. This call returns with the first commit after they have written
-        it. Raises `CheckpointError` if the ranks may not share the folder.
+        it. Raises `CheckpointError` if the nodes may not share the folder of the checkpoints.
         """
         if not self._config.shares_checkpoints:
             raise CheckpointError(
@@ -189,7 +189,7 @@ class Checkpointer:
                         request.set_result(folder)
 
     async def save_if_due(self, version: int) -> Awaitable[str] | None:
-        """Queue a checkpoint of ``version`` on the ranks if one is due. Its result is the written folder."""
+        """Queue a checkpoint of ``version`` on the ranks if one is due. The awaited result is its folder."""
         is_last, every = version == self._config.total_steps, self._config.checkpoint.every_steps
         is_new = every > 0 and (version % every == 0 or is_last)
         if not (is_new or self._is_due or self._requests):
@@ -207,7 +207,10 @@ class Checkpointer:
         return await self.save(version, wait=is_last)
 
     async def save(self, version: int, *, wait: bool) -> Awaitable[str]:
-        """Queue a checkpoint of ``version``. The ranks reach this version with the calls that are queued so far."""
+        """Queue a checkpoint of ``version``. The ranks reach this version with the calls that are queued so far.
+
+        The awaited result is its folder. With ``wait``, the result also waits for the buffer's part.
+        """
         key = uuid.uuid4().hex
         part = part_of(checkpoint_path(self._learner.checkpoints, version), BUFFER)
         write = asyncio.ensure_future(self._buffer.checkpoint(part.absolute(), version, key=key))
@@ -234,7 +237,7 @@ class Checkpointer:
     async def _copied_by(
         self, saving: Awaitable[str], requests: list[asyncio.Future[Path]], writes: Sequence[Awaitable[Any]]
     ) -> str:
-        """The folder of a checkpoint. Returns when the ranks have copied their part and the ``writes`` are finished."""
+        """Wait until the ranks have copied their part and ``writes`` are finished. Returns the checkpoint's folder."""
         folder = await saving
         for write in writes:
             await write
@@ -244,7 +247,7 @@ class Checkpointer:
         return folder
 
     def newest(self, folder: Path) -> Resumed | None:
-        """The newest complete checkpoint in ``folder`` that this process has saved, or None.
+        """Return the newest complete checkpoint in ``folder`` that this process has saved, or None.
 
         Other runs may save into the same folder.
         """
@@ -263,7 +266,7 @@ class Checkpointer:
 
 
 def find_checkpoint(config: RunConfig) -> Resumed | None:
-    """The checkpoint that ``checkpoint.resume`` names. None for ``never``, and for ``auto`` if there is no checkpoint.
+    """Return the checkpoint that ``checkpoint.resume`` names; None for ``never``, or if ``auto`` finds none.
 
     Raises `ValueError` if the path holds no checkpoint, or if the checkpoint is already at the run's last step.
     """
@@ -292,8 +295,8 @@ def find_checkpoint(config: RunConfig) -> Resumed | None:
 def check_beginning(config: RunConfig) -> None:
     """Check a run's checkpoint, keys and buffer folder before anything starts.
 
-    Raises `ValueError` as `find_checkpoint` and `check_keys` do, or if the buffer's folder or ``checkpoint.directory``
-    belongs to another run.
+    Raises the `ValueError` of `find_checkpoint` and `check_keys`. Also raises `ValueError` if ``buffer.directory`` or
+    ``checkpoint.directory`` has files of another run.
     """
     if config.buffer.keys:
         check_keys(Path(config.buffer.keys))
@@ -316,7 +319,7 @@ def check_beginning(config: RunConfig) -> None:
 
 
 def check_keys(folder: Path) -> None:
-    """Raise `ValueError` if the keys are of different runs: the server would refuse such clients without an answer."""
+    """Raise `ValueError` if the keys are of different runs. The server would not answer clients with such keys."""
     if not (folder / "server.json").is_file():
         return
     server = server_keys(folder)
@@ -330,12 +333,12 @@ def check_keys(folder: Path) -> None:
 
 
 def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
-    """The buffer's options of a run that resumes: the buffer begins with its part of the checkpoint.
+    """Return the buffer's options of a run that resumes: the buffer begins with its part of the checkpoint.
 
-    If the journal of the earlier life knows the checkpoint, the buffer begins with this journal instead, because it
-    holds more groups. The journal is not used with a sampler: after the checkpoint, the restored sampler may choose
-    other prompts than the journal contains. An unused journal's folder is renamed, not deleted. Raises `ValueError` if
-    the checkpoint has no part of the buffer.
+    If the journal of the earlier life includes the checkpoint, the buffer begins with this journal instead, because it
+    holds more groups. With a sampler the journal is not used, because the restored sampler may choose other prompts
+    than those in the journal. An unused journal's folder is renamed, not deleted. Raises `ValueError` if the checkpoint
+    has no part of the buffer.
     """
     state, part = resumed.state, resumed.buffer_part
     if not part.is_dir():
@@ -358,8 +361,8 @@ def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
 async def take_up(buffer: ControlBuffer, resumed: Resumed) -> Resumed:
     """Set the ledger of an earlier life back to a checkpoint, before anything else runs.
 
-    Returns the state in which this life begins. Groups and saved prefixes that have no token of a later version are
-    kept. The journal of a killed life may count more tokens than the checkpoint.
+    Groups and saved prefixes without a token of a later version are kept. Returns the state in which this life begins.
+    Its ``tokens_generated`` is the ledger's count, because the journal may count more tokens than the checkpoint.
     """
     state = resumed.state
     for version in range((await buffer.stats()).learner_version, state.version):
@@ -374,9 +377,9 @@ class RepeatedPrompts:
 
     Args:
         stream: The prompt stream.
-        resumed: The state to resume from: the stream continues there.
+        resumed: The state to resume from; the stream continues at its position.
 
-    Raises `ValueError` if the stream has other files or options than that of ``resumed``.
+    Raises `ValueError` if the files or options of the stream differ from those of the stream in ``resumed``.
     """
 
     def __init__(self, stream: PromptStream, resumed: RunState | None = None) -> None:
@@ -393,7 +396,7 @@ class RepeatedPrompts:
             start = end
 
     def take(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts."""
+        """Return the next ``count`` prompts."""
         again, self._again = self._again[:count], self._again[count:]
         return [*self._stream.at(again), *self._stream.take(count - len(again))]
 
@@ -407,5 +410,5 @@ class RepeatedPrompts:
         self._stream.note(groups)
 
     def state(self) -> Mapping[str, Any]:
-        """The state of the stream."""
+        """Return the state of the stream."""
         return self._stream.state()

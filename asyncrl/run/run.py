@@ -1,8 +1,8 @@
 """The life of a run: start every part, train (`asyncrl.run.training`), stop.
 
 A part that dies ends the run: its watcher raises, and everything else is cancelled. At any end of a run, its parts are
-stopped in the reverse order of their start. The buffer server and the learner's ranks are restarted up to
-``buffer.restarts`` and ``learner.restarts`` times before their death ends the run.
+stopped in the reverse order of their start. The buffer server is restarted up to ``buffer.restarts`` times before its
+death ends the run, and the learner's ranks up to ``learner.restarts`` times.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class Run:
         view: TerminalView,
         on_fault: Callable[[BaseException], None],
     ) -> None:
-        """The options must have been checked.
+        """The caller must have checked the options.
 
-        ``prompts`` are the training prompts and the held-out prompts. ``warming`` makes the first policy. It has
-        already begun, unless it may compute on a GPU. The run calls ``on_fault`` before it stops the parts after a
-        fault, so that the caller can set a deadline.
+        ``prompts`` are the training prompts and the held-out prompts. ``warming`` makes the first policy. The caller
+        has already begun it, unless it may compute on a GPU. After a fault, the run first calls ``on_fault`` and then
+        stops the parts, so that the caller can set a deadline.
         """
         config = with_time_to_read(config)
         self._config = replace(config, profile=replace(config.profile, directory=str(run_dir / "profile")))
@@ -95,7 +95,11 @@ class Run:
         self._part_died = False
 
     async def run(self) -> None:
-        """Run to the end and write the summary. Raises `ValueError` for a wrong option or file, and `AsyncRLError`."""
+        """Run to the end and write the summary.
+
+        Raises `ValueError` for a wrong option or file, and `AsyncRLError` if a part fails. Errors of a task group are
+        in an `ExceptionGroup`.
+        """
         self._resumed = find_checkpoint(self._config)
         begin_life(self._run_dir, self._resumed and self._resumed.checkpoint)
         prompts = RepeatedPrompts(self._prompts, self._resumed and self._resumed.state)
@@ -134,9 +138,9 @@ class Run:
         self._view.summary(summary, self._run_dir)
 
     def _buffer_options(self) -> BufferConfig:
-        """The buffer's options in this run.
+        """Return the buffer's options in this run.
 
-        They have a port with keys, or Unix sockets in the run's folder in shared memory.
+        A buffer with a port gets keys. Otherwise it gets Unix sockets in the run's folder in shared memory.
         """
         options = self._config.buffer
         options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])
@@ -155,7 +159,7 @@ class Run:
         return options
 
     def _host_stores(self, stack: AsyncExitStack, options: BufferConfig, buffer: BufferConnection) -> HostStores:
-        """Stores on the hosts of rollout workers. A store starts when the first worker of its host does."""
+        """The stores on the hosts of rollout workers. A store starts when the first worker of its host connects."""
         if options.directory:
             options = replace(options, directory=str(Path(options.directory).absolute()))
         timeout_s = options.request_timeout_s
@@ -216,15 +220,15 @@ class Run:
     async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
         """Start fleet and learner at the same time, during the warm start.
 
-        The exit of ``stack`` stops them. Engines take the longest to start. They begin with the weights of
+        The exit of ``stack`` stops them. Engines take the longest to start, so they begin with the weights of
         ``model.path``, which have the shapes of the policy. The learner then publishes the weights of the warm start or
-        of a checkpoint, and the engines load these like later versions. On shared devices the learner starts first, and
-        then releases the devices to the engines.
+        of a checkpoint, and the engines load these weights like later versions. On shared devices the learner starts
+        first, and then releases the devices to the engines.
         """
         paths, timeout_s = RunPaths.of(self._config, self._run_dir), self._config.ray.start_timeout_s
 
         def make(kind: Callable[..., T], config: RunConfig, **parts: Any) -> Awaitable[T]:
-            """Make a group in a thread. If this call is cancelled, it still waits for the thread."""
+            """Make a group in a thread. A cancelled call still waits for the thread."""
             return finished_in_thread(partial(kind, config, buffer=buffer, paths=paths, **parts), timeout_s)
 
         if self._config.placement.colocated:
@@ -281,7 +285,7 @@ class Run:
             await self._warmed()
 
     async def _warmed(self) -> Path:
-        """Wait for the first policy of the training."""
+        """Wait for the warm start. Returns the folder of the policy with which training begins."""
         with nullcontext() if self._warming.is_done else self._view.waiting_for("warm start"):
             return await self._warming.policy()
 

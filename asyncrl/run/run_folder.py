@@ -63,7 +63,7 @@ class RunPaths:
     Attributes:
         logs: One log per process.
         snapshots: Published weights; every engine of the host can read them.
-        staging: Images of the weights that engines keep, in the memory of their host.
+        staging: Images of the weights that engines keep; in shared memory, if the host has it.
         samples: Decoded samples for the user.
         trajectories: Consumed trajectories; None if they are not recorded.
         tokens: A few trajectories for the user, token by token, with the learner's log-probs.
@@ -80,7 +80,7 @@ class RunPaths:
 
     @classmethod
     def of(cls, config: RunConfig, run_dir: Path) -> RunPaths:
-        """The paths of a run in ``run_dir``. Makes the folder of published weights."""
+        """Return the paths of a run in ``run_dir``. Makes the folder of published weights."""
         return cls(
             logs=run_dir / "logs",
             snapshots=_make_snapshot_folder(config, run_dir),
@@ -93,18 +93,18 @@ class RunPaths:
 
     @staticmethod
     def checkpoints_of(config: RunConfig, run_dir: Path) -> Path:
-        """The folder in which a run in ``run_dir`` saves checkpoints."""
+        """Return the folder in which a run in ``run_dir`` saves checkpoints."""
         directory = config.checkpoint.directory
         return Path(directory).resolve() if directory else run_dir / "checkpoints"
 
 
 def has_begun_training(run_dir: Path) -> bool:
-    """Whether all parts of a run have started, so that a signal leaves a checkpoint."""
+    """Whether all parts of a run have started. From then on, a signal makes the run save a checkpoint."""
     return (run_dir / "metrics.jsonl").is_file()
 
 
 def shared_folder(run_dir: Path) -> Path:
-    """A run's folder in shared memory.
+    """Return a run's folder in shared memory.
 
     Its name is derived from ``run_dir``, so another process can remove the folder.
     """
@@ -130,7 +130,7 @@ def hold_shared_folder(run_dir: Path) -> int | None:
         except FileExistsError:
             if _is_swept(folder):
                 continue
-            shutil.rmtree(run_dir)  # nothing was started
+            shutil.rmtree(run_dir)  # no part of the run has started
             raise FileExistsError(
                 f"{folder} must not exist before the run, but another process made it; remove it, or change output_dir"
             ) from None
@@ -159,7 +159,7 @@ def join_shared_folder(folder: Path) -> int:
 
 
 def _locked(folder: Path) -> int | None:
-    """A file descriptor that holds a folder's lock; None if the sweep of another run removed the folder."""
+    """Return a file descriptor that holds a folder's lock; None if the sweep of another run removed the folder."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
     except FileNotFoundError:
@@ -173,7 +173,7 @@ def _locked(folder: Path) -> int | None:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process holds the lock of a run's folder in shared memory. The run has then not ended."""
+    """Whether a process holds the lock of a run's folder in shared memory. If so, the run has not ended."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
     except OSError:  # there is no folder, or it belongs to another user
@@ -216,7 +216,7 @@ def _is_swept(folder: Path) -> bool:
 def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
     """Make the folder of published weights according to ``weights.transport``. Raises the errors of `check_memory`.
 
-    The run removes a folder in shared memory. If the run cannot, its supervisor does.
+    The run removes a folder in shared memory at its end. If the run is killed, its supervisor removes the folder.
     """
     check_memory(config)
     weights, missing = config.weights, _missing_memory(config, _num_versions(config))
@@ -234,7 +234,7 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
 
 
 def _warn_of_disk(folder: Path, missing: str, num_bytes: int) -> None:
-    """Warn that published weights are written to a disk; the warning has the seconds per version."""
+    """Warn that the learner publishes weights to a disk. The warning says how many seconds one version takes."""
     with tempfile.TemporaryFile(dir=folder) as probe:
         began = time.monotonic()
         probe.write(os.urandom(_PROBE_BYTES))
@@ -274,7 +274,7 @@ def check_memory(config: RunConfig) -> None:
 
 
 def _missing_memory(config: RunConfig, num_versions: int) -> str:
-    """Why this number of versions does not fit into shared memory; empty if they fit."""
+    """Return why this number of versions does not fit into shared memory; empty if they fit."""
     if not SHARED_MEMORY.is_dir():
         return f"{SHARED_MEMORY} does not exist"
     wanted = 2 * weight_bytes(config) * num_versions
@@ -283,12 +283,12 @@ def _missing_memory(config: RunConfig, num_versions: int) -> str:
 
 
 def weight_bytes(config: RunConfig) -> int:
-    """Bytes of the model's safetensors files."""
+    """Return the bytes of the model's safetensors files."""
     return sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
 
 
 def _num_versions(config: RunConfig) -> int:
-    """The largest number of versions in shared memory at a time. A delta counts as a full version.
+    """Return the largest number of versions in shared memory at a time. A delta counts as a full version.
 
     - The learner keeps ``keep_snapshots`` versions, or all versions that may still be offered to engines if these are
       more. The next evaluation keeps one version while the learner continues. The full version before the oldest delta

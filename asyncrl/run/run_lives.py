@@ -46,7 +46,7 @@ class Life:
         folder: Folder of the life.
         record: Record of the life.
         state: State of the life.
-        num_steps: Learner steps of the run at the newest step of this life, including earlier lives.
+        num_steps: Learner steps that the run had made at the newest step of this life, including earlier lives.
         total_steps: ``total_steps`` in the configuration of the life.
         checkpoints: Checkpoints of the life on disk, oldest first.
         num_bytes: Bytes in the folder, including checkpoints; a file with several links counts once.
@@ -62,7 +62,7 @@ class Life:
 
 
 def begin_life(run_dir: Path, resumed: Path | None) -> None:
-    """Write the record of a life that begins."""
+    """Write the record of a life at its beginning."""
     record = LifeRecord(host=socket.gethostname(), began_s=time.time())
     if resumed is not None:
         before = history_folder(resumed, read_progress(resumed).life).resolve()
@@ -77,7 +77,7 @@ def end_life(run_dir: Path, status: int) -> None:
 
 
 def find_runs(folder: Path) -> list[list[Life]]:
-    """The runs below a folder, in the order of their start. A run is a list of its lives, oldest first.
+    """Return the runs below a folder, in the order of their start. A run is a list of its lives, oldest first.
 
     A life that continues a checkpoint of an earlier life belongs to the same run as that life. This is also true if two
     lives continue the same life.
@@ -93,7 +93,7 @@ def find_runs(folder: Path) -> list[list[Life]]:
 
 
 def life_of(run_dir: Path, record: LifeRecord) -> Life:
-    """The life with this record."""
+    """Return the life with this record."""
     options: Mapping[str, Any] = yaml.safe_load((run_dir / "config.yaml").read_text())
     own = options["checkpoint"]["directory"]
     checkpoints = [] if own and not Path(own).is_dir() else _checkpoints(Path(own) if own else run_dir / "checkpoints")
@@ -134,7 +134,7 @@ def _num_bytes(folders: Sequence[Path]) -> int:
 
 
 def _num_steps(run_dir: Path) -> int:
-    """The newest step in ``metrics.jsonl``, plus one. The last line may be incomplete."""
+    """Return the newest step in ``metrics.jsonl``, plus one. The last line may be incomplete."""
     path = run_dir / "metrics.jsonl"
     whole, _, _ = (path.read_text() if path.is_file() else "").rpartition("\n")
     return json.loads(whole.rpartition("\n")[2])["step"] + 1 if whole else 0

@@ -1,4 +1,4 @@
-"""The socket of a running training, through which its user requests a checkpoint, or new keys of the buffer.
+"""The socket of a running training. Its user requests a checkpoint or new keys of the buffer through this socket.
 
 The commands are ``asyncrl checkpoint RUN`` and ``asyncrl keys RUN``. The socket is a Unix socket in the run's folder in
 shared memory (`shared_folder`). Only the user of the run may open that folder. A request is one line of JSON, and so is
@@ -30,7 +30,7 @@ _CONNECT_S = 5.0
 
 @asynccontextmanager
 async def answered_requests(run_dir: Path, **work: Callable[[], Awaitable[Path]]) -> AsyncIterator[None]:
-    """Answer requests inside the block; no effect on a host without shared memory.
+    """Answer requests while the block runs. No effect on a host without shared memory.
 
     ``work`` maps the name of a request to the function that carries it out. The function returns the folder that the
     command prints.
@@ -106,7 +106,7 @@ def ask_for_keys(run_dir: Path, *, timeout_s: float) -> Path:
 
     Raises:
         ValueError: no training of this folder runs on this host.
-        DeadlineError: the keys were not replaced in time. The old keys are still valid; ask again.
+        DeadlineError: the keys were not replaced in time, and the training cancels the request; ask again.
         AsyncRLError: the keys were not replaced; the message has the reason.
     """
     return _ask(

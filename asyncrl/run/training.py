@@ -1,6 +1,6 @@
 """The training of a run whose parts have started: evaluate, train, save the policy, evaluate again, summarise.
 
-A signal stops the training between two steps. Then it saves the checkpoint, the policy and the summary.
+A signal stops the training between two steps. `Training` then saves a checkpoint, the policy and the summary.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class Training:
-    """Trains with started parts, and writes the measurements.
+    """Trains with parts that have started, and writes metrics and summary.
 
     Args:
         buffer: Client of the buffer.
@@ -57,13 +57,13 @@ class Training:
         fleet: The fleet, whose engines serve the first version.
         prompts: The training prompts.
         evaluator: Evaluates a version on the fleet.
-        writer: Has the records of the earlier lives of the run.
+        writer: Writes the metrics; it has the records of the earlier lives of the run.
         watching: Shows each step and evaluation.
         nodes: Collects samples and the policy from other nodes.
         resumed: The checkpoint that the run continues from; None for a new run.
         first: The state in which the training begins.
-        count_restarts: Returns the number of restarts of the other parts, for the summary.
-        all_answer: Whether every part still answers. If not, a stopped training saves nothing.
+        count_restarts: Returns the number of restarts of buffer and stores, for the summary.
+        all_answer: Returns whether every part still answers. If not, a stopped training saves nothing.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Training:
         )
 
     async def run(self) -> dict[str, Any]:
-        """Evaluate, train and evaluate. Returns the summary, which is also in the run's folder."""
+        """Evaluate, train, and evaluate again. Writes the summary into the run's folder, and returns it."""
         before = await self._evaluate(self._first_version)
         self._start_s = self._view.elapsed_s
         training = asyncio.ensure_future(unless(self._restarts.through(self._train_and_save), [self._fleet.run()]))
@@ -172,7 +172,7 @@ class Training:
     async def _keep(self, training: Awaitable[None], before: Evaluation | None) -> None:
         """Finish the queued steps, and write checkpoint, policy and summary of a training that a signal stops.
 
-        Without a new step there is no new policy, and only the checkpoint is written.
+        If this life has made no step, only the checkpoint is written.
         """
         timeout_s = self._config.save_timeout_s
         self._controller.stop()

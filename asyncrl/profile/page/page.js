@@ -64,7 +64,7 @@ const ORDERS = {
 const VERSION_SCALE = ["#9ecae9", "#a6dbb0", "#f7d488", "#f4b8a0", "#d3b6e6", "#c9d5a0"];
 const FULL_COLOUR_NATS = 0.5;
 
-/** Background of a token by its policy version or by the difference of engine and learner; null if unknown. */
+/** Background of a token by its policy version, or by the engine's minus the learner's log-prob; null if unknown. */
 function tokenColour(token, by) {
   if (by === "version") return token.version < 0 ? null : VERSION_SCALE[token.version % VERSION_SCALE.length];
   if (token.difference === null || token.difference === undefined) return null;
@@ -108,13 +108,13 @@ function drawSamples() {
   place.replaceChildren(...kept.slice(0, 60).map((sample) => sampleCard(sample, by)));
 }
 
-/** Colour of what an episode waits for. */
+/** Colour of each reason for which an episode waits. */
 function waitColours() {
   const palette = PALETTES[theme()];
   return { generation: palette.fleet, queue: palette.causes[0], tool: palette.causes[2], environment: palette.causes[4] };
 }
 
-/** A part of the time of an episode, drawn to its scale. */
+/** Draws periods of an episode as bars on one line; its whole width is `duration`. */
 function waitTrack(bars, duration) {
   const track = make("div", undefined, { className: "track" }), colours = waitColours();
   track.append(...bars.map(([what, start, end]) => {
@@ -164,7 +164,7 @@ function drawEpisode() {
   if (!report.episodes.length) return;
   const select = form.elements.episode, titles = report.episodes.map((episode) => episode.title), chosen = select.value;
   const shown = JSON.stringify([titles, chosen, theme()]);
-  if (shown === shownEpisode) return;  // a live run sends the same episodes again; open turns stay open
+  if (shown === shownEpisode) return;  // a live run sends the same episodes again; the turns that the user has opened stay open
   shownEpisode = shown;
   select.replaceChildren(...titles.map((title, index) => make("option", title, { value: String(index) })));
   if (chosen && chosen < titles.length) select.value = chosen;
