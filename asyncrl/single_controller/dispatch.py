@@ -34,7 +34,7 @@ class DataProtoFuture:
 
     Await the future, ``get`` the result, or pass the future to another group's call.
 
-    A future in a call sends only references through the driver; the receiving workers fetch the results.
+    If it is passed on, only references go through the driver; the receiving workers fetch the results.
 
     Attributes:
         collect_fn: Joins the list of fetched results into one.
@@ -412,7 +412,7 @@ def collect_dp_compute(worker_group: Any, output: Any) -> Any:
 
 
 def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Split every `DataProto` evenly over the ranks. If padding is enabled for it, it is padded first."""
+    """Split every `DataProto` evenly over the ranks. If padding is enabled, pad it first."""
     return _split_args_kwargs_data_proto_with_auto_padding(worker_group.world_size, *args, **kwargs)
 
 
@@ -465,7 +465,7 @@ def dispatch_nd_compute_dataproto(
 ) -> Dispatched:
     """Split every `DataProto` into ``dp_size`` parts, and distribute the parts.
 
-    If padding is enabled, it is padded first.
+    A `DataProto` with padding enabled is padded first.
     """
     split_args, split_kwargs = _split_args_kwargs_data_proto_with_auto_padding(dp_size, *args, **kwargs)
     padding = {key: split_kwargs.pop(key) for key in (_padding_size_key,) if key in split_kwargs}

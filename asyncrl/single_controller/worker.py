@@ -148,15 +148,15 @@ class Worker(WorkerHelper):
         return self._collect_dp_rank[self._known_mesh(mesh_name)]
 
     def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
-        """``dispatch_dp_rank`` and ``collect_dp_rank`` by mesh: arguments for another worker's `set_dispatch_collect`."""
+        """The arguments ``dispatch_dp_rank`` and ``collect_dp_rank`` for `set_dispatch_collect` of another worker."""
         return {"dispatch_dp_rank": self._dispatch_dp_rank, "collect_dp_rank": self._collect_dp_rank}
 
     def set_dispatch_collect(
         self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
     ) -> None:
-        """Register a mesh, with the place that another worker registered last.
+        """Register a mesh. This worker gets the place that another worker has in its last mesh.
 
-        Its `get_dispatch_collect` gives the place.
+        The arguments come from `get_dispatch_collect` of the other worker.
         """
         if not dispatch_dp_rank or not collect_dp_rank:
             raise UsageError(f"mesh {mesh_name!r} cannot follow a worker that registered no mesh; register its first")
@@ -219,7 +219,7 @@ def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
 def visible_devices_name(env_vars: Mapping[str, str] = os.environ) -> str:
     """Name of the variable that restricts the visible devices.
 
-    A loaded torch with NPU support selects that of NPUs, too.
+    It is the variable of NPUs if that one is set, or if torch with NPU support is loaded.
     """
     is_npu = hasattr(sys.modules.get("torch"), "npu") or bool(env_vars.get("ASCEND_RT_VISIBLE_DEVICES"))
     return "ASCEND_RT_VISIBLE_DEVICES" if is_npu else "CUDA_VISIBLE_DEVICES"
