@@ -214,7 +214,7 @@ class WeightPublisher:
         """Publish the copied version, or report the failure of the copy.
 
         Rank 0 does not report a failed collective, because the controller's calls to the ranks report the cause, such
-            as a dead rank.
+        as a dead rank.
         """
         with record.span(SpanKind.publish, lane="/publish", version=version):
             with self._stage("digest", version):

@@ -115,7 +115,7 @@ class RoundRequest:
 
 
 class HeldVersions(dict[int, T]):
-    """What a learner rank holds for each of the newest versions. Frozen weights are never removed.
+    """The newest versions on a learner rank: its parts, or the offers on rank 0. Frozen weights are never removed.
 
     Args:
         count: Number of versions. The oldest version that is still offered to engines is held as well.
@@ -340,7 +340,7 @@ class RoundCoordinator:
             logger.warning("round %d of weights: not every rank was done within %.1f s", number, this.timeout_s)
 
     async def _until_done(self, number: int) -> None:
-        """Wait until every rank has reported a round. A rank reports round 0 when it connects."""
+        """Wait until every rank has reported a round. A rank reports round 0 when it first connects."""
         while len(self._done) < self._num_ranks or min(self._done.values()) < number:
             self._rank_done.clear()
             await self._rank_done.wait()

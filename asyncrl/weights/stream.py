@@ -72,7 +72,7 @@ logger = logging.getLogger(__name__)
 SPAN_BYTES = 64 << 20
 """Largest size of a bucket, unless a piece is larger."""
 NUM_UNDER_WAY = 4
-"""Number of buckets that a member receives at the same time; the same number that it sends."""
+"""Number of buckets that a member receives at the same time. It sends the same number."""
 NUM_AHEAD = 2
 """Number of spans of files that are copied to a GPU before the model's loader takes them."""
 _RETRY_S = 1.0
