@@ -73,7 +73,7 @@ class RolloutBuffer(Protocol):
         ...
 
     async def revocation(self) -> tuple[int, int]:
-        """Wait for the next (group_id, attempt) to abort."""
+        """Wait until the buffer revokes an attempt. Returns its (group_id, attempt), which the worker aborts."""
         ...
 
     async def hand_on_request(self) -> list[tuple[int, int]]:
@@ -249,7 +249,7 @@ class LearnerPort(Protocol):
         ...
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Start the update on a batch. Its metrics include ``started_at`` and ``ended_at`` (Unix seconds)."""
+        """Start the update on a batch. The resulting metrics include ``started_at`` and ``ended_at`` (Unix seconds)."""
         ...
 
     def publish(self, version: int) -> Awaitable[None]:

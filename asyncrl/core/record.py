@@ -98,7 +98,7 @@ class SpanKind(StrEnum):
     load_stage = "load_stage"  # a part of a load, on lane ``engine-0/load``; ``cause`` names the part
     re_prefill = "re_prefill"  # from the end of a pause to the next token of a running sample
     released = "released"  # the learner uses the device (colocated)
-    # Members: lane ``engine-0/member``; for the worker, recorded by the controller, ``engine-0/worker``
+    # Members: lane ``engine-0/member``; the controller records the member's worker on lane ``engine-0/worker``
     member = "member"  # the member is in one state; ``cause`` names the state
     # Rollout workers: lane ``engine-0/reward``
     reward = "reward"
@@ -139,7 +139,7 @@ class LevelName(StrEnum):
     full = "full"  # 1 while the limit on bytes prevents admission
     bytes = "bytes"  # stored trajectories and prefixes
     # Per member, on its lane
-    epoch = "epoch"  # faults so far
+    epoch = "epoch"  # number of faults so far
     # Per process, on its own lane, once per step
     cpu = "cpu"  # microseconds of processor time since the start
 

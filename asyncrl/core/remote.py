@@ -172,7 +172,7 @@ def translated(error: Exception) -> Exception:
 
 def raised_in_worker(error: BaseException) -> BaseException:
     """Unwrap the exception of a worker's method from Ray's error. Other errors are returned unchanged."""
-    while isinstance(inside := getattr(error, "cause", None), BaseException):  # of a RayTaskError
+    while isinstance(inside := getattr(error, "cause", None), BaseException):  # a RayTaskError
         error = inside
     return error
 

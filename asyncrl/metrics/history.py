@@ -84,6 +84,9 @@ def _evaluation(values: Mapping[str, Any]) -> Evaluation:
 
 
 def history_folder(checkpoint: Path, saved_in: str) -> Path:
-    """The folder of the life that saved a checkpoint: the folder around it if that has metrics, else ``saved_in``."""
+    """The folder of the life that saved a checkpoint.
+
+    It is the checkpoint's run folder if this folder has metrics, otherwise ``saved_in``.
+    """
     holds = checkpoint.resolve().parent.parent
     return holds if (holds / "metrics.jsonl").is_file() else Path(saved_in)

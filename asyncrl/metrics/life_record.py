@@ -75,7 +75,7 @@ def read_life(run_dir: Path) -> LifeRecord | None:
 
 
 def lives_until(run_dir: Path) -> Sequence[tuple[Path, LifeRecord]]:
-    """The life in a folder and the lives before it, oldest first. The list begins after a missing folder."""
+    """The life in a folder and the lives before it, oldest first. A missing folder ends the search."""
     found: list[tuple[Path, LifeRecord]] = []
     folder: Path | None = run_dir.resolve()
     while folder is not None and (record := read_life(folder)) is not None:

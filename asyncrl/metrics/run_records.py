@@ -344,7 +344,7 @@ class ScalarEvents:
         self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
     def go_back(self, step: int) -> None:
-        """Continue in a new file; TensorBoard then ignores older scalars from this step on."""
+        """Continue in a new file. TensorBoard then ignores scalars of this and later steps in older files."""
         self._file.close()
         self._file = self._open()
         start = self._log(status=self._log.START)

@@ -52,7 +52,7 @@ class Worker(WorkerHelper):
     _master_port: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Before the constructor runs, keep blocked stop signals blocked and open the worker's log."""
+        """Before the constructor runs, keep blocked stop signals blocked, and redirect output to the worker's log."""
         keep_stop_blocked()
         log_file = os.environ.pop("WG_LOG_FILE", None)
         if log_file is not None:
@@ -113,7 +113,7 @@ class Worker(WorkerHelper):
         return self._master_addr, self._master_port
 
     def get_cuda_visible_devices(self) -> str:
-        """The devices this process may use, in the runtime's notation; ``not set`` if the process sees all devices."""
+        """The value of the variable that restricts the devices; ``not set`` if the process sees all devices."""
         return os.environ.get(visible_devices_name(), ALL_DEVICES)
 
     def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:
@@ -315,7 +315,7 @@ def create_colocated_worker_cls_fused(class_dict: dict[str, RayClassWithInitArgs
     return fused
 
 
-create_colocated_worker_cls = create_colocated_worker_cls_fused  # verl's first name for it
+create_colocated_worker_cls = create_colocated_worker_cls_fused  # verl's older name for this function
 
 
 def _route(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:

@@ -450,7 +450,7 @@ class RayWorkerGroup(WorkerGroup):
     def _execute_all(
         self, method_name: str, args: Sequence[Any], kwargs: dict[str, Any], silent: frozenset[int] = frozenset()
     ) -> PendingResults:
-        """As `execute_all_async`; the ranks in ``silent`` need not send their results."""
+        """As `execute_all_async`; the ranks in ``silent`` return errors, but no results."""
         num_workers = len(self._workers)
         if not all(isinstance(value, list) and len(value) == num_workers for value in (*args, *kwargs.values())):
             args = [[arg] * num_workers for arg in args]

@@ -37,7 +37,7 @@ class PublishOptions:
         num_held: Number of newest versions that each rank of a stream holds in memory.
         interface: Network interface on which engines reach the learner ranks; ``lo`` is this host only.
         num_receivers: A round begins immediately when this number of receivers have asked.
-        backend: ``gloo`` broadcasts in host memory. ``nccl`` broadcasts between GPUs, with one member per GPU.
+        backend: ``gloo`` sends between the memories of hosts. ``nccl`` sends between GPUs, with one member per GPU.
     """
 
     carrier: Carrier = Carrier.folder

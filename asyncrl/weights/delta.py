@@ -103,7 +103,7 @@ def write_delta(
                     )
                     stream.write(data)
         stream.flush()
-        os.fsync(stream.fileno())  # only then do other hosts that share the directory see the bytes
+        os.fsync(stream.fileno())  # other hosts that share the directory see the bytes only after this
     return changes
 
 

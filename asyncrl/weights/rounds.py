@@ -1,4 +1,4 @@
-"""Rounds: the learner ranks send a version over the network. Chooses the receivers, and connects the members.
+"""Rounds: the learner ranks send a version over the network. This module chooses receivers and connects members.
 
     receivers ──ask──▶ rank 0              A round: one version, its receivers, one deadline.
     receivers ◀──call, present──▶ rank 0   A receiver that does not answer the call is not in the round.
@@ -308,7 +308,10 @@ class RoundCoordinator:
                 _send(sender, {"over": message["round"]})
 
     async def _run(self, number: int, offered: HeldOffer, requests: Sequence[RoundRequest], *, is_delta: bool) -> None:
-        """Announce a round, and wait until all ranks are done with it. The same members keep their group."""
+        """Announce a round, and wait until all ranks are done with it.
+
+        If the members are the same, they keep their group.
+        """
         if {request.receiver for request in requests} != set(self._members):
             # Receivers of one host are neighbors.
             self._members = [request.receiver for request in sorted(requests, key=lambda request: request.host)]
@@ -474,7 +477,7 @@ class WeightChannel:
                 self._socket.settimeout(None if ends_s is None else max(ends_s - time.monotonic(), 1e-3))
                 part = self._socket.recv(num_bytes - len(data))
             except OSError as error:
-                if isinstance(error, TimeoutError) and error.errno is None:  # not TCP's own
+                if isinstance(error, TimeoutError) and error.errno is None:  # the timeout of this socket, not of TCP
                     silent_s = time.monotonic() - began_s
                     what = f"learner rank 0 at {self.address.endpoint} was silent for {silent_s:.1f} s"
                     raise TimeoutError(what) from None

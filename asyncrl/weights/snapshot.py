@@ -118,7 +118,10 @@ class WritableFile:
         return self.data[start : start + num_bytes]
 
     def digest(self, spans: Sequence[tuple[int, int]], *, for_device: bool) -> list[list[Piece]]:
-        """Digest each span (first byte, bytes) while the file system writes the bytes. Returns the pieces per span."""
+        """Digest each span (first byte, number of bytes) while the file system writes the bytes.
+
+        Returns the pieces per span.
+        """
         digest = partial(pieces_of, 0, data=self.data.numpy(), for_device=for_device)
         if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # waking threads takes longer than the digests
             digested = [digest(*span) for span in spans]
@@ -227,7 +230,7 @@ class RankPart:
         return torch.from_numpy(map_file(path).copy()) if path.stat().st_size else torch.empty(0, dtype=torch.uint8)
 
     def close(self, *, keep_data: bool = False) -> None:
-        """Release memory; ``keep_data`` keeps the data as the base of the next version."""
+        """Release the memory of this part; ``keep_data`` keeps the data as the base of the next version."""
         if not keep_data:
             self._file.close()
         if self._raw is not None:

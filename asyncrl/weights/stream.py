@@ -195,7 +195,10 @@ class WeightSender:
                     logger.warning("learner rank %d connects to rank 0 again: %s", self._rank, error)
 
     def _send(self, this: Round) -> bool:
-        """Broadcast this rank's part. Returns whether it was sent. After a failure the receivers ask again."""
+        """Send this rank's part to the first receiver.
+
+        Returns whether it was sent. After a failure the receivers ask again.
+        """
         began_s = time.monotonic()
         try:
             self._parts.retire(this.oldest)
@@ -478,7 +481,7 @@ def _receive_files(admitted: ReceiverRound, offer: WeightOffer, folder: Path) ->
 
 
 def new_data_file(folder: Path, manifest: Manifest) -> Tensor:
-    """Create the data file with its header: [bytes] uint8. Raises `WeightsError` if there is no room."""
+    """Create the data file with its header: [bytes] uint8. Raises the errors of `new_file`."""
     head, _ = safetensors_header([(t.name, t.dtype, t.shape, t.num_bytes) for t in manifest.tensors])
     data = new_file(folder / manifest.files[0], len(head) + manifest.num_bytes)
     data[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
@@ -486,7 +489,7 @@ def new_data_file(folder: Path, manifest: Manifest) -> Tensor:
 
 
 def new_file(path: Path, size: int) -> Tensor:
-    """Create a file of ``size`` bytes and map it: [bytes] uint8. Raises `WeightsError` if there is no room."""
+    """Create a file and map it: [size] uint8. Raises `WeightsError` if the bytes cannot be reserved."""
     with os.fdopen(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), "w+b") as file:
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -653,7 +656,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
     member: GroupMember | None = None
     while _idle and member is None:
         member = _idle.pop()
-        # Another address, or a closed channel, belongs to a learner that has ended.
+        # A channel to another address, or a closed channel, belongs to a learner that has ended.
         if member.channel.address != address or not member.channel.is_open:
             member.close()
             member = None
