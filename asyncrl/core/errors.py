@@ -149,18 +149,21 @@ class RateExceeded(ReplayBufferError):
 class UsageError(TypeError, ValueError, AssertionError):
     """A call, a dispatch mode or a resource pool of the single controller does not support this use.
 
-    Also an AssertionError: verl raises that type, and code written for verl may catch it.
+    It is also an AssertionError: verl raises AssertionError, and code written for verl may catch it.
     """
 
 
 class BatchError(ValueError, AssertionError):
-    """The parts of a `DataProto` do not match each other or the request. An AssertionError, as `UsageError` is."""
+    """The parts of a `DataProto` do not match each other or the request.
+
+    Like `UsageError`, it is also an AssertionError.
+    """
 
 
 def root_cause(error: BaseException) -> BaseException:
     """Return the main cause inside exception groups and Ray's wrappers.
 
-    The death of a process has priority over a missed deadline.
+    In a group, an `AsyncRLError` has priority over other errors, and a missed deadline comes last.
     """
     if isinstance(error, BaseExceptionGroup):
         return min((root_cause(inner) for inner in error.exceptions), key=_rank)
@@ -175,7 +178,7 @@ def _rank(cause: BaseException) -> int:
 
 
 def with_exit_status(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Make a command print an error as one message, and return its exit status.
+    """Decorator: print an error of a command as one message, and return an exit status.
 
     The status is 2 for a user's mistake (`ValueError`) and for a file that cannot be read or written (`OSError`), 1 for
     an `AsyncRLError`.

@@ -3,7 +3,7 @@
 Only the supervisor handles SIGINT and SIGTERM. A scheduler (``scancel``) or systemd sends SIGTERM to every process of a
 run at once. The controller blocks both signals, and its threads and child processes inherit the mask, including Ray's
 daemons. The parent of each process stops that process: it closes a pipe, or sends another signal. The kernel signals a
-process whose parent died. Imports neither torch nor ray.
+process whose parent died. This module imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ logger = logging.getLogger(__name__)
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 WORKER_BYTES = 256 << 20
-"""Freed bytes that a computing process keeps. A step of a small model needs less, and any host has this much."""
+"""Number of freed bytes that a computing process keeps.
+
+A step of a small model needs less, and any host has this much memory.
+"""
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-"""Environment of a process that computes on the CPU."""
+"""Environment variables that hide all GPUs from a process."""
 _GROUP_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
     *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -155,7 +158,10 @@ def forget_process_group(environment: MutableMapping[str, str] = os.environ) -> 
 
 
 def ray_folder() -> str:
-    """The folder for the sessions of a Ray cluster on this host. It is Ray's default if Ray's sockets fit there."""
+    """The folder for the sessions of a Ray cluster on this host.
+
+    It is Ray's default folder if the paths of Ray's sockets are short enough there.
+    """
     return os.path.join(os.environ.get("RAY_TMPDIR") or socket_base(_LONGEST_RAY_SOCKET), "ray")
 
 
@@ -174,7 +180,7 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
 def gpu_memory_bytes(environment: Mapping[str, str] = os.environ) -> int:
     """Return the memory of the smallest GPU that CUDA shows to a process with this environment.
 
-    Returns 0 without a GPU, with a MIG instance, or if the driver does not report it. The errors are those of
+    Returns 0 without a GPU, with a MIG instance, or if the driver does not report the memory. Raises the errors of
     `visible_gpus`.
     """
     uuids, tool = _visible_uuids(environment), shutil.which("nvidia-smi")
@@ -265,7 +271,7 @@ def release_resource_tracker() -> None:
 
 
 def outlive_stop() -> None:
-    """Ignore SIGTERM in this process. Started programs and forked children still obey both stop signals.
+    """Ignore SIGTERM in this process. Programs that it starts and children that it forks still obey both stop signals.
 
     A user's code may stop its own subprocesses with SIGTERM; an inherited mask would prevent that. Call this in the
     main thread, before other threads start.

@@ -1,6 +1,6 @@
 """Reads images in messages and rows, and converts them to `Image` objects with the model's image processor.
 
-An image is a data URL, base64 text, the bytes of a file, or in rows also a path. Nothing is downloaded.
+An image is a data URL, base64 text, or the bytes of a file. In rows it may also be a path. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe")
 """Model types whose images can be trained on."""
 
 MAX_SOURCE_PIXELS = 1 << 26
-"""An image file with more pixels is refused before it is decoded: it would need 200 MB."""
+"""An image file with more pixels is refused before it is decoded, because the decoded image would need 200 MB."""
 
 MAX_ASPECT_RATIO = 200
-"""The largest ratio of height and width that the image processor takes."""
+"""Largest ratio of the longer to the shorter side that the image processor accepts."""
 
 
 def is_image(part: Any) -> bool:
@@ -50,7 +50,7 @@ def source_of(part: Mapping[str, Any]) -> Any:
 
 
 def image_part(content: bytes) -> dict[str, Any]:
-    """A part of a message's content in OpenAI's format that holds an image file as a data URL."""
+    """Make a part of a message's content, in OpenAI's format, from the bytes of an image file."""
     from PIL import Image as Pillow
 
     with Pillow.open(io.BytesIO(content)) as opened:
@@ -116,11 +116,11 @@ class ImageReader:
 
     Attributes:
         model_path: The model's folder, with the settings of its image processor.
-        max_pixels: Most pixels of a resized image. The model's own limit also applies.
+        max_pixels: Largest number of pixels of a resized image. The model's own limit also applies.
         token_id: Id of the token that stands for a part of an image.
 
     Raises:
-        ValueError: the model has no vision tower that the learner trains, or its image processor is of another kind.
+        ValueError: at the first use, if the model's image processor is not Qwen's, or if ``max_pixels`` is too small.
     """
 
     model_path: str
@@ -152,7 +152,7 @@ class ImageReader:
         return {"shortest_edge": shortest, "longest_edge": min(longest, self.max_pixels)}
 
     def num_tokens(self, content: bytes | Path, where: str) -> int:
-        """Number of placeholders of an image file; reads only its header. Raises `ValueError` as `image`."""
+        """Number of placeholder tokens of an image file; reads only its header. Raises `ValueError` as `image`."""
         width, height = _size(content, where)
         limits = self._limits
         options = {"min_pixels": limits["shortest_edge"], "max_pixels": limits["longest_edge"]}
@@ -190,17 +190,17 @@ class ImageReader:
         return [self.image(read_bytes(source, where), where) for source, where in sources_in(messages)]
 
     def placed(self, token_ids: np.ndarray, images: Sequence[Image], where: str) -> tuple[PlacedImage, ...]:
-        """The images at the placeholders of tokens, as `place_images`."""
+        """Place the images at the placeholders in ``token_ids``, as `place_images` does."""
         return place_images(token_ids, images, self.token_id, where)
 
 
 def image_reader(model_path: str, *, max_pixels: int) -> ImageReader | None:
-    """The reader of a model's images; None for a model without images that the learner trains."""
+    """The image reader of a model; None if the learner does not train a vision tower of the model."""
     return ImageReader(model_path=model_path, max_pixels=max_pixels) if is_vision_model(model_path) else None
 
 
 async def prompt_images(reader: ImageReader | None, prompt: Prompt) -> tuple[PlacedImage, ...]:
-    """The images at the placeholders of a prompt, decoded in a thread; none if there is no reader.
+    """Decode the images of a prompt in a thread, and place them at its placeholders; none without a reader.
 
     Raises:
         ValueError: an image cannot be decoded, or does not fit its placeholders. The message names the prompt group.
@@ -270,7 +270,10 @@ def placeholder_ids(model_path: str) -> tuple[int, int]:
 
 
 def load_processor(model_path: str) -> Any:
-    """The image processor of a model, which uses Pillow and numpy. Raises `ValueError` if it is not Qwen's."""
+    """The image processor of a model, on Pillow and numpy.
+
+    Raises `ValueError` if it is not Qwen's or cannot be loaded.
+    """
     from transformers import AutoImageProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

@@ -46,25 +46,25 @@ class Image:
 
     @property
     def num_tokens(self) -> int:
-        """Number of placeholders."""
+        """Number of placeholder tokens."""
         return len(self.pixels) // self.merge_size**2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedImage:
-    """An image, and the place of its first placeholder in a sequence of tokens."""
+    """An image, and the index of its first placeholder in a sequence of tokens."""
 
     image: Image
     offset: int
 
     @property
     def end(self) -> int:
-        """Place after the last placeholder."""
+        """Index of the token after the last placeholder."""
         return self.offset + self.image.num_tokens
 
 
 def moved(images: Iterable[PlacedImage], by: int) -> tuple[PlacedImage, ...]:
-    """The images with their places moved by a number of tokens."""
+    """Move the places of images by a number of tokens."""
     return tuple(PlacedImage(image=placed.image, offset=placed.offset + by) for placed in images)
 
 
@@ -128,7 +128,7 @@ class GroupImages:
 
     @property
     def num_images(self) -> int:
-        """I."""
+        """Number of images, I."""
         return len(self.grids)
 
     def pixels_of(self, index: int) -> np.ndarray:
@@ -162,8 +162,8 @@ def group_columns(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The image columns of a group, and its token columns `IMAGE_ROWS` and `POSITIONS`. Equal images are stored once.
 
-    ``lengths``, ``parents`` and ``images`` have one entry per turn of the group. Parents stand before their children; a
-    turn without a parent has -1.
+    ``lengths``, ``parents`` and ``images`` have one entry per turn of the group. Parents come before their children;
+    the parent of a root turn is -1.
     """
     distinct: dict[str, tuple[int, Image]] = {}
     rows, positions, ends, num_rows = [], [], [], 0

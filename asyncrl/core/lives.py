@@ -1,4 +1,4 @@
-"""Restarts a part of a run whenever it fails: begin, watch, end, pause. The time between two restarts is a *life*.
+"""Restarts a part of a run whenever it fails. The time between two restarts is a *life* of the part.
 
     begin ──▶ watch ──raises──▶ end ──▶ pause ──▶ begin ──▶ watch …
       └─────── raises ───────────▲
@@ -31,7 +31,7 @@ class Restartable(Protocol):
     async def end(self, fault: Exception) -> float:
         """Count a life that ``fault`` has ended, and clean up.
 
-        Returns the seconds to pause before the next life. Raises an error if there may be no further life.
+        Returns the seconds to pause before the next life. Raises an error if the part must not be restarted.
         """
         ...
 

@@ -39,10 +39,10 @@ class RolloutBuffer(Protocol):
     async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0, data_source: str = "") -> None:
         """Store a finished group and wait until it is stored. The client retries; the buffer stores the group once.
 
-        ``num_left_out`` are tokens of trajectories that the worker omitted from the group. They count as dropped for
-        the reason ``reward``. ``data_source`` is that of the prompt. Raises `LeaseExpired` if the attempt is no longer
-        current; its tokens count as dropped. Raises `VersionTooOld` if the group has a token that is older than the
-        policy version of its lease.
+        ``num_left_out`` is the number of tokens of trajectories that the worker omitted from the group. These tokens
+        count as dropped for the reason ``reward``. ``data_source`` is the prompt's. Raises `LeaseExpired` if the
+        attempt is no longer current; its tokens count as dropped. Raises `VersionTooOld` if the group has a token that
+        is older than the policy version of its lease.
         """
         ...
 
@@ -73,7 +73,7 @@ class RolloutBuffer(Protocol):
         ...
 
     async def revocation(self) -> tuple[int, int]:
-        """Wait for the next (group_id, attempt) to abort."""
+        """Wait until the buffer revokes an attempt. Returns its (group_id, attempt), which the worker aborts."""
         ...
 
     async def hand_on_request(self) -> list[tuple[int, int]]:
@@ -97,7 +97,7 @@ class RolloutBuffer(Protocol):
     async def fenced(self) -> None:
         """Report that this worker's engine does not serve any version until the next `loaded`.
 
-        No call waits for the engine.
+        Until then, `ControlBuffer.served` ignores this engine.
         """
         ...
 
@@ -107,7 +107,7 @@ class RolloutBuffer(Protocol):
 
 
 class WeightLog(Protocol):
-    """The interface for rank 0 of the learner to report published versions; thread-safe."""
+    """The interface through which rank 0 of the learner reports published versions; thread-safe."""
 
     def offer(self, offer: WeightOffer) -> int:
         """Offer weights to the engines; return the oldest version that the buffer may still offer."""
@@ -216,9 +216,9 @@ class ControlBuffer(Protocol):
 
         Args:
             version: Learner version of the checkpoint. The steps before it are committed.
-            key: Names the checkpoint, as in `checkpoint`.
-            tokens_generated: Policy tokens that all lives generated up to the checkpoint. Those that are missing in the
-                restored account count as dropped for the reason ``resume``.
+            key: Name of the checkpoint, as in `checkpoint`.
+            tokens_generated: Policy tokens that all lives generated up to the checkpoint. Tokens that are missing in
+                the restored account count as dropped for the reason ``resume``.
         """
         ...
 
@@ -249,7 +249,7 @@ class LearnerPort(Protocol):
         ...
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Start the update on a batch. Its metrics include ``started_at`` and ``ended_at`` (Unix seconds)."""
+        """Start the update on a batch. The resulting metrics include ``started_at`` and ``ended_at`` (Unix seconds)."""
         ...
 
     def publish(self, version: int) -> Awaitable[None]:
@@ -301,9 +301,9 @@ class FleetCounts:
     Attributes:
         tokens_generated: Policy tokens that the engines produced for training, including aborted requests.
         tokens_in_flight: Generated tokens whose groups are neither stored nor released.
-        groups_failed: Failed attempts by reason: ``aborted`` by the engine, ``reward``, …
+        groups_failed: Failed attempts by reason. Examples: ``aborted`` (by the engine), ``reward``.
         tokens_by_engine: ``tokens_generated`` of each present engine, over all its lives.
-        episodes: Counts of environments and their requests by name; empty without environments.
+        episodes: Counts of the environments and of their requests, by name; empty without environments.
     """
 
     tokens_generated: int
@@ -335,8 +335,8 @@ class ColocatedFleetPort(FleetPort, Protocol):
     async def release_device(self, incarnation: int | None = None) -> None:
         """Wait until running groups end, then release the devices until the next weights are offered.
 
-        No engine starts before `take_device`. ``incarnation`` is that of a learner which replaces a dead one. From now
-        on the engines do not load weights of earlier incarnations.
+        No engine starts before `take_device`. If a new learner replaces a dead one, ``incarnation`` is the new
+        learner's. From now on the engines do not load weights of earlier incarnations.
         """
         ...
 
@@ -350,7 +350,7 @@ class PromptSource(Protocol):
 
     @property
     def wants_outcomes(self) -> bool:
-        """Whether the choice of prompts may depend on `note`."""
+        """Whether the outcomes in `note` may change which prompts come next."""
         ...
 
     def take(self, count: int) -> Sequence[Prompt]:
@@ -358,7 +358,7 @@ class PromptSource(Protocol):
         ...
 
     def note(self, groups: Sequence[GroupSummary]) -> None:
-        """Take the outcomes of finished groups."""
+        """Receive the outcomes of finished groups."""
         ...
 
     def state(self) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """Receipts: what each process of a run did with policy tokens and weights, one JSON line per act.
 
-A process calls `start` once; then `note` appends to its file in the run's ``receipts/``. Without `start` it does
+A process calls `start` once; then `note` appends to its file in the run's ``receipts/``. Without `start`, `note` does
 nothing. ``asyncrl audit`` reads the lines of all lives of a run, and compares the acts of one process with those of
 another one (`asyncrl.run.audit`).
 """
@@ -64,7 +64,7 @@ def stop() -> None:
 
 
 def note(act: Act, **values: Any) -> None:
-    """Append a line. If that fails, an error is logged, and the next call tries again to write the line.
+    """Append a line. If the write fails, an error is logged, and the next call tries to write the line again.
 
     ``asyncrl audit`` reports a line that was not written before its process ended.
     """
@@ -99,8 +99,8 @@ def counts_of(versions: np.ndarray) -> dict[str, int]:
 def token_digest(group_id: int, trajectory: int, token_ids: np.ndarray) -> int:
     """The digest of the tokens of one sampled turn. The digest of several turns is the sum of their digests.
 
-    It depends on the group, the trajectory, the tokens and their order in the turn (SplitMix64, Steele et al., OOPSLA
-    2014). ``token_ids``: [T] int32. Returns an integer in [0, 2**`DIGEST_BITS`).
+    The digest depends on the group, the trajectory, the tokens and their order in the turn (SplitMix64, Steele et al.,
+    OOPSLA 2014). ``token_ids``: [T] int32. Returns an integer in [0, 2**`DIGEST_BITS`).
     """
     owner = (group_id << 16 ^ trajectory) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
     mixed = np.arange(len(token_ids), dtype=np.uint64) << np.uint64(32) | token_ids.astype(np.uint32)

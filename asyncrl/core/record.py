@@ -32,7 +32,7 @@ from asyncrl.core import receipts, stacks
 logger = logging.getLogger(__name__)
 
 NONE = -1
-"""Stands for a missing version, step or group."""
+"""Value for a version, step or group that does not exist."""
 SCHEMA = 1
 _WRITE_EVERY_S = 0.05
 _MAX_UNWRITTEN_BYTES = 8 << 20
@@ -48,7 +48,7 @@ class ProfileConfig:
         advice: After the last step, replay the record to find one option that would have made the run faster.
         torch_steps: Learner steps for which each rank also writes a torch.profiler trace. Example: ``[10, 11]``.
         max_file_bytes: Maximum size of a process's file; further records are dropped and counted.
-        directory: Folder of the files, set by the run to its ``profile/``. Empty records nothing.
+        directory: Folder of the files; the run sets it to its ``profile/``. If it is empty, nothing is recorded.
     """
 
     enabled: bool = True
@@ -80,7 +80,8 @@ class Pool(StrEnum):
 class SpanKind(StrEnum):
     """The activity of a lane during an interval.
 
-    Spans of a lane may be inside each other. `asyncrl.profile.attribution` chooses one span for each moment.
+    A span of a lane may lie inside another one. `asyncrl.profile.attribution` chooses one of them for each point in
+    time.
     """
 
     # Controller: lanes ``controller``, ``controller/plan``, ``controller/complete``, ``controller/publish``
@@ -97,7 +98,7 @@ class SpanKind(StrEnum):
     load_stage = "load_stage"  # a part of a load, on lane ``engine-0/load``; ``cause`` names the part
     re_prefill = "re_prefill"  # from the end of a pause to the next token of a running sample
     released = "released"  # the learner uses the device (colocated)
-    # Members: lane ``engine-0/member``; for the worker, recorded by the controller, ``engine-0/worker``
+    # Members: lane ``engine-0/member``; the controller records the member's worker on lane ``engine-0/worker``
     member = "member"  # the member is in one state; ``cause`` names the state
     # Rollout workers: lane ``engine-0/reward``
     reward = "reward"
@@ -117,13 +118,13 @@ class SpanKind(StrEnum):
 
 
 class LevelName(StrEnum):
-    """A count that is valid until its next change."""
+    """The name of a count. A recorded value is valid until the next one."""
 
-    # Per engine, in places for samples: the sum of the counts from running to parked is at most the capacity
+    # Per engine, in places for samples. The counts from running to parked add up to at most the capacity.
     capacity = "capacity"
     running = "running"  # the engine has the sample
-    tail = "tail"  # the sample is finished; others of its group run
-    settling = "settling"  # the place is free; its finished group waits for reward or storage
+    tail = "tail"  # the sample is finished; other samples of its group run
+    settling = "settling"  # the place is free; a finished group waits for its reward or for storage
     tool = "tool"  # the place is free; a running episode waits for a tool
     environment = "environment"  # the place is free; the environment of a running episode has not asked for a turn
     parked = "parked"  # the sample is interrupted for new weights
@@ -138,7 +139,7 @@ class LevelName(StrEnum):
     full = "full"  # 1 while the limit on bytes prevents admission
     bytes = "bytes"  # stored trajectories and prefixes
     # Per member, on its lane
-    epoch = "epoch"  # faults so far
+    epoch = "epoch"  # number of faults so far
     # Per process, on its own lane, once per step
     cpu = "cpu"  # microseconds of processor time since the start
 
@@ -199,7 +200,7 @@ class Recorder:
     """Records the spans, levels and stamps of one process in the order of the calls, in its own file.
 
     The first record wakes a thread, which appends to the file. The queue holds at most 8 MiB, and the file at most
-    ``max_file_bytes``; other records are dropped and counted. After a write error the thread logs one warning and
+    ``max_file_bytes``; records beyond are dropped and counted. After a write error the thread logs one warning and
     writes no more.
 
     Args:
@@ -413,7 +414,7 @@ def current() -> Recorder | None:
 
 
 def span(kind: str, **of: Any) -> OpenSpan:
-    """Begin a span as `Recorder.span`; leaving its block or `OpenSpan.close` ends it."""
+    """Begin a span as `Recorder.span`. `OpenSpan.close`, or the end of its ``with`` block, ends the span."""
     return NO_SPAN if _recorder is None else _recorder.span(kind, **of)
 
 

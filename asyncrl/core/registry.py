@@ -20,7 +20,7 @@ E = TypeVar("E")
 
 
 class Registry(Generic[T]):
-    """Named implementations of one kind. Messages name ``option``, for example ``algorithm.loss``."""
+    """Named implementations for one option. Error messages contain ``option``. Example: ``algorithm.loss``."""
 
     def __init__(self, option: str) -> None:
         self.option = option

@@ -1,6 +1,6 @@
 """Wait for remote results with a deadline, and for the end of processes on this machine.
 
-Errors name the worker and show the end of its log. Functions that wait for Ray's results import Ray.
+Errors name the worker and show the end of its log. Only the functions that need Ray import it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WorkerIdentity:
         return f"group {self.group!r}, rank {self.rank}, on node {self.node}"
 
     def log_tail(self) -> str:
-        """A line break and the end of the worker's log; empty if there is no log."""
+        """The end of the worker's log, after a line break; empty if there is no log."""
         return "" if self.last_words is None else f"\nLast lines of {self.last_words()}"
 
 
@@ -120,10 +120,11 @@ def death_among(refs: Sequence[Any], timeout_s: float) -> WorkerDiedError | None
 
 
 class StepDeadline:
-    """A deadline for repeated calls. The first call has ``limit_s``; later calls have a multiple of the longest one.
+    """A deadline for repeated calls, for each kind of call.
 
-    ``limit_s`` must be enough for the largest model. The later deadlines detect a hanging rank earlier. They are
-    ``factor`` times the longest call of the same kind so far, at least ``floor_s`` and at most ``limit_s``.
+    The first call of a kind has ``limit_s``, which must be enough for the largest model. Later calls have ``factor``
+    times the longest call of the kind so far, at least ``floor_s`` and at most ``limit_s``. A hanging rank is therefore
+    detected earlier.
     """
 
     def __init__(self, limit_s: float, *, floor_s: float = 120.0, factor: float = 10.0) -> None:
@@ -156,7 +157,7 @@ class StepDeadline:
 def translated(error: Exception) -> Exception:
     """Return `WorkerDiedError` if the death of a known worker caused the error, directly or through another call.
 
-    The same applies to a result that was lost with its node.
+    Return it also if the result was lost because its node died. Other errors are returned unchanged.
     """
     from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
@@ -171,7 +172,7 @@ def translated(error: Exception) -> Exception:
 
 def raised_in_worker(error: BaseException) -> BaseException:
     """Unwrap the exception of a worker's method from Ray's error. Other errors are returned unchanged."""
-    while isinstance(inside := getattr(error, "cause", None), BaseException):  # of a RayTaskError
+    while isinstance(inside := getattr(error, "cause", None), BaseException):  # a RayTaskError
         error = inside
     return error
 
@@ -200,7 +201,10 @@ _TAIL_BYTES = 16_384
 
 
 async def process_end(pid: int) -> None:
-    """Wait until any process of this machine has ended. A zombie counts as ended and is not reaped."""
+    """Wait until a process of this machine has ended; it need not be a child.
+
+    A zombie counts as ended and is not reaped.
+    """
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,9 +1,8 @@
 """The stacks of all threads of a run's processes, written when a deadline is missed.
 
 Each process of a run calls `listen`. From then on it writes its stacks to its own file when it gets a signal. The
-signal handler is C code (`faulthandler`). Therefore a process also answers while it is blocked in a library, or
-computes without releasing the interpreter. Each missed deadline is raised with `missed`, which signals the processes of
-this host.
+signal handler is C code (`faulthandler`). Therefore a process also answers while it is blocked in a library, or holds
+the GIL. Each missed deadline is raised with `missed`, which signals the processes of this host.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ FOLDER = Path("logs", "stacks")
 """Folder of the stack files, in the run's folder. Example: process 4711 writes ``logs/stacks/learner-0-4711.log``."""
 _SIGNAL = signal.SIGUSR2
 _ANSWER_S = 0.25
-"""Time for the processes to write their stacks. After this, the caller may kill them."""
+"""Seconds that the processes have to write their stacks. After this, the caller may kill them."""
 _REST_S = 10.0
-"""Shortest time between two requests for stacks by one process. Many calls can miss their deadlines at once."""
+"""Shortest time in seconds between two requests for stacks by one process. Many calls can miss deadlines at once."""
 
 _file: TextIO | None = None
 _asked_s = -_REST_S

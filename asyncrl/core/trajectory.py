@@ -87,7 +87,7 @@ class Trajectory:
     Attributes:
         turns: Parents before children. The first turn is the prompt, which all trajectories of a group share.
         reward: Reward of the outcome.
-        turn_rewards: Additional rewards of single turns, by index in ``turns``.
+        turn_rewards: Rewards of turns, in addition to ``reward``, by index in ``turns``.
         metrics: Values to report, by name.
         baseline: True for a trajectory that is only a baseline and not trained on: the greedy answer of ReMax (arXiv
             2310.10505).
@@ -184,7 +184,7 @@ class TrajectoryGroup:
             image_columns=image_columns,
         )
         group.check()
-        _ = group.summary  # computed here while the columns are in the processor's cache; a put sends the summary
+        _ = group.summary  # a put sends the summary; computed here, while the columns are in the processor's cache
         return group
 
     def check(self) -> None:
@@ -269,37 +269,37 @@ class TrajectoryGroup:
 
     @property
     def num_trajectories(self) -> int:
-        """G."""
+        """Number of trajectories, G."""
         return len(self.trajectory_columns["rewards"])
 
     @property
     def token_ids(self) -> np.ndarray:
-        """[N] int32."""
+        """Token ids, [N] int32."""
         return self.token_columns["token_ids"]
 
     @property
     def logprobs(self) -> np.ndarray:
-        """[N] float32, 0 where not sampled."""
+        """Behavior log-probs, [N] float32; 0 where not sampled."""
         return self.token_columns["logprobs"]
 
     @property
     def versions(self) -> np.ndarray:
-        """[N] int32, -1 where not sampled."""
+        """Policy version of each token, [N] int32; -1 where not sampled."""
         return self.token_columns["versions"]
 
     @property
     def rewards(self) -> np.ndarray:
-        """[G] float32."""
+        """Rewards of the outcomes, [G] float32."""
         return self.trajectory_columns["rewards"]
 
     @property
     def prompt_ids(self) -> np.ndarray:
-        """[P] int32, the shared prompt."""
+        """Token ids of the shared prompt, [P] int32."""
         return self.token_ids[: self.turns["num_tokens"][0]]
 
     @cached_property
     def is_baseline(self) -> np.ndarray:
-        """[G] bool, True where a trajectory is a baseline."""
+        """Whether each trajectory is a baseline, [G] bool."""
         return self.trajectory_columns.get("baseline", np.zeros(self.num_trajectories, dtype=bool))
 
     @property
@@ -336,7 +336,7 @@ class TrajectoryGroup:
         return self.along_each([branch], name)[0]
 
     def along_each(self, branches: Sequence[Branch], name: str) -> list[np.ndarray]:
-        """The values of a token column along each of some branches, [T, …] each. They are views of one array."""
+        """The values of a token column along each branch, [T, …] per branch. They are views of one array."""
         column, ends, lengths = self.token_columns[name], self._ends, self._lengths
         spans = [column[ends[turn] - lengths[turn] : ends[turn]] for branch in branches for turn in branch.turns]
         return self._apart(np.concatenate(spans), branches)
@@ -346,7 +346,7 @@ class TrajectoryGroup:
         return self.trained_masks([branch])[0]
 
     def trained_masks(self, branches: Sequence[Branch]) -> list[np.ndarray]:
-        """The `trained_mask` of each of some branches, [T] bool each. They are views of one array."""
+        """The `trained_mask` of each branch, [T] bool per branch. They are views of one array."""
         is_trained = [turn in branch.trained for branch in branches for turn in branch.turns]
         lengths = [self._lengths[turn] for branch in branches for turn in branch.turns]
         return self._apart(np.repeat(is_trained, lengths), branches)
@@ -564,7 +564,7 @@ def _skeleton_of(turn: Turn, trajectory: int, parent: int) -> tuple[int, int, in
 
 
 def _token_columns(turns: Sequence[Turn]) -> dict[str, np.ndarray]:
-    """All token columns of the turns, concatenated; zeros where a turn lacks a column."""
+    """The token columns of all turns, concatenated; zeros where a turn lacks a column."""
     columns = {
         name: np.concatenate([getattr(turn, name) for turn in turns], dtype=dtype)
         for name, dtype in _TOKEN_COLUMNS.items()

@@ -1,4 +1,4 @@
-"""Records that rollout fleet, replay buffer, learner group and controller exchange.
+"""The records that the rollout fleet, the replay buffer, the learner group and the controller exchange.
 
 Trajectories are in `asyncrl.core.trajectory`. Arrays are numpy arrays, so that the buffer and the fleet do not need
 torch. Letters: P prompt tokens, G trajectories of a prompt group.
@@ -37,7 +37,7 @@ class Prompt:
         messages: The row's chat messages, in the form of OpenAI's API; empty for a row of plain text without an
             environment. Example: ``({"role": "user", "content": "12 + 30"},)``.
         tools: JSON schemas of the tools that the model may call, in the same form.
-        environment: The row's own environment; empty for the environment of the run.
+        environment: Name of the row's own environment; empty for the environment of the run.
         environment_options: Further options of the environment for this row.
     """
 
@@ -105,10 +105,10 @@ class GroupSummary:
         rewards: [G] floats, per trajectory the outcome plus the rewards of its turns.
         branch_tokens: [G] ints, tokens of all branches of each trajectory, including their prompts. Empty if every
             trajectory is a single branch below the prompt.
-        num_branches: [G] ints, branches of each trajectory; empty in the same case.
+        num_branches: [G] ints, number of branches of each trajectory; empty if ``branch_tokens`` is.
         num_truncated: Trajectories with a turn that reached the length limit, without baselines.
         metrics: Name and mean of each metric of the trajectories, sorted, without baselines.
-        has_unlike_turns: Whether single turns have rewards that differ between trajectories, or that belong to
+        has_unlike_turns: Whether turns have rewards, and these differ between trajectories or a trajectory has several
             branches.
         digest: `receipts.token_digest` of the tokens that the policy wrote, without baselines.
         num_uses: Number of earlier learner steps that trained on the group; the buffer counts them.

@@ -1,8 +1,8 @@
-"""Alarms: conditions that stop or bias learning, waste the pools, or will end the run.
+"""Alarms. An alarm is a condition that stops or biases learning, wastes devices, or will end the run.
 
 `Alarms` reads the records of a run and does nothing else, so ``asyncrl doctor RUN`` and the report compute the same
-alarms from ``metrics.jsonl`` and ``evaluations.jsonl``. A condition must hold in `WINDOW` consecutive steps before its
-alarm begins: a single batch may show it by chance.
+alarms from ``metrics.jsonl`` and ``evaluations.jsonl``. A condition on steps must hold in `WINDOW` consecutive steps
+before its alarm begins, because a single batch may show it by chance.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from .history import read_records
 from .run_records import StepRecord
 
 WINDOW = 5
-"""Number of consecutive steps with a condition before its alarm begins."""
+"""Number of consecutive steps in which a condition must hold before its alarm begins."""
 COLLAPSED = 0.01
-"""Entropy below this share of its mean over the first steps counts as collapsed: answers to a prompt hardly differ."""
+"""Entropy below this share of its mean over the first steps counts as collapsed.
+
+Answers to a prompt then hardly differ.
+"""
 ALL_BUT_EQUAL = 0.9
-"""Low entropy is reported only if at least this share of the groups has equal rewards."""
+"""Collapsed entropy is reported only if at least this share of the groups has equal rewards."""
 MAX_ENGINE_GAP = 0.1
 """Largest normal distance between the log-probs of engine and learner at lag 0, in nats per token."""
 MAX_TRUNCATED = 0.2
@@ -29,7 +32,7 @@ MAX_TRUNCATED = 0.2
 MAX_LENGTH_BIAS = 0.25
 """Largest normal difference between the mean lengths of dropped and trained samples, as a share of the latter."""
 MIN_DROPPED_GROUPS = 20
-"""Smallest number of dropped groups for which their mean length is compared."""
+"""The length of dropped samples is compared only if at least this number of groups was dropped."""
 FULL = 0.95
 """The buffer counts as full if `StepRecord.buffer_fill` is at least this value."""
 SLOW_ENGINE = 0.5
@@ -38,7 +41,7 @@ SLOW_ENGINE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class RunLimits:
-    """The options that alarms compare records with.
+    """The options with which the alarms compare the records.
 
     Attributes:
         total_steps: Configured number of learner steps.
@@ -77,7 +80,7 @@ class Alarms:
 
     Attributes:
         history: All alarms in the order in which they began.
-        num_steps: Number of steps taken, including repeated ones.
+        num_steps: Number of records that `step` has received, including repeated steps.
     """
 
     def __init__(self, limits: RunLimits) -> None:
@@ -95,7 +98,7 @@ class Alarms:
         return [alarm for alarm in self.history if alarm.last_step is None]
 
     def step(self, record: StepRecord) -> list[Alarm]:
-        """Take the record of a step. Return the alarms that begin with this step, and those that end with it."""
+        """Check the record of a step. Returns the alarms that begin with this step, and those that end with it."""
         if self._window and record.step <= self._window[-1].step:  # the learner has returned to a checkpoint
             self._window.clear()
         self._window.append(record)
@@ -106,7 +109,7 @@ class Alarms:
         return self._update(found, record.step)
 
     def evaluation(self, evaluation: Evaluation) -> list[Alarm]:
-        """Take an evaluation; return the alarm if it begins or ends now.
+        """Check an evaluation. Returns the alarm if it begins or ends now.
 
         The alarm holds if the 95% interval of the greedy reward lies below the interval of the best evaluation.
         """
@@ -263,7 +266,7 @@ _CONDITIONS: dict[str, Callable[[Sequence[StepRecord], RunLimits], str]] = {
 def read_alarms(run_dir: Path, limits: RunLimits) -> Alarms:
     """Compute the alarms of a run from ``metrics.jsonl`` and ``evaluations.jsonl``.
 
-    Raises `ValueError` with the line that is not a record.
+    Raises `ValueError`, which names the line, if a line is not a record.
     """
     alarms, records = Alarms(limits), read_records(run_dir)
     evaluations = deque(records.evaluations)

@@ -68,9 +68,9 @@ class Evaluation:
         policy_version: Version that sampled all tokens.
         sampled: Mean reward at the training temperature, equal to the estimate ``mean@k``.
         greedy: Mean reward of greedy decoding.
-        num_prompts: Held-out prompts.
-        num_failed: Prompts whose reward failed; the means exclude them.
-        num_missing: Prompts without an answer because engines were lost; the means exclude them.
+        num_prompts: Number of held-out prompts.
+        num_failed: Number of prompts whose reward failed; the means exclude them.
+        num_missing: Number of prompts without an answer because engines were lost; the means exclude them.
         incomplete: Reason for missing prompts, by engine.
         estimates: Estimates by name: ``mean@k`` with all k samples, ``pass@1``, ``pass@2``, ``pass@4``, …, ``greedy``.
         by_source: Estimates per ``data_source``, if there are several.
@@ -93,7 +93,7 @@ class Evaluation:
     took_s: float = 0.0
 
     def interval(self, kind: str) -> Estimate:
-        """The estimate of ``sampled`` or ``greedy``."""
+        """The estimate of ``sampled`` or ``greedy``, with its interval."""
         mean = getattr(self, kind)
         found = [one for name, one in self.estimates.items() if name.startswith("mean@" if kind == "sampled" else kind)]
         return found[0] if found else Estimate(mean=mean, low=mean, high=mean)
@@ -108,7 +108,10 @@ class Evaluation:
         return f"; {', '.join(parts)}" if parts else ""
 
     def scalars(self) -> dict[str, float]:
-        """Return all estimates and their ends. Example of names: ``math/pass@4``, ``math/pass@4/low``."""
+        """Return all estimates and the ends of their intervals, by name.
+
+        Examples: ``math/pass@4``, ``math/pass@4/low``.
+        """
         sources = {"": self.estimates, **{f"{source}/": estimates for source, estimates in self.by_source.items()}}
         named = {prefix + name: one for prefix, estimates in sources.items() for name, one in estimates.items()}
         ends = {f"{name}/{end}": getattr(one, end) for name, one in named.items() for end in ("low", "high")}
@@ -127,7 +130,7 @@ def evaluation_of(
 ) -> Evaluation | None:
     """Compute the evaluation of these answers, one per answered prompt; None if no prompt has a reward.
 
-    ``num_prompts`` were requested; a sample passes with a reward of at least ``pass_reward``.
+    ``num_prompts`` is the number of requested prompts. A sample passes if its reward is at least ``pass_reward``.
     """
     scored = [one for one in answers if not one.reward_failure]
     if not scored:
@@ -156,7 +159,7 @@ def evaluation_of(
 
 
 def _estimates(scored: Sequence[AnsweredPrompt], pass_reward: float) -> dict[str, Estimate]:
-    """Estimates over prompts that have equally many samples and a greedy answer."""
+    """The estimates over prompts with the same number of samples and a greedy answer."""
     count = len(scored[0].sampled)
     passed = [sum(reward >= pass_reward for reward in one.sampled) for one in scored]
     found = {f"mean@{count}": Estimate.over([sum(one.sampled) / count for one in scored])}

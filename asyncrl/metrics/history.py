@@ -28,7 +28,7 @@ class History:
 def read_history(run_dir: Path, version: int) -> History:
     """The history in a run's folder before a checkpoint of ``version``.
 
-    Raises `ValueError` if there are no metrics, or a line is not one of this version of asyncrl.
+    Raises `ValueError` if there are no metrics, or if this version of asyncrl did not write a line.
     """
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
@@ -41,9 +41,9 @@ def read_history(run_dir: Path, version: int) -> History:
 
 
 def read_records(run_dir: Path) -> History:
-    """All steps and evaluations in a run's folder; none for a missing file.
+    """All steps and evaluations in a run's folder. A missing file counts as empty.
 
-    Raises `ValueError` with the line that is not one of this version of asyncrl.
+    Raises `ValueError`, which names the line, if this version of asyncrl did not write a line.
     """
     steps = _lines(run_dir / "metrics.jsonl", "step", "reward", "lag_mean", "equal_reward_groups")
     evaluations = _lines(run_dir / "evaluations.jsonl", "policy_version", "greedy", "estimates")
@@ -53,7 +53,7 @@ def read_records(run_dir: Path) -> History:
 
 
 def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines. An incomplete last line is left out: the writing process was killed."""
+    """The objects in a file of JSON lines. An incomplete last line is left out, because a killed process wrote it."""
     whole, _, _ = (path.read_text(errors="replace") if path.is_file() else "").rpartition("\n")
     return [
         json_object(line, f"line {number} of {path}", *keys) for number, line in enumerate(whole.splitlines(), start=1)
@@ -84,6 +84,9 @@ def _evaluation(values: Mapping[str, Any]) -> Evaluation:
 
 
 def history_folder(checkpoint: Path, saved_in: str) -> Path:
-    """The folder of the life that saved a checkpoint: the folder that holds it, else the folder in its record."""
+    """The folder of the life that saved a checkpoint.
+
+    It is the checkpoint's run folder if this folder has metrics, otherwise ``saved_in``.
+    """
     holds = checkpoint.resolve().parent.parent
     return holds if (holds / "metrics.jsonl").is_file() else Path(saved_in)

@@ -12,7 +12,7 @@ _RECORD = "life.json"
 
 
 class LifeState(StrEnum):
-    """The state of a life. A killed life did not end by itself: its supervisor was killed, or its host crashed."""
+    """The state of a life. ``killed`` means that the life's supervisor was killed, or that its host crashed."""
 
     running = "running"
     finished = "finished"
@@ -69,13 +69,13 @@ def write_life(run_dir: Path, record: LifeRecord) -> None:
 
 
 def read_life(run_dir: Path) -> LifeRecord | None:
-    """The record of a life; None if the folder has none."""
+    """Read the record of a life; None if the folder has none."""
     path = run_dir / _RECORD
     return LifeRecord(**json.loads(path.read_text())) if path.is_file() else None
 
 
 def lives_until(run_dir: Path) -> Sequence[tuple[Path, LifeRecord]]:
-    """The life in a folder and the lives that it continues, oldest first; complete until a folder is missing."""
+    """The life in a folder and the lives before it, oldest first. A missing folder ends the search."""
     found: list[tuple[Path, LifeRecord]] = []
     folder: Path | None = run_dir.resolve()
     while folder is not None and (record := read_life(folder)) is not None:

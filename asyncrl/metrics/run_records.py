@@ -156,7 +156,7 @@ class PoolUse:
         capacity: Ranks of the learner, or the fleet's places for samples.
         busy_s: Busy rank-seconds or place-seconds.
         idle_s: Idle seconds by cause; ``busy_s`` plus their sum is capacity x time.
-        recent: Share of the last steps' time by cause, including `BUSY`.
+        recent: Share of the time of the last steps, by cause of idle time and for `BUSY`.
     """
 
     name: str
@@ -167,7 +167,7 @@ class PoolUse:
 
     @property
     def utilisation(self) -> float:
-        """Busy share since the start of training, from 0 to 1."""
+        """Busy time ÷ (busy and idle time) since the start of training, 0 to 1; 0 before the start."""
         total = self.busy_s + sum(self.idle_s.values())
         return self.busy_s / total if total > 0 else 0.0
 
@@ -188,14 +188,14 @@ def in_words(cause: str) -> str:
 
 
 def counted(number: float, noun: str) -> str:
-    """A number with its noun in singular or plural. Example: ``1 rank``, ``2 ranks``."""
+    """The number and the noun, in singular or plural. Example: ``1 rank``, ``2 ranks``."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number if isinstance(number, int) else f'{number:g}'} {noun if number == 1 else plural}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunUse:
-    """The use of both pools."""
+    """The use of the learner and of the fleet."""
 
     learner: PoolUse
     fleet: PoolUse
@@ -216,12 +216,12 @@ def summary_document(
     overlap: Mapping[str, Any] | None = None,
     advice: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return ``summary.json``.
+    """Return the contents of ``summary.json``.
 
     - ``total_steps`` is the configured number of steps; a run that a signal stopped has fewer.
     - ``before`` and ``after`` are the evaluations of version 0 and of the final version.
-    - ``restarts`` counts the restarts of each part; its entry ``batches`` counts batches that were planned again.
-    - ``wall_s`` has the seconds by phase: ``total``, and ``start`` until the first step could begin.
+    - ``restarts`` counts the restarts of each part; the entry ``batches`` counts batches that were planned again.
+    - ``wall_s`` has the seconds ``total``, and the seconds ``start`` until the first step could begin.
     - ``overlap`` is None if there is no profile.
     - ``advice`` is None if no other option would have made the run faster.
     """
@@ -304,7 +304,10 @@ class MetricsWriter:
         self._events.add(scalars, evaluation.policy_version)
 
     def go_on(self, steps: Sequence[StepRecord], evaluations: Sequence[Evaluation]) -> None:
-        """Write the history of the earlier lives of the run; call this first. Raises the errors of `write`."""
+        """Write the history of the earlier lives of the run.
+
+        Call this before other methods. Raises the errors of `write`.
+        """
         for evaluation in evaluations:
             self.evaluation(evaluation)
         for record in steps:
@@ -322,7 +325,7 @@ class MetricsWriter:
 
 
 class ScalarEvents:
-    """Scalars for TensorBoard. Uses the writer below torch's ``SummaryWriter``, without loading torch."""
+    """Writes scalars for TensorBoard, with the writer below torch's ``SummaryWriter``, without loading torch."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -340,7 +343,7 @@ class ScalarEvents:
         self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
     def go_back(self, step: int) -> None:
-        """Continue in a new file; TensorBoard then ignores older scalars from this step on."""
+        """Continue in a new file. TensorBoard then ignores scalars of this and later steps in older files."""
         self._file.close()
         self._file = self._open()
         start = self._log(status=self._log.START)
@@ -353,7 +356,7 @@ class ScalarEvents:
 
 
 def _move_lost(path: Path, is_lost: Callable[[dict[str, Any]], bool]) -> None:
-    """Move lines of a JSON-lines file, if it exists, to a file with ``.lost`` in its name."""
+    """Move lost lines of a JSON-lines file to a file with ``.lost`` in its name. A missing file counts as empty."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     lost = [line for line in lines if is_lost(json.loads(line))]
     if lost:
@@ -370,7 +373,9 @@ def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
 
 
 def json_object(text: str, place: str, *keys: str) -> dict[str, Any]:
-    """Parse a JSON object of a run. Raises `ValueError` that names the place if it is not one with these keys.
+    """Parse a JSON object of a run.
+
+    Raises `ValueError`, which names ``place``, if the text is not an object with these keys.
 
     Example of a place: ``line 3 of RUN/metrics.jsonl``.
     """

@@ -1,7 +1,7 @@
 """The user's view of a run: a live view on a terminal, plain lines otherwise.
 
-Callers report events to the view. On a terminal, rich redraws it four times a second. Otherwise the view writes a line
-when a part is ready, and every few seconds during training.
+The run reports its events to the view. On a terminal, rich redraws it four times a second. Otherwise the view writes a
+line when a part is ready, and every few seconds during training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .run_records import BUSY, PoolUse, RunUse, StepRecord, in_words
 
 LINE_EVERY_S = 5.0
 RATE_STEPS = 10
-"""Number of steps for a rate on the terminal; ``metrics.jsonl`` has the rate of each step."""
+"""Number of steps over which the terminal averages a rate; ``metrics.jsonl`` has the rate of each step."""
 SPARK_STEPS = 60
 """Number of steps in a sparkline."""
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -35,7 +35,7 @@ _OF_THE_POLICY = (("entropy", "entropy"), ("kl", "behavior_kl"), ("gradient", "g
 
 
 class TerminalView:
-    """The run on the terminal."""
+    """Shows the run on the terminal."""
 
     def __init__(self, *, title: str, total_steps: int, console: Console | None = None) -> None:
         self._console = console or Console(stderr=False, highlight=False, soft_wrap=True)
@@ -187,7 +187,7 @@ class TerminalView:
         return table
 
     def _pools(self, use: RunUse) -> Table:
-        """A bar of recent busy time and the largest cause of idle time, per pool."""
+        """Per pool, a bar of recent busy time, and the largest cause of idle time."""
         table = Table.grid(padding=(0, 2))
         for pool in (use.learner, use.fleet):
             busy, cause = pool.recent.get(BUSY, 0.0), pool.top_cause
@@ -200,7 +200,7 @@ class TerminalView:
         return table
 
     def _sparks(self) -> Table:
-        """Sparklines of buffer, in-flight groups and lag."""
+        """Sparklines of stored groups, in-flight groups and lag."""
         table, last = Table.grid(padding=(0, 2)), self._history[-1]
         series = {
             "buffer": ([record.buffer_groups for record in self._history], f"{last.buffer_groups}"),

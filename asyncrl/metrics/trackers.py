@@ -1,9 +1,10 @@
 """Trackers of a run's metrics: Weights & Biases, MLflow and Prometheus.
 
-The option ``tracker`` names them; each gets all steps and evaluations. A failing tracker causes a warning and is
-counted, and training continues. A tracker's package is imported when the tracker is opened.
+The option ``tracker`` names the trackers; each gets all steps and evaluations. If a tracker fails, the failure is
+logged and counted, and training continues. A tracker's package is imported when the tracker is opened.
 
-A thread of ``prometheus_client`` serves ``/metrics``, under the names that ``configs/grafana.json`` uses.
+For Prometheus, a thread of ``prometheus_client`` serves ``/metrics``. ``configs/grafana.json`` uses the names of these
+metrics.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _PUBLISH_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 Event = StepRecord | Evaluation | RunUse
-"""What a tracker records: a finished learner step, a held-out evaluation, or the use of the pools so far."""
+"""An event that a tracker records: a finished learner step, a held-out evaluation, or the use of the pools so far."""
 
 
 class Tracker(Protocol):
@@ -55,7 +56,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """Description of a run for its trackers.
+    """The description of a run for its trackers.
 
     Attributes:
         experiment: Name of the experiment, and of the tracker's project or experiment.
@@ -164,7 +165,8 @@ def numbers_of(event: Event) -> dict[str, float]:
 class WandbTracker:
     """Weights & Biases, configured by its environment variables; ``WANDB_MODE=offline`` writes into the run's folder.
 
-    The x axis is ``step`` for steps and ``policy_version`` for evaluations, since both arrive in any order.
+    The x axis is ``step`` for steps and ``policy_version`` for evaluations, because steps and evaluations arrive in any
+    order.
     """
 
     keeps_history = True
@@ -190,13 +192,14 @@ class WandbTracker:
     def close(self) -> None:
         """Send the remaining metrics and end the tracked run."""
         self._run.finish()
-        self._teardown()  # otherwise its service process would outlive the run
+        self._teardown()  # otherwise wandb's service process would outlive the run
 
 
 class MlflowTracker:
     """MLflow at ``MLFLOW_TRACKING_URI``; without that variable, a database in the run's folder.
 
-    MLflow sends in a background thread. Values that are not finite are left out, because its stores refuse some.
+    MLflow sends in a background thread. Values that are not finite are left out, because some of MLflow's stores refuse
+    them.
     """
 
     keeps_history = True
@@ -240,7 +243,7 @@ class MlflowTracker:
 class PrometheusTracker:
     """Serves ``http://ADDRESS/metrics``, without a password; with port 0 the system chooses ``port``.
 
-    Prometheus keeps the history itself. Counters begin at 0 in each life, as its queries expect.
+    Prometheus keeps the history itself. Counters begin at 0 in each life, as Prometheus expects.
 
     Raises:
         ValueError: the address is invalid or not available.
@@ -338,7 +341,7 @@ class PrometheusTracker:
         self._thread.join()
 
     def _raise(self, counter: Any, value: float, *labels: str) -> None:
-        """Raise a counter to a total. The total may fall while a step is open; then the counter keeps its value."""
+        """Raise a counter to a total. The total may fall during a step; the counter then keeps its value."""
         key = (id(counter), *labels)
         rise = value - self._last.get(key, 0.0)
         child = counter.labels(*labels) if labels else counter

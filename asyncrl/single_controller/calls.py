@@ -1,8 +1,8 @@
 """One call through a group: its deadline, its route to each worker, its futures and its pending results.
 
-Futures among the arguments are sent as references. Ray starts the call when their results exist, and raises the error
-of a failed result. If a method fetched the results itself, it would block its process. In an asyncio actor, where calls
-are interleaved, the method could even wait for itself.
+Futures among the arguments are sent as references. Ray starts the call when the results of all futures exist. If a
+result failed, Ray raises its error. If a method fetched the results itself, it would block its process. In an asyncio
+actor, where calls are interleaved, the method could even wait for itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .dispatch import (
 )
 
 deadline_s: ContextVar[float | None] = ContextVar("call_deadline_s", default=None)
-"""Deadline of a blocking call in seconds; None uses that of its group."""
+"""Deadline of a blocking call in seconds; None uses the group's ``timeout_s``."""
 
 
 @contextmanager
@@ -87,7 +87,10 @@ def _same(ref: ray.ObjectRef) -> ray.ObjectRef:
 
 
 def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
-    """The arguments with placeholders for their futures, and the futures' references in order."""
+    """Take the references out of the futures among the arguments.
+
+    Returns the arguments, and the references in order.
+    """
     references: list[Any] = []
 
     def blank(value: Any) -> Any:
@@ -100,7 +103,7 @@ def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ar
 
 
 def attach_results(args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]) -> Arguments:
-    """The arguments with every future resolved; ``results`` are in the order of the references."""
+    """Replace each future among the arguments by its result. ``results`` has the order of `detach_references`."""
     remaining = iter(results)
 
     def resolved(value: Any) -> Any:
@@ -115,13 +118,14 @@ FUSED_METHOD_SEPARATOR = "_fwmn_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """The route of a method's calls to a worker: directly, or through the host worker of a shared process.
+    """How the calls of a method reach a worker: directly, or through the fused worker of a shared process.
 
     Attributes:
-        remote_name: Name of the called method of the actor.
+        remote_name: Name of the actor's method that is called.
         role_method: Role and method in a fused worker; None if the worker is called directly.
         is_worker: Whether the actor's class is a `Worker`, which accepts references and silent calls.
-        is_coroutine: Whether the method is a coroutine, which fetches futures itself without blocking others.
+        is_coroutine: Whether the actor's method is async. Such a method awaits its futures itself, so they are not
+            detached.
         takes_results: Whether the method receives the results of futures rather than the futures.
         is_beside: Whether the method runs in a second thread; see `dispatch.beside`.
     """
@@ -151,7 +155,7 @@ class Route:
     def call(
         self, worker: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_silent: bool = False
     ) -> ray.ObjectRef:
-        """Call one worker. A silent call returns only errors."""
+        """Call one worker. A silent call returns errors, but no result."""
         name = self.remote_name
         if self.role_method is not None:
             args = (self.role_method, *args)
@@ -178,7 +182,10 @@ def func_generator(
     execute_fn: Callable[..., Any],
     blocking: bool,
 ) -> Callable[..., Any]:
-    """The group's side of a registered method: dispatch, execute, wait if it blocks, collect, unpad."""
+    """Make the group's method that calls a registered method of the workers.
+
+    It dispatches the arguments, executes the call, waits if ``blocking``, collects the results, and removes padding.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = dispatch_fn(group, *args, **kwargs)
@@ -207,7 +214,7 @@ def _unpadded(output: Any, padding_size: int) -> Any:
 
 
 def shared(values: list[Any]) -> list[Any]:
-    """Replace a large value that is the same for every rank by references to one copy in the object store."""
+    """If all ``values`` are the same large object, replace them by references to one copy in the object store."""
     if len(values) < 2 or getattr(values[0], "nbytes", 0) < _SHARE_FROM_BYTES:
         return values
     if any(value is not values[0] for value in values):

@@ -3,8 +3,8 @@
 `encode` does not copy contiguous arrays; `decode` returns views of the frames. For any input bytes `decode` either
 raises `WireError` or returns plain values: it runs no code, and its allocations are proportional to the message.
 
-Some values have no type in msgpack. In the header, such a value is a msgpack extension. Such a container is a list that
-begins with a mark.
+msgpack has no type for some values, such as arrays and tuples. The header holds such a value as a msgpack extension,
+and such a container as a list that begins with a mark.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MALFORMED = (
 _EXT_MARK, _EXT_ARRAY, _EXT_SCALAR, _EXT_INT, _EXT_COMPLEX, _EXT_TENSOR, _EXT_FOREIGN = range(7)
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 MAX_DIMS = 64  # numpy's own limit.
-# Largest ratio of a structured dtype's size to the size of its fields; alignment gives smaller ratios.
+# Largest accepted ratio of a structured dtype's size to the size of its fields; alignment alone gives smaller ratios.
 _MAX_PADDING = 4
 _PLAIN_KINDS = frozenset("biufcmMSU")
 _PLAIN_NAME = re.compile(rb"[<>|][biufcmMSU]\d{1,10}(\[\d{0,19}[a-zA-Z]{1,2}\])?")
@@ -55,7 +55,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Tensors by name, received as views of the frames; the receiver must copy them before it writes."""
+    """Tensors by name. The receiver gets views of the frames, and must copy them before it writes to them."""
 
     tensors: dict[str, Any]
 
@@ -64,18 +64,19 @@ def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
     """Turn a value into frames.
 
     Args:
-        value: None, bool, int, float, complex, str, bytes, aware datetimes; lists, tuples and dicts; numpy arrays and
-            scalars of every dtype (object arrays of the types in this list; structured arrays with named fields); if
-            torch is loaded, dense and nested tensors of any dtype of whole bytes. Subclasses are refused.
-        foreign: If given, values of any other type are appended to it; the transport passes it to `decode`.
+        value: None, bool, int, float, complex, str, bytes, or a datetime with a time zone; a list, tuple or dict; a
+            numpy array or scalar of numbers, bools, times, bytes or strings; an object array of supported values; a
+            structured array with named fields. If torch is loaded: a dense or nested tensor whose items are whole
+            bytes. Subclasses are not supported.
+        foreign: If given, `encode` appends each value of another type to this list. The transport passes the list to
+            `decode`.
 
     Returns:
         The header, then the memory of the arrays. Buffers of contiguous arrays share the array's memory, so the value
         must not be written to until the frames are sent.
 
     Raises:
-        WireError: the value holds something else, holds itself, or nests too deep for msgpack (500 levels are
-            possible).
+        WireError: the value contains an unsupported value or itself, or nests too deep for msgpack (500 levels work).
     """
     encoder = Encoder(foreign)
     try:
@@ -96,7 +97,7 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
 
     Returns:
         The value. Arrays are views of the frames, read-only unless ``writable``. Tensors are copied from read-only
-        frames, because torch has no read-only tensors. Only `Columns` are not copied; they are returned as a dict.
+        frames, because torch has no read-only tensors. `Columns` become a dict, and their tensors are never copied.
 
     Raises:
         WireError: the frames are not a message of this codec.
@@ -150,7 +151,7 @@ class Encoder:
         )
 
     def hook(self, value: Any) -> Any:
-        """Called by msgpack for values of types that msgpack does not have."""
+        """Encode a value whose type msgpack does not have. This is a hook of msgpack."""
         kind = type(value)
         if kind is Columns:
             return self.columns(value.tensors)
@@ -231,7 +232,7 @@ class Decoder:
         self.open_marks = 0
 
     def unpack(self, data: Any) -> Any:
-        """The value of the header."""
+        """Decode the header. Returns the value."""
         # Read the whole header before building values, so that no length is trusted before its items are known to
         # exist.
         walker = msgpack.Unpacker(max_buffer_size=max(len(data), 1), read_size=max(len(data), 1))
@@ -255,7 +256,7 @@ class Decoder:
         return value
 
     def extension(self, code: int, data: bytes) -> Any:
-        """Called by msgpack for an extension."""
+        """Decode an extension. This is a hook of msgpack."""
         if code == _EXT_TENSOR:
             return _torch_side().tensor_of(data, self.take, copy=True)
         if code == _EXT_ARRAY:
@@ -277,7 +278,7 @@ class Decoder:
         raise WireError(f"message contains an unknown type with the code {code}")
 
     def sequence(self, items: list[Any]) -> Any:
-        """Called by msgpack for a list, after its items."""
+        """Build the value of a list whose items are decoded. This is a hook of msgpack."""
         if not items or type(items[0]) is not _Mark:
             return items
         self.open_marks -= 1
@@ -406,7 +407,7 @@ def _layout(data: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
 
 
 def array_of(data: bytes, buffer: memoryview, *, writable: bool) -> np.ndarray:
-    """Return a view of a buffer, read-only unless ``writable``.
+    """Return an array that is a view of a buffer, read-only unless ``writable``.
 
     Raises `WireError` if the buffer does not fit its descriptor.
     """
@@ -455,7 +456,7 @@ def dtype_of(name: bytes) -> np.dtype:
 
 
 def record_parts(array: np.ndarray) -> list[Any] | None:
-    """Shape, alignment, field names and columns of a structured array; None if these do not determine the array."""
+    """Shape, alignment, field names and columns of a structured array; None if these do not determine its dtype."""
     dtype = array.dtype
     if not dtype.names:
         return None

@@ -1,4 +1,4 @@
-"""Columns by name: taking, joining, checking, merging and comparing rows, also for nested tensors."""
+"""Functions that take, join, check, merge and compare columns, and the codec's description of tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncrl.single_controller.codec import Unsupported, buffer_of, descriptor, 
 
 
 def as_index(idxs: Any, num_rows: int) -> np.ndarray:
-    """Convert an index of positions, integers in [-B, B), or a mask of B bools, to positions (int64, from 0).
+    """Convert an index to positions, int64 from 0. The index has integers in [-B, B), or is a mask of B bools.
 
     Raises `TypeError` for other values, `IndexError` for a position outside the batch or an index of another shape.
     """
@@ -105,7 +105,7 @@ def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any
 
 
 def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[str, Any]]:
-    """Remove entries from several parts, all or none. Raises `BatchError` if an entry is missing."""
+    """Remove and return entries of several parts. If one is missing, remove nothing and raise `BatchError`."""
     for keys, (name, part) in zip(wanted, parts.items(), strict=True):
         known = [] if part is None else list(part.keys())
         missing = sorted(set(keys) - set(known))
@@ -116,7 +116,7 @@ def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[
 
 @dataclass(slots=True)
 class UnbuiltBatch:
-    """The tensors of a cut, joined or received `DataProto`, as long as no TensorDict of them is needed.
+    """The tensors of a cut, joined or received `DataProto`, before a TensorDict of them is built.
 
     Building a TensorDict takes longer than cutting the tensors. No code writes to this object, but it is not frozen:
     freezing doubles construction time.
@@ -124,7 +124,7 @@ class UnbuiltBatch:
     Attributes:
         tensors: Tensors by name, all of ``num_rows`` rows.
         device: Device of the TensorDict; None if it has none.
-        is_borrowed: Other processes may read the memory too, so the TensorDict gets copies.
+        is_borrowed: Whether other processes may read the memory, too. If so, the TensorDict gets copies.
     """
 
     tensors: dict[str, Any]
@@ -161,7 +161,7 @@ class UnbuiltBatch:
 def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
     """Cut a TensorDict, with nested tensors and non-tensor entries, into equal parts.
 
-    Raises `BatchError` if impossible.
+    Raises `BatchError` if it has no batch dimension, or if ``chunks`` does not divide its rows.
     """
     if not data.batch_size or chunks < 1 or data.batch_size[0] % chunks != 0:
         raise BatchError(f"a TensorDict of batch size {tuple(data.batch_size)} cannot be cut into {chunks} equal parts")
@@ -197,9 +197,9 @@ _DROP_ONE = "Drop or rename one of them"
 
 
 def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
-    """Add the second's tensors to the first, in place.
+    """Add the tensors of the second TensorDict to the first one, in place.
 
-    Raises `BatchError` if a common tensor differs (NaN equals NaN).
+    Raises `BatchError` if the batch sizes differ, or if two tensors of the same name differ; NaN equals NaN.
     """
     if tensor_dict1 is None or tensor_dict2 is None:
         return tensor_dict2 if tensor_dict1 is None else tensor_dict1
@@ -232,7 +232,7 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
 
 
 def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, Any]:
-    """Add the second's entries to the first, in place. Raises `BatchError` if a common entry differs."""
+    """Add the entries of the second dict to the first, in place. Raises `BatchError` if entries of one name differ."""
     for key in dict1.keys() & dict2.keys():
         if not facts_equal(dict1[key], dict2[key]):
             raise BatchError(
@@ -246,7 +246,7 @@ def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, An
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
     """Turn records into columns named by the first record's keys.
 
-    Later records may lack keys, but not have new ones.
+    A later record may lack keys. Raises `BatchError` if it has a new key.
     """
     if not list_of_dict:
         return {}
@@ -270,7 +270,10 @@ def same_columns(records: Sequence[Mapping[Any, Any]], part: str) -> dict[Any, l
 
 
 def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge meta information, which must be equal. Each entry of ``metrics`` becomes the list of the parts' values."""
+    """Merge the meta information of batches.
+
+    Raises `BatchError` if a key has different values. Each entry of ``metrics`` becomes a list of the batches' values.
+    """
     merged: dict[str, Any] = {}
     metrics: list[Mapping[str, Any]] = []
     for meta_info in meta_infos:
@@ -289,7 +292,7 @@ def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def deep_equal(a: Any, b: Any) -> bool:
-    """Deep equality of type and value, for arrays, tensors and containers (also cyclic ones); NaN equals NaN."""
+    """Whether two values are deeply equal, in type and value. Containers may be cyclic; NaN equals NaN."""
     return _equal(a, b, frozenset())
 
 
@@ -337,7 +340,7 @@ def _containers_equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) ->
 
 
 def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Same dtype, shape and values; NaN equals NaN. Nested tensors are compared by their rows."""
+    """Whether dtype, shape and values are the same; NaN equals NaN. Nested tensors are compared by their rows."""
     if a.is_nested or b.is_nested:
         if not (a.is_nested and b.is_nested) or a.size(0) != b.size(0):
             return False
@@ -374,7 +377,7 @@ with warnings.catch_warnings():  # torch warns about read-only memory once per p
 def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
     """Description and memory of a tensor. Only a tensor that is not contiguous or not on the CPU is copied.
 
-    Raises `Unsupported`.
+    Raises `Unsupported` if the codec cannot send the tensor.
     """
     if not isinstance(tensor, torch.Tensor):
         raise Unsupported(tensor, f"the codec does not support {type(tensor).__name__} as a column of tensors")
@@ -396,7 +399,7 @@ def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
 
 
 def memory_of(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a dense tensor in C order, [nbytes] uint8; shared with a contiguous CPU tensor."""
+    """The bytes of a dense tensor in C order, [nbytes] uint8; a view if the tensor is contiguous and on the CPU."""
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else np.empty(0, dtype=np.uint8)
 
@@ -428,7 +431,7 @@ def _layout(data: bytes) -> tuple[torch.dtype, np.dtype | None, tuple[int, ...],
 def tensor_of(description: Any, take: Callable[[], memoryview], *, copy: bool) -> torch.Tensor:
     """Decode a tensor from its description and the next buffers; with ``copy``, read-only buffers are copied.
 
-    Raises `WireError`.
+    Raises `WireError` if they do not fit together.
     """
     if type(description) is list:
         return _nested_of(description, take, copy=copy)
@@ -463,7 +466,7 @@ def _nested_of(description: list[Any], take: Callable[[], memoryview], *, copy: 
 
 
 def jagged_of(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None, ragged_dim: Any) -> Any:
-    """Make a jagged nested tensor. Raises `WireError` if offsets or lengths point outside ``values``."""
+    """Make a jagged nested tensor. Raises `WireError` if its parts do not fit together."""
     if values.is_nested or type(ragged_dim) is not int or not 1 <= ragged_dim <= values.ndim:
         raise WireError("a nested tensor has no values, or an impossible ragged dimension")
     _check_rows(values.shape[ragged_dim - 1], offsets, lengths)

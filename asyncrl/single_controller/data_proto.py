@@ -48,7 +48,7 @@ class DataProtoConfig(metaclass=_CheckedSwitches):
 
 
 class _BuiltWhenRead:
-    """The field ``batch``, built when it is first read. On the class it is None, which is the field's default."""
+    """Descriptor of the field ``batch``. The first read builds the TensorDict. On the class it is None, the default."""
 
     def __get__(self, data: Any, kind: Any = None) -> Any:
         if data is not None and isinstance(data._batch, UnbuiltBatch):
@@ -103,7 +103,7 @@ class DataProto:
     else:
 
         def __getattr__(self, name: str) -> Any:
-            """Decode a received batch when its first attribute is read. Attributes set since then are kept."""
+            """Decode a received batch when its first attribute is read. Attributes that were set before are kept."""
             message = vars(self).get("_arrived")
             if message is not None:  # None if this process made the batch, or another thread has decoded it
                 header, buffers, foreign = message
@@ -207,7 +207,10 @@ class DataProto:
         return cls.from_dict(tensors, arrays, facts, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
-        """Make one TensorDict of all three parts. Raises `BatchError` if two parts have the same name."""
+        """Make one TensorDict of the tensors, arrays and meta information.
+
+        Raises `BatchError` if two parts have the same name.
+        """
         batch_size = (len(self),) if self.batch is not None or self.non_tensor_batch else ()
         names = [*self._columns(), *self.non_tensor_batch, *self.meta_info]
         if len(set(names)) < len(names):
@@ -332,10 +335,11 @@ class DataProto:
         return self.select_idxs(np.repeat(np.arange(len(self)), counts.astype(np.int64)))
 
     def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
-        """Cut the named columns into ``n_split`` rows along their second dimension; repeat the other columns.
+        """Cut each row of the named columns into ``n_split`` rows, along the second dimension of the column.
 
-        Example: ``[B, n * m]`` becomes ``[B * n, m]``, and the parts of a row follow each other. Raises `BatchError` if
-        ``n_split`` does not divide the second dimension, or if a column has no second dimension of fixed length.
+        The rows of the other columns are repeated. Example: ``[B, n * m]`` becomes ``[B * n, m]``; the parts of a row
+        are adjacent. Raises `BatchError` if ``n_split`` does not divide the second dimension, or if a column has no
+        second dimension of fixed length.
         """
         repeated, split = np.repeat(np.arange(len(self)), n_split), set(split_keys or ())
 
@@ -357,7 +361,7 @@ class DataProto:
         return self
 
     def is_padding_enabled(self) -> bool:
-        """Whether dispatch may pad this batch to a multiple of the ranks."""
+        """Whether dispatch may pad this batch to a multiple of the number of ranks."""
         return bool(self.meta_info.get(DataProtoConfig.auto_padding_key) or DataProtoConfig.auto_padding)
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
@@ -372,9 +376,9 @@ class DataProto:
     def chunk(self, chunks: int) -> list[DataProto]:
         """Cut the rows into equal parts, sharing memory with this batch.
 
-        With padding enabled the parts may differ in size: a batch with tensors is cut as by ``torch.chunk``, with
-        empty parts at the end; a batch of arrays alone as by ``numpy.array_split``. Raises `BatchError` if the rows
-        cannot be cut evenly, and padding is not enabled.
+        If padding is enabled, the parts may differ in size. A batch with tensors is then cut as by ``torch.chunk``,
+        with empty parts at the end, and a batch without tensors as by ``numpy.array_split``. Raises `BatchError` if
+        padding is not enabled and the rows cannot be cut evenly.
         """
         if chunks < 1 or (len(self) % chunks != 0 and not self.is_padding_enabled()):
             raise BatchError(f"{len(self)} rows cannot be cut into {chunks} equal parts; pad them or enable padding")
@@ -393,9 +397,9 @@ class DataProto:
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """Concatenate batches. ``metrics`` in meta_info become lists over the batches.
+        """Concatenate batches. Each entry of ``metrics`` in the meta information becomes a list of the batches' values.
 
-        Raises `BatchError` if the batches have different columns or different other meta information.
+        Raises `BatchError` if the batches differ in their columns, or in meta information other than ``metrics``.
         """
         if not data:
             return DataProto()
@@ -417,8 +421,9 @@ class DataProto:
     ) -> Iterator[DataProto]:
         """Yield mini-batches of equal size, for ``epochs`` passes. Raises `BatchError` unless the size divides B.
 
-        ``torch.utils.data.DataLoader`` chooses the rows by these options; ``seed`` seeds its order under ``shuffle``.
-        Arrays are object arrays, as by `collate_fn`; Python lists of one length become a further dimension.
+        ``torch.utils.data.DataLoader`` chooses the rows, with ``dataloader_kwargs`` as its options; ``seed`` seeds its
+        shuffling. Arrays become object arrays, as in `collate_fn`; Python lists of equal length become a further
+        dimension.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size != 0:
             raise BatchError(f"mini_batch_size must divide the {len(self)} rows, got {mini_batch_size}")
@@ -458,7 +463,10 @@ class DataProto:
         return sum(value.nbytes for value in [*self._columns().values(), *self.non_tensor_batch.values()])
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Write the file atomically. Raises `WireError` naming the place of a value that the codec does not carry."""
+        """Write the file atomically.
+
+        Raises `WireError`, with the value's path, if the codec does not support a value.
+        """
         frames = encode(serialization.parts_of(self))
         partial = Path(f"{filepath}.partial")
         with open(partial, "wb") as file:
@@ -511,7 +519,10 @@ class DataProto:
         return self._derived(batch, arrays, self.meta_info)
 
     def _shared_batch(self) -> Any:
-        """The tensors, to be shared with another `DataProto`. Each batch makes its own copies of borrowed tensors."""
+        """The tensors, for another `DataProto` that shares them.
+
+        Each batch makes its own copies of borrowed tensors.
+        """
         return self._batch if isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed else self.batch
 
     def _columns(self) -> dict[str, Any]:
@@ -537,7 +548,7 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Append rows from the beginning, repeatedly, until ``size_divisor`` divides their number.
+    """Append copies of rows, from the first row on, until ``size_divisor`` divides their number.
 
     Returns the padded batch (``data`` itself if nothing is missing) and the number of rows appended.
     """

@@ -24,15 +24,17 @@ _padding_size_key = "_padding_size_key_x123d"
 
 
 def merge(parts: Sequence[Any]) -> Any:
-    """Join the results of the collecting ranks, `DataProto`s or TensorDicts, along the batch; None if all are None."""
+    """Join the collected results, `DataProto`s or TensorDicts, along the rows. Returns None if all results are None."""
     return None if parts and all(part is None for part in parts) else BatchData(parts).concat()
 
 
 @dataclass
 class DataProtoFuture:
-    """The results of a call as references: await it, ``get`` it, or pass it to the call of another group.
+    """References to the results of a call.
 
-    When it is passed on, only references go through the driver; the receiving workers fetch the results.
+    Await the future, ``get`` the result, or pass the future to another group's call.
+
+    If it is passed on, only references go through the driver; the receiving workers fetch the results.
 
     Attributes:
         collect_fn: Joins the list of fetched results into one.
@@ -46,7 +48,7 @@ class DataProtoFuture:
 
     @staticmethod
     def concat(data: list[Any]) -> DataProtoFuture:
-        """A future of the referenced results, joined along the batch."""
+        """Make a future of the referenced results, joined along the rows."""
         return DataProtoFuture(collect_fn=merge, futures=list(data))
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
@@ -69,7 +71,7 @@ class DataProtoFuture:
         return await asyncio.to_thread(self.resolve, await fetch_async(self.futures))
 
     def resolve(self, results: list[Any]) -> Any:
-        """The result of `get` for results that are already fetched."""
+        """Return what `get` returns, from results that are already fetched."""
         joined = self.collect_fn(results)
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 
@@ -101,9 +103,9 @@ class BatchData:
         return isinstance(data, list | tuple) and len(data) > 0 and (_is_batch(data[0]) or _is_reference(data[0]))
 
     def chunk(self, chunks: int) -> Sequence[Any]:
-        """Cut the value into parts of its own kind, as `DataProto.chunk` does; a TensorDict only evenly.
+        """Cut the value into parts of the same type, as `DataProto.chunk` does. A TensorDict must be cut evenly.
 
-        Raises `BatchError` if the rows cannot be cut evenly, `UsageError` for a value of another kind.
+        Raises `BatchError` if the rows cannot be cut evenly, `UsageError` for a value of another type.
         """
         if _is_tensordict(self._data):
             from asyncrl.single_controller import columns  # this process has already loaded torch
@@ -173,9 +175,12 @@ class _Members(type):
 
 
 class DynamicEnum(metaclass=_Members):
-    """Base of a growing enumeration. Names are unique without regard to case; members compare by identity."""
+    """Base class of an enumeration that can get more members.
 
-    keeps_case: ClassVar[bool] = False  # whether members keep the spelling of their names instead of capitals
+    Names are unique regardless of case; members compare by identity.
+    """
+
+    keeps_case: ClassVar[bool] = False  # whether names keep their case; otherwise they become upper case
     _registry: ClassVar[dict[str, Any]] = {}
     _next_value: ClassVar[int] = 0
 
@@ -266,7 +271,8 @@ def register(
     Args:
         dispatch_mode: A member of `Dispatch`, or a dict with ``dispatch_fn`` and ``collect_fn``.
         execute_mode: Whether all workers run the method, or only rank 0.
-        blocking: Whether the group's caller waits for the results, or receives references or a `DataProtoFuture`.
+        blocking: If True, the group's call waits for the results; if False, it returns references or a
+            `DataProtoFuture`.
         materialize_futures: Whether the worker fetches each `DataProtoFuture` among the arguments first.
     """
     _check_dispatch_mode(dispatch_mode)
@@ -305,10 +311,10 @@ BESIDE = "beside"
 
 
 def beside(method: Method) -> Method:
-    """Let a registered method run in a second thread, in parallel with the worker's other methods (decorator).
+    """Decorator: run a registered method in a second thread, in parallel with the worker's other methods.
 
-    Calls of such methods are executed in order and do not wait for other calls, so the methods must be thread-safe. All
-    other methods of the class then run in one thread that is not the main thread of the process.
+    The second thread executes its calls in order, and does not wait for other calls. The methods must be thread-safe.
+    All other methods of the class then run in one thread that is not the main thread of the process.
     """
     getattr(method, MAGIC_ATTR)[BESIDE] = True
     return method
@@ -369,22 +375,26 @@ Dispatched = tuple[Any, dict[str, Any]]
 
 
 def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """The same arguments for every rank."""
+    """Send the same arguments to every rank."""
     return mapped(lambda value: [value] * worker_group.world_size, args, kwargs)
 
 
 def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Arguments unchanged: lists with one entry per rank are split, other values go to every rank."""
+    """Return the arguments unchanged.
+
+    `execute_all` splits them if every argument is a list with one entry per rank; otherwise every rank receives all
+    arguments.
+    """
     return args, kwargs
 
 
 def collect_all_to_all(worker_group: Any, output: Any) -> Any:
-    """Results unchanged: a list in the order of the ranks."""
+    """Return the results unchanged: a list in the order of the ranks."""
     return output
 
 
 def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Arguments that the caller has split: lists with one entry per rank."""
+    """Send arguments that the caller has split. Each must be a list with one entry per rank."""
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, list | tuple) or len(value) != worker_group.world_size:
             raise UsageError(
@@ -395,19 +405,19 @@ def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatc
 
 
 def collect_dp_compute(worker_group: Any, output: Any) -> Any:
-    """A list in the order of the ranks."""
+    """Return the results in the order of the ranks. Raises `UsageError` unless there is one per rank."""
     if len(output) != worker_group.world_size:
         raise UsageError(f"expected {worker_group.world_size} results, got {len(output)}; run the method on all ranks")
     return output
 
 
 def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Split every `DataProto` evenly over the ranks; padded if the data asks for it."""
+    """Split every `DataProto` evenly over the ranks. If padding is enabled, pad it first."""
     return _split_args_kwargs_data_proto_with_auto_padding(worker_group.world_size, *args, **kwargs)
 
 
 def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """The first argument, a function, goes to every rank; the data after it is split."""
+    """Send the first argument, a function, to every rank. Split the other arguments over the ranks."""
     if not args or not isinstance(args[0], FunctionType):
         raise UsageError(f"the first argument must be a function, got {type(args[0]).__name__ if args else 'none'}")
     num_workers = worker_group.world_size
@@ -416,12 +426,12 @@ def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kw
 
 
 def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> Any:
-    """Join the ranks' results to one `DataProto`, or to a future of one."""
+    """Join the ranks' results into one `DataProto`, or into a future of one."""
     return _concat_data_proto_or_future(collect_dp_compute(worker_group, output))
 
 
 def dummy_direct_rollout_call(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse the call: only an engine calls a direct rollout method, on the worker itself."""
+    """Raise `UsageError`: a direct rollout method is called on the worker itself, not through the group."""
     raise UsageError("a DIRECT_ROLLOUT_METHOD is called on the worker itself, not through the worker group")
 
 
@@ -453,7 +463,10 @@ def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any)
 def dispatch_nd_compute_dataproto(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> Dispatched:
-    """Split every `DataProto` into ``dp_size`` parts, padded if the data asks for it, and distribute the parts."""
+    """Split every `DataProto` into ``dp_size`` parts, and distribute the parts.
+
+    A `DataProto` with padding enabled is padded first.
+    """
     split_args, split_kwargs = _split_args_kwargs_data_proto_with_auto_padding(dp_size, *args, **kwargs)
     padding = {key: split_kwargs.pop(key) for key in (_padding_size_key,) if key in split_kwargs}
     handed_args, handed_kwargs = dispatch_nd_compute(
@@ -463,12 +476,15 @@ def dispatch_nd_compute_dataproto(
 
 
 def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, output: Any) -> Any:
-    """Join the results of the ranks that the mask selects to one `DataProto`, or to a future of one."""
+    """Join the results of the ranks in the mask into one `DataProto`, or into a future of one."""
     return _concat_data_proto_or_future(collect_nd_compute(collect_mask, worker_group, output))
 
 
 def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """As `dispatch_nd_compute_dataproto`, for a mesh that the workers registered. The mesh is queried once."""
+    """As `dispatch_nd_compute_dataproto`, for a mesh that the workers registered.
+
+    The first call asks them for the mesh.
+    """
     if mesh_name not in worker_group._dispatch_info:
         worker_group._dispatch_info[mesh_name] = worker_group._query_dispatch_info(mesh_name)
     mapping = worker_group._dispatch_info[mesh_name]
@@ -476,7 +492,10 @@ def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: A
 
 
 def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """As `collect_nd_compute_dataproto`, for a mesh that the workers registered. The mesh is queried once."""
+    """As `collect_nd_compute_dataproto`, for a mesh that the workers registered.
+
+    The first call asks them for the mesh.
+    """
     return collect_nd_compute_dataproto(_collect_mask(mesh_name, worker_group), worker_group, *args, **kwargs)
 
 
@@ -520,14 +539,14 @@ _EXECUTE_FN_NAMES = {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_ran
 
 
 def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable[..., Any]]:
-    """The two functions of a mode. Raises `UsageError` if the mode has none."""
+    """The dispatch and collect functions of a mode. Raises `UsageError` if the mode has none."""
     if dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
         raise UsageError(f"dispatch mode {dispatch_mode!r} has no functions; add it with register_dispatch_mode")
     return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
 
 
 def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
-    """Name of the group's method that runs a call in this mode."""
+    """The name of the group's method that executes a call in this mode."""
     return {"execute_fn_name": _EXECUTE_FN_NAMES[execute_mode]}
 
 
@@ -560,7 +579,7 @@ def _split_args_kwargs_data_proto(chunks: int, *args: Any, **kwargs: Any) -> Dis
 
 
 def _split_args_kwargs_data_proto_with_auto_padding(chunks: int, *args: Any, **kwargs: Any) -> Dispatched:
-    """As `_split_args_kwargs_data_proto`, with padding: all padded arguments get the same number of extra rows."""
+    """As `_split_args_kwargs_data_proto`, but pad first. All padded arguments get the same number of extra rows."""
     lengths = {len(value) for value in (*args, *kwargs.values()) if _asks_for_padding(value)}
     if not lengths:
         return _split_args_kwargs_data_proto(chunks, *args, **kwargs)
@@ -607,7 +626,10 @@ _MAX_THREADS = 16
 
 
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[Any]:
-    """Put at least one value into the object store; return the references in order. By default at most 16 threads."""
+    """Put values, at least one, into the object store in threads, by default at most 16.
+
+    Returns references in order.
+    """
     import ray
 
     if not data_list:

@@ -1,6 +1,6 @@
-"""The state of workers, detection of their death between calls, and the last output of a dead worker.
+"""The state of workers, the detection of a worker's death, and the last output of a dead worker.
 
-`first_death` waits. It does not call a worker's own methods, because a worker runs one method at a time.
+`first_death` watches workers without calling their methods, because a worker runs one method at a time.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .resource_pool import current_cluster, current_node
 
 
 def state_of(worker: Any) -> str:
-    """An actor's state by Ray's name. Example: ``"ALIVE"``."""
+    """The state of an actor, by Ray's name for it. Example: ``"ALIVE"``."""
     actor = ray_state.actors(worker._actor_id.hex())
     return actor["State"] if actor else "UNKNOWN"
 
 
 def address_of(worker: Any) -> str:
-    """Address of the node on which an actor lives."""
+    """Address of the node on which an actor runs."""
     actor = ray_state.actors(worker._actor_id.hex())
     return actor["Address"]["IPAddress"] if actor else "unknown"
 
@@ -39,8 +39,9 @@ def address_of(worker: Any) -> str:
 async def ray_death() -> NoReturn:
     """Wait until one of Ray's own processes on this machine has died: the raylet, or the control service (gcs_server).
 
-    Raises `ClusterDiedError`, which names it and ends with its log. Ray itself reports a dead raylet as its workers'
-    death after some 15 s, and ends this process without an error some seconds after the control service died.
+    Raises `ClusterDiedError`, which names the process and ends with the last lines of its log. Ray itself reports a
+    dead raylet only as the death of its workers, after some 15 s. If the control service dies, Ray ends this process
+    some seconds later, without an error.
     """
     node: Any = ray_worker._global_node
     marks = {
@@ -53,7 +54,7 @@ async def ray_death() -> NoReturn:
         for process in processes
         if marks.get(process.info["name"], "\0") in (process.info["cmdline"] or [])
     }
-    never = asyncio.get_running_loop().create_future()  # if the cluster has no daemons on this machine
+    never = asyncio.get_running_loop().create_future()  # never done; there may be no daemons on this machine
     waiting: dict[Any, int] = {asyncio.ensure_future(process_end(pid)): pid for pid in daemons}
     try:
         ended, _ = await asyncio.wait({never, *waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -75,10 +76,10 @@ _DAEMONS = {"raylet": "node manager", "gcs_server": "control service"}
 async def first_death(workers: Sequence[Any], is_alive: Callable[[Any], bool], every_s: float = 5.0) -> int | None:
     """Wait until one of the workers has died.
 
-    All of them must be alive at the call. Returns the index of the dead worker, or None if Ray was shut down first.
+    All workers must be alive at the call. Returns the index of the dead worker, or None if Ray was shut down first.
 
-    On this node, the kernel wakes this wait when a process ends. On another node, a Ray task waits for the process and
-    wakes it. In addition, Ray is asked for the workers' states every ``every_s`` seconds.
+    On this node, the kernel reports the end of a process. On another node, a Ray task waits for the end of the process.
+    In addition, this function asks Ray for the workers' states every ``every_s`` seconds.
     """
     cluster, here = current_cluster(), current_node()
     ranks: dict[str, dict[int, int]] = defaultdict(dict)
@@ -113,7 +114,7 @@ async def first_death(workers: Sequence[Any], is_alive: Callable[[Any], bool], e
 async def _end_on(node_id: str, pids: list[int]) -> int | None:
     """Wait until one of these processes of another node has ended.
 
-    Returns None if the waiting task on that node was lost.
+    Returns its pid, or None if the waiting task on that node was lost.
     """
     there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     task: Any = _first_to_end.options(scheduling_strategy=there).remote(pids)
@@ -161,7 +162,7 @@ def last_words(actor_id: str, log_file: str | None) -> str:
 
 
 def _newest_complaints() -> str:
-    """Path and last lines of what Ray's node managers on this host wrote last, such as why no process starts."""
+    """Path and last lines of the newest error log of this host's node managers. It may say why no process starts."""
     node: Any = ray_worker._global_node
     logs = [*Path(node.get_logs_dir_path()).glob("raylet*.err")]
     newest = max(logs, key=lambda path: path.stat().st_mtime_ns, default=None)

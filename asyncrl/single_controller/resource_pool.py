@@ -67,12 +67,12 @@ class ResourcePool:
         return [count for count in self._store for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
-        """For every rank, its position on its node."""
+        """For every rank, its index among the ranks of its node."""
         return [local_rank for count in self._store for local_rank in range(count)]
 
 
 class ClassWithInitArgs:
-    """A class and its arguments; a call makes the instance."""
+    """A class and the arguments of its constructor. Calling this object makes the instance."""
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         self.cls = cls
@@ -101,13 +101,13 @@ class RayResourcePool(ResourcePool):
     Args:
         process_on_nodes: Number of processes on each node.
         use_gpu: Whether every process has a device.
-        name_prefix: Begins the placement groups' names; random by default.
+        name_prefix: First part of the placement groups' names; random by default.
         max_colocate_count: Number n of groups that may share the pool. Each group has 1/n of a device and one CPU per
             process.
         detached: Whether the reservation stays after the end of the driver.
         accelerator_type: Use only nodes with this kind of device. Example: ``"A100"``.
         num_cpus_per_process: CPUs of a process's bundle; ``max_colocate_count`` by default.
-        num_devices_per_process: Devices of a process, if it has any.
+        num_devices_per_process: Number of devices of each process, if ``use_gpu`` is set.
         strategy: How Ray places the bundles of one placement group. ``STRICT_PACK`` puts them on one node.
         apart: Put each placement group of this pool on a different node.
         labels: Labels that the nodes must have, as Ray's label selectors. Example: ``{"market-type": "!spot"}``.
@@ -168,8 +168,9 @@ class RayResourcePool(ResourcePool):
     ) -> list[PlacementGroup]:
         """The reservation, one placement group per node. The first call in a cluster makes it.
 
-        ``strategy`` replaces the pool's strategy. Raises `DeadlineError`, with nothing reserved, if the cluster does
-        not grant it in time, and `UsageError` for a part of a pool whose cluster has ended.
+        ``strategy`` replaces the pool's strategy. Raises `DeadlineError` if the cluster does not grant the reservation
+        in time; nothing is reserved then. Raises `UsageError` if this pool was made of pools of a Ray cluster that has
+        ended.
         """
         if self._cluster is not None and self._has_ended():  # the pool was reserved in an earlier Ray cluster
             if self._wholes:
@@ -230,7 +231,7 @@ class RayResourcePool(ResourcePool):
     ) -> None:
         """Wait until the placement groups from ``first`` on are granted.
 
-        Otherwise release all of them and raise `DeadlineError`.
+        After the deadline, release all of ``pgs`` and raise `DeadlineError`.
         """
         left_s, awaited = max(deadline_s - time.monotonic(), 0.0), [pg.ready() for pg in pgs[first:]]
         _, waiting = ray.wait(awaited, num_returns=len(awaited), timeout=left_s)
@@ -247,7 +248,10 @@ class RayResourcePool(ResourcePool):
         )
 
     def borrow_from(self, *pools: RayResourcePool) -> None:
-        """Use the placement groups of these pools. They stay reserved while a worker group runs in this pool."""
+        """Use the placement groups of these pools.
+
+        The placement groups stay reserved while a worker group runs in this pool.
+        """
         self._wholes = [whole for pool in pools for whole in (pool._wholes or [pool])]
         self._cluster = current_cluster()
 
@@ -258,14 +262,17 @@ class RayResourcePool(ResourcePool):
             pool._num_users += 1
 
     def leave(self) -> None:
-        """Count a group that has ended. The last one releases the reservation, unless a part of the pool is in use."""
+        """Count a group that has ended.
+
+        The last group releases the reservation, unless a part of the pool is in use.
+        """
         for pool in (self, *self._wholes):
             pool._num_users -= 1
             if pool._had_groups and pool._num_users == 0:
                 pool.shutdown()
 
     def shutdown(self) -> None:
-        """Release the reservation, which kills the workers in it. A part of a pool leaves this to the whole pool."""
+        """Release the reservation, which kills the workers in it. For a part of a pool this does nothing."""
         if not self._reserved:
             return
         if not self._has_ended():
@@ -285,7 +292,7 @@ class RayResourcePool(ResourcePool):
 
 
 def current_cluster() -> Any:
-    """Ids of the cluster this process is connected to and of its job there; None if it is not connected."""
+    """Ids of this process's Ray cluster and of its job there; None if this process is not connected."""
     worker = ray_worker.global_worker
     node = worker.node  # Ray's shutdown removes it before Ray reports the disconnection
     return (node.cluster_id, worker.current_job_id) if node is not None and worker.connected else None
@@ -551,7 +558,7 @@ _MAX_STEPS = 10_000
 
 
 def fits(needed: Resources, free: Resources) -> bool:
-    """Whether a node with these free resources has room."""
+    """Whether the needed resources fit into the free resources of a node."""
     return all(free.get(resource, 0.0) + _ROUNDING >= amount for resource, amount in needed.items())
 
 
@@ -562,9 +569,9 @@ def take(needed: Resources, free: dict[str, float]) -> None:
 
 
 def can_place(needs: Sequence[Resources], nodes: Iterable[Resources]) -> bool:
-    """Whether each demand fits on one node, by the nodes' free resources, with the largest demand first.
+    """Whether all demands can be placed, each on one node with enough free resources. The largest demand comes first.
 
-    Also True if the search stopped after 10,000 steps; then the cluster decides.
+    Also True if the search stopped after 10,000 steps; the cluster then decides.
     """
     steps = 0
 
@@ -595,7 +602,10 @@ def unwrap(cls: Any) -> type:
 
 
 def remote_class(cls: type, roles: Iterable[type] = ()) -> Any:
-    """Wrap a class with ``ray.remote``. It gets a second thread if it or one of its ``roles`` has `beside` methods."""
+    """Wrap a class with ``ray.remote``.
+
+    The actor gets a second thread if the class or one of ``roles`` has `beside` methods.
+    """
     has_two = any(runs_beside(getattr(owner, name, None)) for owner in (cls, *roles) for name in dir(owner))
     options: dict[str, Any] = {"concurrency_groups": {BESIDE: 1}}
     return ray.remote(**options)(cls) if has_two else ray.remote(cls)

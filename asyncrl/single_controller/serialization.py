@@ -77,7 +77,7 @@ def write_frames(file: BinaryIO, frames: Sequence[Frame]) -> None:
 def read_frames(data: bytes | memoryview) -> list[memoryview]:
     """The frames in a file's bytes, as views.
 
-    Raises `WireError` if the bytes are not such a file, or the file is truncated.
+    Raises `WireError` if `write_frames` did not write the file, or if the file is truncated.
     """
     view = memoryview(data)
     if bytes(view[: len(_FILE_MAGIC)]) != _FILE_MAGIC:
@@ -124,7 +124,7 @@ def all_gather_data_proto(data: Any, process_group: Any) -> None:
 
 
 def broadcast_value(value: Any, process_group: Any) -> Any:
-    """The value of the group's first rank, on every rank.
+    """Return the value of the group's first rank on every rank; a collective.
 
     Raises `WireError` if the codec does not support the value. The first rank gets its own object back. The values of
     the other ranks are ignored.
@@ -195,7 +195,7 @@ TensorParts = tuple[str, tuple[int, ...], Any]
 
 
 def serialize_single_tensor(obj: torch.Tensor) -> TensorParts:
-    """The name of the dtype, the shape, and the memory as [nbytes] uint8, shared with a contiguous CPU tensor."""
+    """The name of the dtype, the shape, and the bytes as in `memory_of`."""
     return str(obj.dtype).removeprefix("torch."), obj.shape, memory_of(obj)
 
 
@@ -216,7 +216,10 @@ def deserialize_single_tensor(arr: TensorParts) -> torch.Tensor:
 def serialize_tensordict(
     batch: TensorDict,
 ) -> tuple[tuple[int, ...], str | None, dict[str, TensorParts | tuple[str, list[TensorParts]]]]:
-    """Batch size, common device or None, and the parts of each tensor by name (nested: layout and rows)."""
+    """Batch size, common device or None, and the parts of each tensor by name.
+
+    A nested tensor has its layout and rows.
+    """
     tensors: dict[str, Any] = dict(batch.items())
     items: dict[str, Any] = {
         key: (str(tensor.layout).removeprefix("torch."), list(map(serialize_single_tensor, rows_of(tensor))))

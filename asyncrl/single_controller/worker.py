@@ -1,4 +1,4 @@
-"""Workers: the rank of a process in its group, its devices, and its place in each mesh. A process may host several."""
+"""Workers. A worker knows its rank in its group, its devices, and its place in each mesh. A process may run several."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .resource_pool import RayClassWithInitArgs, free_port, remote_class, unwrap
 
 
 class WorkerHelper:
-    """The node of a process, and free ports there."""
+    """Gives the address of this process's node, and free ports there."""
 
     @staticmethod
     def _get_node_ip() -> str:
@@ -38,9 +38,8 @@ ALL_DEVICES = "not set"
 class Worker(WorkerHelper):
     """One process of a worker group.
 
-    The group describes the process through its environment: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT, which is also what ``torch.distributed`` reads. A subclass calls
-    ``super().__init__()`` first.
+    The group sets environment variables of the process, which ``torch.distributed`` can read, too: RANK, WORLD_SIZE,
+    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A subclass calls ``super().__init__()`` first.
     """
 
     fused_worker_attr_name = "fused_worker_dict"
@@ -53,7 +52,7 @@ class Worker(WorkerHelper):
     _master_port: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Before the constructor runs, keep blocked stop signals blocked and open the worker's log."""
+        """Before the constructor runs, keep blocked stop signals blocked, and redirect output to the worker's log."""
         keep_stop_blocked()
         log_file = os.environ.pop("WG_LOG_FILE", None)
         if log_file is not None:
@@ -114,7 +113,7 @@ class Worker(WorkerHelper):
         return self._master_addr, self._master_port
 
     def get_cuda_visible_devices(self) -> str:
-        """The devices this process may use, in the runtime's notation; ``not set`` if the process sees all devices."""
+        """The value of the variable that restricts the devices; ``not set`` if the process sees all devices."""
         return os.environ.get(visible_devices_name(), ALL_DEVICES)
 
     def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:
@@ -126,10 +125,10 @@ class Worker(WorkerHelper):
         return ray.get_runtime_context().get_node_id()
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Register this worker's place in a mesh, for `make_nd_compute_dataproto_dispatch_fn`. Example: ``"train"``.
+        """Register this worker's place in a mesh, for `make_nd_compute_dataproto_dispatch_fn`.
 
-        The worker receives part ``dp_rank`` of the data. ``is_collect`` is True on one worker per dp rank, whose result
-        is collected.
+        The worker receives part ``dp_rank`` of the data. ``is_collect`` is True on the one worker per dp rank whose
+        result is collected. Example of a mesh name: ``"train"``.
         """
         if mesh_name in self._dispatch_dp_rank:
             raise UsageError(f"mesh {mesh_name!r} is registered already on rank {self._rank}; register a mesh once")
@@ -149,13 +148,16 @@ class Worker(WorkerHelper):
         return self._collect_dp_rank[self._known_mesh(mesh_name)]
 
     def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
-        """``dispatch_dp_rank`` and ``collect_dp_rank`` by mesh: the arguments for the setter of another worker."""
+        """The arguments ``dispatch_dp_rank`` and ``collect_dp_rank`` for `set_dispatch_collect` of another worker."""
         return {"dispatch_dp_rank": self._dispatch_dp_rank, "collect_dp_rank": self._collect_dp_rank}
 
     def set_dispatch_collect(
         self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
     ) -> None:
-        """Register a mesh with the place of another worker in its last mesh, from its `get_dispatch_collect`."""
+        """Register a mesh. This worker gets the place that another worker has in its last mesh.
+
+        The arguments come from `get_dispatch_collect` of the other worker.
+        """
         if not dispatch_dp_rank or not collect_dp_rank:
             raise UsageError(f"mesh {mesh_name!r} cannot follow a worker that registered no mesh; register its first")
         dp_rank, is_collect = list(dispatch_dp_rank.values())[-1], list(collect_dp_rank.values())[-1]
@@ -173,7 +175,7 @@ class Worker(WorkerHelper):
         return getattr(self, method_name)(*args, **kwargs)
 
     def _call_silently(self, method_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method whose result is not collected. Returns only errors."""
+        """Call a method without returning its result. Errors are raised."""
         getattr(self, method_name)(*args, **kwargs)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
@@ -188,7 +190,7 @@ class Worker(WorkerHelper):
 
 
 def redirect_output(path: str) -> None:
-    """Send stdout and stderr of this process, C++ and child processes included, to the end of a file."""
+    """Append stdout and stderr of this process to a file, including the output of C++ code and child processes."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -215,7 +217,10 @@ def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
 
 
 def visible_devices_name(env_vars: Mapping[str, str] = os.environ) -> str:
-    """Name of the variable that restricts this process's devices; torch is asked if it is loaded."""
+    """Name of the variable that restricts the visible devices.
+
+    It is the variable of NPUs if that one is set, or if torch with NPU support is loaded.
+    """
     is_npu = hasattr(sys.modules.get("torch"), "npu") or bool(env_vars.get("ASCEND_RT_VISIBLE_DEVICES"))
     return "ASCEND_RT_VISIBLE_DEVICES" if is_npu else "CUDA_VISIBLE_DEVICES"
 
@@ -231,7 +236,7 @@ def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
     """Copy ROCm's variables to CUDA_VISIBLE_DEVICES, because torch reads this variable on ROCm too."""
     hip = env_vars.pop("HIP_VISIBLE_DEVICES", None)
     cuda = env_vars.get("CUDA_VISIBLE_DEVICES")
-    if cuda == "":  # all are hidden
+    if cuda == "":  # all devices are hidden
         env_vars.pop("ROCR_VISIBLE_DEVICES", None)
         return
     if hip and cuda and hip != cuda:
@@ -310,7 +315,7 @@ def create_colocated_worker_cls_fused(class_dict: dict[str, RayClassWithInitArgs
     return fused
 
 
-create_colocated_worker_cls = create_colocated_worker_cls_fused  # verl's first name for it
+create_colocated_worker_cls = create_colocated_worker_cls_fused  # verl's older name for this function
 
 
 def _route(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -323,7 +328,10 @@ def _route(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 async def _route_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-    """As `_route`, for hosts with coroutines. Futures are fetched here, so that methods do not block the event loop."""
+    """As `_route`, for a fused worker with async methods.
+
+    It awaits futures for methods with ``materialize_futures``, so that they do not block the event loop.
+    """
     role, _, name = method_name.partition(FUSED_METHOD_SEPARATOR)
     attrs = getattr(getattr(self.raw_cls_dict.get(role), name, None), MAGIC_ATTR, {})
     if attrs.get("materialize_futures"):

@@ -1,6 +1,6 @@
-"""Worker groups: many workers as one object, with their methods and a watch for deaths.
+"""Worker groups. A group calls the registered methods of its workers, and watches for the death of a worker.
 
-`RayWorkerGroup` starts them.
+`RayWorkerGroup` also starts the workers.
 """
 
 from __future__ import annotations
@@ -81,10 +81,11 @@ class WorkerGroup:
     def start_worker_aliveness_check(
         self, every_n_seconds: float = 1, on_death: Callable[[WorkerDiedError], None] | None = None
     ) -> None:
-        """Watch the workers from a thread after all of them have started. The end of a worker's process wakes it.
+        """Wait until all workers have started, then watch them from a thread.
 
-        The thread also asks Ray ``every_n_seconds``. It calls ``on_death`` once, with the error that names the worker.
-        By default it logs the error and raises SIGABRT, which ends the driver.
+        The end of a worker's process wakes the thread; it also asks Ray for the workers' states every
+        ``every_n_seconds``. The thread calls ``on_death`` once, with the error that names the dead worker. By default
+        it logs the error and raises SIGABRT, which ends the driver.
         """
         self.stop_worker_aliveness_check()
         starting = [worker for worker in self._workers if state_of(worker) != "ALIVE"]
@@ -113,7 +114,10 @@ class WorkerGroup:
         self._watch = self._checker_thread = None
 
     async def death(self) -> WorkerDiedError:
-        """Wait until a worker dies, also between calls. Returns the error with the worker's name."""
+        """Wait until a worker dies, even if no call runs.
+
+        Returns the error that names it. Raises `ClusterDiedError` if Ray shuts down.
+        """
         rank = await first_death(self._workers, self._is_worker_alive)
         if rank is None:
             raise ClusterDiedError("Ray was shut down while its workers were watched")
@@ -182,7 +186,8 @@ class RayWorkerGroup(WorkerGroup):
         first_rank: RANK of the first worker. With it, several groups can share one numbering of their workers.
         python: Shell command that runs Python in the workers; empty leaves it to Ray.
 
-    Raises `UsageError` if options contradict each other or the pool, `DeadlineError` as `slots_of` does.
+    Raises `UsageError` if options contradict each other or the pool. Raises `DeadlineError` if the cluster does not
+    grant the pool in time, or if rank 0's node does not name a port in time.
     """
 
     def __init__(
@@ -314,7 +319,7 @@ class RayWorkerGroup(WorkerGroup):
     async def node_of(self, rank: int) -> str:
         """Wait until the cluster has reserved the place of a rank.
 
-        Returns the id of its node. Ray moves a place whose node dies.
+        Returns the id of the place's node. If a node dies, Ray moves its places to other nodes.
         """
         slot = self._slots[rank]
         there = PlacementGroupSchedulingStrategy(
@@ -331,7 +336,7 @@ class RayWorkerGroup(WorkerGroup):
     def replace_worker(self, rank: int, **changed: Any) -> None:
         """Kill the worker of a rank unless it is dead, and start a new worker of the same class in the same place.
 
-        ``changed`` are keyword arguments of the class that differ from the group's. The new worker is made when the
+        ``changed`` are keyword arguments of the class that differ from the group's. The new worker starts when the
         place is free; calls to it wait until then.
         """
         if not self._replacements:
@@ -371,7 +376,7 @@ class RayWorkerGroup(WorkerGroup):
         return worker, name
 
     def _environment(self, slot: Slot, world_size: int, log_file: str | None) -> dict[str, str]:
-        """Environment variables of a worker: its place, the user's variables, and the visible GPUs."""
+        """Environment variables of a worker. They give its place, the user's variables, and the visible GPUs."""
         env = {
             "WORLD_SIZE": str(world_size),
             "RANK": str(slot.rank),
@@ -445,7 +450,7 @@ class RayWorkerGroup(WorkerGroup):
     def _execute_all(
         self, method_name: str, args: Sequence[Any], kwargs: dict[str, Any], silent: frozenset[int] = frozenset()
     ) -> PendingResults:
-        """As `execute_all_async`; the ranks in ``silent`` need not send their results."""
+        """As `execute_all_async`; the ranks in ``silent`` return errors, but no results."""
         num_workers = len(self._workers)
         if not all(isinstance(value, list) and len(value) == num_workers for value in (*args, *kwargs.values())):
             args = [[arg] * num_workers for arg in args]

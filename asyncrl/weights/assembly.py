@@ -32,10 +32,10 @@ class DeviceDigests:
         self._factors: Tensor = factors_of(torch.arange(PIECE_BYTES // 4, device=device))
 
     def of(self, data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Return the digest of each piece, int64 without dimensions.
+        """Return the digest of each piece, a scalar int64 tensor.
 
         Args:
-            data: [bytes] uint8 on the device, adjacent pieces.
+            data: [bytes] uint8 on the device: the adjacent pieces.
             sizes: Bytes of each piece. Pieces of equal size are digested together.
         """
         digests: list[Tensor] = []
@@ -72,7 +72,7 @@ class BucketCopies:
             index, data = self._count % 2, source[start : start + BUCKET_BYTES]
             self._count += 1
             if self._sent:
-                self._sent[index].synchronize()  # the bucket is free
+                self._sent[index].synchronize()  # wait until the bucket is free
             bucket = self._buckets[index][: len(data)]
             places = [slice(first, first + PIECE_BYTES) for first in range(0, len(data), PIECE_BYTES)]
             view = bucket.numpy()
@@ -93,9 +93,10 @@ class TensorAssembly:
         manifest: Manifest of the version, with one data file.
         name: Name of the version, for messages.
         device: Device of the pieces and tensors.
-        digests_there: Whether the device computes the digests; they are compared with `Piece.device_digest`.
+        digests_there: Whether the device computes the digests, for a comparison with `Piece.device_digest`.
 
-    Raises `WeightsError` for a type that torch does not have, or if digests of the device were not published.
+    Raises `WeightsError` for a dtype that torch does not have, or if ``digests_there`` and the learner published no
+    device digests.
     """
 
     def __init__(self, manifest: Manifest, *, name: str, device: torch.device, digests_there: bool) -> None:
@@ -152,7 +153,7 @@ class TensorAssembly:
         )
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the empty tensors. Raises `WeightsError` if a tensor is not complete."""
+        """Yield the tensors of 0 bytes. Raises `WeightsError` if another tensor is not complete."""
         self._threads.shutdown(wait=False)
         for stored in self._tensors:
             if self._num_left.get(stored.name):
@@ -171,7 +172,7 @@ class TensorAssembly:
 
 
 def shaped(stored: StoredTensor, data: Tensor) -> Tensor:
-    """Convert [bytes] uint8 to the tensor; it is a view if the start is aligned. Raises the errors of `known_dtype`."""
+    """Convert [bytes] uint8 to the tensor. The tensor is a view if the bytes are aligned. Raises as `known_dtype`."""
     dtype = known_dtype(stored)
     aligned = data if data.data_ptr() % dtype.itemsize == 0 else data.clone()
     return aligned.view(dtype).view(stored.shape)

@@ -19,7 +19,7 @@ _ALL_KINDS: frozenset[OfferKind] = frozenset({"full", "delta", "adapter"})
 
 
 def load_limit_s(timeout_s: float, num_bytes: int) -> float:
-    """Return the deadline of a transfer: ``timeout_s`` and a second per 100 MB."""
+    """Return the deadline of a transfer: ``timeout_s`` plus one second per 100 MB."""
     return timeout_s + num_bytes / SLOWEST_LOAD
 
 
@@ -37,7 +37,7 @@ class PublishOptions:
         num_held: Number of newest versions that each rank of a stream holds in memory.
         interface: Network interface on which engines reach the learner ranks; ``lo`` is this host only.
         num_receivers: A round begins immediately when this number of receivers have asked.
-        backend: ``gloo`` broadcasts in host memory. ``nccl`` broadcasts between GPUs, with one member per GPU.
+        backend: ``gloo`` sends between the memories of hosts. ``nccl`` sends between GPUs, with one member per GPU.
     """
 
     carrier: Carrier = Carrier.folder
@@ -56,7 +56,7 @@ class PublishOptions:
 
     @property
     def window_s(self) -> float:
-        """Time that a round waits for more receivers after the first one."""
+        """Seconds that a round waits for more receivers after the first one."""
         return ENGINE_WINDOW_S if self.into_engines else HOST_WINDOW_S
 
     def round_timeout_s(self, num_bytes: int) -> float:
@@ -72,10 +72,10 @@ class CarrierRules:
         option: The options that choose the carrier.
         carrier: The carrier in the offers.
         is_remote: Whether the carrier reaches other hosts.
-        kinds: Kinds of versions that it carries.
+        kinds: Kinds of versions that the carrier supports.
         keeps_all: Whether all versions can be kept.
         uses: Options that only this carrier uses.
-        needs: Options of ``uses`` that a run on several hosts must set, with the expected value.
+        needs: Options of ``uses`` that a run on several hosts must set, each with a description of its value.
     """
 
     option: str
@@ -118,7 +118,7 @@ CARRIERS: dict[str, CarrierRules] = {
         ),
     )
 }
-"""Keys: the values of ``weights.transport``, and ``collective, collective_into=engine``."""
+"""The rules by value of ``weights.transport``, and by ``collective, collective_into=engine``."""
 
 
 @dataclass(frozen=True, kw_only=True)

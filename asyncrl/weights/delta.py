@@ -1,7 +1,7 @@
 """Exact sparse differences between two versions of a data file.
 
 For each changed piece, a delta file holds the new values and the gaps between their indices, or the whole piece if that
-is smaller. Values are compared as integers, so that not-a-number and minus zero are exact.
+is smaller. Values are compared as integers, so that NaN and -0.0 are exact.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def decode(change: Change, data: bytes, place: np.ndarray) -> None:
     Args:
         change: The change of the piece.
         data: Bytes of the change in the delta file.
-        place: [bytes] uint8, the old image; undefined after an error.
+        place: [bytes] uint8, the old image; changed in place, and undefined after an error.
 
     Raises:
-        ValueError, IndexError: the data do not belong to the change.
+        ValueError, IndexError: the data do not fit the change.
     """
     size = change.num_values * change.item_bytes
     new = np.frombuffer(data[:size], dtype=_INTEGERS[change.item_bytes])
@@ -77,7 +77,7 @@ def write_delta(
 
     Args:
         path: The delta file.
-        file: Its index in the manifest.
+        file: Index of the delta file in the manifest.
         old: [bytes] uint8, the whole old data file.
         new: [bytes] uint8, the whole new data file.
         spans: First byte, number of bytes, and bytes per value of each piece to compare.
@@ -103,7 +103,7 @@ def write_delta(
                     )
                     stream.write(data)
         stream.flush()
-        os.fsync(stream.fileno())  # only then do other hosts that share the directory see the bytes
+        os.fsync(stream.fileno())  # other hosts that share the directory see the bytes only after this
     return changes
 
 

@@ -1,23 +1,23 @@
-"""Loads experts with a few large copies, to the same places to which the model's own loader copies them.
+"""Loads experts with a few large copies, into the same places as the model's own loader.
 
 A checkpoint has one tensor per expert and projection; an engine has all experts of a layer in one parameter. The first
 load calls the model's ``load_weights``, and `LoadObserver` records the target of each copy. `FusedCopies` repeats these
 copies in later loads: it joins copies at equal distances into one, so that thousands of calls become a few per span of
-bytes. The observed places include everything that the loader decides: tensor and expert parallelism, the order of gate
-and up, and the layout of the kernel. No layout is assumed.
+bytes. The recorded targets contain every decision of the loader: tensor and expert parallelism, the order of gate and
+up, and the layout of the kernel. No layout is assumed.
 
-A parameter is loaded in this way only if the record is complete. Otherwise the loader gets its tensors by name, every
-time:
+A parameter is loaded in this way only if all of the following hold. Otherwise the model's loader gets the parameter's
+tensors in every load.
 
 - The loader did nothing with these tensors except copies, without conversion, into parameters.
 - The loader wrote each element of the parameter exactly once, from a tensor or as a constant (padding), and did nothing
-  else with it.
-- The same holds for every other parameter that has a part of these tensors.
+  else with the parameter.
+- Both also hold for every other parameter that received a part of these tensors.
 - The parameter is of a floating type with at least 16 bits: loaders of quantized parameters keep other state.
 - Neither the load nor anything after it changed address, shape, strides or type of any parameter, or the arrangement
   of the experts.
-- At least `MIN_TENSORS` tensors form the parameter. A loader may derive values from others, such as the latent
-  projections of DeepSeek.
+- At least `MIN_TENSORS` tensors form the parameter. From parameters of fewer tensors, such as DeepSeek's latent
+  projections, a loader may derive other values.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Block:
     """A copy between two strided views with the same shape. Offsets and strides count values.
 
     Attributes:
-        source: Offset in the tensor, or in its storage. A constant has no source and repeats ``start``.
+        source: Offset in the tensor, or in its storage. A constant has no source; this field then repeats ``start``.
         start: Offset in the parameter's storage.
     """
 
@@ -73,7 +73,7 @@ class FusedCopies:
     Args:
         parameters: The model's parameters by name.
         tensors: The copies of each tensor, by the tensor's name in a checkpoint.
-        constants: Writes of the loader that do not come from a tensor: parameter, value and places.
+        constants: The loader's writes of constants: parameter, value and places.
         arrangement: See `LoadObserver`.
     """
 
@@ -191,7 +191,7 @@ class LoadObserver:
         self._published: dict[int, tuple[StorageWeakRef, list[tuple[int, int, str]]]] = {}
         # The source is a tensor (str) or a constant (float).
         self._writes: dict[str, list[tuple[_Block, str | float]]] = {}
-        self._excluded: set[str] = set()  # names of the tensors and parameters that are not copied here
+        self._excluded: set[str] = set()  # tensors and parameters that only the model's loader may load
 
     def seen(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass tensors to the loader, and remember them."""
@@ -224,7 +224,7 @@ class LoadObserver:
     def computed(self, arguments: Any) -> None:
         """Record an operation that is neither a view nor a write.
 
-        The load of the tensors in its arguments is more than a copy.
+        The loader does more than copy the tensors in ``arguments``, so these tensors are excluded from the copies.
         """
         for leaf in tree_leaves(arguments):
             if isinstance(leaf, Tensor):
@@ -288,7 +288,7 @@ class LoadObserver:
         return is_adjacent and int(starts[0]) == first and int(ends[-1]) == first + parameter.numel()
 
     def _tensor_of(self, view: Tensor) -> tuple[str, int] | None:
-        """Return name and first byte of the tensor of a view."""
+        """Return name and first byte of the published tensor that contains a view; None if there is none."""
         published = self._published.get(_storage(view))
         if published is None or not view.numel():
             return None

@@ -123,7 +123,7 @@ class ModelLayout:
     Attributes:
         head: Bytes of the file before its data.
         tensors: Every tensor of the file.
-        tensor_of: Maps a parameter to the tensor that equals it; other parameters are absent.
+        tensor_of: Maps each parameter that is a whole tensor of the file to this tensor's name.
         regions: The values that this rank writes into the file.
         raw_regions: The values that this rank writes into its raw copy; tensors are computed from the raw copy.
         num_bytes: Size of the file.
@@ -285,9 +285,8 @@ class ModelLayout:
     def _own_values(self, name: str) -> Iterator[tuple[int, int, int]]:
         """Yield the contiguous ranges that this rank writes from a flattened parameter.
 
-        A range has its first index in the parameter, its first index in this rank's shard, and its number of values.
-        If several ranks hold the same shard, the first one writes it. Raises `WeightsError` for shards of a dimension
-        above 1.
+        A range is a tuple: first index in the parameter, first index in this rank's shard, number of values. If several
+        ranks hold the same shard, the first one writes it. Raises `WeightsError` for shards of a dimension above 1.
         """
         parameter = self._held[name]
         if not isinstance(parameter, DTensor):
@@ -320,7 +319,7 @@ def dtype_of(stored: StoredTensor) -> torch.dtype:
 
 
 def _as_published(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an unsharded parameter with ``dtype`` and without data; buffers keep their dtype."""
+    """Return an unsharded parameter with ``dtype`` on the meta device, without data. Buffers keep their dtype."""
     kept = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
     return torch.empty(tensor.shape, dtype=kept, device="meta")
 

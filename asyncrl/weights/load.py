@@ -75,7 +75,7 @@ class WeightSource(Protocol):
 
     @property
     def copier(self) -> FileWeights | None:
-        """Copies and verifies host memory; None if tensors are verified before they are yielded."""
+        """Copies and verifies host memory; None if the source verifies all bytes itself."""
         ...
 
     def verify(self) -> None:
@@ -93,7 +93,7 @@ def load_verified(
     """Load an offer through the model's ``load_weights``; return the number of verified values.
 
     Args:
-        model: A model of SGLang, or a similar one.
+        model: A model with a ``load_weights`` as in SGLang.
         offer: The staged offer.
         timeout_s: Deadline of a stream, to which one second per 100 MB is added.
         arrangement: See `LoadObserver`.
@@ -138,7 +138,7 @@ def load_from(
 ) -> T:
     """Call ``load_all`` with the tensors of an offer. If a round of a stream fails, start again with the next round.
 
-    Raises the errors of ``load_all`` and `open_weights`.
+    Raises `WeightsError` after `MAX_ROUNDS` failed rounds, and the errors of ``load_all`` and `open_weights`.
     """
     ends_s = time.monotonic() + load_limit_s(timeout_s, offer.num_bytes)
     errors: list[str] = []
@@ -209,7 +209,10 @@ class FileWeights:
             yield stored.name, shaped(stored, self._files[stored.file][stored.start : stored.start + stored.num_bytes])
 
     def _copies(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Copy in a thread, a few spans ahead. The loader's dispatch mode does not see operations of that thread."""
+        """Copy in a thread, a few spans ahead of the loader.
+
+        `ComparedWrites` does not see operations of that thread.
+        """
         copies, digests = BucketCopies(self._threads, device), DeviceDigests(device)
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         pending: deque[Future[list[tuple[str, Tensor]]]] = deque()
@@ -285,7 +288,7 @@ class FileWeights:
         return is_right
 
     def verify(self) -> None:
-        """Verify the copies on the device, and all bytes that were not copied to the device and not verified by `copy`.
+        """Verify the copies on the device, and all bytes of the files that are not yet verified.
 
         Raises:
             WeightsError: bytes differ from the published ones; the message names the first tensor.
@@ -308,7 +311,7 @@ class FileWeights:
         self._verified.update(left)
 
     def close(self) -> None:
-        """Release the file. The mapping stays while tensors are views of it."""
+        """Do nothing: a file stays mapped as long as tensors are views of it."""
 
     def _copy(self, piece: Piece, target: np.ndarray) -> bool:
         source, digest = self._bytes_of(piece), xxhash.xxh3_128()
@@ -364,13 +367,15 @@ class PublishedAdapter:
 
 
 class AdaptedModules:
-    """The linear layers of a model that compute with adapters, W x + scale · B A x."""
+    """Adds adapters to linear layers of a model, which then compute W x + scale · B A x."""
 
     def __init__(self) -> None:
         self._hooks: list[RemovableHandle] = []
 
     def load(self, adapter: PublishedAdapter, version: int, modules: Mapping[str, nn.Module]) -> None:
-        """Replace the adapters by those of a version, in the dtype of the weights; compare each write.
+        """Replace the adapters by those of a version, in the dtype of the weights.
+
+        Each write is compared with its source.
 
         ``modules`` maps names of frozen weights to linear layers. Raises `WeightsError` if a layer is missing, or an
         adapter holds other values afterwards.
@@ -472,7 +477,7 @@ class ComparedWrites(TorchDispatchMode):
 
     @property
     def num_values(self) -> int:
-        """Number of written values, each counted once."""
+        """Number of written values. A region that is written twice counts once."""
         return sum(sum(regions.values()) for regions in self._written.values())
 
     @property
@@ -529,7 +534,7 @@ class ComparedWrites(TorchDispatchMode):
             differs = torch.tensor(not copier.copy(pieces, flat))
         else:
             _copy(target, source)
-            # Compare integers, because not-a-number differs from itself. `check` reads the results, so this does not
+            # Compare integers, because NaN differs from itself. `check` reads the results, so this does not
             # synchronize.
             integers, wanted = _INTEGERS[target.element_size()], source
             if not (is_alike and is_flat and source.device == target.device):

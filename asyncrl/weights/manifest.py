@@ -43,7 +43,7 @@ DTYPES = {
 }
 """Names of torch's types by their names in safetensors."""
 PIECE_BYTES = 4 << 20
-"""Largest piece. Several threads digest pieces."""
+"""Largest size of a piece. Several threads digest the pieces in parallel."""
 CACHED_BYTES = 256 << 10
 DIGEST_THREADS = min(4, os.cpu_count() or 1)
 
@@ -55,7 +55,7 @@ class StoredTensor:
     Attributes:
         name: Name in the checkpoint. Example: ``"model.norm.weight"``.
         dtype: Dtype by its name in safetensors. Example: ``"BF16"``.
-        shape: Sizes.
+        shape: Size of each dimension.
         file: Index into `Manifest.files`.
         start: First byte in the file; ``num_bytes`` follow.
     """
@@ -107,10 +107,10 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
-    """The difference between the data files of another version and of this one.
+    """The difference from the data file of a base version to the data file of this version.
 
     Attributes:
-        base: The other version, identified by the digest of its manifest.
+        base: The base version, identified by the digest of its manifest.
         files: Delta files, one per learner rank, relative to the manifest's directory.
         changes: Every piece that changed.
     """
@@ -139,7 +139,7 @@ class AdaptedLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """The adapters that make a policy from frozen weights.
+    """The adapters that turn frozen weights into a policy.
 
     Attributes:
         base: The frozen weights: a full offer of version `FROZEN`, the same for all versions.
@@ -157,9 +157,9 @@ class Manifest:
     Attributes:
         directory: Folder of ``files``, the model in Hugging Face layout. The written path is relative if the manifest
             is in the folder or beside it. Then both can be moved together.
-        files: Data files in safetensors format. For a delta, the resulting file.
+        files: Data files in safetensors format. For a delta, the file that it results in.
         tensors: Every tensor.
-        pieces: The pieces, which cover all bytes of all tensors. For a delta, they are those of the resulting file.
+        pieces: The pieces, which cover all bytes of all tensors in ``files``.
         delta: The changes, if the version has no data file.
         adapter: The adapted layers, if ``tensors`` are the matrices A and B of adapters.
     """
@@ -245,12 +245,12 @@ class Manifest:
 
 
 def digest_of(content: Buffer | np.ndarray) -> str:
-    """Return the XXH3 digest of 128 bits in hexadecimal; releases the interpreter's lock."""
+    """Return the XXH3 digest, 128 bits in hexadecimal. The computation releases the GIL."""
     return xxhash.xxh3_128_hexdigest(cast("Buffer", content))
 
 
 def factors_of(indices: Any) -> Any:
-    """Return odd factors for a device digest: SplitMix64 (Steele et al., OOPSLA 2014) of int64 of numpy or torch."""
+    """Return an odd factor per index, by SplitMix64 (Steele et al., OOPSLA 2014); int64 arrays of numpy or torch."""
     mixed = indices * -0x61C8864680B583EB
     mixed = (mixed ^ (mixed >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     mixed = (mixed ^ (mixed >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
@@ -311,7 +311,7 @@ class DigestThreads(ThreadPoolExecutor):
 
     def wrong(self, pieces: Sequence[Piece], bytes_of: Callable[[Piece], np.ndarray]) -> list[Piece]:
         """Return the pieces whose bytes, [bytes] uint8, differ from the published ones."""
-        mapped = map if len(pieces) == 1 else self.map  # waking a thread would take longer
+        mapped = map if len(pieces) == 1 else self.map  # waking a thread takes longer than one digest
         are_right = mapped(lambda piece: digest_of(bytes_of(piece)) == piece.digest, pieces)
         return [piece for piece, is_right in zip(pieces, are_right, strict=True) if not is_right]
 

@@ -41,16 +41,16 @@ _SNAPSHOT = re.compile(r"v(\d{8})")
 class WeightPublisher:
     """Publishes the weights of a model, version after version. Every method is a collective.
 
-    Adapters are merged if an adapted weight is not a tensor of the checkpoint.
+    Even with ``options.adapters``, adapters are merged if an adapted weight is not a tensor of the checkpoint.
 
     Args:
         shards: The model on this rank.
         directory: Folder of the versions, each in a folder such as ``v00000012``. With the carrier ``folder``, engines
             read it.
-        keep: Number of versions kept, including the new one; -1 keeps all. Versions that the buffer may still offer
-            stay, and so does the full version that the oldest delta needs.
+        keep: Number of versions kept, including the new one; -1 keeps all. The publisher also keeps versions that the
+            buffer may still offer, and the full version that the oldest kept delta needs.
         options: How versions are published.
-        log: On rank 0, receives each version and each failure; None for a publisher without engines.
+        log: On rank 0, receives each version and each failure; None if there are no engines.
 
     Raises `WeightsError` if the ranks have different layouts, `ValueError` if the interface does not exist.
     """
@@ -108,10 +108,10 @@ class WeightPublisher:
         ``then`` is called after this rank's copy. The version is offered after ``then`` has returned on all ranks.
 
         Returns:
-            The offer on rank 0, None on the other ranks. The next call waits for the offer.
+            A future of the offer on rank 0, of None on the other ranks. The next call waits for it.
 
         Raises:
-            WeightsError: there is no room, or the previous version failed.
+            WeightsError: the files could not be prepared, for example without room, or the previous version failed.
         """
         self.wait()
         try:
@@ -146,7 +146,10 @@ class WeightPublisher:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _publish_adapters_alone(self) -> None:
-        """Lay out the adapters and the frozen weights, or warn that adapters are merged."""
+        """Make the layouts of the adapters and of the frozen weights.
+
+        If that is impossible, warn that adapters are merged.
+        """
         frozen = ModelLayout(self._shards, Part.frozen)
         try:
             layers = self._shards.adapted_layers(frozen.tensor_of)
@@ -157,7 +160,7 @@ class WeightPublisher:
         # The frozen weights are published with the first version.
         self._adapter = Adapter(base=WeightOffer(version=FROZEN, manifest="", digest="", num_bytes=0), layers=layers)
 
-    # On the thread
+    # The publish thread runs the following methods.
 
     def _prepare(self) -> list[RankPart]:
         """Remove old versions, and create the files of the next version."""
@@ -210,7 +213,8 @@ class WeightPublisher:
     def _finish(self, version: int, parts: list[RankPart] | Exception) -> WeightOffer | None:
         """Publish the copied version, or report the failure of the copy.
 
-        Rank 0 does not report a failed collective: its cause, such as a dead rank, appears in the calls to the ranks.
+        Rank 0 does not report a failed collective, because the controller's calls to the ranks report the cause, such
+        as a dead rank.
         """
         with record.span(SpanKind.publish, lane="/publish", version=version):
             with self._stage("digest", version):

@@ -2,7 +2,7 @@
 
 The workers of a host share one folder in the host's memory. A worker that wants a version locks the folder. If the
 version is there, the worker links it. Otherwise the worker receives the version, and the other workers wait for the
-lock. Thus each byte crosses the network once per host, and is in the host's memory once. If a worker dies, the kernel
+lock. So each byte crosses the network once per host, and the host's memory holds it once. If a worker dies, the kernel
 releases its lock, and the next worker receives the version. The folder of a version gets its name when it is complete.
 
 The folder keeps the newest version until the next one arrives, because some workers ask late, and because a delta needs
@@ -41,7 +41,7 @@ from asyncrl.weights.manifest import Manifest, digest_of, read_manifest
 logger = logging.getLogger(__name__)
 
 USERS = ".users"
-"""Folder that all workers of the host have locked (shared) while they use received versions."""
+"""Folder on which each worker of the host holds a shared lock while it uses received versions."""
 MANIFEST = "manifest.json"
 _COPY_BYTES = 16 << 20
 _UNFINISHED = re.compile(r"r[0-9a-f]{8}")
@@ -64,7 +64,7 @@ class ReceivedVersions:
 
     @asynccontextmanager
     async def version(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
-        """Receive an offered version unless the host has it. Yield it in a folder, in full or as an adapter.
+        """Receive an offered version unless the host has it. Yield the offer of the local version, full or an adapter.
 
         The yielded version has its own folder; the frozen weights of an adapter are beside it. No other worker changes
         the folders before the context ends. If another worker holds the lock for twice the deadline of a transfer, this
@@ -140,7 +140,7 @@ class ReceivedVersions:
                 if not isinstance(error, FileNotFoundError):
                     raise
 
-    # Under the lock
+    # The caller of the following methods holds the lock.
 
     async def _found_or_received(self, offer: WeightOffer) -> WeightOffer:
         entry = self._entry(offer)
@@ -158,7 +158,7 @@ class ReceivedVersions:
         return self._folder / f"{learner}-{offer.version:08d}"
 
     def _make_room(self, entry: Path, offer: WeightOffer) -> Path | None:
-        """Remove incomplete and older versions; keep and return the base of a delta."""
+        """Remove incomplete and older versions, and those of other learners. Keep and return the base of a delta."""
         base = entry.with_name(f"{entry.name[:8]}-{offer.base_version:08d}") if offer.kind == "delta" else None
         for path in self._folder.iterdir():
             other = _ENTRY.fullmatch(path.name)
@@ -169,7 +169,7 @@ class ReceivedVersions:
 
     async def _received(self, offer: WeightOffer, base: Path | None) -> Path:
         """Receive a version into a new folder, and apply a delta; return the folder."""
-        from asyncrl.weights.stream import receive_weights  # loads torch, which other workers do not need
+        from asyncrl.weights.stream import receive_weights  # this import loads torch, which other workers do not need
 
         holds = "" if base is None else digest_of((base / MANIFEST).read_bytes())
         local = await receive_weights(offer, self._folder, timeout_s=self._timeout_s, holds=holds)
@@ -239,7 +239,7 @@ def copy_file(source: Path, target: Path) -> None:
 
     Raises:
         FileNotFoundError: the source does not exist.
-        WeightsError: there is no room, or the target is a link.
+        WeightsError: the target cannot be written, for example because there is no room or it is a link.
     """
     with source.open("rb") as data:
         try:

@@ -1,4 +1,4 @@
-"""Rounds, in which the learner ranks send a version over the network: chooses receivers and connects the members.
+"""Rounds: the learner ranks send a version over the network. This module chooses receivers and connects members.
 
     receivers ──ask──▶ rank 0              A round: one version, its receivers, one deadline.
     receivers ◀──call, present──▶ rank 0   A receiver that does not answer the call is not in the round.
@@ -10,8 +10,8 @@ side proves that it has the channel's key. The key is created when the learner s
 offers, which the buffer encrypts beyond loopback. Addresses are numeric, so no name service is needed. The weights
 themselves go from each rank to the receivers (`stream.py`).
 
-`RoundCoordinator` runs on rank 0, on an event loop that training does not wait for. Messages and its own deadlines wake
-it.
+`RoundCoordinator` runs on rank 0, on its own event loop; training does not wait for it. Messages and its own deadlines
+wake it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_ROUNDS = 3
 CALL_S = 3.0
-"""Time that receivers have to answer rank 0's call."""
+"""Seconds within which a receiver must answer rank 0's call."""
 HEARTBEAT_S = 5.0
 SILENCE_S = 15.0
-"""A connection ends if the other host answers nothing for this long, not even TCP's keep-alive probes."""
+"""Seconds after which a connection ends if the other host answers nothing, not even TCP's keep-alive probes."""
 _MAX_REQUEST_BYTES = 1 << 20
 """Longest message to rank 0; members send addresses and numbers."""
 _NONCE_BYTES, _PROOF_BYTES, _SIZE_BYTES = 16, 32, 4
@@ -64,7 +64,8 @@ class Round:
             ranks.
         num_receivers: Number of receivers.
         shares: Number of the manifest's pieces that each learner rank sends, in the manifest's order.
-        is_delta: Each rank sends its delta file instead; the receivers hold the previous version.
+        is_delta: Whether each rank sends its delta file instead of its pieces. The receivers then hold the previous
+            version.
         timeout_s: Deadline of the round, including the transfers.
         oldest: Oldest version that the ranks still hold.
         backend: See `PublishOptions`.
@@ -82,7 +83,7 @@ class Round:
 
     @property
     def num_members(self) -> int:
-        """Learner ranks and receivers."""
+        """Number of learner ranks and receivers."""
         return len(self.shares) + self.num_receivers
 
 
@@ -114,7 +115,7 @@ class RoundRequest:
 
 
 class HeldVersions(dict[int, T]):
-    """A learner rank's parts of the newest versions, by version. Frozen weights are never removed.
+    """The newest versions on a learner rank: its parts, or the offers on rank 0. Frozen weights are never removed.
 
     Args:
         count: Number of versions. The oldest version that is still offered to engines is held as well.
@@ -181,7 +182,7 @@ class Meeting:
     pending: list[tuple[Any, str, int]] = field(default_factory=list)
 
     def take(self, member: Any, message: Mapping[str, Any]) -> list[Any]:
-        """Store a member's value, or its request for a key. Returns the members that can be answered now."""
+        """Store a member's value, or a member's request for a key. Returns the members that can be answered now."""
         if message["kind"] == "leave":
             self.values[message["key"]] = message["value"]
         else:
@@ -225,7 +226,7 @@ class RoundCoordinator:
             making = asyncio.create_task(self._make_rounds())
             await asyncio.wait({making, asyncio.wrap_future(self._closed)}, return_when=asyncio.FIRST_COMPLETED)
             if making.done() and (error := making.exception()) is not None:
-                # No other thread waits for this one; receivers report missed deadlines.
+                # No other code reads this error; the receivers only report missed deadlines.
                 logger.error("no further round of weights is made: %r", error)
         finally:
             server.close()
@@ -307,7 +308,10 @@ class RoundCoordinator:
                 _send(sender, {"over": message["round"]})
 
     async def _run(self, number: int, offered: HeldOffer, requests: Sequence[RoundRequest], *, is_delta: bool) -> None:
-        """Announce a round, and wait until all ranks are done with it. The same members keep their group."""
+        """Announce a round, and wait until all ranks are done with it.
+
+        If the members are the same, they keep their group.
+        """
         if {request.receiver for request in requests} != set(self._members):
             # Receivers of one host are neighbors.
             self._members = [request.receiver for request in sorted(requests, key=lambda request: request.host)]
@@ -339,7 +343,7 @@ class RoundCoordinator:
             logger.warning("round %d of weights: not every rank was done within %.1f s", number, this.timeout_s)
 
     async def _until_done(self, number: int) -> None:
-        """Wait until every rank has reported a round; round 0 means that the rank is connected."""
+        """Wait until every rank has reported a round. A rank reports round 0 when it first connects."""
         while len(self._done) < self._num_ranks or min(self._done.values()) < number:
             self._rank_done.clear()
             await self._rank_done.wait()
@@ -351,7 +355,7 @@ def _answer(requests: Sequence[RoundRequest], answer: dict[str, Any]) -> None:
 
 
 async def _gathered(queue: asyncio.Queue[T], count: int, wait_s: float) -> list[T]:
-    """Return what arrives within ``wait_s``, at most ``count`` items."""
+    """Return the items that arrive in the queue within ``wait_s``, at most ``count``."""
     found: list[T] = []
     try:
         async with asyncio.timeout(wait_s):
@@ -473,7 +477,7 @@ class WeightChannel:
                 self._socket.settimeout(None if ends_s is None else max(ends_s - time.monotonic(), 1e-3))
                 part = self._socket.recv(num_bytes - len(data))
             except OSError as error:
-                if isinstance(error, TimeoutError) and error.errno is None:  # not TCP's own
+                if isinstance(error, TimeoutError) and error.errno is None:  # the timeout of this socket, not of TCP
                     silent_s = time.monotonic() - began_s
                     what = f"learner rank 0 at {self.address.endpoint} was silent for {silent_s:.1f} s"
                     raise TimeoutError(what) from None

@@ -1,6 +1,6 @@
 """One learner rank's part of a published version: the copy of its shards, its digests and its file.
 
-The file is made in advance, so that publishing only copies. Conversion and digests follow in a thread.
+The file is created in advance, so that the rank only copies when it publishes. A thread converts and digests later.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class WritableFile:
         regions: The ranges that this rank writes. Their memory is reserved and allocated.
         is_alone: Reserve the whole file, because no other rank opens it.
 
-    Raises `WeightsError` if there is no room.
+    Raises `WeightsError` if the bytes cannot be reserved, for example because there is no room.
     """
 
     def __init__(self, path: Path | None, num_bytes: int, regions: Sequence[Region], *, is_alone: bool = False) -> None:
@@ -114,13 +114,16 @@ class WritableFile:
             finish_first()
 
     def bytes_at(self, start: int, num_bytes: int) -> Tensor:
-        """Return a range: [bytes] uint8."""
+        """Return a range of the file, [bytes] uint8."""
         return self.data[start : start + num_bytes]
 
     def digest(self, spans: Sequence[tuple[int, int]], *, for_device: bool) -> list[list[Piece]]:
-        """Digest each span (first byte, bytes) while the file system writes the bytes. Returns the pieces per span."""
+        """Digest each span (first byte, number of bytes) while the file system writes the bytes.
+
+        Returns the pieces per span.
+        """
         digest = partial(pieces_of, 0, data=self.data.numpy(), for_device=for_device)
-        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # waking threads would take longer
+        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # waking threads takes longer than the digests
             digested = [digest(*span) for span in spans]
             self.sync()
             return digested
@@ -142,7 +145,7 @@ class WritableFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # unmapping is then fast
+        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # then unmapping is fast
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
@@ -176,7 +179,7 @@ class RankPart:
 
     @property
     def data(self) -> Tensor:
-        """The data file, [bytes] uint8. This rank's bytes stay while the tensor is referenced."""
+        """The data file, [bytes] uint8. This rank's bytes stay valid while the tensor is referenced."""
         return self._file.data
 
     def write(self) -> None:
@@ -191,7 +194,10 @@ class RankPart:
             self.layout.exchange(self._raw.data)
 
     def finish(self, base: RankPart | None = None) -> RankShare:
-        """Compute the remaining tensors, digest the part, and compare a delta with its base. Call `exchange` first."""
+        """Compute the remaining tensors, and digest the part.
+
+        For a delta, write the changes since ``base``. Call `exchange` first.
+        """
         computed = self.layout.computed if self._raw is not None else []
         if self._raw is not None:
             self.layout.compute(self._raw.data, lambda stored: self._file.bytes_at(stored.start, stored.num_bytes))
@@ -224,7 +230,7 @@ class RankPart:
         return torch.from_numpy(map_file(path).copy()) if path.stat().st_size else torch.empty(0, dtype=torch.uint8)
 
     def close(self, *, keep_data: bool = False) -> None:
-        """Release memory; ``keep_data`` keeps the data as the base of the next version."""
+        """Release the memory of this part; ``keep_data`` keeps the data as the base of the next version."""
         if not keep_data:
             self._file.close()
         if self._raw is not None:

@@ -35,7 +35,7 @@ from asyncrl.weights.received import ReceivedVersions, copy_file
 logger = logging.getLogger(__name__)
 
 LINKS = ".staged"
-"""Name of a folder beside the published versions. It has one folder per engine."""
+"""Name of the folder with links to versions, beside the published versions. It has one folder per engine."""
 
 
 class WeightStager:
@@ -63,13 +63,13 @@ class WeightStager:
     async def staged(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
         """Stage an offer in a thread, and yield the staged offer: the same version in full, or as an adapter.
 
-        After a deadline or a cancellation the thread keeps its folders, and removes them when the thread ends. The
-        next version uses other folders.
+        After a deadline or a cancellation, the thread keeps its folders until it ends, and then removes them. The next
+        version uses other folders.
 
         Raises:
             WeightsGone: the version was removed before it was staged; ask for the newest.
             WeightsError: the version is damaged, there is no room, or another user may write to the folder.
-            DeadlineError: it was not staged in time.
+            DeadlineError: the version was not staged in time.
         """
         local = offer
         try:
@@ -174,7 +174,10 @@ class WeightStager:
             shutil.rmtree(self._links, ignore_errors=True)
 
     def _linked(self, offer: WeightOffer) -> WeightOffer | None:
-        """Link a version, so that its publisher may remove it. Returns None if a link is impossible or unsafe."""
+        """Link the files of a version, so that the learner may remove it.
+
+        Returns None if a link is impossible or unsafe.
+        """
         try:
             return self._links_of(offer)
         except FileNotFoundError:
@@ -219,7 +222,7 @@ class WeightStager:
         return replace(offer, manifest=str(target / source.name))
 
     def _in_memory(self, offer: WeightOffer) -> WeightOffer:
-        """Update the image to the offered version: by the deltas since its version, or from a full version."""
+        """Update the image to the offered version, by the deltas since the image's version or since a full version."""
         steps = [(offer, read_manifest(offer))]
         while (delta := steps[-1][1].delta) is not None and delta.base.digest != self._held:
             steps.append((delta.base, read_manifest(delta.base)))

@@ -15,8 +15,8 @@ another rank. Receivers compare every byte with its digest as it arrives. There 
 If a member dies or stops, the round ends for all members by its deadline, which grows with the number of bytes. The
 other receivers ask again, up to `MAX_ROUNDS` times, in a new group. Each learner rank has a thread that waits for rank
 0 to announce a round. A receiver waits for rank 0 and then for its neighbors, until the deadline; a host waits in a
-thread. Training does not wait for these threads. The groups do not authenticate members, and digests do not stop an
-attacker.
+thread. Training does not wait for these threads. The members of a group do not authenticate each other, and the digests
+do not protect against an attacker.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ from asyncrl.weights.rounds import (
 logger = logging.getLogger(__name__)
 
 SPAN_BYTES = 64 << 20
-"""Most bytes of one bucket, unless a piece is larger."""
+"""Largest size of a bucket, unless a piece is larger."""
 NUM_UNDER_WAY = 4
-"""Buckets that a member receives, and sends, at the same time."""
+"""Number of buckets that a member receives at the same time. It sends the same number."""
 NUM_AHEAD = 2
-"""Spans of files that are copied to a GPU before the model's loader takes them."""
+"""Number of spans of files that are copied to a GPU before the model's loader takes them."""
 _RETRY_S = 1.0
 _FOREVER = timedelta(days=20)  # the longest timeout that torch accepts
 
@@ -124,18 +124,20 @@ class WeightSender:
             thread.start()
 
     def hold(self, version: int, data: Tensor, pieces: Sequence[Piece], delta: Tensor | None = None) -> None:
-        """Send a version in future rounds.
+        """Hold this rank's part of a version for future rounds.
 
         Args:
             version: Policy version.
             data: [bytes] uint8, the data file.
-            pieces: This rank's pieces of it.
+            pieces: This rank's pieces of the data file.
             delta: [bytes] uint8 of this rank's delta file, for receivers that hold the previous version.
         """
         self._parts.add(version, HeldPart(data=data, pieces=tuple(pieces), delta=delta))
 
     def offer(self, offer: WeightOffer, shares: Sequence[int]) -> WeightOffer:
-        """Return the offer in the form for engines on any host. Call this on rank 0 when every rank holds its part.
+        """Return the offer with rank 0's channel in place of the path.
+
+        Call this on rank 0 when every rank holds its part.
 
         Args:
             offer: The offer, with the manifest's path on this host.
@@ -154,7 +156,7 @@ class WeightSender:
         return replace(offer, manifest=self.address.endpoint, carrier=carrier, access=self.address.access)
 
     def retire(self, oldest: int) -> None:
-        """Forget versions before ``oldest``, the oldest version that engines are still offered."""
+        """Forget versions before ``oldest``, the oldest version that is still offered to engines."""
         self._parts.retire(oldest)
         if self._coordinator is not None:
             self._coordinator.offers.retire(oldest)
@@ -171,7 +173,7 @@ class WeightSender:
         if (member := self._member) is not None:
             member.close()
 
-    # On the thread
+    # The sender's thread runs the following methods.
 
     def _take_part(self) -> None:
         """Send in every round that rank 0 announces; connect again if the connection is lost."""
@@ -193,7 +195,10 @@ class WeightSender:
                     logger.warning("learner rank %d connects to rank 0 again: %s", self._rank, error)
 
     def _send(self, this: Round) -> bool:
-        """Broadcast this rank's part. Returns whether it was sent. After a failure the receivers ask again."""
+        """Send this rank's part to the first receiver.
+
+        Returns whether it was sent. After a failure the receivers ask again.
+        """
         began_s = time.monotonic()
         try:
             self._parts.retire(this.oldest)
@@ -304,14 +309,14 @@ class RoundStore(Store):
 
 
 class WeightGroup:
-    """A process group of the learner ranks and the receivers, in this order.
+    """A process group of the learner ranks, followed by the receivers.
 
     All rounds with the same members use one group.
 
     Args:
         channel: Channel of this process to rank 0; the group keeps it open.
         this: The round in which the members meet.
-        place: This process's place in the group.
+        place: Rank of this process in the group.
         deadline: Deadline for making the group.
     """
 
@@ -337,8 +342,8 @@ class WeightGroup:
         """Begin to send [bytes] uint8. Host memory is first copied to the GPU, through page-locked buckets.
 
         Returns:
-            A function that waits until the transfer has ended. It raises `RuntimeError` if the other member was lost,
-            or if the deadline has passed.
+            A function that waits until the transfer has ended. The function raises `RuntimeError` if the other member
+            was lost, or if the deadline has passed.
         """
         if self._is_nccl and data.device.type == "cpu":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -375,7 +380,7 @@ class GroupMember:
         return self._group
 
     def close(self) -> None:
-        """Leave the group and end the connection, so that the next round of this process has a new group."""
+        """Leave the group and end the connection. The next round of this process then makes a new group."""
         self._leave()
         self.channel.close()
 
@@ -393,7 +398,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
 
     Args:
         offer: An offer with `Carrier.host_stream`.
-        folder: The version gets a new folder in this one, which should be in shared memory.
+        folder: Parent of the new folder for the version; it should be in shared memory.
         timeout_s: Deadline of the transfer, to which one second per 100 MB is added.
         holds: Digest of the manifest of the version that this host holds. If the offer is a delta to it, the ranks send
             the delta alone.
@@ -402,9 +407,9 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
         The same version on this host: a full version, or a delta that the caller must apply and verify.
 
     Raises:
-        WeightsGone: the ranks hold newer versions only.
-        WeightsError: all `MAX_ROUNDS` rounds failed, or there is no room.
-        DeadlineError: rank 0 did not answer in time.
+        WeightsGone: the ranks no longer hold the version, or rank 0 has ended.
+        WeightsError: all `MAX_ROUNDS` attempts failed; without room for the version, each attempt fails.
+        DeadlineError: the version was not received in time.
     """
     # Twice the time of one round: the host may wait for a running round before its own round starts.
     limit_s = 2 * (load_limit_s(timeout_s, offer.num_bytes) + HOST_WINDOW_S + rounds.CALL_S)
@@ -434,7 +439,10 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
 
 
 def _received_once(offer: WeightOffer, folder: Path, limit_s: float, holds: str) -> WeightOffer:
-    """Ask, take part in a round, and compare. Raises `WeightsError` if the round failed, and as `admission` does."""
+    """Ask for a version, receive it in a round, and verify it.
+
+    Raises `WeightsError` if the round failed, and as `admission`.
+    """
     try:
         with closing(admission(offer, RoundDeadline(limit_s), holds=holds)) as admitted:
             return _receive_files(admitted, offer, folder)
@@ -473,7 +481,7 @@ def _receive_files(admitted: ReceiverRound, offer: WeightOffer, folder: Path) ->
 
 
 def new_data_file(folder: Path, manifest: Manifest) -> Tensor:
-    """Create the data file with its header: [bytes] uint8. Raises `WeightsError` if there is no room."""
+    """Create the data file with its header: [bytes] uint8. Raises the errors of `new_file`."""
     head, _ = safetensors_header([(t.name, t.dtype, t.shape, t.num_bytes) for t in manifest.tensors])
     data = new_file(folder / manifest.files[0], len(head) + manifest.num_bytes)
     data[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
@@ -481,7 +489,7 @@ def new_data_file(folder: Path, manifest: Manifest) -> Tensor:
 
 
 def new_file(path: Path, size: int) -> Tensor:
-    """Create a file of ``size`` bytes and map it: [bytes] uint8. Raises `WeightsError` if there is no room."""
+    """Create a file and map it: [size] uint8. Raises `WeightsError` if the bytes cannot be reserved."""
     with os.fdopen(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), "w+b") as file:
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -525,7 +533,7 @@ class ArrivingWeights:
             self.manifest: Manifest = parse_manifest(offer, self._admitted.manifest)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each verified tensor with its name when it is complete. Raises as the constructor does."""
+        """Yield each verified tensor with its name when it is complete. Raises the errors of the constructor."""
         is_nccl = self._admitted.round.backend == "nccl"
         device = self._device if is_nccl else torch.device("cpu")
         with self._named_failures():
@@ -569,8 +577,8 @@ class ReceiverRound:
     Attributes:
         round: The round.
         manifest: Text of the version's manifest.
-        member: This process; it can take part in another round if this one succeeds.
-        place: Place of this receiver in the group.
+        member: This process; it can take part in other rounds after this round succeeds.
+        place: Rank of this receiver in the group.
         deadline: Deadline of the round.
         is_done: Whether all bytes have arrived and were forwarded.
     """
@@ -633,11 +641,11 @@ class ReceiverRound:
 
 
 _idle: list[GroupMember] = []
-"""Group members of this process that no round uses at present; the next round uses them again."""
+"""Connected members of this process that are in no round now. The next round uses them again."""
 
 
 def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -> ReceiverRound:
-    """Ask rank 0 for a version, and answer its call. Returns this receiver's place in a round.
+    """Ask rank 0 for a version, and answer rank 0's call. Returns this receiver's place in a round.
 
     Raises:
         WeightsGone: the ranks no longer hold the version, or rank 0 has ended.
@@ -648,7 +656,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
     member: GroupMember | None = None
     while _idle and member is None:
         member = _idle.pop()
-        # The channel belongs to a learner that has ended.
+        # A channel to another address, or a closed channel, belongs to a learner that has ended.
         if member.channel.address != address or not member.channel.is_open:
             member.close()
             member = None
@@ -685,7 +693,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Bytes of a file that one learner rank sends in one transfer: adjacent pieces, or a part of a delta file."""
+    """The bytes that one learner rank sends in one transfer: adjacent pieces of a file, or a part of a delta file."""
 
     sender: int
     first: int
@@ -694,7 +702,7 @@ class Bucket:
 
 
 def buckets_of(sender: int, pieces: Sequence[Piece]) -> Iterator[Bucket]:
-    """Yield adjacent pieces of up to `SPAN_BYTES` together."""
+    """Yield buckets of adjacent pieces, up to `SPAN_BYTES` each."""
     own: list[Piece] = []
     for index, piece in enumerate(pieces):
         own.append(piece)
