@@ -30,7 +30,7 @@ _BIDI = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"
 
 
 def read_samples(files: Sequence[Path]) -> list[Sample]:
-    """Read the rows of sample files. Raises `ValueError` that names a damaged or truncated file."""
+    """Read the rows of sample files. Raises `ValueError` if a file is missing, damaged or truncated."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -62,7 +62,7 @@ class NewSamples:
 
 
 def sample_line(sample: Sample) -> str:
-    """A sample in one line; the middle of long texts is left out."""
+    """Return a sample as one line, without the middle of long texts."""
     return f"{_facts(sample)}: {_shortened(sample['prompt'])!r} -> {_shortened(sample['response'])!r}"
 
 

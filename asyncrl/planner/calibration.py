@@ -1,7 +1,7 @@
 """Derives a scenario from a recorded run: speeds of engines, learner and weight updates, and response lengths.
 
-A record holds the times of events. A scenario holds durations without waiting. Therefore the calibration leaves out
-all waits, and the simulation computes its own.
+A record contains the times of events. A scenario contains durations without waits: the simulation computes the waits.
+Therefore the calibration removes all waits from the recorded times.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Calibration:
         step_s: Measured seconds per step.
         lag_mean: Measured mean lag of the trained groups.
         num_faults: Number of failed attempts, plus engines that are down at the end, plus lost records.
-        notes: Values that the record does not show, as sentences.
+        notes: Sentences about values that the record does not contain.
     """
 
     scenario: Scenario
@@ -400,7 +400,7 @@ class _Reading:
     def _prefill_s_per_token(self) -> float:
         """Seconds to recompute the KV cache of one token after an update.
 
-        At an update, a running sample has written half of its response on average.
+        This assumes that, on average, a running sample has written half of its response at an update.
         """
         spans = self._during(SpanKind.re_prefill)
         if not spans:

@@ -36,7 +36,7 @@ class SimulatedGroup:
         has_begun: Whether the engine has started one of the samples.
         is_revoked: Whether the lease was revoked.
         written: Tokens of the samples that this attempt finished.
-        on_cut: Callback if the group is to be handed over; it gets the missing tokens of each unfinished sample.
+        on_cut: Callback of a request to hand the group over, else None; see `SimulatedEngine.cut`.
         cut_at: Time of the request to hand over, in simulated seconds.
     """
 
