@@ -482,7 +482,7 @@ class RunConfig:
 
     @property
     def shares_checkpoints(self) -> bool:
-        """Whether all learner ranks share the folder of checkpoints. On several nodes, the user must configure it."""
+        """Whether all learner ranks share the folder of checkpoints; on several nodes, an option must be set for it."""
         return self.placement.num_nodes == 1 or bool(self.checkpoint.every_steps or self.checkpoint.directory)
 
     def __post_init__(self) -> None:

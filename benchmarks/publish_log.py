@@ -1,4 +1,4 @@
-"""The cost of a publish for the controller with a thousand engines that follow the log of offers.
+"""Measures the cost of a publish for the controller, with a thousand engines that follow the log of offers.
 
 A separate buffer server has the real log. The receivers are sockets in another process. They speak the protocol of a
 rollout worker and load nothing.

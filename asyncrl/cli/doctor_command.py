@@ -31,7 +31,7 @@ MAX_CLOCK_GAP_S = 2.0
 MIN_DISK_BYTES = 10 << 30
 _TIMEOUT_S = 60.0
 _QUIET_S = 60.0
-"""A run without a summary counts as stopped if it has written nothing for this time."""
+"""A run without a summary counts as stopped if it has written nothing for so long."""
 _SHOWN_ERRORS = 5
 
 
@@ -95,7 +95,7 @@ def network() -> Iterator[Result]:
 
 
 def disk(output: Path) -> Iterator[Result]:
-    """Check the free space and the clock of the folder of runs; a file server may have another clock."""
+    """Check the free space and the clock of the file system of the runs; a file server may have another clock."""
     place = next(path for path in (output.resolve(), *output.resolve().parents) if path.exists())
     free = shutil.disk_usage(place).free
     yield Result.of("disk", free >= MIN_DISK_BYTES, f"{free / 2**30:.1f} GiB free in {place}", "another output_dir")
@@ -121,7 +121,7 @@ def ray_starts() -> Iterator[Result]:
 
 
 def sandbox() -> Iterator[Result]:
-    """The sandbox that isolates the policy's code on this machine. Only rewards and tools that run code need one."""
+    """Find a sandbox that isolates the policy's code here. Only rewards and tools that run code need a sandbox."""
     try:
         kind = asyncio.run(Sandbox().start())
     except SandboxError as error:
@@ -136,7 +136,7 @@ def sandbox() -> Iterator[Result]:
 def examine(run_dir: Path) -> tuple[list[str], bool]:
     """Return lines about a run, and whether all its alarms have ended.
 
-    Raises `ValueError` if the folder is not a run's, or a file is damaged; the message names it.
+    Raises `ValueError` if the folder is not the folder of a run, or a file is damaged. The message names the file.
     """
     config = read_config(run_dir)
     alarms = read_alarms(run_dir, RunLimits(total_steps=config.total_steps, max_lag=config.buffer.max_lag))

@@ -123,7 +123,7 @@ def without_images(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_loaded_images(messages: Sequence[Message], where: str) -> tuple[Message, ...]:
-    """Read the images; return the messages with data URLs, as in OpenAI's API. Raises `ValueError` for a missing file."""
+    """Return the messages with images as data URLs, as in OpenAI's API. Raises `ValueError` if a file is missing."""
     return tuple(
         {
             **message,

@@ -330,7 +330,7 @@ class _PromptReader:
         return messages, texts
 
     def _plain(self, rows: Rows, environments: Sequence[str]) -> tuple[Sequence[tuple[Message, ...]], list[str]]:
-        """Return messages and text of each row without a chat template. A row without an environment has no messages."""
+        """Return messages and text of each row, without a template. A row without an environment has no messages."""
         texts = [_text(value, self._place(rows, row)) for row, value in enumerate(rows.column(self._config.prompt_key))]
         asks = zip(texts, environments, strict=True)
         has_environment = self._has_environment
