@@ -1,4 +1,4 @@
-"""Measures the network traffic if groups stay on the hosts that produced them: ``python -m benchmarks.stores``, as root.
+"""Measures network traffic if groups stay on the hosts that produced them: ``python -m benchmarks.stores``, as root.
 
 There are two hosts, each with its own network namespace. A link with a limited rate connects them. The ledger is on the
 first host, a worker on each host, and a learner rank on the second host. Each worker puts groups as fast as it can. The
