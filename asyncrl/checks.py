@@ -49,7 +49,7 @@ _READ_AS_JSON = {"config.json", "generation_config.json", "tokenizer_config.json
 
 
 def check_options(config: RunConfig) -> None:
-    """Check the options without reading files; `check_files` makes the checks that need files."""
+    """Check the options that do not depend on files; `check_files` checks the others."""
     algorithm = config.algorithm
     compared = GROUP_ADVANTAGES & {algorithm.advantage, *algorithm.advantage_by_source.values()}
     if algorithm.samples_per_prompt < 2 and compared:

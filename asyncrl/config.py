@@ -121,7 +121,7 @@ class WarmStartConfig:
         target_accuracy: Stop at this greedy accuracy on ``data.eval_files``; never with a value above 1.
         target_val_loss: Stop at this validation loss, in nats per token; never with 0.
         patience: Stop after this many evaluations without an improvement of ``stop_metric``, and keep the best policy.
-            0 never stops early and keeps the last policy.
+            0 never stops for this reason, and keeps the last policy.
         progress_timeout_s: Longest time between two lines of a warm start's log. Each evaluation writes a line.
     """
 
@@ -482,7 +482,7 @@ class RunConfig:
 
     @property
     def shares_checkpoints(self) -> bool:
-        """Whether all learner ranks share the folder of checkpoints; on several nodes, an option must be set for it."""
+        """Whether all ranks share the folder of checkpoints. Several nodes need ``every_steps`` or ``directory``."""
         return self.placement.num_nodes == 1 or bool(self.checkpoint.every_steps or self.checkpoint.directory)
 
     def __post_init__(self) -> None:
@@ -623,8 +623,8 @@ def may_play_episodes(config: RunConfig) -> bool:
 def longest_sequence(config: RunConfig) -> int:
     """Tokens of the longest sequence that the learner may get.
 
-    It is the longest path of an episode. For prompts without an environment, it is the longest prompt plus the longest
-    answer.
+    It is the longest path of an episode. If prompts may have no environment, it is at least the longest prompt plus the
+    longest answer.
     """
     paths = [episode_context(config)] if may_play_episodes(config) else []
     answers = [config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens]
@@ -642,7 +642,7 @@ def num_positions(config: RunConfig) -> float:
 
 
 def longest_rollout(config: RunConfig) -> float:
-    """Longest sequence that the engine may sample, in tokens: `num_positions` minus the positions that it reserves.
+    """Longest sequence that the engine may sample, in tokens: `num_positions` minus the engine's reserved positions.
 
     The limit applies to the whole sequence. After a weight update interrupts a rollout, the engine continues it as a
     new request, and all tokens so far are the prompt of that request.

@@ -47,7 +47,7 @@ def read_samples(files: Sequence[Path]) -> list[Sample]:
 
 
 class NewSamples:
-    """The training samples of a run that were written since the last call."""
+    """Reads the training samples of a run that its workers wrote since the last call."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "samples"

@@ -1,6 +1,4 @@
-"""Agents: the endpoint's cost per call, and trees in the learner. Run ``python -m benchmarks.agents``.
-
-One function per figure.
+"""Measures calls of the endpoint, agents in the fleet, and trees in the learner: ``python -m benchmarks.agents``.
 
 ``endpoint_ms``: 64 episodes run at once, and each has one running call. A client in a separate process sends the
     growing conversation of each episode: a question, tool calls and their results, over eight turns. A script sets the
@@ -57,7 +55,7 @@ from rollout_fleet.episodes.config import RendererConfig
 
 NUM_CONCURRENT = 64
 NUM_TURNS = 8
-NUM_EPISODES = 4  # times NUM_CONCURRENT
+NUM_EPISODES = 4  # number of all episodes ÷ NUM_CONCURRENT
 QUESTION = {"role": "user", "content": "How warm is it in each of these cities? " + "Rome, Oslo, Lima, Cairo. " * 8}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 RESULT = "It is 21 degrees, with some clouds and little wind from the south-west. " * 8
@@ -113,7 +111,7 @@ class TimedTurns:
 async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
     """Measure the milliseconds of a call minus the time of its turn, with 64 concurrent calls.
 
-    The figures also have the endpoint's CPU time per call, and the same time for a bare server.
+    The figures also have the endpoint's CPU time per call, and the milliseconds of a call to a bare server.
     """
     prompt_ids = np.asarray(renderer.render([QUESTION], [TOOL]), dtype=np.int32)
     call = renderer.tokenizer.encode(CALL + "<|end|>")

@@ -1,4 +1,4 @@
-"""The buffer's speed: ``python -m benchmarks.buffer [--quick] [--only disk small]``. The last line is JSON.
+"""Measures the buffer's speed: ``python -m benchmarks.buffer [--quick] [--only disk small]``. The last line is JSON.
 
 One run measures everything. Each measurement alternates with its baseline, and the median of the rounds is reported.
 TransferQueue needs the ``bench`` extra. Without it, its figure is null and a line reports this.

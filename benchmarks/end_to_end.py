@@ -1,4 +1,4 @@
-"""Compare the training time to a held-out accuracy of 0.90 of asyncrl, TRL and synchronous asyncrl.
+"""Compares asyncrl, TRL and synchronous asyncrl by the training time to a held-out accuracy of 0.90.
 
 ``python -m benchmarks.end_to_end`` needs the ``bench`` extra. For each seed, three competitors train from the same
 warm-started policy. They run one after another, each in its own process: asyncrl with the in-process engine at the
@@ -85,7 +85,7 @@ class Contest:
         )
 
     def asyncrl(self, max_lag: int | None = None) -> Outcome:
-        """Train with asyncrl. Its published weights are evaluated afterwards."""
+        """Train with asyncrl, and evaluate its published weights afterwards."""
         overrides = [*self._overrides, "rollout_fleet.engine=transformers", "learner.keep_snapshots=-1"]
         overrides += ["evaluation.enabled=false", *([] if max_lag is None else [f"buffer.max_lag={max_lag}"])]
         output, cpu_s = _run([sys.executable, "-m", "asyncrl", "train", *overrides])

@@ -1,4 +1,4 @@
-"""Efficiency of the rollout fleet: ``python -m benchmarks.fleet [--only PART]``. The last line is JSON.
+"""Measures the rollout fleet's efficiency: ``python -m benchmarks.fleet [--only PART]``. The last line is JSON.
 
 There are three parts. `scripted` has engines of different speeds, samples of two lengths, and an engine that dies; it
 takes two minutes of little work. `leases` has a thousand simulated workers on the real buffer server; it takes half a

@@ -1,4 +1,4 @@
-"""The fleet on real SGLang servers: its rate compared with a bare client, and its recovery from a killed server.
+"""Measures the fleet on real SGLang servers: its rate against a bare client, and its recovery from a killed server.
 
 There are two servers on the CPU, each pinned to a core. Fleet and bare client take turns. They sample the same prompts
 with the same options and the same number of requests at once. The fleet consists of two rollout loops under their
@@ -68,7 +68,7 @@ class _PinnedEngine(SGLangEngine):
         self.num_heard = 0
 
     async def start(self) -> None:
-        """See `Engine.start`. This process is pinned during the start, because child processes inherit its core."""
+        """See `Engine.start`. Pin this process while the server starts, because child processes inherit the core."""
         async with self._starting:
             everywhere = os.sched_getaffinity(0)
             os.sched_setaffinity(0, {self._core})

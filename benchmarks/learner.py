@@ -1,4 +1,4 @@
-"""The learner's speed and memory: ``python -m benchmarks.learner [--quick]``. The last line is JSON.
+"""Measures the learner's speed and memory: ``python -m benchmarks.learner [--quick]``. The last line is JSON.
 
 One run measures everything in CPU time on one thread. Each measurement alternates with its baseline, and the median of
 the paired ratios is reported. TRL needs the ``bench`` extra. Without it, its figure is null and a line reports this.
@@ -97,7 +97,7 @@ def our_step(model_path: str, sequences: list[TokenSequence], *, share_prompts: 
 def two_updates(
     model_path: str, sequences: list[TokenSequence], *, separate_forward: bool = False
 ) -> Callable[[], object]:
-    """Return a step of decoupled PPO with two updates. If ``separate_forward``, it first scores the whole batch."""
+    """Return a step of decoupled PPO with two updates. If ``separate_forward``, the step first scores all sequences."""
     trainer = Trainer(
         LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=LR)), model_path=model_path, total_updates=10_000
     )

@@ -32,7 +32,7 @@ class LagRow:
         concurrency: Samples that run at once.
         batch: Samples of a step.
         queue: Largest number of batches in the queue. A full queue drops the oldest batch.
-        rate_ratio: Generation ÷ training rate.
+        rate_ratio: Rate of generation ÷ rate of training.
         straggling: The mean length of the longest sample of a group ÷ the mean length.
         lag: Measured lag in steps.
     """
@@ -62,7 +62,10 @@ MARIN_COPY_S = 21.0
 
 
 def lag_scenario(row: LagRow) -> Scenario:
-    """Return a scenario of a row: busy sample slots, immediate weight updates, and a queue that drops the oldest."""
+    """Return the scenario of a row.
+
+    All sample slots are busy, weight updates take no time, and a full queue drops its oldest group.
+    """
     token_s, length = 0.01, 1000
     batch_s = row.batch * length * token_s / row.concurrency
     return Scenario(

@@ -1,9 +1,9 @@
 """Measures the work that a resume keeps, and the cost of checkpoints.
 
 ``python -m benchmarks.resume`` trains the quickstart with large batches on the in-process engine. SIGTERM stops one
-life, and SIGKILL ends all processes of another life, each between two checkpoints. A second life then resumes each of
-them. Work is counted in policy tokens: the kept tokens are those that the resumed life does not drop as lost. Then a
-buffer server starts from a checkpoint of ``--payload-mb`` MB, and its memory is compared with the size of its contents.
+life, and SIGKILL ends all processes of another life, each between two checkpoints. The benchmark then resumes both.
+Work is counted in policy tokens: the kept tokens are those that the resumed life does not drop as lost. Then a buffer
+server starts from a checkpoint of ``--payload-mb`` MB, and its memory is compared with the size of its contents.
 Further options of the run may follow. Wall times are valid only on an idle machine.
 """
 

@@ -35,7 +35,7 @@ class StartUp:
 
     Attributes:
         first_step_s: Seconds from the command to the end of the first learner step.
-        cpu_s: CPU seconds of all processes until then.
+        cpu_s: CPU seconds of all processes until the end of this step.
         parts: For each part: the time when it was ready, and the seconds of waiting for it.
     """
 

@@ -49,7 +49,7 @@ _MB = 1e6
 class HostProcess:
     """A host: a process with its own network namespace.
 
-    Other processes run in this namespace. The host ends with this process.
+    Other processes run in this namespace. The host ends when the benchmark's process ends.
     """
 
     def __init__(self) -> None:

@@ -82,7 +82,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
     metrics |= LearnerStep(trainer, policy_objective(algorithm)).run(sequences)
     ledger.apply(Commit(version=0))
 
-    # The weights of version 1 are published, and the engine loads and verifies them.
+    # The learner publishes the weights of version 1, and the engine loads and verifies them.
     publisher = WeightPublisher(PretrainedShards.of(trainer), f"{folder}/snapshots", keep=1)
     offer = publisher.publish(ledger.learner_version).result()
     publisher.close()

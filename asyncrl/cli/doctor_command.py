@@ -37,7 +37,7 @@ _SHOWN_ERRORS = 5
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl doctor", description="Check this machine, or a run.")
     parser.add_argument("run", nargs="?", type=Path, help="the run's folder, <output_dir>/<experiment>/<time>")
     parser.add_argument("--output", type=Path, default=Path("outputs"), help="where runs are written; default: outputs")
@@ -81,7 +81,7 @@ def check_machine(output: Path) -> int:
 
 
 def network() -> Iterator[Result]:
-    """Whether processes of this machine reach each other over the loopback interface and over Unix sockets."""
+    """Check that connections over the loopback interface work, and that ``localhost`` resolves to this interface."""
     remedy = "allow loopback connections in the firewall or the container"
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:

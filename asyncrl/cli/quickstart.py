@@ -50,7 +50,7 @@ MODEL_CONFIG: Mapping[str, Any] = {
     "max_position_embeddings": 128,
     "initializer_range": 0.02,
     "rms_norm_eps": 1e-6,
-    # Sequences have 20 tokens. With a base of 100, training needs half as many steps as with 10,000.
+    # Sequences have about 20 tokens. With a RoPE base of 100, training needs half as many steps as with 10,000.
     "rope_theta": 100.0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     "attention_bias": False,
@@ -208,7 +208,7 @@ def _with_mistakes(digits: str, settings: Mapping[str, Any], rng: np.random.Gene
 
 
 def _distinct_numbers(rng: np.random.Generator, count: int) -> list[str]:
-    """Distinct digit strings in random order; all lengths are equally likely."""
+    """Draw distinct digit strings in random order. The lengths are drawn uniformly."""
     numbers: dict[str, None] = {}
     low, high = DIGIT_COUNTS
     while len(numbers) < count:

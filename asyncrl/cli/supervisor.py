@@ -7,7 +7,7 @@ SIGHUP, stops, and ends the orphans itself.
 
 A scheduler or systemd sends SIGTERM to every process of a run at once. Only the parent reacts, because the child blocks
 SIGINT and SIGTERM, and the processes of the child inherit this. The parent stops the child with other signals
-(`STOPS`). Thus the other processes live until the policy is written.
+(`STOPS`). Thus the other processes live until the run has written the policy.
 
 The child writes each fault to a pipe immediately. It also writes when it ends by itself.
 """

@@ -114,12 +114,12 @@ class DataConfig:
 
     @property
     def has_environments(self) -> bool:
-        """Whether rows may have environments that differ from that of the run."""
+        """Whether rows may have their own environments."""
         return bool(self.environment_key or self.environment_by_source)
 
     @property
     def keys(self) -> list[str]:
-        """The columns that the files must have."""
+        """Names of the columns that the files must have."""
         single = (self.prompt_key, self.ground_truth_key, self.data_source_key, self.tools_key)
         keys = [*single, self.images_key, self.environment_key, self.environment_options_key, *self.extra_keys]
         return [key for key in keys if key]

@@ -1,7 +1,7 @@
 """The run's prompts as token ids: an endless, seeded, resumable stream over the training files, and held-out prompts.
 
 The stream computes the order of an epoch from the seed when it reaches the epoch. Therefore its state is a position,
-unless it has a sampler. The checks of prompts do not need torch.
+unless it has a sampler.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class PromptStream:
         """Read and tokenize the training files.
 
         ``has_environment`` says that the run has an environment. Prompts then have messages, which the environment
-        needs. ``images`` reads the images of rows; None for a text model. Image files are read here to count their
-        tokens, and again when their prompt is taken.
+        needs. ``images`` reads the images of rows; None for a text model. The stream reads image files twice: first to
+        count their tokens, and again when it returns their prompt.
 
         Raises:
             ValueError: a file, row or column does not match ``config``; the message names it.
@@ -107,7 +107,7 @@ class PromptStream:
     def at(self, positions: Sequence[int]) -> list[Prompt]:
         """Return the prompts with these group ids; the stream's position does not change.
 
-        With a sampler, the prompts must have been taken before.
+        With a sampler, `take` must have returned the prompts before.
         """
         return [_loaded(self._prompts[self._row(position)], position) for position in positions]
 
@@ -223,7 +223,7 @@ def load_eval_prompts(
 
 
 def _loaded(prompt: Prompt, group_id: int) -> Prompt:
-    """The prompt with a group id and with its images read."""
+    """Set the group id of a prompt, and read its images."""
     return replace(prompt, group_id=group_id, messages=with_loaded_images(prompt.messages, f"prompt group {group_id}"))
 
 
@@ -267,7 +267,7 @@ class _PromptReader:
         return prompts, files, num_filtered
 
     def _prompts_of(self, rows: Rows) -> list[Prompt]:
-        """The prompt of each row of one file; the ids are not set yet."""
+        """Return the prompt of each row of one file. Its group id is the index of the row."""
         config = self._config
         columns = {key: rows.serializable_column(key) for key in (config.ground_truth_key, *config.extra_keys) if key}
         sources = _names(rows, config.data_source_key, "a string")

@@ -83,7 +83,7 @@ class WeightedSampler:
         """Do nothing: this sampler does not use outcomes."""
 
     def _next_source(self) -> str:
-        """The source that is furthest below its share of prompts; the first one on a tie."""
+        """Choose the source that is furthest below its share of prompts; on a tie, the first one."""
         source = min(self._weights, key=lambda name: (self._num_chosen[name] + 1) / self._weights[name])
         self._num_chosen[source] += 1
         return source

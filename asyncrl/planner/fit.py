@@ -283,7 +283,7 @@ def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: i
         ),
         rollout_fleet=replace(fleet, device=EngineDevice.cuda, engine=EngineKind.sglang),
         placement=replace(config.placement, pools={}, **dict.fromkeys(ROLE_SECTIONS.values(), LEARNER_POOL)),
-        algorithm=replace(config.algorithm, groups_per_step=1 << 20),  # so many that a step fills each budget
+        algorithm=replace(config.algorithm, groups_per_step=1 << 20),  # so large that a step fills every token budget
     )
     tp_sizes = [size for size in (1, 2, 4, 8) if num_gpus > size and not model.key % size]
     engines = ((size, device_uses(with_options(on_cuda, {_TP_SIZE: size}), model, card)[-1]) for size in tp_sizes)

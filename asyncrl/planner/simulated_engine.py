@@ -28,8 +28,8 @@ class SimulatedGroup:
         group_id: Id of the group.
         attempt: Attempt of the lease.
         lengths: Final number of tokens of each sample.
-        to_write: Number of tokens that each unfinished sample still needs at the start of this attempt. It is smaller
-            than ``lengths`` if an earlier attempt was saved.
+        to_write: Number of tokens that each unfinished sample needs at the start of this attempt. If an earlier attempt
+            was saved, the sum is smaller than that of ``lengths``.
         num_left: Number of unfinished samples.
         oldest_version: Policy version of the first token; -1 before the first token.
         newest_version: Policy version of the last token.

@@ -514,7 +514,7 @@ class Simulation:
             return self._outcome()
 
     def stored(self, group: SimulatedGroup) -> None:
-        """Record a stored group. If the queue has a limit, the group that was stored first may be dropped."""
+        """Record a stored group. If the queue is then above its limit, drop the group that was stored first."""
 
         def bound_queue() -> None:
             while len(self._queue) > self.scenario.queue_groups:

@@ -56,7 +56,7 @@ class SftEvaluation:
     """An evaluation of the policy during fine-tuning.
 
     Attributes:
-        step: Number of updates.
+        step: Number of updates before the evaluation.
         accuracy: Greedy accuracy on the held-out prompts; None without held-out prompts.
         val_loss: Validation loss in nats per token; None without validation data.
     """
@@ -242,7 +242,7 @@ def _learner_config(config: RunConfig) -> LearnerConfig:
 def _batches(
     sequences: Sequence[TokenSequence], size: int, seed: int, mesh: LearnerMesh
 ) -> Iterator[list[TokenSequence]]:
-    """Endless batches in a seeded order, reshuffled in each epoch; each rank gets its share of every batch."""
+    """Yield this rank's share of each batch, without end. Each epoch has its own seeded order of the sequences."""
     generator = np.random.default_rng(seed)
     order: list[int] = []
     while True:

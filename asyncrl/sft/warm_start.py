@@ -110,7 +110,7 @@ def settings_digest(config: RunConfig) -> str:
 
 
 def _evaluation_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that affect the accuracy, and therefore an early stop."""
+    """Return the settings that affect the accuracy of evaluations, and therefore the time of an early stop."""
     if not config.sft.eval_prompts:
         return {}
     data = {name: value for name, value in asdict(config.data).items() if not name.endswith("_files")}
