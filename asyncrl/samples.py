@@ -83,7 +83,7 @@ def printable(text: str) -> str:
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     options = _parser().parse_args(arguments)
     version = "*" if options.version is None else f"{options.version:08d}"
     pattern = f"samples/{options.kind or '*'}-v{version}-*.parquet"

@@ -53,7 +53,7 @@ def command_line() -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``asyncrl COMMAND ...``; returns the exit status."""
+    """Run ``asyncrl COMMAND ...`` and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):

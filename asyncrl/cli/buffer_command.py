@@ -24,7 +24,7 @@ _STOPPED = FINISH_REASONS.index(FinishReason.stop)
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl buffer", description="Work with the contents of a replay buffer.")
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="write the groups of a checkpoint as parquet files")

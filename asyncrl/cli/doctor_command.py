@@ -37,7 +37,7 @@ _SHOWN_ERRORS = 5
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl doctor", description="Check this machine, or a run.")
     parser.add_argument("run", nargs="?", type=Path, help="the run's folder, <output_dir>/<experiment>/<time>")
     parser.add_argument("--output", type=Path, default=Path("outputs"), help="where runs are written; default: outputs")
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_machine(output: Path) -> int:
-    """Check this machine and print a line per check; returns the exit status."""
+    """Check this machine and print a line per check; return the exit status."""
     gpus = visible_gpus()
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
         setup = Setup(

@@ -77,7 +77,7 @@ class TriedResponse:
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 1 if a response has no reward."""
+    """Run the command line and return the exit status: 1 if a response has no reward."""
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
     if flags := [word for word in overrides if word.startswith("-")]:

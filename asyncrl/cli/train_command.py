@@ -61,7 +61,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     flags = {argument for argument in arguments if argument.startswith("-")}
     overrides = [argument for argument in arguments if argument not in flags]
