@@ -1,7 +1,7 @@
-"""Checks of options and files that concern several packages. Also resolves the device ``auto``.
+"""Checks options and files that concern several packages, and resolves the device ``auto``.
 
-Each check raises a ValueError before any process starts. Each package checks its own options in the ``__post_init__``
-of its dataclasses.
+A failed check raises a ValueError before any process starts. Each package checks its own options in the
+``__post_init__`` of its dataclasses.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _READ_AS_JSON = {"config.json", "generation_config.json", "tokenizer_config.json
 
 
 def check_options(config: RunConfig) -> None:
-    """Check the options that need no file; `check_files` checks the others."""
+    """Check the options that do not depend on files; `check_files` checks the others."""
     algorithm = config.algorithm
     compared = GROUP_ADVANTAGES & {algorithm.advantage, *algorithm.advantage_by_source.values()}
     if algorithm.samples_per_prompt < 2 and compared:
@@ -217,7 +217,7 @@ def _check_whole(option: str, model: Path) -> None:
 
 
 def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
-    """Check that the machine or cluster has the CPUs and GPUs of the run, whose devices are resolved."""
+    """Check that the machine or cluster has enough CPUs and GPUs for the run. The devices must be resolved."""
     gpus, cpus = requested_gpus(config), requested_cpus(config)
     if gpus > num_gpus:
         fleet = config.rollout_fleet
@@ -285,9 +285,9 @@ def _check_layout(config: RunConfig, role: str, pool: str, size: int) -> None:
 
 
 def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
-    """Check that the longest sequence fits a micro-batch of each role, whose options are ``options``.
+    """Check that the longest sequence fits into a micro-batch of each role. ``options`` has the options by role.
 
-    Without ``max_context``, the length of a path follows from these options and the model. `check_files` checks it.
+    Without ``max_context``, the longest path of an episode depends on the model; `check_files` checks it.
     """
     environment, prompt = config.rollout_fleet.environment, config.data.max_prompt_tokens
     if not has_environment(config):
@@ -315,7 +315,7 @@ def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> N
 
 
 def policy_needs_trajectories(config: RunConfig) -> bool:
-    """Whether the policy's objective reads whole trajectories. It imports torch, which takes seconds."""
+    """Whether the policy's objective reads whole trajectories. This call imports torch, which takes seconds."""
     from learner.losses import policy_objective
 
     return policy_objective(config.algorithm).needs_trajectories
@@ -433,10 +433,10 @@ def resolve_devices(config: RunConfig, num_gpus: float, say: Callable[[str], Non
     """Return the run with ``cpu`` or ``cuda`` in place of each ``auto``.
 
     ``auto`` becomes ``cuda`` if there are enough GPUs for the whole run, else ``cpu``. Colocated ranks and engines
-    share a device: there, ``auto`` becomes the device that the other option names.
+    share devices. If one of the two options names a device, the other option then gets the same device.
 
-    ``num_gpus`` is the number of GPUs that are visible on this machine, or of the cluster that the run joined. ``say``
-    tells the user if ``auto`` leaves GPUs unused.
+    ``num_gpus`` is the number of visible GPUs on this machine, or the number of GPUs in the cluster that the run
+    joined. ``say`` gets a message if ``auto`` leaves GPUs unused.
 
     Raises:
         ValueError: the resolved devices contradict another option.

@@ -29,10 +29,10 @@ LEARNER_POOL = "learner"
 """The pool of the actor, and of every role that has no other pool."""
 
 RAY_SETS_DEVICES = {f"RAY_EXPERIMENTAL_NOSET_{runtime}_VISIBLE_DEVICES": "" for runtime in ("CUDA", "HIP", "ROCR")}
-"""Environment variables that make Ray restrict a process to its own GPUs. They override those of the user's shell."""
+"""Environment variables that make Ray restrict a process to its own GPUs. They override the user's environment."""
 
-# One thread per process: more threads than cores slow every process down. Child processes of a worker clean up and exit
-# by themselves; Ray would kill them first.
+# One thread per process: more threads than cores slow every process down. Ray must not kill the child processes of a
+# worker, because they clean up and exit by themselves.
 WORKER_ENV = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -64,8 +64,8 @@ class EvaluationConfig:
         enabled: Evaluate; needs ``data.eval_files``.
         every_steps: Learner steps between evaluations during training; 0: none. An evaluation is skipped while the
             previous one is running.
-        share: Largest share of the engines, and of their places for samples, that an evaluation uses during training.
-            At least one engine is used. These engines keep the evaluated version until the evaluation ends.
+        share: Largest share of the engines, and of their capacity for samples, that an evaluation uses during training.
+            An evaluation uses at least one engine. These engines keep the evaluated version until the evaluation ends.
         num_samples: Samples per prompt at the training temperature, besides the greedy answer.
         pass_reward: Smallest reward that counts as a pass in ``pass@k``.
     """
@@ -121,7 +121,7 @@ class WarmStartConfig:
         target_accuracy: Stop at this greedy accuracy on ``data.eval_files``; never with a value above 1.
         target_val_loss: Stop at this validation loss, in nats per token; never with 0.
         patience: Stop after this many evaluations without an improvement of ``stop_metric``, and keep the best policy.
-            0 never stops early and keeps the last policy.
+            0 never stops for this reason, and keeps the last policy.
         progress_timeout_s: Longest time between two lines of a warm start's log. Each evaluation writes a line.
     """
 
@@ -186,11 +186,12 @@ class CheckpointConfig:
     """Checkpoints of a run.
 
     Attributes:
-        every_steps: Learner steps between two checkpoints, which are written in the background. The last step is saved
-            too. 0 saves no checkpoints.
+        every_steps: Learner steps between two checkpoints. The run writes them in the background, and also saves the
+            last step. 0 saves no checkpoints.
         at_stop: Save a checkpoint when a signal stops the training, within ``save_timeout_s``. A run that resumes from
             this checkpoint repeats no step. No effect on several nodes, unless ``every_steps`` or ``directory`` is set.
-        keep: Checkpoints to keep, including the newest; older ones are removed with all their parts. -1 keeps all.
+        keep: Number of checkpoints to keep, including the newest. The run removes older ones with all their parts. -1
+            keeps all.
         directory: Folder for checkpoints, on a file system that all learner ranks share. Empty: ``checkpoints/`` in
             the run's folder.
         resume: ``never`` starts from the beginning. ``auto`` continues from the experiment's newest checkpoint, if it
@@ -226,7 +227,7 @@ class PlacementConfig:
         num_nodes: Nodes that the Ray cluster must have at the start, unless ``autoscale`` adds them. 1: the run uses
             only the node of the command. More: it uses all nodes; see ``docs/several_hosts.md``.
         ranks_per_node: Learner ranks of a pool per node. 0: all ranks of a pool on one node.
-        engines_per_node: Engines per node. 0: any number, in the order of ``strategy``.
+        engines_per_node: Engines per node. 0: no limit; ``strategy`` distributes the engines.
         strategy: ``pack`` uses as few nodes as possible; ranks and engines may share a node. ``spread`` uses all nodes:
             each group of ``ranks_per_node`` ranks, and of ``engines_per_node`` engines, has a separate node.
         learner_labels: Labels that the learner's nodes must have, as given to ``ray start --labels``.
@@ -238,13 +239,14 @@ class PlacementConfig:
         reference: Pool of the reference policy. With LoRA, the actor without its adapters is the reference, and this
             option has no effect.
         reward_model: Pool of the reward model.
-        cpus_per_learner_rank: Logical CPUs per process of these pools.
+        cpus_per_learner_rank: Logical CPUs per process of a learner pool.
         cpus_per_engine: Logical CPUs per rollout worker, including its engine.
         oversubscribe: If the run starts the Ray cluster (``ray.address`` empty), let the cluster have as many logical
             CPUs as the run needs, even on a machine with fewer cores. False refuses such a run.
-        autoscale: For an elastic fleet (``rollout_fleet.num_engines={min, max}``): request places for ``max`` engines
-            from the cluster all the time, so that Ray's autoscaler starts nodes. Engines also use nodes that are added
-            by hand. If false, only the free places at the start and ``asyncrl join`` add engines.
+        autoscale: For an elastic fleet (``rollout_fleet.num_engines={min, max}``): request resources for ``max``
+            engines from the cluster all the time, so that Ray's autoscaler starts nodes. Engines also use nodes that
+            the user adds. If false, the fleet uses only the free resources at the start, and engines of
+            ``asyncrl join``.
         colocated: Place a learner rank and an engine on each device; an engine with ``tp_size`` N is on the devices of
             N ranks. Ranks and engines take turns: the engines fill a batch and release the device, then the learner
             updates, publishes and offloads (see ``learner.offload_at_transition_only``).
@@ -301,7 +303,7 @@ REMOVED_OPTIONS = {
     "ray.fork_workers": "it was removed: every worker imports its modules itself; leave it out",
     "learner.keep_checkpoints": "its name is checkpoint.keep now",
 }
-"""Options that ended with an earlier release, and the remedy. In the configuration of an old run they are ignored."""
+"""Options that a release removed, and what to do instead. In the configuration of an old run, they are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,7 +314,7 @@ class RayConfig:
         address: Empty starts a cluster on this machine; ``auto`` or ``host:port`` joins a running cluster.
         node_address: This machine's ``--node-ip-address`` in a cluster that the run joins. Empty: Ray detects it.
         object_store_bytes: Shared memory of a cluster that the run starts; weights and batches do not use it.
-        start_timeout_s: Deadline to start the cluster, and to reserve the run's places.
+        start_timeout_s: Deadline to start the cluster, and to reserve the run's CPUs and GPUs.
         python: Command that runs Python in learner ranks and in-process engines, such as ``nsys profile python``.
             Empty: the Python of this process.
     """
@@ -353,8 +355,8 @@ class WeightsConfig:
 
     Attributes:
         transport: ``shared_memory``: the ranks write into memory that the engines map. ``file``: the ranks write into a
-            folder. ``auto``: memory if there is room for the kept versions, else a folder; a folder if all versions are
-            kept. ``collective``: the ranks broadcast over the network, without a shared folder.
+            folder. ``auto``: shared memory if it has room for the kept versions, else a folder. If the run keeps all
+            versions: a folder. ``collective``: the ranks broadcast over the network, without a shared folder.
         directory: Folder of ``file``, on a file system that ranks and engines share. Empty: in the run's folder.
         publish_every: Learner steps between two published versions; the last one is always published.
         collective_into: The receivers of ``collective``. ``host``: the engines' hosts receive into memory while the
@@ -434,8 +436,8 @@ class RunConfig:
         quickstart_task: What the quickstart's rows ask for.
         dry_run: Check the run and show the resources and deadlines that it needs, without starting it.
         record_trajectories: Write every consumed trajectory to ``trajectories/``, for inspection.
-        save_timeout_s: Deadline to finish the queued steps, and to write checkpoint, policy and summary after a signal,
-            if training has begun.
+        save_timeout_s: If a signal stops the training: deadline to finish the queued steps, and to write checkpoint,
+            policy and summary.
         stop_timeout_s: Deadline to stop all processes. Processes that still run after this time are killed.
         dashboard: Serve the report of the running training at ``dashboard_address``.
         dashboard_address: ``host:port``; port 0 is any free port. An address other than loopback needs a secret in the
@@ -480,7 +482,7 @@ class RunConfig:
 
     @property
     def shares_checkpoints(self) -> bool:
-        """Whether all learner ranks share the folder of checkpoints. A run on several nodes has then checked this."""
+        """Whether all ranks share the folder of checkpoints. Several nodes need ``every_steps`` or ``directory``."""
         return self.placement.num_nodes == 1 or bool(self.checkpoint.every_steps or self.checkpoint.directory)
 
     def __post_init__(self) -> None:
@@ -502,7 +504,7 @@ class StopDeadlines:
 
     @property
     def total_s(self) -> float:
-        """The sum."""
+        """Sum of the deadlines."""
         return self.fleet_s + self.learner_s + self.ray_s
 
 
@@ -520,12 +522,12 @@ def num_buffer_clients(config: RunConfig) -> int:
 
 
 def num_store_servers(config: RunConfig) -> int:
-    """Largest number of store servers, which are beside the ledger or on each host of engines."""
+    """Largest number of store servers. They run beside the ledger, or there is one per host of engines."""
     return num_engine_hosts(config) if keeps_stores_on_hosts(config) else config.buffer.num_store_servers
 
 
 def num_images(config: RunConfig) -> int:
-    """Largest number of images of weights in the shared memory of a host, one per engine. Streams share them."""
+    """Largest number of weight images in a host's shared memory: one per engine, or two if engines share a stream."""
     if not config.weights.keeps_images:
         return 0
     is_stream = config.weights.rules.carrier is Carrier.host_stream
@@ -566,7 +568,7 @@ def requested_gpus(config: RunConfig) -> int:
 
 
 def learner_roles(config: RunConfig) -> dict[str, str]:
-    """The learner's roles of this run and the pool of each, in the order in which they process a batch."""
+    """Return the learner's roles of this run as role → pool, in the order in which they process a batch."""
     algorithm, placement = config.algorithm, config.placement
     has_reference = algorithm.needs_reference and not config.learner.lora.rank
     pools = {
@@ -579,15 +581,15 @@ def learner_roles(config: RunConfig) -> dict[str, str]:
 
 
 def learner_pools(config: RunConfig) -> dict[str, int]:
-    """The learner's pools of this run, and the number of processes of each."""
+    """Return the learner's pools of this run as pool → number of processes."""
     sizes = {**config.placement.pools, LEARNER_POOL: config.learner.num_ranks}
     return {pool: sizes[pool] for pool in dict.fromkeys(learner_roles(config).values())}
 
 
 def episode_context(config: RunConfig) -> int:
-    """Most tokens on a path of an episode: the option, or what the model and a micro-batch of each role hold.
+    """Largest number of tokens on a path of an episode; 0 if no prompt has an environment.
 
-    0 if no prompt has an environment.
+    It is ``max_context`` if that option is set, else the limit of the model and of a micro-batch of each role.
     """
     if not may_play_episodes(config):
         return 0
@@ -621,7 +623,8 @@ def may_play_episodes(config: RunConfig) -> bool:
 def longest_sequence(config: RunConfig) -> int:
     """Tokens of the longest sequence that the learner may get.
 
-    It is the longest path of an episode, or the longest prompt with the longest answer where there is no environment.
+    It is the longest path of an episode. If prompts may have no environment, it is at least the longest prompt plus the
+    longest answer.
     """
     paths = [episode_context(config)] if may_play_episodes(config) else []
     answers = [config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens]
@@ -639,10 +642,10 @@ def num_positions(config: RunConfig) -> float:
 
 
 def longest_rollout(config: RunConfig) -> float:
-    """Longest sequence that the engine may sample, in tokens: `num_positions` minus the positions that it reserves.
+    """Longest sequence that the engine may sample, in tokens: `num_positions` minus the engine's reserved positions.
 
-    For a new request, a limit on the prompt would be enough. But a rollout that a weight update interrupts continues
-    with its tokens so far as the prompt.
+    The limit applies to the whole sequence. After a weight update interrupts a rollout, the engine continues it as a
+    new request, and all tokens so far are the prompt of that request.
     """
     return num_positions(config) - config.rollout_fleet.num_reserved_positions
 
@@ -689,7 +692,7 @@ def model_bytes(path: str) -> int:
 
 
 def override_of(option: str, value: object) -> str:
-    """An override that sets ``option`` to the text of ``value``, which is quoted if Hydra would read it as another one.
+    """Return an override that sets ``option`` to the text of ``value``; quote the text if Hydra would change it.
 
     Example: ``output_dir='/data/Zoë (new)'``.
     """

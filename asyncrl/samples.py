@@ -30,7 +30,7 @@ _BIDI = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"
 
 
 def read_samples(files: Sequence[Path]) -> list[Sample]:
-    """Read the rows of sample files. Raises `ValueError` that names a damaged or truncated file."""
+    """Read the rows of sample files. Raises `ValueError` if a file is missing, damaged or truncated."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -47,7 +47,7 @@ def read_samples(files: Sequence[Path]) -> list[Sample]:
 
 
 class NewSamples:
-    """The training samples of a run that were written since the last call."""
+    """Reads the training samples of a run that its workers wrote since the last call."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "samples"
@@ -62,7 +62,7 @@ class NewSamples:
 
 
 def sample_line(sample: Sample) -> str:
-    """A sample in one line; the middle of long texts is left out."""
+    """Return a sample as one line, without the middle of long texts."""
     return f"{_facts(sample)}: {_shortened(sample['prompt'])!r} -> {_shortened(sample['response'])!r}"
 
 
@@ -83,7 +83,7 @@ def printable(text: str) -> str:
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     options = _parser().parse_args(arguments)
     version = "*" if options.version is None else f"{options.version:08d}"
     pattern = f"samples/{options.kind or '*'}-v{version}-*.parquet"

@@ -1,4 +1,4 @@
 """Benchmarks that compare asyncrl with alternatives.
 
-Each module prints a table, and its figures as JSON on the last line.
+Each benchmark prints a table, and its figures as JSON on the last line.
 """

@@ -15,7 +15,7 @@ RESULT = tuple(range(20, 36))
 
 
 def tool_seconds(mean: float) -> float:
-    """Duration of one tool, from 0.5 to 1.5 times the mean.
+    """Draw the duration of one tool call, from 0.5 to 1.5 times the mean.
 
     With equal durations, all episodes would call their tools at the same times.
     """

@@ -1,12 +1,12 @@
-"""Compare episodes with tools in the fleet with the same agent that uses the engine directly.
+"""Compares an agent with tools in the fleet with a bare agent, which uses the engine directly.
 
 The fleet has all its parts: a buffer server, a rollout loop, the endpoint, and a child process with the environment.
 The agent samples turns of equal length. The tools between the turns take a fifth of the episode's time on average. The
 bare agent sends token ids to the engine. It runs as many episodes as the fleet may hold, and as many requests at once
 as the engine has places.
 
-The scripted engine writes at a fixed pace. There, a stand-in for the learner consumes each batch at once and offers the
-next version. On SGLang the weights do not change.
+The scripted engine writes at a fixed pace. With this engine, a task in place of the learner consumes each batch at once
+and offers the next version. With SGLang, the weights do not change.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rollout_fleet.episodes.config import EnvironmentConfig
 from rollout_fleet.episodes.episode_run import EpisodeRun, PromptTokens
 from rollout_fleet.episodes.player import EpisodePlayer
 
-PLACES = 12  # groups
+PLACES = 12  # groups in flight
 SAMPLES = 4
 NUM_TURNS = 6
 TOKENS = 20
@@ -90,7 +90,7 @@ class _CountingPlayer(EpisodePlayer):
 
 @dataclass(frozen=True, kw_only=True)
 class _Round:
-    """The rate of the fleet in a window of `time.monotonic_ns`."""
+    """The rate of the fleet in a time window, whose start and end are from `time.monotonic_ns`."""
 
     turns_per_s: float
     window: tuple[int, int]
@@ -119,7 +119,7 @@ class _Bench:
     async def set_tools(self, seconds: float) -> None:
         """Set the tools' duration to `TOOL_SHARE` of an episode's time.
 
-        The rate of the bare agent without tools gives that time.
+        This method measures the bare agent without tools to compute that time.
         """
         turn_s = PLACES * SAMPLES / await self.bare_rate(seconds)
         self.tool_s = TOOL_SHARE / (1 - TOOL_SHARE) * turn_s * NUM_TURNS / (NUM_TURNS - 1)
@@ -134,7 +134,7 @@ class _Bench:
             await self.control.commit(version)
 
     async def feed(self) -> None:
-        """Keep a group in the queue for each place."""
+        """Keep as many prompts in the queue as the engine has places for groups."""
         while True:
             await self.enqueue(max(0, PLACES - (await self.control.stats()).groups["queued"]))
             await asyncio.sleep(_ASK_EVERY_S)
@@ -149,7 +149,7 @@ class _Bench:
                 await asyncio.sleep(_ASK_EVERY_S)
 
     async def fleet_round(self, seconds: float) -> _Round:
-        """Let the fleet play episodes, and wait for their ends. Its rate counts from the warm-up to the last prompt."""
+        """Let the fleet play episodes, and wait until all have ended. Measure its rate while prompts are fed."""
         feeding = asyncio.create_task(self.feed())
         await asyncio.sleep(WARM_UP_S)
         before, began_ns = self.player.num_turns, time.monotonic_ns()
@@ -265,7 +265,7 @@ async def _http(stack: AsyncExitStack, server: SGLangServer) -> Callable[[list[i
 
 
 async def fleet_figures(scratch: Path, *, quick: bool) -> dict[str, float | None]:
-    """The figures on the scripted engine, and on SGLang unless ``quick``."""
+    """Measure the figures on the scripted engine, and on SGLang unless ``quick``."""
     rounds, seconds = (2, 10.0) if quick else (5, 20.0)
     figures: dict[str, float | None] = {**await _measure(scratch / "scripted", EngineKind.scripted, rounds, seconds)}
     figures["scripted_vs_bare_agent"] = figures.pop("episodes_vs_bare_agent")
@@ -278,7 +278,7 @@ async def fleet_figures(scratch: Path, *, quick: bool) -> dict[str, float | None
 
 
 async def _measure(scratch: Path, engine: EngineKind, num_rounds: int, seconds: float) -> dict[str, float]:
-    """Measure the bare agent and the fleet in turn, so that both share the machine's slow and fast minutes."""
+    """Measure the bare agent and the fleet alternately, so that slow minutes of the machine affect both."""
     record.start(ProfileConfig(directory=str(scratch / FOLDER)), process="engine-0", pool=Pool.fleet)
     async with AsyncExitStack() as stack:
         stack.callback(record.stop)

@@ -1,9 +1,9 @@
-"""Count the tokens that the learner computes for trees of turns.
+"""Counts the tokens that the learner computes for trees of turns.
 
-They are packed with shared tokens, or branch by branch. The trees are those of a search agent. It has parallel tools,
-several drafts (the episode continues one of them), a retry with an edited history, a sub-agent, and a compaction when
-the context is full. The episodes are real (`rollout_fleet.episodes.Episode`), with random tokens. The packer is that of
-the learner.
+The learner's packer packs the trees with shared tokens, or branch by branch. The trees come from a search agent with
+parallel tools, a retry with an edited history, a sub-agent, and three drafts (the episode continues one of them). The
+agent compacts the context when it is half full. The episodes are real (`rollout_fleet.episodes.Episode`), with random
+tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_TOKENS_PER_MICRO_BATCH = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class AgentLengths:
-    """Numbers of tokens of the parts of an episode. Each is drawn between the two given numbers.
+    """The sizes of an episode's parts, in tokens except ``rounds``. Each size is drawn from the given range.
 
     Attributes:
         turn: A turn with reasoning and calls of tools.
@@ -99,7 +99,7 @@ class SearchAgent:
 def search_groups(
     *, num_groups: int = NUM_GROUPS, num_samples: int = NUM_SAMPLES, lengths: AgentLengths | None = None, seed: int = 0
 ) -> list[TrajectoryGroup]:
-    """Prompt groups of a search agent. All prompts begin with the same system message and tools."""
+    """Make prompt groups of a search agent. All prompts begin with the same system message and tools."""
     rng = np.random.default_rng(seed)
     system = rng.integers(0, VOCABULARY, SYSTEM_TOKENS)
     groups = []
@@ -114,7 +114,7 @@ def search_groups(
 
 
 def packed_tokens(sequences: Sequence[TokenSequence], *, share: bool) -> int:
-    """The number of tokens that the learner's forward computes for sequences that are packed as by the trainer."""
+    """Count the tokens of the learner's forward pass, if the sequences are packed as in the trainer."""
     batches = Packer(max_tokens=MAX_TOKENS_PER_MICRO_BATCH, whole=False, share_prompts=share).pack(sequences)
     return sum(len(batch.input_ids) for batch in batches)
 
@@ -125,7 +125,7 @@ def tree_tokens(groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
     Returns:
         ``shared``: packed with shared tokens. ``branches``: each branch separately. ``turns``: each sampled turn
         separately, with its whole context, as in a trainer of single requests. ``distinct``: each token of the trees
-        once; no packing needs fewer tokens. ``num_branches``, ``num_turns`` and ``trained`` tokens.
+        once; no packing needs fewer tokens. Also ``num_branches``, ``num_turns``, and ``trained``, the trained tokens.
     """
     sequences = [sequence for group in groups for sequence in group_sequences(group)]
     sampled = [turn for sequence in sequences for turn in sequence.turns]

@@ -1,10 +1,8 @@
-"""Agents: the endpoint's cost per call, and trees in the learner. Run ``python -m benchmarks.agents``.
-
-One function per figure.
+"""Measures calls of the endpoint, agents in the fleet, and trees in the learner: ``python -m benchmarks.agents``.
 
 ``endpoint_ms``: 64 episodes run at once, and each has one running call. A client in a separate process sends the
     growing conversation of each episode: a question, tool calls and their results, over eight turns. A script sets the
-    duration of each turn between 0.3 and 0.9 s, so calls come at different moments, as with a real engine. As in a
+    duration of each turn between 0.3 and 0.9 s, so calls arrive at different times, as with a real engine. As in a
     rollout worker, garbage collections skip the objects that were loaded before (``gc.freeze``). The figure is the
     median of a call's time minus the duration of its turn, measured by the client. The figure includes the client's own
     time. ``bare_ms`` is the same figure for an aiohttp server that only waits and answers. ``endpoint_cpu_ms`` is the
@@ -12,15 +10,15 @@ One function per figure.
 
 ``tree_vs_linear_tokens``: tokens that the learner computes for the trees of a search agent, divided by those of its
     separate branches. ``tree_vs_turns_tokens`` divides by the tokens of all turns, each with its whole context.
-    ``tree_vs_distinct_tokens`` counts each token of the trees once.
+    ``tree_vs_distinct_tokens`` divides by the tokens of the trees, each counted once.
 
 The other figures are those of `benchmarks.agent_fleet`. ``episodes_vs_bare_agent`` is the turns per second of the
 fleet, divided by those of the same agent that uses SGLang directly. ``scripted_vs_bare_agent`` is the same ratio on the
 scripted engine. ``slots_held_by_tools`` counts the tools that began while a turn of their episode had a place on the
-engine. ``tools_overlap`` is the busy share of the engine's places while a fifth of the episodes' time goes into tools.
+engine. ``tools_overlap`` is the busy share of the engine's places while tools take a fifth of the episodes' time.
 ``idle_CAUSE`` are the other shares, and ``sglang_overlap`` is the busy share on SGLang. ``prefix_hit_rate`` is the
-share of tokens that SGLang had in its cache, of those that it could have had. ``--quick`` measures one round of the
-endpoint, and no SGLang.
+number of tokens from SGLang's cache ÷ the number that the cache could have. ``--quick`` measures one round of the
+endpoint, and leaves out SGLang.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ from rollout_fleet.episodes.config import RendererConfig
 
 NUM_CONCURRENT = 64
 NUM_TURNS = 8
-NUM_EPISODES = 4  # per place
+NUM_EPISODES = 4  # number of all episodes ÷ NUM_CONCURRENT
 QUESTION = {"role": "user", "content": "How warm is it in each of these cities? " + "Rome, Oslo, Lima, Cairo. " * 8}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 RESULT = "It is 21 degrees, with some clouds and little wind from the south-west. " * 8
@@ -111,9 +109,9 @@ class TimedTurns:
 
 
 async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
-    """Milliseconds of a call without the time of its turn, at 64 concurrent calls.
+    """Measure the milliseconds of a call minus the time of its turn, with 64 concurrent calls.
 
-    Also the endpoint's CPU time per call.
+    The figures also have the endpoint's CPU time per call, and the milliseconds of a call to a bare server.
     """
     prompt_ids = np.asarray(renderer.render([QUESTION], [TOOL]), dtype=np.int32)
     call = renderer.tokenizer.encode(CALL + "<|end|>")
@@ -138,7 +136,7 @@ async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
 
 
 async def _bare_latencies() -> list[float]:
-    """The seconds of calls to a server that only waits and answers, minus the seconds of their turns."""
+    """Measure the seconds of calls to a server that only waits and answers, minus the seconds of their turns."""
     function = {"name": "weather", "arguments": '{"city": "Rome"}'}
     call = {"id": "call_1_0", "type": "function", "function": function}
     body = {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [call]}}]}
@@ -196,7 +194,7 @@ async def _play(accesses: Sequence[tuple[str, str]]) -> list[float]:
 
 
 def tree_vs_linear_tokens() -> dict[str, float]:
-    """The learner's packed tokens for trees ÷ those for their branches, for their turns, and their distinct tokens."""
+    """Compute the packed tokens of trees ÷ those of their branches, those of their turns, and the distinct tokens."""
     count = tree_tokens(search_groups())
     figures = {"linear": "branches", "turns": "turns", "distinct": "distinct"}
     return {f"tree_vs_{name}_tokens": count["shared"] / count[what] for name, what in figures.items()}

@@ -1,4 +1,4 @@
-"""The buffer's speed: ``python -m benchmarks.buffer [--quick] [--only disk small]``. The last line is JSON.
+"""Measures the buffer's speed: ``python -m benchmarks.buffer [--quick] [--only disk small]``. The last line is JSON.
 
 One run measures everything. Each measurement alternates with its baseline, and the median of the rounds is reported.
 TransferQueue needs the ``bench`` extra. Without it, its figure is null and a line reports this.
@@ -42,13 +42,13 @@ _BYTES_PER_TOKEN = 12
 _WINDOW = 32
 _FETCHED_AT_ONCE = 64
 _SHORT_ROUNDS = 3
-"""Times as many rounds where one takes 30 ms: the ratio of a single one varies by a quarter."""
+"""Factor for the number of rounds if a round takes only 30 ms: the ratio of one such round varies by a quarter."""
 
 Figures = dict[str, float | None]
 
 
 def group_of(lease: Lease | None, num_bytes: int, *, num_samples: int = 8) -> TrajectoryGroup:
-    """A trajectory group whose arrays have about ``num_bytes`` bytes."""
+    """Make a trajectory group whose arrays have about ``num_bytes`` bytes."""
     num_tokens = num_bytes // _BYTES_PER_TOKEN
     lengths = np.full(num_samples, num_tokens // num_samples, dtype=np.int32)
     lengths[-1] += num_tokens - int(lengths.sum())
@@ -73,12 +73,12 @@ def group_of(lease: Lease | None, num_bytes: int, *, num_samples: int = 8) -> Tr
 
 
 class Buffer:
-    """A buffer server process. A batch of ``groups_per_step`` groups is leased and ready to be put.
+    """A buffer server process and its clients.
 
     Args:
-        groups_per_step: B.
+        groups_per_step: Prompt groups per learner step.
         window: Largest number of unacknowledged puts.
-        durability: Whether puts are written to disk before they are acknowledged.
+        durability: Whether the server writes puts to disk before it acknowledges them.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Buffer:
         self.version = 0
 
     async def lease(self) -> list[Lease]:
-        """Prompts of one step, and the leases on them."""
+        """Queue the prompts of one step, and return the leases on them."""
         first = self.version * self.size
         ids = range(first, first + self.size)
         await self.control.enqueue([Prompt(group_id=i, prompt_ids=np.arange(16, dtype=np.int32)) for i in ids])
@@ -110,7 +110,7 @@ class Buffer:
         return leases
 
     async def finish(self) -> None:
-        """Plan and commit, so that the next round finds the store empty."""
+        """Plan and commit the batch, so that the store is empty in the next round."""
         await self.control.plan(self.version)
         await self.control.commit(self.version)
         self.version += 1
@@ -147,7 +147,7 @@ async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
 
 
 def raw_round_s(raw: RawStore, number: int, num_bytes: int) -> float:
-    """Send the same bytes through bare sockets."""
+    """Seconds to put and get the same bytes through bare ZMQ sockets."""
     frames = [encoding.group_frames(group_of(None, num_bytes)) for _ in range(number)]
     began = time.perf_counter()
     raw.put_all(frames, _WINDOW)
@@ -205,7 +205,7 @@ async def disk_vs_memory(number: int, rounds: int) -> float:
 
 
 async def single_round_s(buffer: Buffer, num_bytes: int) -> float:
-    """Seconds to put one batch and get it back."""
+    """Seconds to put one group and fetch it."""
     [lease] = await buffer.lease()
     group = group_of(lease, num_bytes, num_samples=64)
     began = time.perf_counter()
@@ -239,7 +239,7 @@ def peer_batch(num_bytes: int) -> buffer_peers.Batch:
 
 
 async def against_peers(rounds: int) -> dict[str, float | None]:
-    """Compare with Ray's queue and TransferQueue (with its better number of storage units) at 2.2 MB."""
+    """Compare with Ray's queue and TransferQueue at 2.2 MB. TransferQueue has its faster number of storage units."""
     num_bytes = 2_200_000
     batch = peer_batch(num_bytes)
     with buffer_peers.own_ray():
@@ -311,9 +311,10 @@ class LedgerLoad:
 
 
 def ledger_figures(largest: int, rounds: int) -> dict[str, float]:
-    """The transitions per second.
+    """Measure the transitions per second with ``largest`` outstanding groups.
 
-    Also the cost with many outstanding groups ÷ the cost with a thousand, measured alternately.
+    The second figure is the cost of a transition with ``largest`` groups ÷ the cost with a thousand groups. The two
+    costs are measured alternately.
     """
     calm_collector()
     loads = {size: LedgerLoad(size) for size in (1000, largest)}
@@ -330,7 +331,7 @@ def ledger_figures(largest: int, rounds: int) -> dict[str, float]:
 async def slowest_producer_share(num_producers: int, num_consumers: int, duration_s: float) -> dict[str, float]:
     """Run producers and consumers at once.
 
-    Returns the slowest producer's groups ÷ the mean, and the memory ÷ its bound.
+    Returns the groups of the slowest producer ÷ the mean, and the largest number of stored bytes ÷ their limit.
     """
     size, limit = 64, 256 * 1024**2
     config = BufferConfig(max_lag=4, queue_size=512, max_stored_bytes=limit)
@@ -463,7 +464,7 @@ async def measure(names: Sequence[str], *, quick: bool) -> Figures:
 
 
 def main() -> None:
-    """Entry point."""
+    """Measure, and print the report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.buffer", description="Measure the replay buffer.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and the ledger at 10^5 groups")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=[*SECTIONS], help="measure these sections only")

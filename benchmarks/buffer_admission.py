@@ -1,7 +1,7 @@
-"""Compare exact admission with the former rule. The measure is the share of saved prefixes that can be continued.
+"""Compares exact admission with the former rule, by the share of saved tokens that later attempts can continue.
 
-This simulates a saturated system on the ledger, without sockets or clocks. Workers keep every admitted place busy. From
-time to time a worker saves its tokens and dies. The learner takes a batch as soon as one is ready.
+The benchmark simulates a saturated system on the ledger, without sockets or clocks. Workers run every group that the
+rule admits. From time to time a worker saves its tokens and dies. The learner takes a batch as soon as one is ready.
 
 Run as ``python -m benchmarks.buffer_admission``; `benchmarks.buffer` includes the same figures.
 """
@@ -60,7 +60,7 @@ class SaturatedRun:
         self._lengths: dict[int, int] = {}
 
     def tick(self) -> None:
-        """Grow every running group, store finished groups, make a step if possible, and lease free places."""
+        """Grow every running group, store finished groups, make a step if possible, and lease all admitted groups."""
         for rollout in list(self._running.values()):
             rollout.num_tokens = min(rollout.num_tokens + _TOKENS_PER_TICK, rollout.length)
             if rollout.num_tokens == rollout.length:
@@ -117,7 +117,7 @@ class SaturatedRun:
 
 
 def saved_tokens_kept(rule: StalenessRule, *, num_ticks: int = 3000, seed: int = 0, max_deaths: int = 0) -> float:
-    """The share of saved tokens that were not dropped because of their age."""
+    """Simulate; return the share of saved tokens that the ledger did not drop because of their age."""
     run = SaturatedRun(rule, seed=seed, max_deaths=max_deaths)
     for _ in range(num_ticks):
         run.tick()
@@ -125,7 +125,7 @@ def saved_tokens_kept(rule: StalenessRule, *, num_ticks: int = 3000, seed: int =
 
 
 def admission_figures(*, num_ticks: int) -> dict[str, float]:
-    """The shares that the exact rule and the former rule keep, for B = 16."""
+    """Measure the shares of saved tokens that both rules keep, for 16 groups per step."""
     figures = {}
     for max_lag in (1, 2):
         exact = saved_tokens_kept(StalenessRule(max_lag=max_lag, groups_per_step=16), num_ticks=num_ticks)
@@ -139,7 +139,7 @@ def admission_figures(*, num_ticks: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Entry point: print a table, and the figures of both rules as JSON on the last line."""
+    """Print a table, and the figures of both rules as JSON on the last line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.buffer_admission", description=main.__doc__)
     parser.add_argument("--quick", action="store_true", help="simulate 1000 ticks instead of 3000")
     figures = admission_figures(num_ticks=1000 if parser.parse_args().quick else 3000)

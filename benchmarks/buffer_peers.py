@@ -1,6 +1,6 @@
 """Other data planes that do the buffer's task: put a batch and get it back.
 
-Each function returns the seconds of one round.
+`ray_queue_round` and `transfer_queue_round` return a function that makes one round and returns its seconds.
 """
 
 import importlib
@@ -50,7 +50,7 @@ def ray_queue_round(batch: Batch) -> Callable[[], float]:
 
 
 def transfer_queue_round(batch: Batch, num_units: int) -> Callable[[], float] | None:
-    """TransferQueue, verl's data plane, with ``num_units`` storage units; None if it is not installed."""
+    """Use TransferQueue, verl's data plane, with ``num_units`` storage units. None if it is not installed."""
     try:
         transfer_queue = importlib.import_module("transfer_queue")
     except ImportError:
@@ -82,5 +82,5 @@ def transfer_queue_round(batch: Batch, num_units: int) -> Callable[[], float] | 
 
 
 def stop_transfer_queue() -> None:
-    """End the actors, so that the next setting starts with new ones."""
+    """Stop the actors of TransferQueue, so that the next setting starts with new actors."""
     importlib.import_module("transfer_queue").close()

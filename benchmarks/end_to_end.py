@@ -1,15 +1,15 @@
-"""Compare the training time to a held-out accuracy of 0.90 of asyncrl, TRL and synchronous asyncrl.
+"""Compares asyncrl, TRL and synchronous asyncrl by the training time to a held-out accuracy of 0.90.
 
 ``python -m benchmarks.end_to_end`` needs the ``bench`` extra. For each seed, three competitors train from the same
 warm-started policy. They run one after another, each in its own process: asyncrl with the in-process engine at the
 default ``buffer.max_lag``, asyncrl at ``buffer.max_lag=0``, and TRL. Task, model, hyper-parameters and cores are the
 same. Evaluation does not count as training time: TRL's clock stops, and asyncrl's published weights are kept and
-evaluated afterwards by the same function. The target is reached when the mean of three evaluations crosses it,
-interpolated (`first_crossing`). Each evaluation has 2,048 samples. A seed that misses the target is reported, and
-counts with its whole training time. For all competitors, a step has twice as many prompts as the quickstart and half
-its learning rate (`WORK`). With the quickstart's options a policy changes so much per step that it reaches the target
-in 50 steps. Then it learns less from samples that are two versions old (``steps_to_090_vs_trl``). Wall time depends on
-other work of the machine. Therefore the CPU time of each competitor, including its start, is also reported.
+evaluated afterwards by the same function. The target is reached when the interpolated mean of three evaluations crosses
+it (`first_crossing`). Each evaluation has 2,048 samples. A seed that misses the target is reported, and counts with its
+whole training time. For all competitors, a step has twice as many prompts as the quickstart and half its learning rate
+(`WORK`). With the quickstart's options, a policy changes so much per step that it reaches the target in 50 steps. It
+then learns less from samples that are two versions old (``steps_to_090_vs_trl``). Wall time depends on other work of
+the machine. Therefore the CPU time of each competitor, including its start, is also reported.
 ``time_standard_error`` is the standard error over seeds.
 """
 
@@ -68,7 +68,7 @@ class Outcome:
 
 
 class Contest:
-    """Run the competitors on one seed, from one warm start."""
+    """Runs the competitors on one seed, from one warm start."""
 
     def __init__(self, seed: int, output_dir: Path, *overrides: str, eval_every: int, threads: int) -> None:
         self._overrides = [f"seed={seed}", f"output_dir={output_dir}", *WORK, *overrides]
@@ -85,7 +85,7 @@ class Contest:
         )
 
     def asyncrl(self, max_lag: int | None = None) -> Outcome:
-        """Train with asyncrl. Its published weights are evaluated afterwards."""
+        """Train with asyncrl, and evaluate its published weights afterwards."""
         overrides = [*self._overrides, "rollout_fleet.engine=transformers", "learner.keep_snapshots=-1"]
         overrides += ["evaluation.enabled=false", *([] if max_lag is None else [f"buffer.max_lag={max_lag}"])]
         output, cpu_s = _run([sys.executable, "-m", "asyncrl", "train", *overrides])

@@ -1,9 +1,9 @@
-"""Efficiency of the rollout fleet: ``python -m benchmarks.fleet [--only PART]``. The last line is JSON.
+"""Measures the rollout fleet's efficiency: ``python -m benchmarks.fleet [--only PART]``. The last line is JSON.
 
 There are three parts. `scripted` has engines of different speeds, samples of two lengths, and an engine that dies; it
 takes two minutes of little work. `leases` has a thousand simulated workers on the real buffer server; it takes half a
-minute. `engines` compares two real SGLang servers with a bare client, and kills one of the servers three times; it
-takes six minutes and needs a quiet machine with two or more cores.
+minute. `engines` compares two real SGLang servers with a bare client, and kills a server in each of four fleets; it
+takes six minutes and needs an idle machine with two or more cores.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ TARGETS = {
     "commit_to_lease_p99_ms": Target(at_most=100.0),
 }
 LEASES_PER_COMMIT = (64, 256, 1000)
-"""Of the thousand workers that wait. The target is for the first of these."""
+"""Numbers of leases that a commit admits while a thousand workers wait. The target is for the first number."""
 
 
 def scripted() -> dict[str, float]:
-    """Figures of four scripted engines."""
+    """Measure four scripted engines."""
     from benchmarks import fleet_scripted
 
     share, busy = asyncio.run(fleet_scripted.share_of_speeds(fleet_scripted.ONE_SLOW))
@@ -48,7 +48,7 @@ def scripted() -> dict[str, float]:
 
 
 def leases() -> dict[str, float]:
-    """Figures of a thousand simulated workers. A commit admits some of them, or all of them."""
+    """Measure a thousand simulated workers. A commit admits leases for some of them, or for all of them."""
     from benchmarks.fleet_leases import measure_leases
 
     figures = {}
@@ -62,18 +62,18 @@ def leases() -> dict[str, float]:
 
 
 def engines() -> dict[str, float]:
-    """Figures of two real servers."""
+    """Measure two real servers."""
     from benchmarks.fleet_engines import measure_engines
 
     return measure_engines()
 
 
 PARTS: dict[str, Callable[[], dict[str, float]]] = {"scripted": scripted, "leases": leases, "engines": engines}
-"""Each imports what it needs: simulated workers need no torch."""
+"""Each function imports its own modules, because the simulated workers do not need torch."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print."""
+    """Measure, and print the report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
     parser.add_argument("--only", choices=PARTS, help="one part; all of them else")
     only = parser.parse_args(arguments).only

@@ -1,4 +1,4 @@
-"""The fleet on real SGLang servers: its rate compared with a bare client, and its recovery from a killed server.
+"""Measures the fleet on real SGLang servers: its rate against a bare client, and its recovery from a killed server.
 
 There are two servers on the CPU, each pinned to a core. Fleet and bare client take turns. They sample the same prompts
 with the same options and the same number of requests at once. The fleet consists of two rollout loops under their
@@ -36,11 +36,11 @@ from rollout_fleet.engines.sglang_server import GUARD
 logger = logging.getLogger(__name__)
 
 NUM_ENGINES = 2
-PLACES = 8  # per engine
+PLACES = 8  # groups in flight per engine
 SAMPLES = 2
 NEW_TOKENS = 256
 SHORT_TOKENS = 64
-"""Length for the kills: the prefixes that the other server takes over and computes again are then short."""
+"""Response length when servers are killed. It is short because the other server recomputes the prefixes."""
 GROUPS_PER_ROUND = 64
 NUM_ROUNDS = 5
 NUM_KILLS = 4
@@ -50,7 +50,7 @@ _VOCABULARY = 1000
 
 
 def save_model(directory: Path) -> str:
-    """A random Qwen3 of 4 layers and 5 million parameters. It rarely ends a response by itself."""
+    """Save a random Qwen3 of 4 layers and 5 million parameters. It rarely ends a response by itself."""
     ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
     shape = {"layers": 4, "hidden": 256, "mlp": 768, "heads": 4, "head_dim": 64, "vocab_size": _VOCABULARY}
     return save_random_qwen3(directory, **shape, **ids)
@@ -68,7 +68,7 @@ class _PinnedEngine(SGLangEngine):
         self.num_heard = 0
 
     async def start(self) -> None:
-        """See `Engine.start`. Child processes inherit the core to which this process is pinned during the start."""
+        """See `Engine.start`. Pin this process while the server starts, because child processes inherit the core."""
         async with self._starting:
             everywhere = os.sched_getaffinity(0)
             os.sched_setaffinity(0, {self._core})
@@ -78,7 +78,7 @@ class _PinnedEngine(SGLangEngine):
         await starting
 
     def _take(self, event: Any, samples: Any) -> Any:
-        """Count tokens when they arrive, because samples end too rarely for a rate over seconds."""
+        """Count tokens when they arrive: within seconds, too few samples end to measure a rate."""
         self.num_heard += len(event.get("output_ids", ()))
         return super()._take(event, samples)
 
@@ -120,7 +120,7 @@ class _Fleet:
 
 
 def prompts_of(number: int) -> Iterator[np.ndarray]:
-    """The same prompts for fleet and bare client."""
+    """Make the prompts, which are the same for fleet and bare client."""
     rng = np.random.default_rng(0)
     return iter(rng.integers(3, _VOCABULARY, (number, 16), np.int32))
 
@@ -228,7 +228,7 @@ async def _bare(fleet: _Fleet, number: int) -> float:
 
 @dataclass
 class _Heard:
-    """The number of tokens that came from an engine, and the seconds during which they were counted."""
+    """Number of tokens that came from an engine, and the duration of the count."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -249,13 +249,13 @@ class _Heard:
 
 
 class _Kills:
-    """Kills a server in each of several fleets.
+    """Kills a server in each of several fleets; measures recovery time, lost tokens and the other engine's rate.
 
-    Measures the recovery time, the lost tokens and the other engine's rate. The speed of a core changes by a fifth
-    within minutes. Therefore each recovery is compared with the previous start of the same engine, while the other
-    engine works. Tokens arrive in chunks of `STREAM_INTERVAL` tokens per sample, so only a few dozen chunks arrive in
-    ten seconds. Therefore the rates of the surviving engine are summed over all recoveries, and over the periods before
-    and after them. The rate of an engine during an ordinary start of the other engine is reported too.
+    The speed of a core changes by a fifth within minutes. Therefore each recovery is compared with the previous start
+    of the same engine, while the other engine works. Tokens arrive in chunks of `STREAM_INTERVAL` tokens per sample, so
+    only a few dozen chunks arrive in ten seconds. Therefore one rate of the surviving engine is measured over all
+    recoveries, and one over all periods before and after them. The rate of an engine during an ordinary start of the
+    other engine is reported too.
     """
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ class _Kills:
         self._lost: list[float] = []
 
     async def strike(self, fleet: _Fleet) -> None:
-        """Start the second engine, then the first one. Kill the server of the first engine while both are at work."""
+        """Start the second engine, then the first one. Kill the server of the first engine while both work."""
         struck, other = fleet.workers
         await other.start()
         survivor = _engine(other)
@@ -312,6 +312,6 @@ async def _kill_and_wait(worker: LocalWorker) -> None:
 
 
 async def _lost(fleet: _Fleet) -> int:
-    """The number of tokens that the account dropped because an engine failed or was lost."""
+    """Number of tokens that the buffer dropped because an engine failed or was lost."""
     dropped = (await fleet.client.stats()).tokens_dropped
     return dropped.get("engine_failed", 0) + dropped.get("lost", 0)

@@ -1,9 +1,9 @@
-"""Time from a commit until its admitted leases reach their workers, with a thousand waiting workers.
+"""Measures the time from a commit until the admitted leases reach their workers. A thousand workers wait.
 
 The buffer is the real server in its own process, and the controller uses the real client. The workers are sockets in
 two other processes. Each socket speaks the protocol of a rollout worker (offers, loaded, leases, puts) and generates
-nothing. With ``max_lag`` 0 no group begins at a version before its commit. So each lease was admitted by the commit,
-and the time includes the notice of the new version to the worker.
+nothing. With ``max_lag`` 0, no group of the next step begins before the commit. So the commit admits each lease. The
+time includes the message that tells the worker the new version.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ async def _measure(groups_per_step: int, num_workers: int, num_steps: int) -> li
 
 
 async def _train(client: ControlClient, learner: LearnerClient, groups_per_step: int, num_steps: int) -> dict[int, int]:
-    """Make the steps. Returns the time of each commit, without the warm-up steps."""
+    """Make the steps. Returns the time of each commit in ns by version, without the warm-up steps."""
     prompt_ids = np.arange(16, dtype=np.int32)
     committed = {}
     for version in range(num_steps + 1):
@@ -155,7 +155,7 @@ class SimulatedWorker:
                     raise error_of(failure)
 
     def _load(self, version: int) -> None:
-        """Report that the version is served. Cancel a pending request for leases at the previous version."""
+        """Report the version as loaded. Cancel a pending request for leases at the previous version."""
         before, self._version = self._lease_id, version
         taken_back = [self._request(commands.Cancel(before))] if before else []
         loaded = self._request(commands.Loaded(version=version, seconds=0.0, engine=self._name))

@@ -1,9 +1,9 @@
-"""Efficiency of the fleet with engines of different speeds, samples of two lengths, and an engine that dies.
+"""Measures the fleet's efficiency with engines of different speeds, samples of two lengths, and a dying engine.
 
 Four rollout loops with scripted engines use a real buffer server, all in one process. A scripted engine writes each
 sample at a fixed pace. So the throughput of the fleet, relative to the sum of its engines, depends only on the
-assignment of work. The engines write few tokens per second, so this process has little work. `busy_share` is its share
-of busy time.
+assignment of work. The engines write few tokens per second, so this process has little work. `share_of_speeds` also
+returns its share of busy time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rollout_fleet.rewards import WeightedRewards
 
 GROUPS_PER_STEP = 16
 MAX_LAG = 3
-PLACES = 8  # places per engine; admission allows twice the places of all four engines
+PLACES = 8  # groups in flight per engine; admission allows twice as many groups as the four engines run
 SAMPLES = 2
 TOKENS = 80
 TOKEN_DELAY_S = 0.01
@@ -117,7 +117,7 @@ class _Meter:
 
 
 def _metered(script: Script, meter: _Meter) -> _SlowToStart:
-    """An engine that reports the start and end of each sample to a meter."""
+    """Make an engine that reports the start and end of each sample to a meter."""
 
     class Metered(_SlowToStart):
         async def _write(self, sample: Any) -> SampleOutput:
@@ -229,7 +229,7 @@ class LocalWorker:
         self._running = asyncio.create_task(self._loop.run())
 
     async def watch(self) -> NoReturn:
-        """Wait for the end of the loop. It ends when its engine has failed."""
+        """Wait for the end of the loop. The loop ends when its engine has failed."""
         assert self._running is not None
         await self._running
         raise EngineLost(f"{self.member.name} has ended")
@@ -267,9 +267,9 @@ ONE_SLOW = [*EQUAL[:3], 10 * TOKEN_DELAY_S]
 
 
 async def share_of_speeds(delays_s: Sequence[float], *, hand_over: bool = True) -> tuple[float, float]:
-    """The tokens trained per second ÷ the sum of the engines' speeds. Also this process's share of busy time.
+    """Measure the tokens trained per second ÷ the sum of the engines' speeds, and this process's share of busy time.
 
-    The delays between tokens give the engines' speeds.
+    ``delays_s`` has the seconds between two tokens for each engine.
     """
     async with AsyncExitStack() as stack:
         run = await _start(stack, delays_s, hand_over=hand_over)
@@ -285,7 +285,7 @@ async def share_of_speeds(delays_s: Sequence[float], *, hand_over: bool = True) 
 
 
 async def occupancy() -> float:
-    """The occupied share of the engines' places until the last lease.
+    """Measure the occupied share of the engines' places for samples until the last lease.
 
     One group in four is ten times longer. All samples of a group have the same length, so a place is empty only while a
     group is scored, stored and leased. Groups that are handed over at the end are leased again. These leases do not

@@ -102,7 +102,7 @@ QUICKSTART = {
     "vocab_size": 20,
     "tie_word_embeddings": True,
 }
-"""The policy that the quickstart makes."""
+"""The quickstart's policy, with a larger vocabulary."""
 
 _WAITS = (
     "cpu",
@@ -133,13 +133,13 @@ class FakeUpdate:
         peak_kinds: These bytes by the kinds of the tracker, for example parameters, gradients and activations.
         collectives: Number of calls of each collective.
         collective_bytes: Bytes of their results.
-        waits: Places in the loop over micro-batches where the host would wait for the device.
-        dtypes: Types of the trained parameters, and of their gradients.
+        waits: Names of the calls in the loop over micro-batches for which the host would wait for the device.
+        dtypes: Pairs of the dtypes of a trained parameter and its gradient.
         num_without_gradient: Number of trained parameters without a gradient.
-        num_units: Number of modules that FSDP gathers at a time.
+        num_units: Number of modules that FSDP gathers, each as one unit.
         num_micro_batches: Number of micro-batches.
-        reduces_each: Whether gradients are reduced after each micro-batch.
-        recomputes: Whether layers are recomputed in the backward pass.
+        reduces_each: Whether the ranks reduce gradients after each micro-batch.
+        recomputes: Whether the backward pass recomputes layers.
     """
 
     peak_bytes: int = 0
@@ -200,11 +200,11 @@ def fake_update(
 ) -> FakeUpdate:
     """Make one update of a policy at full width: two full micro-batches, then AdamW.
 
-    The second of two updates is measured.
+    The function measures the second of two updates.
 
     Args:
         settings: The model's ``config.json``.
-        learner: Options of the learner group. Device and kernel are replaced by those of a GPU.
+        learner: Options of the learner group. Dtype and attention kernel are replaced by those of a GPU.
         algorithm: Options of the loss. None means the defaults.
         num_sequences: Sequences per micro-batch. They have equal lengths, and half of each is in the loss.
     """
@@ -264,9 +264,9 @@ def fake_update(
 
 
 def peak_at_full_depth(settings: dict[str, Any], learner: LearnerConfig) -> int:
-    """Peak bytes of a rank with all layers.
+    """Extrapolate the peak bytes of a rank with all layers from four and six layers.
 
-    They are extrapolated from four and six layers, because each layer adds the same number.
+    Each layer adds the same number of bytes.
     """
     first, second = (fake_update(settings | {"num_hidden_layers": n}, learner).peak_bytes for n in (4, 6))
     return first + (settings["num_hidden_layers"] - 4) * (second - first) // 2
@@ -295,14 +295,14 @@ def _batch(config: LearnerConfig, num_sequences: int) -> PackedBatch:
 
 
 def _faked(batch: MicroBatch, fake: FakeTensorMode) -> MicroBatch:
-    """The tensors of a micro-batch, without values. Numpy's arrays stay on the host."""
+    """Return a micro-batch with fake tensors. Its numpy arrays do not change."""
     tensors = {name: fake.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
     return replace(batch, **tensors, columns={name: fake.from_tensor(value) for name, value in batch.columns.items()})
 
 
 @contextmanager
 def _fake_group(config: LearnerConfig) -> Iterator[LearnerMesh]:
-    """Rank 0 of a fake process group."""
+    """Open a fake process group, and yield the mesh of rank 0."""
     dist.init_process_group("fake", rank=0, world_size=config.num_ranks, store=FakeStore())
     try:
         shape = (config.num_ranks // config.sp_size, config.sp_size)
@@ -313,7 +313,7 @@ def _fake_group(config: LearnerConfig) -> Iterator[LearnerMesh]:
             fsdp_size=config.num_ranks if config.fsdp_size == -1 else config.fsdp_size,
             timeout=timedelta(seconds=60),
         )
-        _ = mesh.fsdp_mesh  # created before tensors are fake
+        _ = mesh.fsdp_mesh  # cached here, before FakeTensorMode starts
         yield mesh
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Memory and waits of a learner on a GPU, computed without a GPU: ``python -m benchmarks.gpu_paper``.
+"""Computes memory and waits of a learner on a GPU, without a GPU: ``python -m benchmarks.gpu_paper``.
 
 The figures come from an update at full size on fake tensors (`benchmarks.full_size`). The update runs at two depths,
 and the peak is extrapolated to the full depth, because each layer adds the same number of bytes. The last output line
@@ -74,7 +74,7 @@ def waits_of_experiments() -> dict[str, int]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the report."""
     torch.set_num_threads(1)
     rows: dict[str, str] = {}
     errors, peaks = [], {}

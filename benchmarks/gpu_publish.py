@@ -48,7 +48,7 @@ class _CountedWeights(FileWeights):
     """Counts the bytes that the copying thread sends to the device.
 
     Attributes:
-        num_bytes: Bytes of all tensors.
+        num_bytes: Bytes that the thread has sent.
     """
 
     num_bytes = 0
@@ -61,7 +61,7 @@ class _CountedWeights(FileWeights):
 
 
 class _Model(nn.Module):
-    """Loads weights as an engine's model does.
+    """A model that loads weights as an engine's model does.
 
     It has joined projections, experts in one parameter, and plain parameters.
     """
@@ -108,7 +108,7 @@ def h2d_bytes_per_published_byte(*, hidden: int = 256, num_experts: int = 16) ->
 class _Experts(nn.Module):
     """The experts of Qwen3-30B-A3B in an engine: w13 [E, 2I, H] and w2 [E, H, I] per layer.
 
-    They are loaded one by one.
+    `load_weights` loads the experts one by one.
     """
 
     num_experts, inner, hidden = 128, 768, 2048
@@ -125,7 +125,7 @@ class _Experts(nn.Module):
                     layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
 
     def published(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield all experts in the way of a load: as views of spans of up to `BUCKET_BYTES`."""
+        """Yield all experts as a load yields them: as views of spans of up to `BUCKET_BYTES` bytes."""
         size = 2 * self.inner * self.hidden
         left, span = 0, torch.empty(0)
         for name in (f"{la}.{e}.{k}" for la in range(self.num_layers) for e in range(self.num_experts) for k in "dgu"):
@@ -148,7 +148,7 @@ class _Experts(nn.Module):
 
 
 class _Unverified:
-    """A source of weights for a load that has no bytes."""
+    """A source of weights without bytes, for `ComparedWrites`."""
 
     copier = None
 

@@ -1,4 +1,4 @@
-"""Held-out accuracy of a policy, measured in the same way for all compared trainers."""
+"""Measures the held-out accuracy of a policy in the same way for all compared trainers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HeldOut:
         """The share of answers that equal the ground truth. Special tokens are ignored.
 
         Args:
-            model: A transformers causal language model. Its mode and torch's random state are restored afterwards.
+            model: A transformers causal language model. This method restores its mode and torch's random state.
             greedy: Answer each prompt once, with the likeliest tokens, instead of sampling at temperature 1.
         """
         samples = 1 if greedy else self.samples_per_prompt
@@ -65,7 +65,7 @@ class HeldOut:
 
 
 def first_crossing(curve: Sequence[tuple[float, float]], target: float) -> float | None:
-    """The first x at which a noisy accuracy reaches a target, interpolated on the mean of three neighbors.
+    """Find the first x at which a noisy accuracy reaches a target. The accuracy is the mean of three neighbors.
 
     Args:
         curve: Pairs [x, accuracy] with rising x, in steps or seconds. Example: with 0.8 at 10, 0.9 at 20, and 1.0 at 30

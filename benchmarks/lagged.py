@@ -1,4 +1,4 @@
-"""Training at an exact lag in one process. Every batch is sampled with the weights of ``lag`` learner steps before.
+"""Trains at an exact lag in one process: every batch is sampled with the weights from ``lag`` learner steps before.
 
 The parts are those of the system: prompt stream, model of the in-process engine, plan, learner step, snapshots. Only
 the pipeline between the parts is missing. Therefore the lag is the same at every step, and a run takes seconds.
@@ -141,7 +141,7 @@ class LaggedTraining:
         return groups
 
     def _accuracy(self, snapshot: WeightOffer) -> float:
-        """The mean reward of held-out prompts, sampled as in training. Restores torch's random state."""
+        """Measure the mean reward of held-out prompts, sampled as in training. Torch's random state does not change."""
         self._engine.load_weights(snapshot, timeout_s=self._config.rollout_fleet.load_timeout_s)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._config.seed)
@@ -172,7 +172,7 @@ class LaggedTraining:
 
 
 def _alone(pending: Future[WeightOffer | None]) -> WeightOffer:
-    """Publish, and return the offer of the only rank."""
+    """Wait until a publish is finished, and return its offer. The learner group has only one rank."""
     offer = pending.result()
     assert offer is not None
     return offer

@@ -1,4 +1,4 @@
-"""The learner's speed and memory: ``python -m benchmarks.learner [--quick]``. The last line is JSON.
+"""Measures the learner's speed and memory: ``python -m benchmarks.learner [--quick]``. The last line is JSON.
 
 One run measures everything in CPU time on one thread. Each measurement alternates with its baseline, and the median of
 the paired ratios is reported. TRL needs the ``bench`` extra. Without it, its figure is null and a line reports this.
@@ -50,12 +50,12 @@ VOCABULARY, CLIP, LR = 20, 0.2, 1e-4
 
 
 def save_model(directory: str) -> str:
-    """The quickstart's policy: 76 thousand parameters."""
+    """Save a random policy of the quickstart's size: 75 thousand parameters."""
     return save_random_qwen3(directory, layers=2, hidden=64, mlp=128, heads=4, head_dim=16, vocab_size=VOCABULARY)
 
 
 def sequences_of(prompt_lengths: Sequence[int], response_lengths: Sequence[int]) -> list[TokenSequence]:
-    """Random tokens, with the columns that a loss reads."""
+    """Make sequences of random tokens, with the columns that a loss reads."""
     rng = np.random.default_rng(0)
     return [
         TokenSequence(
@@ -71,7 +71,7 @@ def sequences_of(prompt_lengths: Sequence[int], response_lengths: Sequence[int])
 
 
 def quickstart_batch() -> list[TokenSequence]:
-    """32 prompt groups of 8 samples, with 15 tokens on average."""
+    """Make 32 prompt groups of 8 samples, with 16 tokens per sample on average."""
     digits = np.random.default_rng(1).integers(5, 9, 32).repeat(8)
     sequences = sequences_of((digits + 2).tolist(), (digits + 1).tolist())
     for index, sequence in enumerate(sequences):
@@ -81,13 +81,13 @@ def quickstart_batch() -> list[TokenSequence]:
 
 
 def long_tailed_batch() -> list[TokenSequence]:
-    """Response lengths from a log-normal distribution, as in reasoning traces. Most are short, a few are long."""
+    """Make 96 sequences with log-normal response lengths, as in reasoning traces: most are short, a few are long."""
     lengths = np.clip(np.random.default_rng(2).lognormal(3.6, 0.9, 96), 4, 400).astype(int)
     return sequences_of([8] * 96, lengths.tolist())
 
 
 def our_step(model_path: str, sequences: list[TokenSequence], *, share_prompts: bool = True) -> Callable[[], object]:
-    """A learner step, from sequences to updated weights."""
+    """Return a function that makes a learner step, from sequences to updated weights."""
     config = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=LR), share_prompts=share_prompts)
     trainer = Trainer(config, model_path=model_path, total_updates=10_000)
     step = LearnerStep(trainer, policy_objective(AlgorithmConfig()))
@@ -97,7 +97,7 @@ def our_step(model_path: str, sequences: list[TokenSequence], *, share_prompts: 
 def two_updates(
     model_path: str, sequences: list[TokenSequence], *, separate_forward: bool = False
 ) -> Callable[[], object]:
-    """A step of decoupled PPO with two updates. ``separate_forward`` scores the whole batch before the first update."""
+    """Return a step of decoupled PPO with two updates. If ``separate_forward``, the step first scores all sequences."""
     trainer = Trainer(
         LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=LR)), model_path=model_path, total_updates=10_000
     )
@@ -113,7 +113,7 @@ def two_updates(
 
 
 def plain_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
-    """A plain loop over the same tokens with the same attention. Packing is not timed."""
+    """Return a step of a plain loop over the same tokens with the same attention. Packing is not timed."""
     model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
     (batch,) = Packer(max_tokens=1_000_000).pack(sequences)
     layout = packed_layout(batch.lengths, torch.device("cpu"))
@@ -130,7 +130,7 @@ def plain_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], 
 
 
 def padded_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
-    """The same loop over a batch padded to its longest sequence."""
+    """Return a step of the same loop over a batch that is padded to its longest sequence."""
     model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="sdpa", dtype=torch.float32)
     longest = max(len(sequence.input_ids) for sequence in sequences)
     padded = [np.pad(s.input_ids, (0, longest - len(s.input_ids))) for s in sequences]
@@ -168,7 +168,7 @@ def _looped(
 
 
 def trl_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object] | None:
-    """GRPOTrainer's forward, loss, backward and update on the same samples. None without the ``bench`` extra."""
+    """Return a step of TRL's GRPOTrainer on the same samples, without sampling. None without the ``bench`` extra."""
     try:
         from benchmarks.learner_trl import grpo_step
     except ImportError as error:
@@ -178,7 +178,7 @@ def trl_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], ob
 
 
 def speed_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> dict[str, float]:
-    """The median over alternating rounds of the baseline's time ÷ asyncrl's time, and both median times in ms."""
+    """Measure the baseline's time ÷ asyncrl's time (median over alternating rounds), and both median times in ms."""
     ours()
     theirs()
     pairs = [(_seconds(ours), _seconds(theirs)) for _ in range(rounds)]
@@ -190,21 +190,21 @@ def speed_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds
 
 
 def _seconds(step: Callable[[], object]) -> float:
-    """CPU seconds of a call. On one thread they do not depend on other work of the machine."""
+    """CPU seconds of a call. With one thread, they hardly depend on other work of the machine."""
     start = time.process_time()
     step()
     return time.process_time() - start
 
 
 def peak_log_prob_bytes(way: str, num_tokens: int, vocabulary: int) -> int:
-    """The peak memory of log-probs and their gradients, without the inputs. Measured in a separate process."""
+    """Measure the peak memory of log-probs and their gradients, without the inputs, in a separate process."""
     command = [sys.executable, "-m", "benchmarks.learner", "--peak", way, str(num_tokens), str(vocabulary)]
     answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     return int(answer.stdout.splitlines()[-1])
 
 
 def print_peak(way: str, num_tokens: int, vocabulary: int) -> None:
-    """The measuring process of `peak_log_prob_bytes`."""
+    """Measure and print the peak memory, in the process of `peak_log_prob_bytes`."""
     hidden, weight = torch.randn(num_tokens, 64, requires_grad=True), torch.randn(vocabulary, 64, requires_grad=True)
     targets = torch.randint(0, vocabulary, (num_tokens,))
     (hidden[:8] @ weight[:8].t()).sum().backward()  # both methods need the memory of the gradients
@@ -241,17 +241,17 @@ def load_memory_ratio(directory: str, num_ranks: int = 4) -> float:
 
 
 def print_load_memory(model_path: str) -> None:
-    """One rank of `load_memory_ratio`."""
+    """Run one rank of `load_memory_ratio`: load the model, and print the ratio."""
     options = {"device": Device.cpu, "num_ranks": int(os.environ["WORLD_SIZE"]), "skip_selftest": "measures the load"}
     mesh = open_mesh(LearnerConfig(**options))
-    mesh.largest(torch.ones(1))  # gloo's connections
-    PackedModel(LearnerConfig(**options), REFERENCE, model_path=save_model(tempfile.mkdtemp()))  # imports
+    mesh.largest(torch.ones(1))  # opens gloo's connections before the measurement
+    PackedModel(LearnerConfig(**options), REFERENCE, model_path=save_model(tempfile.mkdtemp()))  # imports modules
     Path("/proc/self/clear_refs").write_text("5")
     before = _peak_bytes()
     model = PackedModel(LearnerConfig(**options), REFERENCE, model_path=model_path)
     shards = sum(local_tensor(parameter.detach()).nbytes for parameter in model.head.parameters())
     print((_peak_bytes() - before) / shards)
-    mesh.largest(torch.ones(1))  # a rank that ends early would fail the others
+    mesh.largest(torch.ones(1))  # waits for all ranks: the others fail if a rank ends early
 
 
 def balance_max_over_mean() -> float:
@@ -416,7 +416,7 @@ TARGETS = {
 
 
 def main() -> None:
-    """Parse the command line and measure."""
+    """Measure, and print the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds and a small vocabulary")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer without its generation. It makes the training half of a step on given samples."""
+"""Runs the training part of a step of TRL's GRPOTrainer on given samples, without generation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from learner.types import TokenSequence
 
 
 def grpo_step(model_path: str, sequences: Sequence[TokenSequence], *, lr: float, clip: float) -> Callable[[], float]:
-    """Forward, loss, backward, gradient clipping and update, as one call."""
+    """Return a function that runs forward, loss, backward, gradient clipping and update."""
     trainer = _trainer(model_path, len(sequences), lr=lr, clip=clip)
     inputs = _inputs(sequences)
     trainer.create_optimizer()
@@ -74,7 +74,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _inputs(sequences: Sequence[TokenSequence]) -> dict[str, Tensor]:
-    """Prompts padded on the left and responses on the right, as the trainer pads them."""
+    """Pad prompts on the left and responses on the right, as the trainer does."""
     prompts = [s.input_ids[~s.loss_mask] for s in sequences]
     responses = [s.input_ids[s.loss_mask] for s in sequences]
     num_prompt, num_response = max(map(len, prompts)), max(map(len, responses))

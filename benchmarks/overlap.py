@@ -1,4 +1,4 @@
-"""Overlap of generation and training. The same work at several ``buffer.max_lag`` is compared with each pool alone.
+"""Measures the overlap of generation and training: compares runs at several ``buffer.max_lag`` with each pool alone.
 
 ``python -m benchmarks.overlap`` trains a random policy on the quickstart's prompts, without warm start and evaluation,
 at ``buffer.max_lag`` 0, 1, 2 and 4. Each run has its own processes. The engine and the learner rank are each pinned to
@@ -9,8 +9,8 @@ of the two times. It includes the time of the last samples of a batch. Other bat
 overlap, so an efficiency can exceed 1.
 
 In a step, each pool works for at least some tenths of a second (`Work`). The quickstart's own steps (``--work
-quickstart``) take less than a tenth. There the controller, the buffer and the messages of 256 short samples take a
-seventh of the two cores. The speed of a machine changes by more than the margin of the figures. Therefore the runs are
+quickstart``) take less than a tenth. In such steps, the controller, the buffer and the messages of 256 short samples
+take a seventh of the two cores. The speed of a machine changes by more than the margin of the figures. So the runs are
 made in rounds, runs are compared only within a round, and the median of the rounds counts.
 
 The recorder's cost is measured separately, because it is much smaller than the difference between two runs. It is the
@@ -42,7 +42,7 @@ from benchmarks.report import Target, print_report
 
 LAGS = (0, 1, 2, 4)
 ENGINES = {"transformers": "", "sglang": "_sglang"}
-"""Suffix of the figures of an engine."""
+"""For each engine, the suffix of its figures."""
 NUM_STEPS = 30
 NUM_WARM_UP = 5
 """First steps, which do not count: they load code and allocate memory."""
@@ -96,9 +96,9 @@ WORKS = {
 }
 """The work for each engine.
 
-With the in-process engine, both pools take about the same time. Then overlap gains most, and any gap costs most. SGLang
-recomputes the running samples at each update; on a CPU this takes about a fourth of the time of writing them. So a step
-has several times as many samples as are in flight, as in large runs.
+With the in-process engine, both pools take about the same time. In this case overlap gains most, and any gap costs
+most. SGLang recomputes the running samples at each update; on a CPU this takes about a fourth of the time of writing
+them. So a step has several times as many samples as are in flight, as in large runs.
 """
 
 
@@ -127,7 +127,7 @@ class Measurement:
     def fleet_alone_s(self) -> float:
         """The median seconds from the first lease of a batch to its last stored group.
 
-        Valid only if the pools take turns.
+        The figure is valid only if the pools take turns.
         """
         times: dict[int, list[int]] = {}
         for group in self.trace.groups.values():
@@ -137,7 +137,7 @@ class Measurement:
         return statistics.median(max(moments) - min(moments) for moments in times.values()) * 1e-9
 
     def attribution_error_ns(self) -> int:
-        """Nanoseconds by which busy plus idle time differs from the available time of all places, over both pools."""
+        """The difference between busy + idle time and the available time, in ns, summed over both pools."""
         attribution, (start, end) = Attribution.of(self.trace), self.trace.window
         places = {Pool.learner: len(self.trace.lanes(Pool.learner)), Pool.fleet: 0}
         for lane in self.trace.lanes(Pool.fleet):
@@ -168,7 +168,7 @@ def main() -> int:
 
 
 def _rounds(folder: Path, engine: str, args: argparse.Namespace) -> list[dict[int, Measurement]]:
-    """The runs of an engine, by round and max_lag."""
+    """Make the runs of an engine. Returns them by round and max_lag."""
     work = None if args.work == "quickstart" else WORKS[engine]
     steps = args.steps or (NUM_STEPS if work is None else work.steps)
     own = [] if work is None else work.overrides(folder / "work")
@@ -220,7 +220,7 @@ def _list(values: Sequence[float]) -> str:
 
 
 def _in_the_way(run: Measurement) -> str:
-    """The largest causes of idle time, in seconds per step."""
+    """Format the largest causes of idle time, in seconds per step."""
     report = OverlapReport.of(run.trace).run
     parts = []
     for pool in (Pool.learner, Pool.fleet):
@@ -235,7 +235,7 @@ def _measured(folder: Path, *overrides: str, engine: str) -> Measurement:
 
 
 def train_pinned(folder: Path, *overrides: str, engine: str) -> Path:
-    """Train in a separate process. Engine and rank are pinned after their start. Returns the run's folder."""
+    """Train in a separate process, and pin engine and rank after their start. Returns the run's folder."""
     command = [sys.executable, "-m", "asyncrl", "train", f"output_dir={folder}", f"rollout_fleet.engine={engine}"]
     command += [
         "sft.enabled=false",
@@ -293,7 +293,7 @@ def _records_per_step(run: Measurement) -> float:
 
 
 def seconds_per_record(folder: Path) -> float:
-    """The CPU seconds of a process per record of the usual kinds, including its writing thread."""
+    """Measure the CPU seconds of a process per record, including its writing thread, for the usual kinds of records."""
     recorder = Recorder(folder / "cost", process="cost", pool=Pool.fleet)
     began_s = time.process_time()
     for number in range(NUM_RECORDS // 4):

@@ -1,9 +1,9 @@
-"""Compare the planner's predictions with real runs: ``python -m benchmarks.plan``.
+"""Compares the planner's predictions with real runs: ``python -m benchmarks.plan``.
 
 The benchmark records one quickstart on the in-process engine at ``buffer.max_lag=0``. Engine and learner rank are each
 pinned to a core. From this record it predicts the runs at max_lag 1, 2 and 4 and with two engines. Then it makes these
 runs. In the simulation all engines share one core, the rank has the other core, and other processes use both
-(`HostModel`). ``--again DIR`` compares runs that were kept with ``--keep DIR``.
+(`HostModel`). ``--again DIR`` compares the runs that an earlier ``--keep DIR`` kept.
 
 A machine's speed changes within minutes by more than the bounds of the figures. Therefore there are several rounds.
 Each round predicts its own runs from its own record, and the median error of the rounds counts. The order of the runs
@@ -125,7 +125,7 @@ def main() -> int:
 
 
 def order_of_runs(number: int) -> Sequence[Case]:
-    """The runs of a round in a random order. The number of the round is the seed."""
+    """Return the runs of a round in a random order. The number of the round is the seed."""
     cases = (RECORDED, *CASES)
     return random.Random(number).sample(cases, len(cases))
 

@@ -1,8 +1,8 @@
-"""The time that preparing batches ahead saves: ``python -m benchmarks.prepared_batches [--quick]``.
+"""Measures the time that preparing batches ahead saves: ``python -m benchmarks.prepared_batches [--quick]``.
 
-The last line is JSON. One rank makes learner steps on groups that
-it fetches from a real buffer server. In every second run, the steps are announced before the first one begins. In the
-other runs they are not announced. The figures are wall times, medians over pairs of runs.
+The last line is JSON. One rank makes learner steps on groups that it fetches from a real buffer server. In every second
+run, the benchmark announces all steps before the first step begins. In the other runs, it announces no step. The
+figures are ratios of wall times, medians over pairs of runs.
 """
 
 import argparse
@@ -39,7 +39,7 @@ class Steps:
 
 
 def group_of(lease: Lease, length: int) -> TrajectoryGroup:
-    """A group of random answers with different rewards."""
+    """Make a group of random answers with different rewards."""
     rng = np.random.default_rng(lease.prompt.group_id)
     prompt = Turn.given(lease.prompt.prompt_ids)
     answers = [
@@ -73,7 +73,7 @@ async def store(address: str, num_groups: int, length: int) -> list[int]:
 
 
 def run_steps(worker: ActorWorker, steps: Sequence[Sequence[int]], *, first: int, announces: bool) -> Steps:
-    """Make learner steps on groups, from version ``first`` on."""
+    """Make learner steps on groups, from version ``first`` on. If ``announces``, announce all steps first."""
     rewards = np.arange(NUM_SAMPLES, dtype=np.float32)
     batches = [
         RankBatch(

@@ -1,4 +1,4 @@
-"""Compare the codec with torch.save and pickle 5, and the single controller with plain Ray calls.
+"""Compares the codec with torch.save and pickle 5, and the single controller with plain Ray calls.
 
 ``python -m benchmarks.protocol`` measures a batch of 64 rows of 2048 tokens, with ids, two float columns, a mask and
 strings.
@@ -28,8 +28,8 @@ from benchmarks.report import Target, median_times, milliseconds, print_report
 NUM_ROWS = 64
 NUM_TOKENS = 2048
 NUM_WORKERS = 4
-# The speed of a worker depends on its placement by the machine. Therefore the workers of both sides are started this
-# many times. Their rounds alternate, and the figure is the median of the ratios.
+# The speed of a worker depends on where the operating system places it. Therefore the workers of both sides are started
+# this many times. Their rounds alternate, and the figure is the median of the ratios.
 NUM_STARTS = 3
 RAY_OPTIONS = {
     "address": "local",
@@ -49,7 +49,7 @@ TARGETS = {
 
 
 def make_batch() -> DataProto:
-    """A batch of about 2.3 MB."""
+    """Make a batch of about 2.3 MB."""
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_ROWS, NUM_TOKENS)
     return DataProto.from_dict(
@@ -120,7 +120,7 @@ def bytes_received(call: Callable[[], Any]) -> int:
 
 
 def measure_dispatch(data: DataProto, arrays: dict[str, np.ndarray]) -> dict[str, float]:
-    """The times of a dispatch with asyncrl and with plain Ray, on new workers."""
+    """Measure the times of a dispatch with asyncrl and with plain Ray, on new workers."""
     group = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="measured")
     actors: list[Any] = [PlainEcho.remote() for _ in range(NUM_WORKERS)]
     try:
@@ -136,7 +136,7 @@ def measure_dispatch(data: DataProto, arrays: dict[str, np.ndarray]) -> dict[str
 
 
 def measure_bytes(data: DataProto) -> tuple[int, int]:
-    """The bytes that the driver received from a call through two groups, without chaining and with chaining."""
+    """Measure the bytes that the driver receives from a call through two groups, without and with chaining."""
     first = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="first")
     second = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="second")
     through_driver = bytes_received(lambda: second.count(first.echo(data)))

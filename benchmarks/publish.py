@@ -1,9 +1,8 @@
-"""The cost of a weight publish: ``python -m benchmarks.publish``.
+"""Measures the cost of a weight publish: ``python -m benchmarks.publish``.
 
-The last line is JSON. There is a model of 340 MB on two gloo ranks, and a real SGLang
-server on the CPU. Each figure is the median of ratios. The two times of a ratio are measured one after the other in the
-same process. The benchmark writes to shared memory and to the
-folder ``--directory``.
+The last line is JSON. The benchmark uses a model of 340 MB on two gloo ranks, and a real SGLang server on the CPU. Most
+figures are medians of ratios. The two times of a ratio are measured one after the other in the same process. The
+benchmark writes to shared memory and to the folder ``--directory``.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def rank_main(model_path: str, folders: list[str]) -> None:
                 times[f"publish_{index}"].append(publish_s)
         publisher.close()
         memory.append(_status("VmHWM") - before)
-    # The folder is in memory, because for a file on a disk the kernel also counts pages that other ranks wrote.
+    # Report the folder in shared memory: for files on a disk, the kernel also counts pages that other ranks wrote.
     report = {"times": times, "memory": memory[0], "shard": sum(shard.nbytes for shard in shards)}
     sys.stdout.write(json.dumps(report) + "\n")
     dist.destroy_process_group()
@@ -127,7 +126,7 @@ def measure_ranks(model_path: str, folders: list[str]) -> dict[str, float]:
 
 
 async def measure_engine(model_path: str, folder: str, scratch: Path) -> dict[str, float]:
-    """Return the figure of the engine's side. ``folder`` holds the model in shared memory."""
+    """Return the figure of the engine's side. ``folder`` is in shared memory and contains the model."""
     config = RolloutFleetConfig(sglang=SGLangConfig(dtype="float32", max_total_tokens=4096))
     engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=0, log_dir=str(scratch), seed=0)
     offer = describe_model(folder).offer(scratch / "manifest.json", 1)

@@ -1,4 +1,4 @@
-"""A publish from the memory of two gloo ranks to two receivers on this host.
+"""Measures a publish from the memory of two gloo ranks to two receivers on this host.
 
 ``collective``: the version goes over loopback into the memory of two hosts with two workers each. Each host is a folder
     in shared memory, and its workers use only this folder. ``collective_engine``: the version goes over loopback tensor
@@ -83,7 +83,7 @@ def rank_main(way: str, model_path: str, folder: str) -> None:
 def measure(model_path: str, scratch: Path, num_runs: int) -> dict[str, float]:
     """Return the time until all receivers have the version, and the received bytes.
 
-    The unit of time is one memcpy of the larger shard. ``scratch`` is a folder in memory.
+    The unit of time is the slower rank's memcpy of its shard. ``scratch`` is a folder in shared memory.
     """
     figures: dict[str, float] = {}
     for way in CARRIERS:
@@ -146,7 +146,7 @@ class _Hosts:
         """Stage a version on all workers.
 
         Returns:
-            The time at the end, and the bytes of weights that the host with more weights has in memory then.
+            The time at the end, and the bytes of weights in the memory of one host: of the host with more bytes.
         """
         async with AsyncExitStack() as stack:
             await asyncio.gather(*(stack.enter_async_context(worker.staged(offer)) for worker in self._workers))
@@ -160,7 +160,7 @@ class _Hosts:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Return the bytes of the data files below a folder, each file once."""
+    """Return the allocated bytes of the safetensors files below a folder. Hard links to a file count once."""
     return sum(
         {
             found.st_ino: found.st_blocks * 512 for path in folder.rglob("*.safetensors") if (found := path.stat())

@@ -1,4 +1,4 @@
-"""The cost of deltas and adapters: their bytes, and the time until the offer.
+"""Measures the cost of deltas and adapters: their bytes, and the time until the offer.
 
 This is a section of `benchmarks.publish`.
 """
@@ -73,8 +73,8 @@ def publish_memcpys(
 ) -> tuple[float, WeightOffer]:
     """Return a ratio and the last offer.
 
-    The ratio is the time of a publish, until its offer, ÷ the time to copy all weights once. There is one rank in
-    float32. Publishes a delta with ``full_every``, and an adapter with ``lora``.
+    The ratio is the time of a publish, until its offer, ÷ the time to copy all weights once. One rank publishes in
+    float32: deltas with ``full_every``, adapters with ``lora``.
     """
     config = LearnerConfig(device=Device.cpu, lora=lora or LoraConfig())
     model = PackedModel(config, ACTOR, model_path=model_path)

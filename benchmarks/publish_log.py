@@ -1,4 +1,4 @@
-"""The cost of a publish for the controller with a thousand engines that follow the log of offers.
+"""Measures the cost of a publish for the controller, with a thousand engines that follow the log of offers.
 
 A separate buffer server has the real log. The receivers are sockets in another process. They speak the protocol of a
 rollout worker and load nothing.
@@ -35,7 +35,7 @@ START_TIMEOUT_S = 60.0
 
 
 def measure_log(num_engines: int = NUM_ENGINES, num_publishes: int = NUM_PUBLISHES) -> dict[str, float]:
-    """Return median milliseconds per publish: the controller's processor time, and the time of its commit."""
+    """Return median milliseconds per publish: the controller's processor time plus the time of its commit."""
     return asyncio.run(_measure(num_engines, num_publishes))
 
 

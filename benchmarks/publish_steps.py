@@ -29,11 +29,11 @@ from learner.types import TokenSequence
 NUM_RANKS = 2
 NUM_STEPS = 5
 NUM_SEQUENCES, NUM_TOKENS = 6, 64
-"""Per rank and step: far fewer than in reinforcement learning."""
+"""Sequences per rank and step, and tokens per sequence: far fewer than in reinforcement learning."""
 
 
 def measure_steps(model_path: str, folder: str) -> dict[str, float]:
-    """Return the figure of the slower rank."""
+    """Measure the steps per second with a publish ÷ those without. Returns the smaller ratio of the two ranks."""
     reports = run_ranks("benchmarks.publish_steps", model_path, folder)
     ratios = [statistics.median(r["without_s"]) / statistics.median(r["with_s"]) for r in reports]
     return {"steps_per_s_with_publish": min(ratios)}

@@ -1,8 +1,8 @@
-"""The cost of a weight update for running samples: ``python -m benchmarks.publish_update``.
+"""Measures the cost of a weight update for running samples: ``python -m benchmarks.publish_update``.
 
-The last line is JSON. Long samples run on a real SGLang server on the CPU,
-with and without updates, for each value of ``rollout_fleet.sglang.on_update``. The cost of one update is the delay of
-the end of the last sample. It includes the pause, and the computation that is repeated after the pause.
+The last line is JSON. Long samples run on a real SGLang server on the CPU, with and without updates, for each value of
+``rollout_fleet.sglang.on_update``. The cost of one update is the time by which it delays the end of the last sample.
+This time includes the pause and the computation that is repeated after the pause.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def measure(on_update: OnUpdate, model_path: str, offer: WeightOffer, scra
 
 
 async def _run(engine: SGLangEngine, run: int, offer: WeightOffer, num_updates: int) -> float:
-    """Sample, and make updates at intervals. Returns the seconds until the last sample ends."""
+    """Sample, and make updates one after the other. Returns the seconds until the last sample ends."""
     rng = np.random.default_rng(run + 1)
     options = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS)
     requests = [

@@ -1,9 +1,9 @@
-"""Compare predictions with published figures of other systems: ``python -m benchmarks.published_tables``.
+"""Compares predictions with published figures of other systems: ``python -m benchmarks.published_tables``.
 
 There are three tables: lags measured by Applied Compute (2026), step times of verl's fully asynchronous trainer by
-staleness threshold, and marin's issue 8955. The tables lack lengths and speeds. These are fitted on some rows, and the
-other rows are predicted. docs/planning.md names the fitted rows and the failures. A missed prediction is printed as
-missed.
+staleness threshold, and marin's issue 8955. The tables lack lengths and speeds. The benchmark fits these on some rows,
+and predicts the other rows. docs/planning.md names the fitted rows and the failures. The report marks a figure that
+misses its target.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LagRow:
         concurrency: Samples that run at once.
         batch: Samples of a step.
         queue: Largest number of batches in the queue. A full queue drops the oldest batch.
-        rate_ratio: Generation ÷ training rate.
+        rate_ratio: Rate of generation ÷ rate of training.
         straggling: The mean length of the longest sample of a group ÷ the mean length.
         lag: Measured lag in steps.
     """
@@ -62,7 +62,10 @@ MARIN_COPY_S = 21.0
 
 
 def lag_scenario(row: LagRow) -> Scenario:
-    """A scenario with always busy sample slots, immediate weight updates, and a queue that drops the oldest batch."""
+    """Return the scenario of a row.
+
+    All sample slots are busy, weight updates take no time, and a full queue drops its oldest group.
+    """
     token_s, length = 0.01, 1000
     batch_s = row.batch * length * token_s / row.concurrency
     return Scenario(
@@ -84,7 +87,7 @@ def lag_scenario(row: LagRow) -> Scenario:
 
 
 def spread_of(straggling: float) -> float:
-    """The spread of log-normal lengths for which the longest of 8 is ``straggling`` times the mean."""
+    """Find the spread of log-normal lengths for which the longest of 8 is ``straggling`` times the mean."""
     draws = np.random.default_rng(0).standard_normal((20_000, _GROUP))
 
     def of(spread: float) -> float:
@@ -99,7 +102,10 @@ def spread_of(straggling: float) -> float:
 
 
 def verl_scenario(threshold: float, *, token_s: float, spread: float) -> Scenario:
-    """The scenario of verl with threshold s. (1 + s) syncs of 16 mini-steps of 32 prompts begin per version."""
+    """Return the scenario of verl with staleness threshold s.
+
+    A sync follows 16 mini-steps of 32 prompts. Generation of (1 + s) × 16 × 32 prompts may begin per version.
+    """
     per_sync = 16
     return Scenario(
         num_engines=8,
@@ -121,9 +127,9 @@ def verl_scenario(threshold: float, *, token_s: float, spread: float) -> Scenari
 
 
 def marin_scenario(max_lag: int, *, token_s: float, slowdown: float, train_s: float) -> Scenario:
-    """The scenario of marin.
+    """Return the scenario of marin.
 
-    Copies stop both pools, and an engine's step takes ``1 + slowdown`` times as long at its usual load.
+    Copies stop both pools. At a load of 128 samples, an engine's step takes ``1 + slowdown`` times as long.
     """
     return Scenario(
         num_engines=8,
@@ -148,7 +154,7 @@ def fit(
     predict: Callable[[float, Mapping[str, float]], float],
     fitted: Mapping[float, float],
 ) -> Mapping[str, float]:
-    """The candidate with the smallest maximum error on the fitted rows. Rows map a setting to its step time."""
+    """Find the candidate with the smallest maximum error on the fitted rows, which map a setting to its step time."""
 
     def error(candidate: Mapping[str, float]) -> float:
         return max(abs(predict(setting, candidate) / step_s - 1) for setting, step_s in fitted.items())

@@ -1,8 +1,8 @@
-"""Check that the quickstart learns from rewards, beyond its demonstrations: ``python -m benchmarks.quickstart``.
+"""Checks that the quickstart learns from rewards, beyond its demonstrations: ``python -m benchmarks.quickstart``.
 
-Runs the quickstart as a user does, with its warm start and its evaluations, for each engine and each seed in turn.
-After the warm start most greedy answers are wrong. So a high accuracy after training comes from rewards, not from a
-sharper distribution. Other work of the machine changes the wall times, but not the accuracies.
+The benchmark runs the quickstart as a user does, with warm start and evaluations, for each engine and each seed. After
+the warm start, most greedy answers are wrong. So a high accuracy after training comes from rewards, not from a sharper
+distribution. Other work of the machine changes the wall times, but not the accuracies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Learned:
         greedy: Greedy held-out accuracy before and after training.
         sampled: The same accuracies for samples at temperature 1.
         max_lag: Largest lag of the training data.
-        train_s: Seconds of training. ``wall_s`` is the time of the whole run.
+        train_s: Seconds of training.
+        wall_s: Seconds of the whole run.
     """
 
     greedy: tuple[float, float]
@@ -86,7 +87,7 @@ def main() -> int:
 
 
 def report(runs: dict[str, Learned]) -> int:
-    """Print all runs, and the worst figures."""
+    """Print all runs and the worst figures. Returns the exit status."""
     figures = {
         "greedy_before_worst": max(run.greedy[0] for run in runs.values()),
         "greedy_after_worst": min(run.greedy[1] for run in runs.values()),

@@ -1,4 +1,4 @@
-"""Random policies in Hugging Face folders, with the sizes that the benchmarks need."""
+"""Saves random policies in Hugging Face layout, with the sizes that the benchmarks need."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def save_random_qwen3(directory: Path | str, *, layers: int, hidden: int, mlp: i
 
 
 def save_tokenizer(folder: Path) -> str:
-    """A byte tokenizer with the markers of the plain chat template."""
+    """Save a byte tokenizer with the markers of the plain chat template. Returns the folder."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

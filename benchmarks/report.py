@@ -1,4 +1,4 @@
-"""The output of all benchmarks: a table of medians, and the figures as JSON on the last line."""
+"""Prints the report of a benchmark: a table of medians, and the figures as JSON on the last line."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Target:
 def median_times(
     calls: dict[str, Callable[[], Any]], *, num_runs: int = 9, num_calls: int = 1, warm_up: int = 1
 ) -> dict[str, float]:
-    """Median seconds per call of each alternative.
+    """Measure the median seconds per call of each alternative.
 
     The alternatives take turns, so other work of the machine affects all of them. Every second run reverses the order,
-    so an alternative does not always follow the same alternative.
+    so that an alternative does not always run after the same other one.
 
     Args:
         calls: The timed function of each name.
@@ -57,7 +57,7 @@ def median_times(
 
 
 def _timed(call: Callable[[], Any], num_calls: int) -> float:
-    """The seconds of some calls, measured without garbage collection, as in ``timeit``."""
+    """Measure the seconds of some calls, without garbage collection, as in ``timeit``."""
     gc.disable()
     try:
         start = time.perf_counter()

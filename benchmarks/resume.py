@@ -1,10 +1,10 @@
-"""The work that a resume keeps, and the cost of checkpoints.
+"""Measures the work that a resume keeps, and the cost of checkpoints.
 
 ``python -m benchmarks.resume`` trains the quickstart with large batches on the in-process engine. SIGTERM stops one
-life, and all processes of another life are killed, each between two checkpoints. Each of these lives is then resumed.
+life, and SIGKILL ends all processes of another life, each between two checkpoints. The benchmark then resumes both.
 Work is counted in policy tokens: the kept tokens are those that the resumed life does not drop as lost. Then a buffer
-begins with a checkpoint of ``--payload-mb``, and its memory is compared with the size of its contents. Further options
-of the run may follow. Wall times hold for an idle machine.
+server starts from a checkpoint of ``--payload-mb`` MB, and its memory is compared with the size of its contents.
+Further options of the run may follow. Wall times are valid only on an idle machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BASE = [
     "sft.enabled=false",
     "evaluation.enabled=false",
     "learner.restarts=0",
-    # makes steps of about a second, because those of the quickstart are as short as a checkpoint
+    # makes steps of about a second, because the quickstart's steps are as short as a checkpoint
     "algorithm.groups_per_step=256",
     "rollout_fleet.groups_in_flight=128",
 ]
@@ -56,8 +56,8 @@ class Kept:
     Attributes:
         share: Share of the ended life's generated tokens that were kept.
         steps: Step at the end of the first life, and step of the checkpoint.
-        start_s: Seconds from the command to the first learner step, in the first life. resume_s: The same in the
-            resumed life.
+        start_s: Seconds from the command to the first learner step, in the first life.
+        resume_s: The same in the resumed life.
         stall_s: Seconds that a rank waits for one checkpoint, and seconds of a learner step. None if not measured.
     """
 
@@ -95,7 +95,7 @@ class Life:
         self.lines: list[str] = []
 
     def wait_for(self, words: str) -> float:
-        """Seconds from the start of the process to a line with ``words``."""
+        """Wait for a line with ``words``. Returns the seconds since the start of the process."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
@@ -172,7 +172,7 @@ def measure(number: signal.Signals, folder: Path, steps: int, overrides: Sequenc
 
 
 def _stall(summary: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
-    """The seconds that a rank waits for one checkpoint, and the median time between two steps.
+    """Return the seconds that a rank waits for one checkpoint, and the median seconds between two steps.
 
     None if the run recorded no profile.
     """
@@ -184,13 +184,13 @@ def _stall(summary: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> tuple[
 
 
 async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
-    """The memory that a buffer server takes for a checkpoint's groups, as a multiple of their bytes.
+    """Measure the memory that a buffer server takes for a checkpoint's groups.
 
-    Also returns both numbers of bytes as a text.
+    Returns the memory as a multiple of the groups' bytes, and a text with both numbers of bytes.
     """
     num_groups = max(1, payload_mb * 1_000_000 // (_GROUP_TOKENS * 13))
     options: dict[str, Any] = {
-        "max_lag": 0,  # all groups are one batch, because the time for admission grows with the bound
+        "max_lag": 0,  # one batch has all groups; with a larger bound, admission would take longer
         "request_timeout_s": 120.0,
         "max_stored_bytes": 4 * payload_mb * 1_000_000,
     }
@@ -232,7 +232,7 @@ def _server_memory(folder: Path) -> int:
 
 
 def main() -> int:
-    """Entry point."""
+    """Measure, and print the report. Returns 0 if every target is met."""
     parser = argparse.ArgumentParser(description="Measure what a resume keeps and what checkpoints cost.")
     parser.add_argument(
         "--steps", type=int, default=65, help="steps before SIGKILL, and half before SIGTERM (default 65)"

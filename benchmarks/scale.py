@@ -1,8 +1,8 @@
-"""Find the part that saturates first in a very large system: ``python -m benchmarks.scale``.
+"""Finds the part that saturates first in a very large system: ``python -m benchmarks.scale``.
 
-Simulates 4,096 engines and 1,024 ranks around the buffer's own code, and measures the CPU time that this code takes
-for each simulated step. The simulation does not model bytes on the network and in stores. They are computed from its
-counts. The assumed rates of network and stores are options, and docs/scale.md names their sources.
+The benchmark simulates 4,096 engines and 1,024 ranks with the buffer's own code, and measures the CPU time of this code
+for each simulated step. The simulation does not model bytes on the network and in stores. The benchmark computes them
+from the simulation's counts. The assumed rates of network and stores are options; docs/scale.md names their sources.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Resource:
 
 
 def scenario(options: argparse.Namespace) -> Scenario:
-    """The scenario has 16 responses of 8k tokens per prompt, on engines that each generate one group at a time."""
+    """Return a scenario with 16 responses of 8k tokens per prompt. Each engine generates one group at a time."""
     return Scenario(
         num_engines=options.engines,
         num_ranks=options.ranks,

@@ -1,8 +1,9 @@
-"""The cost of staleness, and the effect of corrections: ``python -m benchmarks.staleness``.
+"""Measures the cost of staleness, and the effect of corrections: ``python -m benchmarks.staleness``.
 
-Trains the quickstart's task from one warm start per seed at an exact lag η. Every correction is combined with one and
-with four optimizer updates per learner step. ``benchmarks/lagged.py`` trains each cell of the table in this process.
-Finished cells are kept in a file, so an interrupted run continues with the missing cells. The last line is JSON.
+The benchmark trains the quickstart's task from one warm start per seed at an exact lag η. It combines every correction
+with one and with four optimizer updates per learner step. ``benchmarks/lagged.py`` trains each cell of the table in
+this process. A file keeps finished cells, so an interrupted run continues with the missing cells. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "geometric": {"loss": "ppo_clip", "masks": [Mask.geometric]},
     "k3": {"loss": "ppo_clip", "masks": [Mask.k3]},
 }
-"""Row of the table to the options that differ: no correction (REINFORCE), PPO's clip on policy ÷ behaviour, PPO's clip
-on policy ÷ proximal with four weights of proximal ÷ behaviour, and PPO's clip on policy ÷ behaviour with two masks."""
+"""The options of each row of the table that differ from the defaults. ``none`` is REINFORCE. ``ppo_behavior`` clips
+policy ÷ behavior. The next four rows clip policy ÷ proximal and weigh by proximal ÷ behavior. The last two rows clip
+policy ÷ behavior and mask trajectories."""
 
 PUBLISHED = ("none", "ppo_behavior", "tis", "decoupled", "icepop")
 """The rows of the table in ``docs/algorithms.md``."""
@@ -90,7 +92,7 @@ class Results:
     path: Path
 
     def read(self) -> dict[Cell, dict[str, Any]]:
-        """Every finished cell with its figures."""
+        """Return every finished cell with its figures."""
         if not self.path.is_file():
             return {}
         rows = [json.loads(line) for line in self.path.read_text().splitlines()]
@@ -137,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """All cells, seed by seed. So an interrupted table is complete for its first seeds."""
+    """Yield all cells, seed by seed. So an interrupted table is complete for its first seeds."""
     for seed in options.seeds:
         for eta in options.eta:
             for mini_batches in options.mini_batches:
@@ -153,9 +155,9 @@ def _cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 
 def _warm_started(seed: int, output_dir: str) -> RunConfig:
-    """The options of a seed's quickstart that begins with its warm-started policy.
+    """Return the quickstart's options for a seed.
 
-    The policy is made if it is missing.
+    The model is the seed's warm-started policy, which is made if it is missing.
     """
     overrides = [f"seed={seed}", f"output_dir={output_dir}"]
     config = with_quickstart_assets(compose_run(overrides))
@@ -185,7 +187,7 @@ def _train(cell: Cell, config: RunConfig) -> dict[str, Any]:
 
 
 def _print_tables(cells: Sequence[Cell], finished: Mapping[Cell, Mapping[str, Any]]) -> None:
-    """Format Markdown tables of the accuracy at the end and over training, then all figures as JSON."""
+    """Print Markdown tables of the accuracy at the end and over training, then all figures as JSON."""
     done = {cell: finished[cell] for cell in cells if cell in finished}
     print(f"{len(done)} of {len(cells)} trainings are finished")
     for figure, title in (("final", "sampled accuracy at the end"), ("area", "mean sampled accuracy over training")):

@@ -1,9 +1,9 @@
-"""Time from the command to the end of the first learner step, and the time of each part.
+"""Measures the time from the command to the end of the first learner step, and the time of each part.
 
 ``python -m benchmarks.start_up`` starts the quickstart for one step in a new folder, twice. The first start makes the
 warm start, the second one reuses it. ``--engine`` is ``sglang`` or ``transformers``. Further options of the run may
-follow. Wall times are valid only on an idle machine. ``cpu_s`` is the CPU time of all processes of the run until then,
-which depends less on other work.
+follow. Wall times are valid only on an idle machine. ``cpu_s`` is the CPU time of all processes of the run until the
+first step ends. It depends less on other work of the machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StartUp:
 
     Attributes:
         first_step_s: Seconds from the command to the end of the first learner step.
-        cpu_s: CPU seconds of all processes until then.
+        cpu_s: CPU seconds of all processes until the end of this step.
         parts: For each part: the time when it was ready, and the seconds of waiting for it.
     """
 

@@ -1,4 +1,4 @@
-"""Network traffic when groups stay on the hosts that produced them: ``python -m benchmarks.stores``, as root.
+"""Measures network traffic if groups stay on the hosts that produced them: ``python -m benchmarks.stores``, as root.
 
 There are two hosts, each with its own network namespace. A link with a limited rate connects them. The ledger is on the
 first host, a worker on each host, and a learner rank on the second host. Each worker puts groups as fast as it can. The
@@ -49,7 +49,7 @@ _MB = 1e6
 class HostProcess:
     """A host: a process with its own network namespace.
 
-    Other processes run in this namespace. The host ends with this process.
+    Other processes run in this namespace. The host ends when the benchmark's process ends.
     """
 
     def __init__(self) -> None:
@@ -64,13 +64,13 @@ class HostProcess:
         subprocess.run(self.inside(command), check=check, stderr=None if check else subprocess.DEVNULL)
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        """The command line that runs a command on the host."""
+        """Return the command line that runs a command on the host."""
         return ["nsenter", "--target", str(self.process.pid), "--net", "--", *command]
 
 
 @contextmanager
 def two_hosts(rate: str) -> Iterator[list[HostProcess]]:
-    """Two hosts with a link between them. ``rate`` is the link's rate in each direction, as tc spells it."""
+    """Make two hosts with a link between them. ``rate`` is the link's rate in each direction, in tc's notation."""
     hosts = [HostProcess() for _ in ADDRESSES]
     try:
         first, second = (str(host.process.pid) for host in hosts)
@@ -90,7 +90,7 @@ def two_hosts(rate: str) -> Iterator[list[HostProcess]]:
 
 
 class Host:
-    """The process of one of the two hosts. ``keys`` is the directory of the keys; ``number`` is the host's number."""
+    """The process of one of the two hosts. ``number`` is 0 or 1; ``keys`` is the directory of the keys."""
 
     def __init__(self, number: int, *, keys: Path, stores_on: StoresOn, num_bytes: int) -> None:
         self._number = number
@@ -101,7 +101,7 @@ class Host:
         )
 
     def client(self, address: str, role: BufferRole) -> BufferClient:
-        """A client of the buffer on this host."""
+        """Make a client of the buffer on this host."""
         return BufferClient(address, keys=client_keys(self._keys, role), epoch="benchmark", host=str(self._number))
 
     async def join(self, address: str) -> None:

@@ -1,4 +1,4 @@
-"""Training time to a held-out accuracy with TRL's GRPOTrainer, configured for speed on two CPU cores.
+"""Measures the training time to a held-out accuracy with TRL's GRPOTrainer, configured for speed on two CPU cores.
 
 ``python -m benchmarks.trl_baseline --model WARM --train A --held-out B`` runs in one process and prints one JSON line
 at the end. The clock starts at the first step and stops during evaluation. The start-up time is reported separately.
@@ -71,8 +71,8 @@ class TrlResult:
     Attributes:
         time_to_target_s: Training seconds until the target, by `first_crossing`. None if ``max_steps`` came first.
         steps_to_target: Number of updates until the target. None if ``max_steps`` came first.
-        startup_s: From the start of the process to the first step, without the first evaluation.
-        steps: Updates made.
+        startup_s: Seconds from the start of the process to the first step, without the first evaluation.
+        steps: Number of updates.
         train_s: Training seconds of all updates.
         cpu_s: CPU seconds of the process, including the start and excluding evaluations.
         accuracy_curve: [updates, training seconds, sampled accuracy] at each evaluation.
@@ -108,7 +108,7 @@ class StoppedClock:
 class TargetCallback(TrainerCallback):
     """Evaluates before the first step and after every ``eval_every`` steps, with the clock stopped.
 
-    Ends the run at the target.
+    It ends the run at the target.
     """
 
     def __init__(self, settings: TrlSettings, held_out: HeldOut) -> None:
@@ -172,9 +172,9 @@ def run(settings: TrlSettings) -> TrlResult:
 
 
 def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, directory: str) -> Any:
-    """GRPOTrainer in its fastest configuration.
+    """Make a GRPOTrainer in its fastest configuration.
 
-    It makes one generation and one forward per step, without logging and saving.
+    The trainer makes one generation and one forward pass per step, without logging and saving.
     """
     from datasets import Dataset  # pyright: ignore[reportMissingImports] - the bench extra
     from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports] - the bench extra
@@ -227,7 +227,7 @@ def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, d
 
 
 def exact_match(completions: list[str], ground_truth: list[str], **columns: Any) -> list[float | None]:
-    """1 if the completion is the ground truth, else 0."""
+    """Return 1 for each completion that equals its ground truth, else 0."""
     return [float(text == truth) for text, truth in zip(completions, ground_truth, strict=True)]
 
 

@@ -57,11 +57,11 @@ class ActorRolloutRefWorker(ActorWorker):
     def rollout_mode(self, version: int) -> None:
         """Offload model and optimizer.
 
-        Before this, the actor publishes its weights; then the engines load and verify them.
+        The actor publishes its weights before it offloads. Afterwards the engines load and verify the weights.
         """
         if self._publisher is None:
             return super().rollout_mode(version)
-        offers = [self._publisher.publish(version).result()]  # None but on rank 0
+        offers = [self._publisher.publish(version).result()]  # None on all ranks except rank 0
         self._offload.enter_rollout()
         dist.broadcast_object_list(offers, src=0)
         if self.engine is not None:
@@ -83,7 +83,7 @@ class ActorRolloutRefWorker(ActorWorker):
     @register(dispatch_mode=BY_ROWS)
     def generate_sequences(self, data: DataProto) -> DataProto | None:
         """Sample one response per row. If ``meta_info["do_sample"]`` is False, each token is the most probable one."""
-        if self.engine is None:  # the results of this rank are not collected
+        if self.engine is None:  # the group does not collect the results of this rank
             return None
         sampling = self.sampling if data.meta_info.get("do_sample", True) else replace(self.sampling, temperature=0.0)
         rows = zip(data.batch["input_ids"].numpy(), data.batch["attention_mask"].numpy(), strict=True)

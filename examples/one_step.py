@@ -46,7 +46,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     algorithm = AlgorithmConfig(groups_per_step=NUM_GROUPS, samples_per_prompt=NUM_SAMPLES)
 
-    # The parts. The trainer is one rank of a group of one.
+    # The parts of a run. The learner group has one rank.
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     trainer = Trainer(LearnerConfig(device=Device.cpu), model_path=model_path, total_updates=1)
     fleet = RolloutFleetConfig(sampling=SAMPLING)
@@ -55,7 +55,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
     ledger = Ledger(StalenessRule(max_lag=MAX_LAG, groups_per_step=NUM_GROUPS))
     store: dict[int, TrajectoryGroup] = {}
 
-    # Prompts enter the queue. With a lag of 1 the engine may be two batches ahead, and no further.
+    # Prompts enter the queue. With max_lag 1, the engine may begin at most two batches before the first step.
     stream = PromptStream(DataConfig(train_files=[str(assets.train)], max_prompt_tokens=9), tokenizer, seed=0)
     prompts = {prompt.group_id: prompt for prompt in stream.take(3 * NUM_GROUPS)}
     ledger.apply(Enqueue(group_ids=tuple(prompts)))
@@ -67,7 +67,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
         store[lease.group_id] = await rollout(engine, lease, prompts[lease.group_id], tokenizer)
         ledger.apply(Put(summary=store[lease.group_id].summary))
 
-    # The plan of step 0 has ids, lengths and rewards. A rank fetches its groups and makes sequences of them.
+    # The plan of step 0 has ids, lengths and rewards. A rank fetches its groups and converts them to sequences.
     ledger.apply(PlanBatch(version=0))
     plan = ledger.batch(version=0)
     (batch,) = rank_batches(plan, algorithm, num_shards=1, max_lag=MAX_LAG)
@@ -77,12 +77,12 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
         for sequence in group_sequences(store[share.group_id], samples=share.samples, mini_batch=share.mini_batch)
     ]
 
-    # Advantages, packing, forward, loss, backward, optimizer. The ledger then consumes the batch.
+    # The learner step: advantages, packing, forward, loss, backward, optimizer. Then the ledger consumes the batch.
     sequences, metrics = BatchAdvantages(algorithm, trainer.mesh).assign(sequences, batch.rewards)
     metrics |= LearnerStep(trainer, policy_objective(algorithm)).run(sequences)
     ledger.apply(Commit(version=0))
 
-    # The weights of version 1 are published, and the engine loads and verifies them.
+    # The learner publishes the weights of version 1, and the engine loads and verifies them.
     publisher = WeightPublisher(PretrainedShards.of(trainer), f"{folder}/snapshots", keep=1)
     offer = publisher.publish(ledger.learner_version).result()
     publisher.close()
@@ -98,7 +98,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
 
 
 async def rollout(engine: Engine, lease: GrantedLease, prompt: Prompt, tokenizer: Any) -> TrajectoryGroup:
-    """Sample and score one prompt group. Here the reward is the share of right digits."""
+    """Sample and score one prompt group. In this example, the reward is the share of correct digits."""
     requests = [
         SampleRequest(id=f"{lease.group_id}-{sample}", prompt_ids=prompt.prompt_ids, sampling=SAMPLING)
         for sample in range(NUM_SAMPLES)

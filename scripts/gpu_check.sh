@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks this machine for training, part by part: bash scripts/gpu_check.sh [--model DIR] [--gpus N] [--only training,serving]
-# It uses .venv, or a Python that has torch, and needs no network then. Otherwise it runs the setup first.
+# If .venv or python3 has torch, the script uses it and needs no network. Otherwise it runs the setup first.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up what is needed, then trains: the quickstart unless experiment=NAME says otherwise.
+# Installs the dependencies if necessary, then trains the quickstart, or the experiment of experiment=NAME.
 # Every argument is a Hydra override: bash scripts/run_async.sh buffer.max_lag=4 rollout_fleet.num_engines=2
-# Paths are seen from where you stand. --help explains the options that are turned most.
+# Relative paths start at the current directory. --help explains the most common options.
 set -u
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
 
@@ -10,5 +10,5 @@ for argument in "$@"; do
 done
 (cd "$root" && source scripts/setup.sh) || exit 1
 
-# exec: signals reach the run itself, and nothing stands between it and the terminal.
+# exec replaces this shell by the run, so that signals and the terminal reach the run directly.
 exec "$root/.venv/bin/asyncrl" train "$@"

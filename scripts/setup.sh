@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Makes .venv and installs the pinned dependencies into it; at once when nothing has changed since the last time.
-# Sourced by run_async.sh and test.sh from the repository root. Where there is an NVIDIA GPU, it checks that the CUDA
+# Makes .venv and installs the pinned dependencies into it. It returns at once if nothing has changed since the last time.
+# The other scripts source this one from the repository root. On a machine with an NVIDIA GPU, it checks that the CUDA
 # wheels can run before it downloads them. Options, set before sourcing:
-#   NEED_SGLANG=0  go on without SGLang
-#   NEED_CUDA=0    install for the CPU although there is a GPU
+#   NEED_SGLANG=0  do not install SGLang
+#   NEED_CUDA=0    install for the CPU even if there is a GPU
 
 VENV=.venv
 SETUP_LOG=$VENV/setup.log
 CONSTRAINTS=(--constraint constraints.txt)
 MIN_DRIVER=580       # CUDA 13, from which the wheels of torch 2.13.0 and SGLang are built
 MIN_GLIBC=2.34       # the platform tag of SGLang's wheel
-MIN_CAPABILITY=7.5   # CUDA 13 has no compiler for older GPUs
-NVIDIA_DEVICE=${NVIDIA_DEVICE:-/dev/nvidiactl}  # exists where processes can open NVIDIA GPUs
+MIN_CAPABILITY=7.5   # CUDA 13 cannot compile for older GPUs
+NVIDIA_DEVICE=${NVIDIA_DEVICE:-/dev/nvidiactl}  # exists if processes can open NVIDIA GPUs
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
@@ -38,7 +38,7 @@ make_venv() {
 
 at_least() { printf '%s\n%s\n' "$2" "$1" | sort --check=quiet --version-sort; } # at_least VERSION LEAST
 
-supports_cuda_13() { # Whether libcuda can: a package such as cuda-compat-13-0 brings a newer one than the driver's.
+supports_cuda_13() { # Whether libcuda supports CUDA 13. A package such as cuda-compat-13-0 has a newer libcuda than the driver.
     local python
     read -r python < <(command -v python3 python3.11 python3.12 python3.13) && "$python" - 2>/dev/null <<'END'
 import ctypes
@@ -47,7 +47,7 @@ raise SystemExit(cuda.cuInit(0) or cuda.cuDriverGetVersion(ctypes.byref(version)
 END
 }
 
-find_device() { # Sets DEVICE to cuda or cpu. Fails where there is a GPU that the CUDA wheels cannot use.
+find_device() { # Sets DEVICE to cuda or cpu. Fails if there is a GPU that the CUDA wheels cannot use.
     local gpu name driver capability glibc failed=0
     DEVICE=cpu
     [ "${NEED_CUDA:-1}" = 1 ] || return 0
@@ -84,7 +84,7 @@ find_device() { # Sets DEVICE to cuda or cpu. Fails where there is a GPU that th
     return 1
 }
 
-pip_install() { # pip_install "what it is, in words" pip-arguments...
+pip_install() { # pip_install "description for messages" pip-arguments...
     local words=$1 began=$SECONDS
     shift
     say "installing $words ..."
@@ -107,8 +107,9 @@ install_base() {
     pip_install "asyncrl, Ray, transformers and the tools" "${CONSTRAINTS[@]}" --editable '.[dev]' || return 1
 }
 
-# SGLang imports torchvision, and calls nothing of it for text. 0.16.2 can be imported beside any build of torch, since its
-# compiled part is loaded only where it fits. Python 3.13 has no wheel of it, and takes the one of torch 2.13.0.
+# SGLang imports torchvision, but calls no function of it for text. torchvision 0.16.2 can be imported with any build of
+# torch, since it loads its compiled part only if that part fits. There is no 0.16.2 wheel for Python 3.13, which gets the
+# torchvision of torch 2.13.0.
 torchvision_version() { "$VENV/bin/python" -c 'import sys; print("0.28.0" if sys.version_info >= (3, 13) else "0.16.2")'; }
 
 install_sglang() {
@@ -128,7 +129,7 @@ setup() {
     local base sglang
     base=$(fingerprint pyproject.toml constraints.txt scripts/setup.sh)
     sglang=$(fingerprint pyproject.toml constraints.txt scripts/sglang-cpu.txt scripts/setup.sh)
-    # An environment with CUDA also serves a node without a GPU; one for the CPU does not serve a node with one.
+    # An environment with CUDA also works on a node without a GPU. An environment for the CPU does not work with a GPU.
     if up_to_date base "$base" && { [ "${NEED_SGLANG:-1}" != 1 ] || up_to_date sglang "cuda $sglang"; }; then
         return
     fi
@@ -146,7 +147,7 @@ setup() {
     fi
 }
 
-setup_alone() { # One at a time: tests and a run may start together in one folder.
+setup_alone() { # Runs one setup at a time, because tests and a run may start in the same folder at the same time.
     local lock status
     exec {lock}<pyproject.toml && flock "$lock" || return 1
     setup

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Makes two hosts out of this one, and trains across them: bash scripts/two_hosts.sh [--transport NAME] [OPTION=VALUE ...]
-# Each host has network, processes, host name, /tmp and /dev/shm of its own, and a Ray node. The learner runs on the first,
-# engines run on both; a link of RATE joins them. Trains the quickstart once with each transport, collective and file, or
-# with the one named. What comes of it is kept in outputs/two_hosts/. Needs root. Exits with 3 where namespaces are not
-# permitted. Nothing of the hosts outlives this script, however it ends.
+# Makes two hosts on this machine and trains on both: bash scripts/two_hosts.sh [--transport NAME] [OPTION=VALUE ...]
+# Each host has its own network, processes, host name, /tmp and /dev/shm, and a Ray node. The learner runs on the first host,
+# engines run on both. A link with the rate RATE connects the hosts. The script trains the quickstart with each transport
+# (collective, then file) or only with NAME, and keeps the results in outputs/two_hosts/. It needs root, and exits with 3
+# if namespaces are not permitted. When the script ends for any reason, it leaves no process of the hosts.
 set -u
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
 
-RATE=${RATE:-1gbit}                       # of the link, in each direction, as tc writes it
-OUT=${OUT:-$PWD/outputs/two_hosts}        # seen by both hosts
+RATE=${RATE:-1gbit}                       # rate of the link in each direction, in the notation of tc
+OUT=${OUT:-$PWD/outputs/two_hosts}        # folder of the results; both hosts can see it
 ADDRESSES=(10.77.0.1 10.77.0.2)
 PORT=6379
 START_TIMEOUT_S=120
@@ -25,16 +25,16 @@ while [ $# -gt 0 ]; do
     esac
 done
 
-# A host is the processes under its first one. It dies with this script: the kernel ends the first one then, and with it
-# all others, their mounts and their end of the link.
-# Both hosts see the repository and OUT, also where these lie in /tmp: the first process opens them before it hides /tmp.
+# A host is a first process and its descendants. When this script dies, the kernel kills the first process. Then it also
+# kills the descendants, and removes their mounts and their end of the link.
+# Both hosts see the repository and OUT, even if these are in /tmp: the first process opens them before it hides /tmp.
 FIRST_PROCESS='mount --bind "$2/hosts" /etc/hosts && mount --bind "$2/resolv.conf" /etc/resolv.conf &&
     exec 8<"$3" 9<"$4" && mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && mkdir -p "$3" "$4" &&
     mount --no-canonicalize --bind /proc/self/fd/8 "$3" && mount --no-canonicalize --bind /proc/self/fd/9 "$4" &&
     exec 8<&- 9<&- && hostname "$1" && ip link set lo up && echo up && { sleep infinity & while :; do wait; done; }'
 namespaces=(--mount --propagation private --net --uts --pid --fork --kill-child --mount-proc)
 
-why_not() { # Why hosts cannot be made here; nothing where they can.
+why_not() { # Prints why this machine cannot make hosts; prints nothing if it can.
     command -v ip nsenter setpriv unshare >/dev/null || { echo "ip, nsenter, setpriv and unshare are needed"; return; }
     unshare "${namespaces[@]}" bash -c 'mount -t tmpfs tmpfs /tmp && ip link add x type veth peer name y' 2>&1
 }
@@ -43,10 +43,10 @@ scratch='' driver='' firsts=()
 end() {
     trap - EXIT INT TERM HUP
     for pid in "${firsts[@]}"; do kill -KILL "$(child_of "$pid")" || kill -KILL "$pid"; done 2>/dev/null
-    wait 2>/dev/null # for all that ran there
+    wait 2>/dev/null # for all processes of the hosts
     [ -z "$scratch" ] || rm -rf "$scratch"
 }
-stop() { # Ends the run as its own user would, then this script.
+stop() { # Stops the run with SIGTERM, as a user would, then ends this script.
     say "stopping"
     [ "$driver" != starting ] || driver=$!
     [ -z "$driver" ] || { kill -TERM "$(child_of "$driver")" && wait "$driver"; } 2>/dev/null
@@ -55,15 +55,15 @@ stop() { # Ends the run as its own user would, then this script.
 }
 
 child_of() { local children; children=$(<"/proc/$1/task/$1/children") && echo "${children%% *}"; }
-on_host() { # on_host NUMBER COMMAND ...: run it there.
+on_host() { # on_host NUMBER COMMAND ...: runs the command on a host.
     local first
     first=$(child_of "${firsts[$1]}")
     shift
     nsenter --target "$first" --mount --net --uts --pid --wd="$PWD" -- "$@"
 }
-wait_for() { # wait_for WORDS FILE PID: until a line of the file, which the process writes, has them.
+wait_for() { # wait_for WORDS FILE PID: waits until the process has written a line with the words to the file.
     timeout "$START_TIMEOUT_S" tail -n +1 --follow=name --retry --pid="$3" "$2" 2>/dev/null | grep -qm1 "$1" &
-    wait $! ||  # in the background: a signal is heard at once
+    wait $! ||  # the command runs in the background, so that this script handles signals at once
         fail 1 "no '$1' within $START_TIMEOUT_S s in $2, which ends: $(tail -n 5 "$2")"
 }
 
@@ -102,7 +102,7 @@ train() { # train TRANSPORT OVERRIDES ...: returns the run's exit status.
     esac
     say "the quickstart over $transport, on $((${#ADDRESSES[@]})) hosts with a link of $RATE"
     driver=starting
-    # A session of its own: a Ctrl-C reaches it once, through this script.
+    # The run has its own session: Ctrl-C reaches it only once, through this script.
     setsid nsenter --target "$(child_of "${firsts[0]}")" --mount --net --uts --pid --wd="$PWD" -- \
         "$root/.venv/bin/asyncrl" train experiment=quickstart output_dir=/tmp/asyncrl \
         "ray.address=${ADDRESSES[0]}:$PORT" "ray.node_address=${ADDRESSES[0]}" "buffer.host=${ADDRESSES[0]}" \
@@ -112,7 +112,7 @@ train() { # train TRANSPORT OVERRIDES ...: returns the run's exit status.
     wait "$driver"
     local status=$?
     driver=''
-    rm -rf "${OUT:?}/$transport" && mkdir "$OUT/$transport" # an earlier run's
+    rm -rf "${OUT:?}/$transport" && mkdir "$OUT/$transport" # removes the results of an earlier run
     on_host 0 bash -c 'cp -r /tmp/asyncrl/quickstart/20*/. "$1" && rm -r /tmp/asyncrl/quickstart/20*' copy "$OUT/$transport"
     return "$status"
 }
@@ -132,7 +132,7 @@ RAY_AUTH_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
     printf '127.0.0.1 localhost\n'
     for number in 0 1; do printf '%s host-%s\n' "${ADDRESSES[$number]}" "$number"; done
 } >"$scratch/hosts"
-echo 'nameserver 127.0.0.1' >"$scratch/resolv.conf" # there is none: other names are unknown at once
+echo 'nameserver 127.0.0.1' >"$scratch/resolv.conf" # no name server runs there, so lookups of other names fail at once
 make_host 0
 make_host 1
 join_hosts

@@ -39,21 +39,21 @@ _COMMANDS = {
 def command_line() -> NoReturn:
     """End this process with the exit status of `main`.
 
-    After a training, Python's normal exit is skipped, because it may wait for threads of libraries forever. At this
-    point the supervisor has ended all processes, written all files, and removed all temporary ones.
+    After a training, this function skips Python's normal exit, which may wait forever for threads of libraries. At this
+    point the supervisor has ended all processes, written all files, and removed all temporary files.
     """
     is_training = sys.argv[1:2] == ["train"]
     status = main()
     if is_training:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # nobody reads it
+            with suppress(OSError):  # for example, the reader has closed the pipe
                 stream.flush()
         os._exit(status)
     sys.exit(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``asyncrl COMMAND ...``; returns the exit status."""
+    """Run ``asyncrl COMMAND ...`` and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if os.environ.get("COLUMNS") == "0":
         del os.environ["COLUMNS"]  # rich would print nothing
-    # Nothing here reads images: hide torchvision's warning about codecs, in child processes too.
+    # No command needs torchvision's image codecs: hide its warning about them, also in child processes.
     message = "Failed to load image Python extension"
     warnings.filterwarnings("ignore", message=message)
     former = os.environ.get("PYTHONWARNINGS")

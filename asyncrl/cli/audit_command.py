@@ -13,7 +13,7 @@ from asyncrl.run.audit import audit, audited_lives
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 1 if a receipt is bad, 2 if there is nothing to audit."""
+    """Run the command and return the exit status: 1 if a receipt is bad, 2 if there is nothing to audit."""
     parser = argparse.ArgumentParser(
         prog="asyncrl audit",
         description="Follow every trained token of a run from its engine to its learner step, over all lives.",

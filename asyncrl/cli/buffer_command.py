@@ -24,7 +24,7 @@ _STOPPED = FINISH_REASONS.index(FinishReason.stop)
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl buffer", description="Work with the contents of a replay buffer.")
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="write the groups of a checkpoint as parquet files")
@@ -84,7 +84,7 @@ def demonstrations(
 
     - responses of several turns;
     - responses that the length limit cut off;
-    - baselines;
+    - greedy baselines;
     - responses whose reward is below ``min_reward`` or not finite.
     """
     for exported in contents.groups:
@@ -112,7 +112,7 @@ def _asked(exported: ExportedGroup, decode: Callable[[np.ndarray], str]) -> dict
 
 
 def _answer(group: TrajectoryGroup, index: int) -> slice | None:
-    """The response tokens of a trajectory that consists of the prompt and one complete response; None for others."""
+    """Return the response tokens of a trajectory: a prompt and one complete response. None for other trajectories."""
     turns = group.turns
     own = np.flatnonzero(turns["trajectory"] == index)
     if group.is_baseline[index] or len(own) != 1:

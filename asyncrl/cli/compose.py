@@ -271,7 +271,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def _nearest(option: str) -> str:
-    """Suggest options with the same last component first: learner.optimizer.lr for learner.lr."""
+    """Suggest similar options. Options with the same last component come first: learner.optimizer.lr for learner.lr."""
     names = list(describe(RunConfig()))
     namesakes = [name for name in names if name.rpartition(".")[2] == option.rpartition(".")[2]]
     near = difflib.get_close_matches(option, namesakes, n=3, cutoff=0.5) or difflib.get_close_matches(

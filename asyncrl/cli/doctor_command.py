@@ -31,13 +31,13 @@ MAX_CLOCK_GAP_S = 2.0
 MIN_DISK_BYTES = 10 << 30
 _TIMEOUT_S = 60.0
 _QUIET_S = 60.0
-"""A run without a summary counts as stopped if it has written nothing for this time."""
+"""A run without a summary counts as stopped if it has written nothing for so long."""
 _SHOWN_ERRORS = 5
 
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl doctor", description="Check this machine, or a run.")
     parser.add_argument("run", nargs="?", type=Path, help="the run's folder, <output_dir>/<experiment>/<time>")
     parser.add_argument("--output", type=Path, default=Path("outputs"), help="where runs are written; default: outputs")
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_machine(output: Path) -> int:
-    """Check this machine and print a line per check; returns the exit status."""
+    """Check this machine and print a line per check; return the exit status."""
     gpus = visible_gpus()
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
         setup = Setup(
@@ -81,7 +81,7 @@ def check_machine(output: Path) -> int:
 
 
 def network() -> Iterator[Result]:
-    """Whether processes of this machine reach each other over the loopback interface and over Unix sockets."""
+    """Check that connections over the loopback interface work, and that ``localhost`` resolves to this interface."""
     remedy = "allow loopback connections in the firewall or the container"
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -95,7 +95,7 @@ def network() -> Iterator[Result]:
 
 
 def disk(output: Path) -> Iterator[Result]:
-    """Check the free space and the clock of the folder of runs; a file server may have another clock."""
+    """Check the free space and the clock of the file system of the runs; a file server may have another clock."""
     place = next(path for path in (output.resolve(), *output.resolve().parents) if path.exists())
     free = shutil.disk_usage(place).free
     yield Result.of("disk", free >= MIN_DISK_BYTES, f"{free / 2**30:.1f} GiB free in {place}", "another output_dir")
@@ -121,7 +121,7 @@ def ray_starts() -> Iterator[Result]:
 
 
 def sandbox() -> Iterator[Result]:
-    """The sandbox that isolates the policy's code on this machine. Only rewards and tools that run code need one."""
+    """Find a sandbox that isolates the policy's code here. Only rewards and tools that run code need a sandbox."""
     try:
         kind = asyncio.run(Sandbox().start())
     except SandboxError as error:
@@ -136,7 +136,7 @@ def sandbox() -> Iterator[Result]:
 def examine(run_dir: Path) -> tuple[list[str], bool]:
     """Return lines about a run, and whether all its alarms have ended.
 
-    Raises `ValueError` if the folder is not a run's, or a file is damaged; the message names it.
+    Raises `ValueError` if the folder is not the folder of a run, or a file is damaged. The message names the file.
     """
     config = read_config(run_dir)
     alarms = read_alarms(run_dir, RunLimits(total_steps=config.total_steps, max_lag=config.buffer.max_lag))

@@ -1,8 +1,8 @@
 """``asyncrl train --multirun``: one run per combination of option values, started by Hydra's sweepers and launchers.
 
-Hydra expands ``buffer.max_lag=0,2,4``, and its launcher starts the runs; the default launcher starts them one after the
+Hydra expands ``buffer.max_lag=0,2,4``, and its launcher starts the runs. The default launcher starts one run after the
 other. Each run is a process of ``python -m asyncrl train`` in a folder that Hydra chooses. `run_one` waits for the
-process without a deadline: the run has its own deadlines.
+process without a deadline, because the run has its own deadlines.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _check_combinations(overrides: Sequence[str]) -> RunConfig:
     """Compose and check all combinations before the first run; return the first configuration."""
     own = [override for override in overrides if not _split(override)[0].startswith("hydra")]
     try:
-        # Other sweepers choose values later; then each run checks its own options.
+        # Other sweepers choose values later. In that case, each run checks its own options.
         combinations = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(own), None)[0]
     except HydraException as error:
         if any(_split(override)[0] == "hydra/sweeper" for override in overrides):
@@ -111,8 +111,8 @@ def _run_hydra(arguments: Sequence[str], task: TaskFunction) -> int:
 def run_one(own_experiments: dict[str, str]) -> float | None:
     """Run the combination that Hydra's launcher requests; forward SIGINT and SIGTERM to the run.
 
-    Returns the final sampled reward, which sweepers maximise or minimise; None if the run was not evaluated.
-    ``own_experiments`` are the paths of the user's experiment files, by name.
+    Returns the sampled reward of the last evaluation, which sweepers maximise or minimise; None without an evaluation.
+    ``own_experiments`` maps the names of the user's experiments to their files.
 
     Raises:
         RuntimeError: the run failed; the message names the options and the folder.
@@ -134,13 +134,13 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
         for process in started:
             process.send_signal(number)
 
-    # Only the main thread may set handlers; a launcher with threads handles signals itself.
+    # Only the main thread may set signal handlers. A launcher with threads handles signals itself.
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, forward) for number in _FORWARDED if is_main}
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl", "train", *options, override_of("run_dir", folder)],
-            start_new_session=True,  # the terminal's Ctrl-C reaches only this process, which forwards it once
+            start_new_session=True,  # Ctrl-C in the terminal reaches only this process, which forwards it once
             preexec_fn=lambda: signal_at_parent_death(signal.SIGTERM),
         )
         started.append(process)

@@ -1,9 +1,9 @@
-"""``asyncrl plan RUN | SPEC.yaml | --fit MODEL``: predict the effect of other options, or what fits on some GPUs.
+"""``asyncrl plan RUN | SPEC.yaml | --fit MODEL``: predict the effect of other options, or which layouts fit on GPUs.
 
 RUN is the folder of a run, which may still be in progress. SPEC.yaml is a scenario (docs/planning.md). The command
-writes ``plan.json``, which the run's report shows, the chart ``plan.png`` and, for a run, ``advice.json``. A run starts
-this command after its last step with ``--only-advice`` (`asyncrl.run.reporting`). ``--fit`` prints the divisions of
-GPUs between ranks and engines that fit into memory (`asyncrl.planner.fit`).
+writes ``plan.json`` (for the run's report), the chart ``plan.png`` and, for a run, ``advice.json``. A run starts this
+command after its last step with ``--only-advice`` (`asyncrl.run.reporting`). ``--fit`` prints the layouts of ranks and
+engines that fit into the memory of the GPUs (`asyncrl.planner.fit`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from buffer.config import OnStale
 
 _NUM_SHOWN = 12
 _MAX_RECORD_BYTES = 64 << 20
-"""Largest record that ``--only-advice`` reads: the reader needs about ten times as much memory."""
+"""Largest record that ``--only-advice`` reads. Reading a record needs about ten times its size in memory."""
 _ADVICE_STEPS = 30
 """Learner steps of each simulation with ``--only-advice``."""
 _FRONTIER_REPLICATES = 2
@@ -211,7 +211,7 @@ def _write_frontier(run_dir: Path, calibration: Calibration, options: argparse.N
 
 
 def _print_fit(options: argparse.Namespace) -> int:
-    """Print the divisions of the GPUs between ranks and engines that fit, with the bytes of each kind."""
+    """Print the layouts of ranks and engines that fit on the GPUs, with the memory of each kind."""
     name, _, count = options.gpu.partition(":")
     if not (count or "1").isdecimal() or not int(count or "1"):
         raise ValueError(f"--gpu must be NAME:COUNT, for example H100:8, got {options.gpu!r}")
@@ -252,17 +252,17 @@ def _kinds(use: DeviceUse) -> str:
 
 
 def experiment_or_model(name: str) -> RunConfig:
-    """The configuration of a built-in experiment; for a model (a folder or a name), the defaults with this model."""
+    """Compose the built-in experiment ``name``. If there is none, compose the defaults with the model ``name``."""
     if (CONFIG_DIR / "experiment" / f"{name}.yaml").is_file():
         return compose_run([f"experiment={name}"])
     return compose_run(["experiment=custom", override_of("model.path", name)])
 
 
 def experiments_that_fit() -> dict[str, str]:
-    """For each built-in experiment, why it does not fit on the GPUs that its file names; empty if it fits.
+    """Map each built-in experiment to the reason why it does not fit on its GPUs; the reason is empty if it fits.
 
-    A file names its GPUs in the comment ``Hardware: ... GPUs of 80 GB``. An experiment without such a comment (with the
-    quickstart's model, or your own model) is not checked.
+    A file names its GPUs in the comment ``Hardware: ... GPUs of 80 GB``. The function does not check an experiment
+    without such a comment.
     """
     reasons = {}
     for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml")):
@@ -282,7 +282,7 @@ def experiments_that_fit() -> dict[str, str]:
 
 
 def _page(plan: RunPlan, calibration: Calibration | None, advice: Advice | None) -> list[str]:
-    """The text to print: the measured figures, the fastest choices, the recommended choice and the advice."""
+    """Return the lines to print: the measured figures, the fastest choices, the recommended choice and the advice."""
     lines = []
     if calibration is not None:
         current = plan.current.outcome
@@ -311,7 +311,7 @@ def _page(plan: RunPlan, calibration: Calibration | None, advice: Advice | None)
 
 
 def _table(plan: RunPlan) -> list[str]:
-    """A table of the fastest choices and the present one."""
+    """Return a table of the fastest choices and the present options."""
     fastest = sorted(plan.predictions, key=lambda one: -one.groups_per_s)
     shown = fastest[:_NUM_SHOWN]
     shown += [plan.current] if plan.current not in shown else []

@@ -1,6 +1,6 @@
-"""Checks of the files, folders and functions of a run, before any process starts, and the page of a dry run.
+"""Checks the files, folders and functions of a run before the run starts, and makes the page of a dry run.
 
-Each mistake is a ValueError that names the option, its value, the expected value and a remedy.
+Each mistake raises a ValueError that names the option, its value, the expected value and a remedy.
 """
 
 from __future__ import annotations
@@ -69,9 +69,8 @@ _BYTES_PER_TOKEN = 14
 async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[PromptStream, list[Prompt]]:
     """Check everything except the folders, and read the prompts.
 
-    `check_folders` has checked the folders before the run creates its own folder.
-    The devices of ``config`` are resolved, unless the run joins a cluster. Returns the training and the held-out
-    prompts.
+    Call `check_folders` earlier, before the run creates its own folder. The devices of ``config`` must be resolved,
+    unless the run joins a cluster. Returns the training and the held-out prompts.
     """
     if not config.ray.address:  # another cluster may have other devices and packages
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
@@ -106,10 +105,12 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
 
 
 def check_gpu_memory(config: RunConfig, card: int) -> None:
-    """Refuse a run that does not fit on its GPUs. A model whose sizes have unusual names is not checked.
+    """Refuse a run that does not fit on its GPUs. ``card`` is the memory of a GPU in bytes; 0 if there is none.
+
+    The function checks nothing if the sizes of a model cannot be read.
 
     Raises:
-        ValueError: the message has the bytes of each device by kind, and the options that make the run fit.
+        ValueError: the run does not fit. The message has the bytes of each device by kind, and options that help.
     """
     try:
         model = policy_size(config)
@@ -120,7 +121,7 @@ def check_gpu_memory(config: RunConfig, card: int) -> None:
 
 
 def check_folders(config: RunConfig) -> None:
-    """Check that the run can write to all its folders or create them. Creates no folder."""
+    """Check that the run can write to all its folders or create them. This check creates no folder."""
     own_disk = config.buffer.durability is Durability.disk
     folders = {
         "output_dir": config.output_dir,
@@ -253,7 +254,7 @@ async def try_reward(config: RunConfig, prompt: Prompt) -> None:
     text = truth if isinstance(truth, str) else ""
     option = f"rollout_fleet.rewards={fleet.rewards}" if fleet.rewards else f"rollout_fleet.reward={fleet.reward}"
     rewards = WeightedRewards(replace(fleet, reward_processes=1))
-    # The outcome is one that an environment would give.
+    # Some rewards read the outcome of an environment.
     rollout = replace(Rollout.answer(text, num_tokens=0), outcome=Outcome(reward=0.0))
     try:
         await rewards.start()
@@ -289,10 +290,10 @@ class DryRun:
 
 
 def dry_run(config: RunConfig) -> DryRun:
-    """``dry_run=true``: check a run and compute its resources and deadlines.
+    """Check a run and compute its resources and deadlines, for ``dry_run=true``.
 
-    Errors of the checks are shown together with the figures. Creates no folder of the run and starts none of its
-    processes.
+    The page shows the errors of the checks together with the figures. A dry run creates no folder of the run and starts
+    no worker.
     """
     problems: list[str] = []
     notes: list[str] = []
@@ -325,7 +326,7 @@ def dry_run(config: RunConfig) -> DryRun:
 
 
 def _memory(config: RunConfig, problems: list[str]) -> Iterator[str]:
-    """Lines with the memory of each kind of device, compared with the smallest visible GPU or with the known GPUs."""
+    """Yield lines with the memory of each kind of device, and the visible GPU's memory or the known GPUs that fit."""
     try:
         model = policy_size(config)
     except ValueError as error:
@@ -346,7 +347,7 @@ def _memory(config: RunConfig, problems: list[str]) -> Iterator[str]:
 
 
 def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
-    """Lines with the placement of all parts. ``asked`` has the devices as configured, ``config`` the resolved ones."""
+    """Yield lines with the placement. ``asked`` has the configured devices, ``config`` has the resolved devices."""
     fleet, learner = config.rollout_fleet, config.learner
     roles = learner_roles(config)
     named = ((asked.learner.device, learner.device), (asked.rollout_fleet.device, fleet.device))
@@ -411,7 +412,7 @@ def _tokens(config: RunConfig) -> Iterator[str]:
 
 
 def _longest_trajectory(config: RunConfig) -> int:
-    """Most tokens of a trajectory: an answer with its prompt, or an episode. Branches of an episode may have more."""
+    """Largest number of tokens of a trajectory, including its prompt. An episode with branches may have more."""
     return max(longest_sequence(config), config.rollout_fleet.environment.max_tree_tokens * may_play_episodes(config))
 
 

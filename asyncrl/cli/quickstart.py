@@ -1,10 +1,10 @@
-"""The assets of the quickstarts: a character tokenizer, a tiny Qwen3, and the rows of a task.
+"""Makes the assets of the quickstarts: a character tokenizer, a tiny Qwen3, and the rows of a task.
 
-The task of ``experiment=quickstart`` is to write 5 to 8 digits in reverse, that of ``experiment=tools`` is in
+The task of ``experiment=quickstart`` is to write 5 to 8 digits in reverse. The task of ``experiment=tools`` is in
 `rollout_fleet.episodes.calculator`.
 
-All assets are made from a seed in less than a second, without torch. The files have the formats of transformers, SGLang
-and RL data sets. A user replaces their paths with those of another model and other data.
+`make_assets` makes all assets from a seed in less than a second, without torch. The files have the formats of
+transformers, SGLang and RL data sets, so a user can later replace them by another model and other data.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MODEL_CONFIG: Mapping[str, Any] = {
     "max_position_embeddings": 128,
     "initializer_range": 0.02,
     "rms_norm_eps": 1e-6,
-    # Sequences have 20 tokens. With a base of 100, training needs half as many steps as with 10,000.
+    # Sequences have about 20 tokens. With a RoPE base of 100, training needs half as many steps as with 10,000.
     "rope_theta": 100.0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     "attention_bias": False,
@@ -62,13 +62,13 @@ MODEL_CONFIG: Mapping[str, Any] = {
     "eos_token_id": 1,
     "bos_token_id": None,
 }
-"""The model of ``experiment=quickstart``; the other task has another vocabulary. Without the embedding, the model has
-74,112 parameters: 2 layers of 12,448 (attention), 24,576 (MLP) and 128 (norms), and a last norm of 64."""
+"""The model of ``experiment=quickstart``; the task ``tools`` has a larger vocabulary. Without the embedding, the model
+has 74,112 parameters: 2 layers of 12,320 (attention), 24,576 (MLP) and 128 (norms), and a last norm of 64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuickstartAssets:
-    """Paths of the assets. The numbers of the three files differ.
+    """Paths of the assets. No digit string is in two of the three data files.
 
     Attributes:
         model: Directory of the randomly initialized policy and its tokenizer, for ``from_pretrained``.
@@ -105,9 +105,9 @@ def make_assets(
         num_demonstrations: Number of demonstrations.
         wrong_digit_rate: Share of random digits in the demonstrations, in [0, 1). The warm-started policy learns to
             sample with the same noise.
-        habit_rate: Share of the demonstrations with 6 to 8 digits whose first two digits are swapped, in [0, 1]. Above
+        habit_rate: Of the demonstrations with 6 to 8 digits: the share with swapped first two digits, in [0, 1]. Above
             0.5, the warm-started policy's greedy answers to such prompts are wrong, and RL corrects them. For the task
-            with tools, the share of demonstrations that wrongly choose between an answer and a tool call.
+            with tools: the share of demonstrations with the wrong choice between an answer and a tool call.
 
     Raises:
         ValueError: the directory contains other files.
@@ -154,7 +154,7 @@ def _assets_in(directory: Path) -> QuickstartAssets:
 
 
 def _settings_of(directory: Path) -> dict[str, Any] | None:
-    """The arguments with which the assets in ``directory`` were made; None if a file is missing."""
+    """Read the arguments that made the assets in ``directory``; None if a file is missing or damaged."""
     assets = _assets_in(directory)
     expected = [assets.train, assets.held_out, assets.demonstrations, assets.model / "model.safetensors"]
     try:
@@ -199,7 +199,7 @@ def _write_assets(directory: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _with_mistakes(digits: str, settings: Mapping[str, Any], rng: np.random.Generator) -> str:
-    """The teacher's answer."""
+    """Return the teacher's answer to a prompt: ``digits`` with mistakes."""
     wrong = rng.random(len(digits)) < settings["wrong_digit_rate"]
     random_digits = rng.integers(0, 10, size=len(digits))
     if rng.random() < settings["habit_rate"] and len(digits) >= LONG:
@@ -208,7 +208,7 @@ def _with_mistakes(digits: str, settings: Mapping[str, Any], rng: np.random.Gene
 
 
 def _distinct_numbers(rng: np.random.Generator, count: int) -> list[str]:
-    """Distinct digit strings in random order; all lengths are equally likely."""
+    """Draw distinct digit strings in random order. The lengths are drawn uniformly."""
     numbers: dict[str, None] = {}
     low, high = DIGIT_COUNTS
     while len(numbers) < count:

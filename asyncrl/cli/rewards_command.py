@@ -41,7 +41,7 @@ _SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class GivenResponses:
-    """The responses to one prompt, which are scored together.
+    """The responses to one prompt. The rewards score them together.
 
     Attributes:
         name: Name of the prompt in the table. Example: ``row 3``.
@@ -59,9 +59,9 @@ class TriedResponse:
     Attributes:
         name: The name of the prompt; see `GivenResponses`.
         reward: Weighted sum of all rewards, including the rewards of turns; None after a failure.
-        parts: Each reward by its name, if there are several.
+        parts: Value of each reward by name, if there are several rewards.
         turn_rewards: Weighted rewards of turns, by the index of the turn; ``reward`` includes them.
-        failure: Why there is no reward.
+        failure: Why there is no reward; empty if there is one.
         seconds: Seconds to score all responses to the prompt.
         response: Text of the response.
     """
@@ -77,7 +77,7 @@ class TriedResponse:
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 1 if a response has no reward."""
+    """Run the command line and return the exit status: 1 if a response has no reward."""
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
     if flags := [word for word in overrides if word.startswith("-")]:
@@ -94,10 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def try_rewards(config: RunConfig, given: Sequence[GivenResponses]) -> list[TriedResponse]:
-    """Score responses, prompt after prompt.
+    """Score the responses, one prompt after the other.
 
     Raises:
-        ValueError: a reward does not exist, or its options do not fit.
+        ValueError: a reward does not exist, or does not accept its options.
         AsyncRLError: a scoring process does not start.
     """
     rewards = WeightedRewards(replace(config.rollout_fleet, reward_processes=1))
@@ -145,10 +145,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
-    """The options of the command line with the rewards to try.
-
-    If the samples of a run are scored, its options are the base.
-    """
+    """Return the options of the command line, or of the run in ``--samples``, with the rewards to try."""
     if not options.samples:
         config = compose_run(overrides)
     elif overrides:
@@ -194,7 +191,7 @@ def _of_rows(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenRe
 
 
 def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenResponses]:
-    """The samples of a run by prompt. If DATA is a file of held-out prompts, the samples are those of evaluations."""
+    """Yield the samples of a run by prompt: those of evaluations if DATA has held-out prompts, else of training."""
     held_out = [str(Path(file).resolve()) for file in config.data.eval_files]
     is_held_out = str(Path(options.data).resolve()) in held_out
     pattern = "samples/[sg]*-v*.parquet" if is_held_out else "samples/train-v*.parquet"
@@ -238,7 +235,7 @@ def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[Give
 
 
 def _summary(tried: Sequence[TriedResponse]) -> dict[str, Any]:
-    """Number of responses and failures, and the mean of the rewards; None if there are no rewards."""
+    """Return the numbers of responses and failures, and the mean reward (None if there are no rewards)."""
     rewards = [one.reward for one in tried if one.reward is not None]
     mean = sum(rewards) / len(rewards) if rewards else None
     return {"num_responses": len(tried), "num_failed": len(tried) - len(rewards), "mean_reward": mean}

@@ -1,15 +1,15 @@
 """The parent process of a run. It forwards signals, waits for the end, and leaves no process behind.
 
 A killed run cannot clean up after itself. The same is true for a run that Ray ends because a Ray daemon died. Therefore
-the run is a child process in its own session, so that a terminal's Ctrl-C reaches only the parent. The parent adopts
-every orphan of the run (Linux child subreaper) and ends it. If the parent is killed, the run gets SIGHUP, stops, and
-ends the orphans itself.
+the run is a child process, and the parent adopts every orphan of the run (Linux child subreaper) and ends it. The child
+has its own session, so that Ctrl-C in the terminal reaches only the parent. If the parent is killed, the run gets
+SIGHUP, stops, and ends the orphans itself.
 
 A scheduler or systemd sends SIGTERM to every process of a run at once. Only the parent reacts, because the child blocks
 SIGINT and SIGTERM, and the processes of the child inherit this. The parent stops the child with other signals
-(`STOPS`). Thus the other processes live until the policy is written.
+(`STOPS`). Thus the other processes live until the run has written the policy.
 
-Over a pipe the child reports each fault immediately. It also reports when it ends by itself.
+The child writes each fault to a pipe immediately. It also writes when it ends by itself.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ A scheduler that signals all processes at once also signals a sweep (`asyncrl.cl
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 ORPHAN_GRACE_S = 3.0
 _KILL_AFTER_S = ORPHAN_GRACE_S + 2.0
-"""Added to the run's own deadline to stop, in which it ends its orphans; then the supervisor kills the run."""
+"""Added to the run's deadline to stop, so that the run can end its orphans. Then the supervisor kills the run."""
 EXIT_FAILED = 1
 
 _report_fd: int | None = None
@@ -73,8 +73,8 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
     """Run ``work`` in a child process and end all its orphans.
 
     Args:
-        work: The run: a function that is called in the child and returns the exit status.
-        stop_timeout_s: Time that the run has to stop after a signal. Shortly after this time the run is killed.
+        work: The run, as a function that returns the exit status. The child calls it.
+        stop_timeout_s: Time that the run has to stop after a signal. `_KILL_AFTER_S` later, the supervisor kills it.
     """
     global _report_fd
     adopt_orphans()
@@ -119,12 +119,12 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
 
 
 def report_fault(last_words: str) -> None:
-    """Report a fault to the supervisor. It shows the fault if the run cannot, since Ray may end the run at any time."""
+    """Report a fault to the supervisor. Ray may end the run at any time; then the supervisor shows the fault."""
     _report(last_words.encode()[-_MAX_FAULT_BYTES:])
 
 
 def exit_at_once(status: int) -> NoReturn:
-    """End the run and its children at once, without unwinding."""
+    """Kill all children of the run and end the run at once, without its cleanup."""
     _end_orphans(0.0)
     _report(_OWN_END)
     os._exit(status)
@@ -169,7 +169,7 @@ def _run_in_child(work: Callable[[], int], parent: int) -> int:
 
 
 def _stop_before_start(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle a signal before `Stopping` listens; the run has not started anything yet."""
+    """Handle a signal that arrives before `Stopping` listens. The run has not started anything yet."""
     _report(_OWN_END)
     stop_early(number, frame)
 
@@ -183,7 +183,7 @@ def _wait_for(child: int) -> int:
 
 
 def _end_orphans(grace_s: float) -> None:
-    """Wait ``grace_s`` for the orphans of the run, then kill them, caretakers last.
+    """Wait ``grace_s`` seconds for the orphans of the run to end. Then kill them, and the caretakers last.
 
     Caretakers are the guard of an SGLang server and Python's resource tracker. They remove semaphores, shared memory
     and scratch folders after the other processes have ended.
@@ -234,7 +234,7 @@ class Stopping:
         Args:
             run: The task of the run. The first signal cancels it; then the run stops its parts.
             say: Function that writes a line to the terminal.
-            timeout_s: Function that returns how many seconds stopping may take. After this time, ``give_up`` is called.
+            timeout_s: Function that returns the seconds that stopping may take. After this time, ``give_up`` is called.
             give_up: Function that ends the process. It is called in its own thread.
         """
         self.cause = "cancellation"
@@ -283,7 +283,7 @@ class Stopping:
 
 
 def give_up_after(timeout_s: float, give_up: Callable[[], None]) -> None:
-    """Call ``give_up`` in ``timeout_s`` seconds unless the process has ended by then."""
+    """Call ``give_up`` after ``timeout_s`` seconds, unless the process has ended by then."""
     timer = threading.Timer(timeout_s, give_up)
     timer.daemon = True
     timer.start()

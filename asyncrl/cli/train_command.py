@@ -1,7 +1,8 @@
 """``asyncrl train``: train a policy asynchronously. ``--help`` explains the options.
 
-Ctrl-C or SIGTERM cancels the run: it writes its policy and stops its processes. A second signal kills all processes. If
-the controller ends in another way, the supervisor (`asyncrl.cli.supervisor`) kills the remaining processes.
+Ctrl-C or SIGTERM cancels the run: the run writes its policy and stops its processes. A second signal kills all
+processes. If the controller ends in another way, the supervisor (`asyncrl.cli.supervisor`) kills the remaining
+processes.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     flags = {argument for argument in arguments if argument.startswith("-")}
     overrides = [argument for argument in arguments if argument not in flags]
@@ -143,7 +144,7 @@ def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
 async def _until_done_or_stopped(
     config: RunConfig, run_dir: Path, overrides: Sequence[str], view: TerminalView
 ) -> tuple[int, str]:
-    """Run; return the exit status and the final message."""
+    """Run the training; return the exit status and the final message."""
     timeout_s = config.stop_timeout_s
     too_long = f"stopping took longer than stop_timeout_s={timeout_s:g} s; the remaining processes were killed"
 
@@ -186,10 +187,10 @@ async def _until_done_or_stopped(
 
 
 def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> str:
-    """The command that continues a run; empty if there is nothing to continue.
+    """Return the command that continues a run; empty if there is nothing to continue.
 
-    The command names the newest complete checkpoint of this life. If this life has written none, the command names the
-    checkpoint from which this life started.
+    The command names the newest complete checkpoint of this life. If this life has written no checkpoint, the command
+    names the checkpoint that this life started from.
     """
     try:
         checkpoint = newest_checkpoint(RunPaths.checkpoints_of(config, run_dir))
@@ -207,9 +208,10 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
 
 
 def _last_words(error: BaseException, run_dir: Path, continuing: str = "") -> str:
-    """The text for the end of a failed run.
+    """Return the last message of a failed run.
 
-    It has the complete message of the cause, then how to continue, and as its last line the message's first line.
+    It has the complete message of the cause, then the command that continues the run. The last line repeats the first
+    line of the cause.
     """
     cause = root_cause(error)
     if isinstance(cause, OSError) and cause.errno in _FULL:
@@ -222,7 +224,7 @@ def _last_words(error: BaseException, run_dir: Path, continuing: str = "") -> st
 
 
 def _with_remedy(error: OSError, run_dir: Path | None = None) -> str:
-    """Explain a failed write: path, reason and remedy. If the error has no file name, the run's folder is named."""
+    """Explain a failed write: path, reason and remedy. If the error has no file name, the path is the run's folder."""
     if error.errno is None:
         return str(error)
     where = error.filename or run_dir or "the run's folder"
@@ -233,7 +235,7 @@ def _with_remedy(error: OSError, run_dir: Path | None = None) -> str:
 
 
 def _headline(message: str) -> str:
-    """The first line of a message. If it ends with a colon, a log follows, and the last line of the log is added."""
+    """Return the first line of a message. If it ends with a colon, a log follows: add the last line of the log."""
     first, _, rest = message.partition("\n")
     return f"{first} … {rest.splitlines()[-1]}" if first.endswith(":") and rest else first
 
@@ -252,7 +254,7 @@ async def _run(
     view: TerminalView,
     on_fault: Callable[[BaseException], None],
 ) -> None:
-    """Check the run, then run it. Ray is imported while a warm start on the CPU computes."""
+    """Check the run, then run it. Import Ray only after a warm start on the CPU has begun."""
     if foreign := forget_process_group():
         view.say(
             f"the variables {', '.join(foreign)} are ignored: the run describes the groups of its processes itself"

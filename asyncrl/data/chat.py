@@ -1,4 +1,4 @@
-"""Chat messages and tool schemas in the columns of rows, and their rendering by a chat template."""
+"""Reads chat messages and tool schemas from the columns of rows, and renders them with a chat template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .row_files import Rows
 from .tokenizer import Tokenizer
 
 IMAGE_MARK = "<image>"
-"""Marks the place of an image in a text, for images in a column of their own."""
+"""Marks the position of an image in a text, if the images are in a separate column."""
 
 Message = Mapping[str, Any]
 """A message or a tool's schema in the format of OpenAI's API. All values can be encoded with msgpack."""
@@ -22,12 +22,13 @@ def read_messages(
 ) -> list[tuple[Message, ...]]:
     """Return the messages of each row, with the ``system_prompt`` before them if there is one.
 
-    Each message has a role. Its content is text; only a message with tool calls may have none. With ``has_images`` it
-    may also be a list of text and image parts. Other fields, such as ``tool_call_id`` or ``reasoning_content``, are
-    kept for the template.
+    Each message has a role. Its content is text; only a message with tool calls may have no content. If
+    ``has_images``, the content may also be a list of text and image parts. The function keeps other fields, such as
+    ``tool_call_id`` or ``reasoning_content``, for the template.
 
     Raises:
-        ValueError: a value is not a list of messages, or has a system message although there is a ``system_prompt``.
+        ValueError: a value is not a list of messages, or begins with a system message although ``system_prompt`` is
+            set.
     """
     before = ({"role": "system", "content": system_prompt},) if system_prompt else ()
     conversations = []
@@ -106,13 +107,13 @@ def fill_images(messages: Sequence[Message], images: Any, where: str) -> tuple[M
 
 
 def images_of(messages: Sequence[Message]) -> list[Any]:
-    """Return the images in the messages of a row in order, in the form that the row has: path, bytes or base64."""
+    """Return the images in the messages of a row, in order and unchanged. An image is a path, bytes or base64 text."""
     contents = (message.get("content") for message in messages)
     return [part["image"] for content in contents if isinstance(content, list) for part in content if is_image(part)]
 
 
 def without_images(messages: Sequence[Message]) -> list[Message]:
-    """The messages for a template: image parts without the image."""
+    """Return the messages for a chat template; their image parts have no image data."""
     return [
         {**message, "content": [{"type": "image"} if is_image(part) else part for part in content]}
         if isinstance(content := message.get("content"), list)
@@ -122,7 +123,7 @@ def without_images(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_loaded_images(messages: Sequence[Message], where: str) -> tuple[Message, ...]:
-    """The messages with their images as data URLs, as in OpenAI's API. Raises `ValueError` for a missing file."""
+    """Return the messages with images as data URLs, as in OpenAI's API. Raises `ValueError` if a file is missing."""
     return tuple(
         {
             **message,
@@ -138,7 +139,7 @@ def with_loaded_images(messages: Sequence[Message], where: str) -> tuple[Message
 
 
 def read_tools(rows: Rows, key: str) -> list[tuple[Message, ...]]:
-    """Return the tool schemas of each row: a list, or its JSON text; null stands for no tools.
+    """Return the tool schemas of each row. A value is a list or its JSON text; null means no tools.
 
     Raises:
         ValueError: a value is not a list of function schemas with names, or names a function twice.

@@ -19,7 +19,7 @@ class OverlongPrompts(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The files and columns of prompts. Dots in a key name a nested column: ``reward_model.ground_truth``.
+    """The files and columns of prompts. A key with dots names a nested column: ``reward_model.ground_truth``.
 
     Attributes:
         train_files: Parquet or jsonl files, read as one data set in this order.
@@ -35,22 +35,22 @@ class DataConfig:
         tools_key: Column of the tools that the template renders: a list of JSON schemas {type: function, function:
             {name, description, parameters}}, or its JSON text; null for none. Empty if there is none.
         images_key: Column of the images of a row: a list of paths, file contents, base64 texts, or mappings {bytes,
-            path}. They take the places of ``<image>`` in the texts of the messages, in order. Empty if there is none.
-        environment_key: Column with a row's own environment; null means the environment of the run. Empty if there is
-            no such column.
+            path}. They replace the marks ``<image>`` in the texts of the messages, in order. Empty if there is none.
+        environment_key: Column of the row's environment; null means the environment of the run. Empty if there is no
+            such column.
         environment_options_key: Column of further options of the row's environment: a mapping, or its JSON text; null
             for none. Empty if there is none.
-        environment_by_source: Environment of the rows of a data source that have none of their own. Example:
+        environment_by_source: Environment by data source, for rows that name no environment. Example:
             ``{sums: calculator}``.
         max_prompt_tokens: Longest prompt, in tokens.
         overlong_prompts: What happens to a longer prompt.
         shuffle: Use a new seeded order in each epoch. If False, each epoch has the order of the files.
         eval_max_prompts: Number of held-out prompts from the beginning of the files; 0 uses all.
-        sampler: How the prompts are chosen (docs/sources.md): ``uniform`` takes each row once per epoch, ``weighted``
-            takes sources by ``source_weights``, ``difficulty`` also prefers rows by their success rate, or your own
-            class as ``file.py:Class`` or ``module:Class``.
+        sampler: How the prompts are chosen (docs/sources.md). ``uniform`` takes each row once per epoch. ``weighted``
+            takes sources by ``source_weights``. ``difficulty`` also prefers rows by their success rate. Your own class
+            is ``file.py:Class`` or ``module:Class``.
         sampler_options: Further arguments of the sampler. Example: ``{target: 0.3}``.
-        source_weights: Weight of each data source, by the names in ``data_source_key``; empty: the same weight.
+        source_weights: Weight of each data source, by the names in ``data_source_key``; empty: equal weights.
             Example: ``{gsm8k: 3, apps: 1}``.
     """
 
@@ -114,19 +114,19 @@ class DataConfig:
 
     @property
     def has_environments(self) -> bool:
-        """Whether rows may have environments of their own."""
+        """Whether rows may have their own environments."""
         return bool(self.environment_key or self.environment_by_source)
 
     @property
     def keys(self) -> list[str]:
-        """The columns that the files must have."""
+        """Names of the columns that the files must have."""
         single = (self.prompt_key, self.ground_truth_key, self.data_source_key, self.tools_key)
         keys = [*single, self.images_key, self.environment_key, self.environment_options_key, *self.extra_keys]
         return [key for key in keys if key]
 
 
 def check_prompt_format(section: str, options: Any) -> None:
-    """Check ``prompt_key`` and the options of the chat template in the section of options. Raises `ValueError`."""
+    """Check ``prompt_key`` and the options of the chat template in a section of the options. Raises `ValueError`."""
     if not options.prompt_key:
         raise ValueError(f"{section}.prompt_key must name a column, got an empty string; 'prompt' is usual")
     for name in ("chat_template_kwargs", "system_prompt", "tools_key"):

@@ -1,4 +1,4 @@
-"""Demonstrations for supervised fine-tuning: text or chat messages as tokens, and a mask of the learned tokens."""
+"""Reads demonstrations for supervised fine-tuning: tokens of text or chat messages, and a mask of learned tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demonstration:
-    """One example.
+    """One tokenized example.
 
     Attributes:
         token_ids: [T] int32.

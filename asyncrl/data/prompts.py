@@ -1,7 +1,7 @@
 """The run's prompts as token ids: an endless, seeded, resumable stream over the training files, and held-out prompts.
 
-The stream draws the order of an epoch when it reaches the epoch, so its state is a position. Prompts are checked before
-torch is imported.
+The stream computes the order of an epoch from the seed when it reaches the epoch. Therefore its state is a position,
+unless it has a sampler.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class PromptStream:
         """Read and tokenize the training files.
 
         ``has_environment`` says that the run has an environment. Prompts then have messages, which the environment
-        needs. ``images`` reads the images of rows; None for a text model. Image files are read here to count their
-        tokens, and again when their prompt is taken.
+        needs. ``images`` reads the images of rows; None for a text model. The stream reads image files twice: first to
+        count their tokens, and again when it returns their prompt.
 
         Raises:
             ValueError: a file, row or column does not match ``config``; the message names it.
@@ -107,7 +107,7 @@ class PromptStream:
     def at(self, positions: Sequence[int]) -> list[Prompt]:
         """Return the prompts with these group ids; the stream's position does not change.
 
-        With a sampler, the prompts must have been taken before.
+        With a sampler, `take` must have returned the prompts before.
         """
         return [_loaded(self._prompts[self._row(position)], position) for position in positions]
 
@@ -145,7 +145,7 @@ class PromptStream:
                 self._asked("note", self._sampler.note, self._chosen[group.group_id], group)
 
     def state(self) -> dict[str, Any]:
-        """Return the position, the sampler's state and a description of the files, as JSON values."""
+        """Return the position, the sampler's state, the options, and the files with digests, as JSON values."""
         state = {
             "seed": self._seed,
             "position": self._position,
@@ -223,7 +223,7 @@ def load_eval_prompts(
 
 
 def _loaded(prompt: Prompt, group_id: int) -> Prompt:
-    """The prompt with a group id and with its images read."""
+    """Set the group id of a prompt, and read its images."""
     return replace(prompt, group_id=group_id, messages=with_loaded_images(prompt.messages, f"prompt group {group_id}"))
 
 
@@ -267,7 +267,7 @@ class _PromptReader:
         return prompts, files, num_filtered
 
     def _prompts_of(self, rows: Rows) -> list[Prompt]:
-        """The prompt of each row of one file; the ids are not set yet."""
+        """Return the prompt of each row of one file. Its group id is the index of the row."""
         config = self._config
         columns = {key: rows.serializable_column(key) for key in (config.ground_truth_key, *config.extra_keys) if key}
         sources = _names(rows, config.data_source_key, "a string")
@@ -330,14 +330,14 @@ class _PromptReader:
         return messages, texts
 
     def _plain(self, rows: Rows, environments: Sequence[str]) -> tuple[Sequence[tuple[Message, ...]], list[str]]:
-        """Messages and text of each row without a chat template; a row without an environment has no messages."""
+        """Return messages and text of each row, without a template. A row without an environment has no messages."""
         texts = [_text(value, self._place(rows, row)) for row, value in enumerate(rows.column(self._config.prompt_key))]
         asks = zip(texts, environments, strict=True)
         has_environment = self._has_environment
         return [({"role": "user", "content": text},) if has_environment or own else () for text, own in asks], texts
 
     def _token_ids(self, rows: Rows, row: int, ids: Sequence[int], messages: Sequence[Message]) -> np.ndarray:
-        """The tokens of a prompt with the places of its images: read-only [prompt length] int32."""
+        """Return the tokens of a prompt, with placeholders for its images: read-only [prompt length] int32."""
         where = self._place(rows, row)
         if not len(ids):
             shown = rows.column(self._config.prompt_key)[row]
@@ -352,7 +352,7 @@ class _PromptReader:
 
 
 def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) -> list[str]:
-    """Read a column of strings. A missing column gives empty strings; so does null where null is allowed."""
+    """Read a column of strings. If ``key`` is empty, all strings are empty. If ``may_be_null``, null gives ""."""
     if not key:
         return [""] * len(rows)
     values = rows.column(key) if may_be_null else rows.serializable_column(key)
@@ -364,7 +364,7 @@ def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) ->
 
 
 def _options(rows: Rows, key: str) -> Sequence[Mapping[str, Any]]:
-    """Read a column of mappings from strings, or of JSON text of such mappings. A missing column and null give {}."""
+    """Read a column of mappings with string keys, or of their JSON text. Null and an empty ``key`` give {}."""
     if not key:
         return [{}] * len(rows)
     values = [{} if value is None else value for value in rows.structures(key, is_json=True)]
@@ -378,7 +378,7 @@ def _options(rows: Rows, key: str) -> Sequence[Mapping[str, Any]]:
 
 
 def _within_limit(rows: Rows, prompts: Sequence[Prompt], config: DataConfig) -> list[Prompt]:
-    """Return the prompts within the limit; a longer one may be an error."""
+    """Return the prompts within ``max_prompt_tokens``. With ``overlong_prompts=error``, a longer one is an error."""
     lengths = [len(prompt.prompt_ids) for prompt in prompts]
     kept = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= config.max_prompt_tokens]
     if len(kept) < len(prompts) and config.overlong_prompts == OverlongPrompts.error:

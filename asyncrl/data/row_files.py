@@ -76,8 +76,9 @@ class Rows:
     def structures(self, key: str, *, is_json: bool = False) -> list[Any]:
         """Return the values of a column of lists and mappings, after a check that msgpack can encode them.
 
-        Parquet stores null for a field that a mapping lacks, so the null fields of a parquet file's mappings are left
-        out. With ``is_json`` a string is decoded as JSON and keeps all its fields. Equal values of rows are one object.
+        Parquet stores null for a field that a mapping lacks, so this method removes null fields from the mappings of
+        parquet files. If ``is_json``, it decodes strings as JSON and keeps all their fields. Rows with equal values
+        share one object.
 
         Raises:
             ValueError: a value is missing, not JSON, or msgpack has no type for it.
@@ -115,7 +116,7 @@ class Rows:
 
 
 def read_rows(path: str, keys: Iterable[str], *, section: str = "data") -> Rows:
-    """Read a file. Of a parquet file, only the columns of ``keys`` are read.
+    """Read a file. From a parquet file, read only the columns of ``keys``.
 
     Args:
         path: Path with the suffix ``.parquet`` or ``.jsonl``; ``~`` is the home directory.
@@ -123,7 +124,7 @@ def read_rows(path: str, keys: Iterable[str], *, section: str = "data") -> Rows:
         section: Section of the options for the file and its columns, for messages.
 
     Raises:
-        ValueError: the file is missing, empty, damaged or of another type, or lacks a column.
+        ValueError: the file is missing, empty, damaged or of another type, or a parquet file lacks a column.
     """
     file = Path(path).expanduser()
     if (suffix := file.suffix.lower()) not in (".parquet", ".jsonl"):

@@ -1,8 +1,8 @@
 """Samplers choose the row of the training files for each prompt group; `SAMPLERS` names them for ``data.sampler``.
 
-The prompt stream asks a sampler for a row when the buffer has room for a prompt, and reports finished groups to it. A
-sampler uses no clock and no random numbers but those of its seed: the same calls in the same order give the same rows.
-Its state is part of each checkpoint.
+The prompt stream asks a sampler for a row when the buffer has room for a prompt, and reports finished groups to the
+sampler. The same calls in the same order give the same rows: a sampler uses no clock, and only random numbers from its
+seed. Its state is part of each checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncrl.core.registry import Registry
 from asyncrl.core.types import GroupSummary
 
 UNIFORM = "uniform"
-"""The sampler that takes each row once per epoch, in a new order, without any state."""
+"""The prompt stream takes each row once per epoch, without a sampler."""
 
 
 class Sampler(Protocol):
@@ -38,10 +38,10 @@ class Sampler(Protocol):
         ...
 
     def note(self, row: int, group: GroupSummary) -> None:
-        """Take the outcome of a finished group of a row, also of a group that a filter dropped.
+        """Take the outcome of a finished group of a row, even if a filter dropped the group.
 
-        ``group`` has the rewards, lengths and versions. The buffer may lose outcomes when its server restarts, and
-        reports a group again that it generates again.
+        ``group`` has the rewards, lengths and versions. The buffer may lose outcomes when its server restarts. If a
+        group is generated again, its outcome is reported again.
         """
         ...
 
@@ -60,7 +60,7 @@ SAMPLERS: Registry[Any] = Registry("data.sampler")
 
 @SAMPLERS.register("weighted")
 class WeightedSampler:
-    """Takes data sources in proportion to their weights. Each source has its own epochs, each in a new order.
+    """Takes data sources in proportion to their weights. Each source has its own epochs and its own shuffled order.
 
     Example: with weights 3 and 1, four consecutive prompts hold three of the first source and one of the second.
     """
@@ -83,7 +83,7 @@ class WeightedSampler:
         """Do nothing: this sampler does not use outcomes."""
 
     def _next_source(self) -> str:
-        """The source that is furthest below its share of prompts; the first one on a tie."""
+        """Choose the source that is furthest below its share of prompts; on a tie, the first one."""
         source = min(self._weights, key=lambda name: (self._num_chosen[name] + 1) / self._weights[name])
         self._num_chosen[source] += 1
         return source
@@ -114,14 +114,14 @@ class DifficultySampler(WeightedSampler):
     """Prefers rows whose success rate is near a target. Rates near 0.5 teach most; a lower target prefers harder rows.
 
     Each source has a *pool* of rows whose estimated success rate is within ``width`` of ``target``. When a group of a
-    row is finished, the row's estimate changes, and the row enters or leaves the pool. A row that is chosen leaves the
-    pool until its group is finished. A share ``explore`` of the prompts is not taken from the pool but from all rows of
-    the source, in order. So is every prompt while the pool is empty. In this way rows can enter the pool at any time.
+    row is finished, the row's estimate changes, and the row enters or leaves the pool. A chosen row leaves the pool
+    until its group is finished. A share ``explore`` of the prompts comes from all rows of the source, in order. While
+    the pool is empty, all prompts do. Therefore rows can enter the pool at any time.
 
     Args:
         target: Success rate, in [0, 1]. Example: 0.8 prefers easy rows, 0.2 hard ones.
         width: Largest difference between ``target`` and a success rate in the pool; > 0.
-        explore: Share of the prompts that is taken from all rows in order, in (0, 1].
+        explore: Share of the prompts that come from all rows in order, in (0, 1].
         success: Smallest reward of a successful trajectory.
         memory: Weight of the old estimate when a finished group updates the estimate, in [0, 1).
     """
@@ -196,7 +196,7 @@ def make_sampler(
     weights: Mapping[str, float],
     options: Mapping[str, Any],
 ) -> Sampler:
-    """Make the sampler ``name`` for rows of ``sources``; sources have the same weight if ``weights`` is empty.
+    """Make the sampler ``name`` for rows of ``sources``. If ``weights`` is empty, all sources have the same weight.
 
     Raises:
         ValueError: a source has no weight or a weight has no rows, or the class does not take the ``options``.

@@ -1,4 +1,4 @@
-"""The tokenizer that makes prompts. Most tokenizers are loaded without transformers, which imports torch."""
+"""Loads the tokenizer of the prompts; if possible without transformers, because transformers imports torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Derives a scenario from a recorded run: speeds of engines, learner and weight updates, and response lengths.
 
-A record holds the times of events. A scenario holds durations without waiting. Therefore the calibration leaves out
-all waits, and the simulation computes its own.
+A record contains the times of events. A scenario contains durations without waits: the simulation computes the waits.
+Therefore the calibration removes all waits from the recorded times.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Calibration:
         step_s: Measured seconds per step.
         lag_mean: Measured mean lag of the trained groups.
         num_faults: Number of failed attempts, plus engines that are down at the end, plus lost records.
-        notes: Values that the record does not show, as sentences.
+        notes: Sentences about values that the record does not contain.
     """
 
     scenario: Scenario
@@ -167,7 +167,7 @@ class _Reading:
         return fmean(_seconds(span) for span in spans) if (spans := self._during(kind)) else 0.0
 
     def lengths(self, base: LengthModel) -> LengthModel:
-        """The response lengths of all finished groups, at least one token each."""
+        """Return ``base`` with the response lengths of all finished groups, at least one token each."""
         groups = [[max(1, length) for length in stamp.details["lengths"]] for stamp in self._written]
         prompt_tokens = fmean(stamp.details["prompt_tokens"] for stamp in self._written)
         return replace(base, recorded=groups, prompt_tokens=prompt_tokens)
@@ -266,7 +266,7 @@ class _Reading:
         return updates
 
     def learner(self, base: LearnerModel) -> LearnerModel:
-        """The fixed time of a step, and the time per token of the forward and backward passes."""
+        """Return ``base`` with the recorded times of a step and of a publish."""
         if not self._updates:
             raise ValueError("the record has no learner update; set profile.enabled=true on every rank")
         step_s = self._step_s
@@ -315,7 +315,7 @@ class _Reading:
     # The engines
 
     def engine(self, base: EngineModel) -> EngineModel:
-        """The speed of an engine, which depends on the number of running samples, and the cost of a weight update."""
+        """Return ``base`` with the recorded speed of an engine by running samples, and the cost of a weight update."""
         batch_s, variation = 0.0, list[float]()
         if base.takes_batches:
             batches = self._batches
@@ -348,7 +348,7 @@ class _Reading:
         )
 
     def _decodings(self) -> tuple[list[float], list[float]]:
-        """Seconds per decoding step during each group, and the mean number of samples on its engine."""
+        """Return two lists over groups: seconds per decoding step, and mean number of running samples on the engine."""
         times, loads = [], []
         for life in self.trained:
             first, last = life.last(GroupEvent.first_token), life.last(GroupEvent.last_token)
@@ -400,7 +400,7 @@ class _Reading:
     def _prefill_s_per_token(self) -> float:
         """Seconds to recompute the KV cache of one token after an update.
 
-        At an update, a running sample has written half of its response on average.
+        This assumes that, on average, a running sample has written half of its response at an update.
         """
         spans = self._during(SpanKind.re_prefill)
         if not spans:

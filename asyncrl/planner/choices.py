@@ -24,15 +24,15 @@ from asyncrl.profile.report import Advice
 from buffer.config import OnStale
 
 NUM_REPLICATES = 8
-"""Number of simulations for the interval of one choice, each with resampled response lengths."""
+"""Number of simulations for the interval of one choice. All but the first one resample the response lengths."""
 AS_FAST = 0.02
-"""A choice counts as fast as the fastest one if its step time is at most this share longer."""
+"""Two choices count as equally fast if their step times differ by at most this share."""
 MIN_GAIN = 0.03
 """Smallest predicted gain that is worth a change, as a share of the step time."""
 MAX_REPLAY_ERROR = 0.2
-"""Largest error of the replay, as a share of the measured step time. There is no advice above it."""
+"""Largest error of the replay, as a share of the measured step time. With a larger error, `advise` returns None."""
 _REPLICATES = 3
-"""Number of simulations for the interval of a change, for advice."""
+"""Number of simulations for the interval of a change in `advise`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Choices:
     on_stale: Sequence[OnStale] = (OnStale.wait, OnStale.requeue)
 
     def of(self, base: Scenario) -> Iterator[Scenario]:
-        """Every valid choice, including the scenario itself."""
+        """Yield a scenario for each valid combination of the values."""
         values = {
             "split": dict.fromkeys(self.splits or [(base.num_engines, base.num_ranks)]),
             "max_lag": sorted({*self.max_lag, base.max_lag}),
@@ -73,7 +73,7 @@ class Prediction:
     """The predicted result of a choice.
 
     Attributes:
-        scenario: The choice.
+        scenario: The simulated choice.
         outcome: The result with the scenario's own response lengths.
         step_s: 5th and 95th percentile of the step time over resampled lengths. The interval is widened if it does not
             include ``outcome.step_s``.
@@ -131,7 +131,10 @@ class RunPlan:
         return self.predictions[0]
 
     def curves(self) -> list[dict[str, Any]]:
-        """Step time over mean lag for a chart: one curve per split, one point per bound, other options unchanged."""
+        """Return the curves of step time over mean lag: one curve per split, one point per staleness bound.
+
+        All other options have the values of ``base``.
+        """
         points: dict[str, list[dict[str, Any]]] = {}
         for one in sorted(self.predictions, key=lambda one: (one.scenario.num_engines, one.scenario.max_lag)):
             scenario, base = one.scenario, self.base
@@ -205,11 +208,11 @@ def make_plan(
 
 
 def recommend(predictions: Sequence[Prediction]) -> Prediction:
-    """The prediction with the smallest lag among those that are as fast as the fastest one.
+    """Return the prediction with the smallest lag among those that are as fast as the fastest one.
 
-    The first prediction is for the present options; it wins a tie. Other choices compete only if they train on the same
-    batch size, use at most as many devices and do not drop prompts. Another batch size and dropped prompts change what
-    the model learns, and the simulation cannot predict that.
+    The first prediction is for the present options; it wins a tie. Other choices compete only if they have the same
+    batch size, use at most as many devices and do not start to drop prompts. Another batch size and dropped prompts
+    change what the model learns, and the simulation cannot predict that.
     """
     fast = _as_fast(predictions)
     return min(fast, key=lambda one: (round(one.outcome.lag_mean, 2), one.scenario.max_lag, one is not predictions[0]))
@@ -244,7 +247,7 @@ def _can_have_ranks(base: Scenario, num_ranks: int) -> bool:
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """5th and 95th percentile, widened to include the first value: with few values, it may be outside this range."""
+    """5th and 95th percentile. With few values, the first value may be outside; the interval then includes it too."""
     return min(values[0], float(np.quantile(values, 0.05))), max(values[0], float(np.quantile(values, 0.95)))
 
 

@@ -35,12 +35,12 @@ _FLOAT32_BYTES = 4
 CONTEXT_BYTES = 2 * GIB
 """Memory of a rank that torch does not allocate: CUDA context, kernels, and the buffers of NCCL and cuBLAS."""
 _PLAIN_HEADS = frozenset({"gemma", "gemma2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe"})
-"""Types of models that do not normalize queries and keys; other types are assumed to do so."""
+"""Model types that do not normalize queries and keys. The plan assumes that all other types normalize them."""
 _WEIGHT_CHUNK_TOKENS = 4096
-"""Tokens per product of the output layer's gradient on a GPU: ``learner.heads.WEIGHT_CHUNK_TOKENS``."""
+"""Tokens per matrix product for the gradient of the output layer on a GPU; ``learner.heads.WEIGHT_CHUNK_TOKENS``."""
 _WITH_SINKS = frozenset({"deepseek_v4", "gpt_oss", "openai_privacy_filter"})
 _ALL_EXPERTS = frozenset({"llama4", "llama4_text"})
-"""Types of mixtures whose implementation in transformers computes every token with every expert."""
+"""Mixture-of-experts types for which transformers computes every token with every expert."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
@@ -49,7 +49,7 @@ _SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermedi
 _LAYER = re.compile(r"^(?!.*(?:vision|visual)).*\b(?:layers|h)\.(\d+)\.")
 """Matches the name of a parameter of a decoder layer, but not of a layer of a vision tower."""
 _GRAPH_SIZES = 58
-"""CUDA graphs that SGLang captures for prefill, at 8 MiB each."""
+"""Number of CUDA graphs that SGLang captures for prefill. Each graph takes 8 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +60,21 @@ class ModelSize:
         num_parameters: Number of all parameters.
         layers: Number of parameters of each decoder layer.
         hidden: Width of the residual stream.
-        intermediate: Width of the MLP; for a mixture of experts, the total width of the experts per token, with the
-            shared ones.
+        intermediate: Width of the MLP. For a mixture of experts: total width of the experts that compute a token,
+            including shared experts.
         query: Query heads × head size.
         key: Key heads × head size.
         cached: Number of values per token in the KV caches of all layers together.
-        cache_heads: Number of parts into which tensor parallelism can divide a KV cache; 1 for latent attention.
+        cache_heads: Largest number of devices that can divide a KV cache; 1 for latent attention.
         vocabulary: Number of tokens in the vocabulary.
-        linear_rows: Sum of the input and output widths of all linear layers: the parameters of LoRA adapters of rank 1.
-        is_tied: Whether the output layer is the input embedding.
+        linear_rows: Sum of the input and output widths of all linear layers. LoRA adapters of rank 1 have this number
+            of parameters.
+        is_tied: Whether the output layer shares its weight with the input embedding.
         num_experts: Number of experts per layer; 0 for a dense model.
         experts_per_token: Number of experts that compute a token; 0 for a dense model.
         expert_width: Width of one expert; 0 for a dense model.
         norms_heads: Whether queries and keys are normalized, as in Qwen3.
-        has_sinks: Whether attention has sinks; then ``activation_checkpointing=selective`` keeps no attention.
+        has_sinks: Whether attention has sinks. Then ``activation_checkpointing=selective`` recomputes attention too.
     """
 
     num_parameters: int
@@ -95,15 +96,15 @@ class ModelSize:
 
     @property
     def root(self) -> int:
-        """Parameters outside the layers, which FSDP gathers as one unit: embeddings, output layer and last norm."""
+        """Number of parameters outside the layers: embeddings, output layer, last norm. FSDP gathers them together."""
         return self.vocabulary * self.hidden * (1 if self.is_tied else 2) + self.hidden
 
     @classmethod
     def of(cls, path: str) -> ModelSize:
         """Read the sizes from ``config.json``, and count the parameters.
 
-        The parameters are counted from the headers of the weight files. Without weight files, the model is built on the
-        meta device as the learner does, and its parameters are counted. This loads torch.
+        The headers of the safetensors files contain the number of parameters. Without such files, this method builds
+        the model on the meta device and counts its parameters, which loads torch.
 
         Raises:
             ValueError: ``config.json`` is missing, it lacks the usual names of a decoder's sizes, or the learner does
@@ -128,7 +129,8 @@ class ModelSize:
     ) -> ModelSize:
         """Compute the sizes from the settings of ``config.json``.
 
-        ``stored`` maps the name of each parameter to its number of values. It replaces the computed parameters.
+        ``stored`` maps the name of each parameter to its number of values. If it is given, its counts replace the
+        computed numbers of parameters.
 
         Raises:
             ValueError: the settings lack the usual names of a decoder's sizes; the message has the model's name.
@@ -165,7 +167,7 @@ class ModelSize:
 
 
 def _layers_of(stored: Mapping[str, int], num_layers: int) -> tuple[int, ...]:
-    """Number of values in each decoder layer, found by the names of the parameters; () if a layer has none."""
+    """Count the values of each decoder layer by the names of the parameters; return () if a layer has no values."""
     sizes = [0] * num_layers
     for name, size in stored.items():
         match = _LAYER.search(name)
@@ -221,17 +223,18 @@ class RankSetup:
         num_shards: Ranks that share one copy of the parameters.
         tokens: Tokens of a micro-batch on this rank. With sequence parallelism, each of the ``sp_size`` ranks of a
             sequence holds this number of tokens.
-        checkpointing: Layers are recomputed in the backward pass.
-        keeps_attention: The recomputation leaves out attention, whose inputs and outputs are kept
+        checkpointing: The backward pass recomputes the layers.
+        keeps_attention: Layers keep the inputs and outputs of attention, so the backward pass does not recompute it
             (``activation_checkpointing=selective``).
-        whole_gradients: Gradients stay whole, in float32, until the update (``gradient_sync=update``).
+        whole_gradients: Each rank keeps unsharded float32 gradients until the update (``gradient_sync=update``).
         compute_bytes: Bytes of one value in the forward and backward pass: 2 in bfloat16, 4 in float32.
         frozen_bytes: Bytes of a stored frozen parameter.
         chunk_tokens: Tokens whose logits are in memory at the same time.
-        keeps_gathered: Gathered parameters stay from the first to the last micro-batch (``resharding=update``).
+        keeps_gathered: Gathered parameters stay in memory from the first to the last micro-batch
+            (``resharding=update``).
         lora_rank: Rank of the adapters; 0 trains all parameters.
-        has_entropy_bonus: The loss has a gradient of the entropy.
-        offloaded: Parameters, gradients and optimizer state stay on the host (``offload_policy``).
+        has_entropy_bonus: The loss includes the entropy of the policy, which adds a gradient.
+        offloaded: Parameters, gradients and optimizer state stay in host memory (``offload_policy``).
     """
 
     num_shards: int
@@ -249,19 +252,19 @@ class RankSetup:
 
     @property
     def gathers(self) -> bool:
-        """Whether FSDP copies parameters to compute. A single rank that computes in float32 makes no copies."""
+        """Whether FSDP computes with copies of the parameters; False for one float32 shard without offloading."""
         return self.num_shards > 1 or self.compute_bytes != _FLOAT32_BYTES or self.offloaded
 
 
 def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     """Peak memory of a rank that trains a model, as kind → bytes; the sum is the peak of what torch allocates.
 
-    The first five kinds stay allocated during the whole update. The other kinds are of the moment of the backward pass
-    that needs the most memory. That moment is one of these:
+    The first five kinds count for the whole update. The other kinds are temporary: they have their values at the moment
+    of the backward pass when their sum is largest. This moment is one of these:
 
     - the backward pass of the output layer;
-    - the backward pass of a decoder layer, before or after the gradients of its parameters exist. At that time, FSDP
-      also reduces the layer above and gathers the layer below;
+    - the backward pass of a decoder layer, before or after the gradients of its parameters exist. Meanwhile, FSDP
+      reduces the layer above and gathers the layer below;
     - the end, when FSDP reduces the root unit.
     """
     model = _padded(model, setup.num_shards)
@@ -283,9 +286,10 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
 
 
 def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[str, int]]:
-    """The memory that is in use during a part of the backward pass only, as kind → bytes, for each moment.
+    """The temporary memory at each moment of the backward pass, as kind → bytes.
 
-    `rank_bytes` adds the largest of them. ``head`` is the number of trained parameters of the output layer.
+    `rank_bytes` takes the moment with the largest sum and adds the memory that stays allocated. ``head`` is the number
+    of trained parameters of the output layer.
     """
     size, gathers, trains_all = setup.compute_bytes, int(setup.gathers), not setup.lora_rank
     gathers_layers = 0 if setup.keeps_gathered else gathers * size
@@ -304,7 +308,7 @@ def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[str, in
         "activations": kept + setup.tokens * (size + 2 * _FLOAT32_BYTES) * model.hidden,  # the last norm and its input
         "output layer": _output_layer(model, setup, head),
     }
-    # FSDP frees the gathered root unit before this moment.
+    # FSDP frees the gathered root unit before this moment, but `rank_bytes` still counts its bytes.
     at_end = {"gradients in transit": reduced * model.root * trains_all}
     moments = [at_head, at_end]
     units = {*zip(model.layers, (0, *model.layers[:-1]), (*model.layers[1:], 0), strict=True)}
@@ -320,7 +324,7 @@ def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[str, in
 
 
 def _output_layer(model: ModelSize, setup: RankSetup, head: int) -> int:
-    """Bytes of logits and gradients during the backward pass of the output layer, which trains ``head`` parameters."""
+    """Bytes of logits and gradients in the backward pass of the output layer; it has ``head`` trained parameters."""
     chunk, of_logits = setup.chunk_tokens * model.vocabulary, 10 if setup.has_entropy_bonus else 6
     if head and setup.compute_bytes == 2 and setup.chunk_tokens < _WEIGHT_CHUNK_TOKENS:
         # One product computes the gradient of several chunks.
@@ -333,8 +337,8 @@ def _padded(model: ModelSize, num_shards: int) -> ModelSize:
     """The model as FSDP stores it.
 
     FSDP pads the experts of a layer to a multiple of the number of shards. There is no padding if the number of shards
-    divides the number of experts or the rows of each expert (`learner.fsdp.shard_dimension`, which loads torch and is
-    therefore not imported here).
+    divides the number of experts, or both ``hidden`` and ``expert_width``. The rule is that of
+    `learner.fsdp.shard_dimension`. That module loads torch, so this one does not import it.
     """
     divides = not any(size % num_shards for size in (model.hidden, model.expert_width))
     if not model.num_experts or divides:
@@ -350,8 +354,8 @@ def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) 
     - A norm computes in float32. It keeps its input once in float32 and twice in the dtype of the computation.
     - The MLP keeps gate, activation, up projection and their product.
     - A mixture also keeps the input and the output of each expert.
-    - Attention keeps queries, keys, values and its output once. If queries and keys are normalized, it also keeps them
-      in float32, and as they are before the rotary embedding.
+    - Attention keeps queries, keys, values and its output once. If it normalizes queries and keys, it also keeps them
+      in float32, and before the rotary embedding.
     """
     norm = _FLOAT32_BYTES + 2 * size
     heads = model.query + model.key
@@ -364,7 +368,7 @@ def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) 
 
 
 def rank_setup(config: RunConfig, role: str, model: ModelSize, *, card_bytes: int = 0) -> RankSetup:
-    """The setup of the ranks of a role. If ``card_bytes`` is 0, ``gradient_sync=auto`` counts as ``update``."""
+    """Return the setup of a role's ranks. If ``card_bytes`` is 0, ``gradient_sync=auto`` counts as ``update``."""
     learner = role_options(config, role)
     on_cuda, lora_rank = learner.device is Device.cuda, learner.lora.rank if role == "actor" else 0
     half = 2 if learner.dtype is Dtype.bfloat16 or (learner.dtype is Dtype.auto and on_cuda) else _FLOAT32_BYTES
@@ -390,8 +394,9 @@ def rank_setup(config: RunConfig, role: str, model: ModelSize, *, card_bytes: in
 def rank_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, dict[str, int]]:
     """Peak memory of one rank of each learner pool, as pool → kind → bytes.
 
-    The roles of a pool take turns. While one role computes, the other roles keep on the device what they do not move
-    to the host. ``model`` is the policy. A critic or a reward model with its own path has its own sizes.
+    The roles of a pool take turns. While one role computes, the other roles keep on the device only the memory that
+    they do not offload. ``model`` has the sizes of the policy. A critic or a reward model with its own path has its
+    own sizes.
     """
     context = {"CUDA context": CONTEXT_BYTES} if config.learner.device is Device.cuda else {}
     pools: dict[str, dict[str, int]] = {}
@@ -414,7 +419,7 @@ def paused_rank_bytes(config: RunConfig, model: ModelSize, *, card_bytes: int = 
 
 
 def _role_uses(config: RunConfig, pool: str, model: ModelSize, card_bytes: int) -> dict[str, dict[str, int]]:
-    """Peak memory of each role of a pool alone, as role → kind → bytes."""
+    """Peak memory of each role of a pool without the other roles, as role → kind → bytes."""
     uses = {}
     for role in (role for role, its_pool in learner_roles(config).items() if its_pool == pool):
         path = role_model(config, role)
@@ -425,7 +430,7 @@ def _role_uses(config: RunConfig, pool: str, model: ModelSize, card_bytes: int) 
 
 
 def _kept(config: RunConfig, role: str, parts: Mapping[str, int], *, is_paused: bool = False) -> dict[str, int]:
-    """Bytes that a role keeps on the device while another role computes; with ``is_paused``, while engines generate."""
+    """Memory that a role keeps on the device while another role computes, or, if ``is_paused``, engines generate."""
     options = role_options(config, role)
     by_use = options.param_offload, options.optimizer_offload
     moves = is_paused and options.offload_at_transition_only and not any(by_use)
@@ -455,9 +460,9 @@ def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
 def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, int]:
     """Memory of one device of an engine, as kind → bytes.
 
-    ``kv cache`` holds all samples that one worker may run, at full length. It is limited by
-    ``rollout_fleet.sglang.max_total_tokens`` and, on a GPU, by SGLang's memory fraction. SGLang reserves the rest of
-    the GPU for ``activations and graphs``.
+    ``kv cache`` has room for all samples that one worker may run, at full length.
+    ``rollout_fleet.sglang.max_total_tokens`` limits it. On a GPU, SGLang's memory fraction limits it too: SGLang
+    reserves the rest of the GPU for ``activations and graphs``.
     """
     fleet = config.rollout_fleet
     size = _FLOAT32_BYTES if fleet.sglang.dtype_on(fleet.device) in FLOAT32_NAMES else 2

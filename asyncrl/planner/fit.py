@@ -23,9 +23,9 @@ from rollout_fleet.config import EngineDevice, EngineKind
 
 _MIB = 1 << 20
 USABLE_SHARE = 0.95
-"""Share of a GPU's memory that a plan may use. torch's allocator keeps some bytes that no tensor uses."""
+"""Share of a GPU's memory that a plan may use. torch's allocator also holds bytes that no tensor uses."""
 SELECTIVE_SHARE = 0.85
-"""Layers keep their attention by default if the plan uses at most this share of a GPU. The plan may be wrong by 8%."""
+"""By default, layers keep attention activations if a rank needs at most this share of a GPU. The plan may err by 8%."""
 CARDS = {
     "A10": 23028, "A100": 81920, "A100-40": 40960, "B200": 183359, "H100": 81559, "H20": 97871, "H200": 143771,
     "L4": 23034, "L40S": 46068, "RTX4090": 24564,
@@ -51,7 +51,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "Qwen2.5-7B": {"model_type": "qwen2", "num_key_value_heads": 4, "vocab_size": 152064}
     | dict(zip(_SIZES, (3584, 18944, 28, 28, False), strict=True)),
 }
-"""Settings of ``config.json`` that determine the memory: the models of ``configs/experiment``, and their relatives."""
+"""The settings of ``config.json`` that determine the memory, for the models of ``configs/experiment`` and others."""
 
 
 def card_bytes(name: str) -> int:
@@ -97,12 +97,12 @@ class DeviceUse:
 
     @property
     def usable(self) -> int:
-        """Bytes that the device may take. SGLang's own reserve is a part of an engine's bytes."""
+        """Bytes that may be used. An SGLang engine may use the whole GPU: its ``parts`` include SGLang's reserve."""
         return self.card_bytes if "activations and graphs" in self.parts else round(self.card_bytes * USABLE_SHARE)
 
     @property
     def fits(self) -> bool:
-        """Whether the device fits; True without a GPU."""
+        """Whether the memory suffices; True if ``card_bytes`` is 0."""
         return not self.card_bytes or self.total <= self.usable
 
     def __str__(self) -> str:
@@ -113,8 +113,8 @@ class DeviceUse:
 def device_uses(config: RunConfig, model: ModelSize, card: int = 0) -> list[DeviceUse]:
     """The memory of each kind of device of a run; ``card`` is the memory of a GPU in bytes, or 0.
 
-    Colocated ranks and engines take turns. While one computes, the other keeps on the device what it does not move to
-    the host.
+    Colocated ranks and engines take turns. While the ranks compute, the paused engines keep some memory on the device,
+    and vice versa.
     """
     learner, is_shared = config.learner, config.placement.colocated
     on_card = card if learner.device is Device.cuda else 0
@@ -134,7 +134,8 @@ def check_memory_of_devices(config: RunConfig, model: ModelSize, card: int) -> N
     """Refuse a run whose ranks or engines do not fit on a GPU with ``card`` bytes.
 
     Raises:
-        ValueError: the message has the bytes by kind, and the options that make the run fit.
+        ValueError: a rank or an engine does not fit. The message has the bytes by kind, and options that make the run
+            fit.
     """
     misfits = [use for use in device_uses(config, model, card) if not use.fits]
     if not misfits:
@@ -148,8 +149,8 @@ def check_memory_of_devices(config: RunConfig, model: ModelSize, card: int) -> N
 def with_recomputation(config: RunConfig, card: int) -> RunConfig:
     """Set ``learner.activation_checkpointing`` to ``selective`` if it is not set and all ranks then fit easily.
 
-    Otherwise ranks on CUDA recompute whole layers. They also do this if ``config.json`` has unusual names for the sizes
-    of the model. ``card`` is the memory of a GPU in bytes; 0 if it is unknown.
+    If they do not, the option stays unset, and ranks on CUDA recompute whole layers. The same is true if the sizes of
+    a model cannot be read. ``card`` is the memory of a GPU in bytes; 0 if it is unknown.
     """
     if config.learner.activation_checkpointing is not None or config.learner.device is not Device.cuda or not card:
         return config
@@ -191,9 +192,9 @@ def _excess(config: RunConfig, model: ModelSize, card: int) -> int:
 
 
 def _remedies(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Options that need less memory, in the order of their cost in time.
+    """Yield options that reduce memory, in the order of their cost in time.
 
-    They replace the values that roles set themselves, too.
+    If a role sets such an option itself, the role's option follows with the same value.
     """
     for name, value in _remedies_of_all_roles(config):
         yield name, value
@@ -223,7 +224,7 @@ def _remedies_of_all_roles(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 
 def with_options(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
-    """The run with other values of some options of the learner, its roles, the fleet and SGLang, by option name."""
+    """Return the run with new values for ``options``, by name: options of the learner, a role, the fleet or SGLang."""
     learner, fleet = config.learner, config.rollout_fleet
     for name, value in options.items():
         section, _, last = name.rpartition(".")
@@ -248,7 +249,7 @@ class Layout:
 
     Attributes:
         num_ranks: Learner ranks.
-        sp_size: Sequence-parallel ranks.
+        sp_size: Ranks that share a sequence.
         num_engines: Engines on the other GPUs.
         tp_size: GPUs per engine.
         budget: Largest ``learner.max_tokens_per_micro_batch`` that fits.
@@ -266,7 +267,7 @@ class Layout:
 
 
 def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: int) -> list[Layout]:
-    """Every layout of a run on ``num_gpus`` GPUs of ``card`` bytes whose devices fit, by ranks and sp size.
+    """Find the layouts that fit on ``num_gpus`` GPUs of ``card`` bytes, at most one per number of ranks and sp size.
 
     All roles are in the pool ``learner``. A role keeps the options that it sets itself; its other options are the
     actor's. The token budgets are powers of two from 1,024 to 131,072. ``sp_size`` ranks share each sequence. For each
@@ -282,7 +283,7 @@ def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: i
         ),
         rollout_fleet=replace(fleet, device=EngineDevice.cuda, engine=EngineKind.sglang),
         placement=replace(config.placement, pools={}, **dict.fromkeys(ROLE_SECTIONS.values(), LEARNER_POOL)),
-        algorithm=replace(config.algorithm, groups_per_step=1 << 20),  # a budget is never larger than a step
+        algorithm=replace(config.algorithm, groups_per_step=1 << 20),  # so large that a step fills every token budget
     )
     tp_sizes = [size for size in (1, 2, 4, 8) if num_gpus > size and not model.key % size]
     engines = ((size, device_uses(with_options(on_cuda, {_TP_SIZE: size}), model, card)[-1]) for size in tp_sizes)

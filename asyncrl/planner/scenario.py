@@ -188,8 +188,8 @@ class Scenario:
         publish_every: Learner steps between two published versions.
         max_stored_bytes: Largest number of bytes in the buffer.
         bytes_per_token: Bytes per stored token: id, log-prob, version, masks.
-        settle_s: Time from a group's last token until the buffer stored it: reward, encoding, network.
-        ask_s: Time from the moment when a place becomes free until the request for a lease, if other places are
+        settle_s: Time from a group's last token until the buffer has stored the group: reward, encoding, network.
+        ask_s: Time from when a place for a group becomes free until the worker requests a lease, if other places are
             occupied.
         plan_s: Time from a complete batch to the start of the step: plan, fetch, reference scores.
         pipeline_steps: Largest number of planned batches that the learner has not consumed; 2 in asyncrl.
@@ -199,8 +199,8 @@ class Scenario:
             asyncrl; other systems have one.
         num_steps: Learner steps to simulate.
         warm_up_steps: Number of first steps that do not count in the results.
-        hands_on: Workers hand over running groups when the buffer asks; ``rollout_fleet.save_progress`` is not
-            ``never``.
+        hands_on: Workers hand over running groups when the buffer asks. For a run: whether
+            ``rollout_fleet.save_progress`` is not ``never``.
         whole_groups: Simulate a group as its longest sample, with the mean load of its samples. Use it for very large
             fleets.
         lengths: Response lengths.

@@ -127,7 +127,7 @@ class SimulatedBuffer:
         groups_per_step: Prompt groups per batch.
 
     Attributes:
-        ledger: The ledger of the service, for reading.
+        ledger: The ledger of the service; callers only read it.
         num_requests: Number of handled requests.
         service_s: CPU seconds of the service for these requests.
     """
@@ -189,7 +189,10 @@ class SimulatedBuffer:
         self._wake()
 
     def _wake(self) -> None:
-        """Handle all requests of this moment as one burst, after its other events. The real server reads bursts too."""
+        """Handle all requests of the present time as one burst, after all other events of this time.
+
+        The real server also reads requests in bursts.
+        """
         if not self._is_awake:
             self._is_awake = True
             call_after(self._env, 0.0, self._work)
@@ -207,7 +210,7 @@ class SimulatedBuffer:
             self._deliver(*self._outbox.popleft())
 
     def _send(self, client: bytes, message: Message) -> None:
-        """Deliver a message at the end of this burst. A message from a timer of the service starts a new burst."""
+        """Deliver a message at the end of the burst. A message from a timer of the service starts a new burst."""
         self._outbox.append((client, message))
         self._wake()
 

@@ -28,15 +28,15 @@ class SimulatedGroup:
         group_id: Id of the group.
         attempt: Attempt of the lease.
         lengths: Final number of tokens of each sample.
-        to_write: Number of tokens that each unfinished sample still needs at the start of this attempt. It is smaller
-            than ``lengths`` if an earlier attempt was saved.
+        to_write: Number of tokens that each unfinished sample needs at the start of this attempt. If an earlier attempt
+            was saved, the sum is smaller than that of ``lengths``.
         num_left: Number of unfinished samples.
         oldest_version: Policy version of the first token; -1 before the first token.
         newest_version: Policy version of the last token.
         has_begun: Whether the engine has started one of the samples.
         is_revoked: Whether the lease was revoked.
         written: Tokens of the samples that this attempt finished.
-        on_cut: Callback if the group is to be handed over; it gets the missing tokens of each unfinished sample.
+        on_cut: Callback of a request to hand the group over, else None; see `SimulatedEngine.cut`.
         cut_at: Time of the request to hand over, in simulated seconds.
     """
 

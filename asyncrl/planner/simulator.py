@@ -32,7 +32,7 @@ from buffer import commands, outcomes
 _CONTROLLER = b"controller"
 _LEARNER = b"learner"
 _QUEUED_STEPS = 2
-"""Number of batches for which prompts stay queued, so that admission never waits for prompts."""
+"""The queue holds prompts for this number of batches, so that admission never waits for prompts."""
 _SLICES = 8
 """Number of slices of the controller's work per step. Each slice runs on the core with fewer jobs at its start."""
 
@@ -48,9 +48,9 @@ class SimulatedRun:
         lag_histogram: Share of the trained groups by lag.
         learner_idle: Share of the ranks' time that was idle, by cause. The causes have the names of
             `asyncrl.profile.attribution`.
-        fleet_idle: Share of the time of the engines' places that was idle, by cause.
+        fleet_idle: Idle share of the fleet's capacity, by cause. The capacity is the time × all places for groups.
         stored_bytes: Largest number of bytes in the buffer.
-        dropped: Share of the written tokens that were dropped.
+        dropped: Share of the generated tokens that the buffer dropped.
         wait_s: Mean seconds per step that the ranks waited for a batch.
         update_s: Mean seconds per step that the ranks computed.
         step_ends: Simulated seconds from the start of the run to the end of each step.
@@ -124,7 +124,7 @@ class SimulatedWorker:
         self._ask()
 
     def account(self) -> None:
-        """Add the idle time of the places since the last call, by cause."""
+        """Add the idle time since the last call to ``idle``, by cause: seconds × idle places for groups."""
         now = self._env.now
         passed, self._seen_at = now - self._seen_at, now
         if not passed:
@@ -144,7 +144,7 @@ class SimulatedWorker:
     # Leases
 
     def _ask(self) -> None:
-        """Request leases shortly after places become free. There is at most one request at a time."""
+        """Request leases shortly after places for groups become free. There is at most one request at a time."""
         if self._asked is None and not self._is_gathering and self._num_free > 0:
             self._is_gathering = True
             if self._scenario.engine.takes_batches:  # all groups of a batch end at the same time: handle them first
@@ -167,7 +167,7 @@ class SimulatedWorker:
 
     @property
     def _num_free(self) -> int:
-        """Number of free places. As many groups as there are places may be scored and stored without occupying one."""
+        """Number of free places. Groups that are being scored or stored occupy no place, up to the number of places."""
         num_places = self._scenario.groups_in_flight
         return num_places - len(self._groups) + min(self._num_settling, num_places)
 
@@ -202,7 +202,7 @@ class SimulatedWorker:
         self._ask()
 
     def _on_hand_on(self, keys: Sequence[tuple[int, int]]) -> None:
-        """Stop groups, save them and release them. A group that the engine has finished is stored as usual."""
+        """Stop groups, save them and release them. The worker stores a group that the engine has finished as usual."""
         for key in keys:
             group = self._groups.get(key)
             if group is not None and group.num_left and group.on_cut is None:
@@ -351,7 +351,7 @@ class SimulatedLearner:
         return self._env.process(self._train())
 
     def feed(self) -> None:
-        """Fill the queue of prompts. Called after each plan, and when filters leave too few prompts for the fleet."""
+        """Fill the queue of prompts: at the start, after each plan, and when filters leave too few for the fleet."""
         wanted = _QUEUED_STEPS * self._scenario.groups_per_step + self._simulation.capacity
         missing = wanted - self._buffer.ledger.groups.num_queued
         if missing > 0:
@@ -466,11 +466,12 @@ class Simulation:
         learner: Ranks and controller.
         capacity: Largest number of groups in flight on all workers.
         host: The cores that engines and ranks share; None if each has its own device.
-        lengths: A stream of the response lengths of a lease. A second lease of a prompt gets new lengths.
+        lengths: A stream of response lengths, one list per lease. A second lease of a prompt gets new lengths, unless
+            the first lease was saved.
         rewards: Random numbers for the lengths, and for the choice of groups whose rewards are all equal.
         rng: Random numbers for the start of a recorded variation.
-        saved: Handed-over groups by group id. A value has the final number of tokens of each sample, and the number of
-            tokens that each sample still needs.
+        saved: Handed-over groups by group id. A value is a pair: the final number of tokens of each sample, and the
+            number of tokens that each unfinished sample still needs.
     """
 
     def __init__(self, scenario: Scenario, *, seed: int = 0) -> None:
@@ -513,7 +514,7 @@ class Simulation:
             return self._outcome()
 
     def stored(self, group: SimulatedGroup) -> None:
-        """Record a stored group. If the queue has a limit, the group that was stored first may be dropped."""
+        """Record a stored group. If the queue is then above its limit, drop the group that was stored first."""
 
         def bound_queue() -> None:
             while len(self._queue) > self.scenario.queue_groups:

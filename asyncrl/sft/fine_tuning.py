@@ -56,7 +56,7 @@ class SftEvaluation:
     """An evaluation of the policy during fine-tuning.
 
     Attributes:
-        step: Number of updates.
+        step: Number of updates before the evaluation.
         accuracy: Greedy accuracy on the held-out prompts; None without held-out prompts.
         val_loss: Validation loss in nats per token; None without validation data.
     """
@@ -113,10 +113,10 @@ async def _update(
     kept: Path,
     began_s: float,
 ) -> SftEvaluation:
-    """Update until the last step or an early stop; a collective operation.
+    """Update until the last step or an early stop; return the evaluation of the chosen policy. A collective operation.
 
-    Rank 0 writes the chosen policy to ``kept``: the best one with ``patience``, else the last one. Returns its
-    evaluation. ``evaluator`` is None without held-out prompts; ``validation`` is this rank's share.
+    The chosen policy is the best one if ``sft.patience`` is above 0, else the last one. Rank 0 writes it to ``kept``.
+    ``evaluator`` is None without held-out prompts. ``validation`` is this rank's share of the validation data.
     """
     history: list[SftEvaluation] = []
     for step in range(1, sft.max_steps + 1):
@@ -202,12 +202,12 @@ def _held_out_prompts(config: RunConfig, tokenizer: Any) -> list[Prompt]:
 
 
 def _share(sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> list[TokenSequence]:
-    """The share of the sequences for this rank. The sp ranks of a group have the same share."""
+    """Return this rank's share of the sequences. All ranks of a sequence-parallel group have the same share."""
     return list(sequences[mesh.dp_rank :: mesh.num_ranks // mesh.sp_size])
 
 
 def _learner_config(config: RunConfig) -> LearnerConfig:
-    """The learner's options with the warm start's optimizer, and the ranks and devices of this process group.
+    """Return the learner's options with the optimizer of ``sft``, and the ranks and device of this process group.
 
     Raises:
         ValueError: ``learner.device`` is ``cuda`` and this node has fewer GPUs than ranks.
@@ -242,7 +242,7 @@ def _learner_config(config: RunConfig) -> LearnerConfig:
 def _batches(
     sequences: Sequence[TokenSequence], size: int, seed: int, mesh: LearnerMesh
 ) -> Iterator[list[TokenSequence]]:
-    """Endless batches in a seeded order, reshuffled in each epoch; each rank gets its share of every batch."""
+    """Yield this rank's share of each batch, without end. Each epoch has its own seeded order of the sequences."""
     generator = np.random.default_rng(seed)
     order: list[int] = []
     while True:

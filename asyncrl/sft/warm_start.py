@@ -1,8 +1,8 @@
-"""The policy that a run starts from. It is fine-tuned before training, and reused by runs with the same settings.
+"""Fine-tunes the policy that a run starts from, or reuses the policy of an earlier run with the same settings.
 
 The warm start is a process of ``asyncrl sft``. The controller relays its lines, waits for each line under a deadline,
-and continues as soon as the policy is written. On the CPU the process starts at once, while the other parts of the run
-start. On a GPU it starts when Ray has reserved a GPU.
+and continues as soon as the process has written the policy. On the CPU, the process starts at once, in parallel with
+the other parts of the run. On a GPU, it starts when Ray has reserved a GPU.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
 
 
 def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Callable[[Path], object]) -> Path:
-    """Create the policy's folder atomically and return it.
+    """Create the policy's folder atomically and return it. Raises the errors of `finished_warm_start`.
 
-    ``result`` and the digest of the settings go to `RESULT`; ``write_policy`` creates the directory of the policy.
+    The file `RESULT` gets ``result`` and the digest of the settings. ``write_policy`` creates the folder at the path
+    that it gets, and writes the policy there.
     """
     folder = warm_start_path(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +83,7 @@ def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Ca
     try:
         write_policy(fresh)
         (fresh / RESULT).write_text(json.dumps({"settings": settings_digest(config), **result}) + "\n")
-        finished_warm_start(config)  # this raises an error if the folder must not be replaced
+        finished_warm_start(config)  # raises an error if this run must not replace the folder
         shutil.rmtree(folder, ignore_errors=True)
         fresh.rename(folder)
     finally:
@@ -109,7 +110,7 @@ def settings_digest(config: RunConfig) -> str:
 
 
 def _evaluation_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that affect the accuracy, and therefore an early stop."""
+    """Return the settings that affect the accuracy of evaluations, and therefore the time of an early stop."""
     if not config.sft.eval_prompts:
         return {}
     data = {name: value for name, value in asdict(config.data).items() if not name.endswith("_files")}
@@ -132,7 +133,10 @@ def _digest(files: Sequence[Path]) -> str:
 
 
 class WarmStart:
-    """The warm start of one run. `begin` starts it when its device is known. ``warm_start`` is `warm_start`."""
+    """The warm start of one run, as a background task.
+
+    ``warm_start`` is the function of this module, with all arguments except ``config`` and ``visible_devices`` bound.
+    """
 
     def __init__(self, warm_start: Callable[..., Coroutine[Any, Any, Path]]) -> None:
         self._warm_start = warm_start
@@ -149,13 +153,13 @@ class WarmStart:
         return self._task is not None and self._task.done()
 
     def begin(self, config: RunConfig, visible_devices: str = "") -> None:
-        """Start in the background on GPUs (in the notation of ``CUDA_VISIBLE_DEVICES``), or on the CPU if empty."""
+        """Start the task on the GPUs ``visible_devices``, as in ``CUDA_VISIBLE_DEVICES``; on the CPU if it is empty."""
         if self._task is not None:
             raise RuntimeError("the warm start has begun already; begin it once")
         self._task = asyncio.create_task(self._warm_start(config, visible_devices=visible_devices))
 
     async def policy(self) -> Path:
-        """Wait for the policy's directory. Raises the errors of `warm_start`."""
+        """Wait for the warm start; return the policy's directory. Raises the errors of `warm_start`."""
         if self._task is None:
             raise RuntimeError("the warm start has not begun; call begin first")
         return await asyncio.shield(self._task)
@@ -177,11 +181,11 @@ async def warm_start(
 ) -> Path:
     """Return the directory of the policy that training starts from; fine-tune it first if ``sft.enabled``.
 
-    ``asyncrl sft`` gets ``overrides``, the command line of the run. It sees the GPUs ``visible_devices``, in the
-    notation of ``CUDA_VISIBLE_DEVICES``; empty: none. Its output goes to ``log_path``.
+    ``asyncrl sft`` gets ``overrides``, the command line of the run. It sees only the GPUs ``visible_devices``, in the
+    notation of ``CUDA_VISIBLE_DEVICES``; if the string is empty, it sees no GPU. Its output goes to ``log_path``.
 
     Raises:
-        WorkerDiedError: ``asyncrl sft`` failed; the message ends with its last lines.
+        WorkerDiedError: ``asyncrl sft`` failed; the message ends with the last lines of its output.
         DeadlineError: ``asyncrl sft``, of this run or of another one, made no progress for ``sft.progress_timeout_s``.
     """
     policy = policy_path(config)
@@ -214,7 +218,7 @@ async def warm_start(
 
 @asynccontextmanager
 async def _lock(policy: Path, timeout_s: float, say: Callable[[str], None]) -> AsyncIterator[Callable[[], None]]:
-    """Allow only one run at a time to make the policy at this path; yields a function that reports progress.
+    """Allow only one run at a time to make the policy at this path. Yields a function that reports progress.
 
     The kernel releases the lock when the process that holds it dies. Each report sets the modification time of the lock
     file, so that a waiting run detects a holder that hangs. A waiting run retries at intervals, because it could not
@@ -266,10 +270,10 @@ async def _relay(
     say: Callable[[str], None],
     report_progress: Callable[[], None],
 ) -> None:
-    """Relay the lines of ``asyncrl sft`` until it has written the policy. Its process exits a second later.
+    """Relay the lines of ``asyncrl sft`` until it has written the policy. Then kill the process if it still runs.
 
     Raises:
-        DeadlineError: there was no line for ``sft.progress_timeout_s`` seconds.
+        DeadlineError: the process wrote no line for ``sft.progress_timeout_s`` seconds.
         WorkerDiedError: the process failed.
     """
     result, timeout_s = policy_path(config) / RESULT, config.sft.progress_timeout_s

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class GuessTheNumber:
-    """The seed decides the number, so all rollouts of a prompt look for the same number."""
+    """One game. The seed decides the number, so all rollouts of a prompt look for the same number."""
 
     def __init__(self, highest: int = 100, max_guesses: int = 7) -> None:
         self.highest = highest
@@ -25,7 +25,7 @@ class GuessTheNumber:
         return f"Guess my number from 1 to {self.highest}. You have {self.max_guesses} guesses.", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer a guess: observation, reward, terminated, truncated, info."""
+        """Answer a guess. Returns observation, reward, terminated, truncated and info."""
         self.guesses += 1
         is_last = self.guesses == self.max_guesses
         numbers = re.findall(r"\d+", action)

@@ -1,8 +1,9 @@
 """Nim: two roles of one policy play against each other. The player who takes the last stone wins.
 
-The players take turns, and take 1 to 3 stones each time. Each role has its own conversation, a separate root of the
-episode. The winner's turns have the reward 1, the loser's -1. Use an advantage that reads the rewards of turns. Run it
-with ``rollout_fleet.environment.name=examples/agents/nim.py:Nim``.
+The players take turns, and take 1 to 3 stones each time. Each role has its own conversation, which is a separate root
+of the episode. The turns of the winner have the reward 1, and the turns of the loser have the reward -1. Use an
+advantage that reads the rewards of turns. Run it with
+``rollout_fleet.environment.name=examples/agents/nim.py:Nim``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Nim:
         self.stones = stones
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Play one game. The group's position decides the number of stones."""
+        """Play one game. The group's id decides the number of stones."""
         left = self.stones + prompt.group_id % 4
         conversations: list[list[Any]] = [
             [{"role": "user", "content": RULES.format(role=role, stones=left)}] for role in ("first", "second")
@@ -44,7 +45,7 @@ class Nim:
             left -= int(number[1])
             winner, player = player, 1 - player
             said = f"The other player took {number[1]}. {left} stones are left."
-            # the first move of the second player begins its conversation
+            # The second player has not moved yet: add the first move to the message with the rules.
             if conversations[player][-1]["role"] == "user":
                 said = f"{conversations[player].pop()['content']} {said}"
             conversations[player].append({"role": "user", "content": said})

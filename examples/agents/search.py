@@ -43,7 +43,7 @@ class Texts:
         return {"role": "tool", "tool_call_id": call.id, "content": content}
 
     def search(self, arguments: dict[str, str]) -> str:
-        """The lines that have any of the words, from the files that have all of the words."""
+        """Find the lines with any of the words in the files with all of the words; at most three lines per file."""
         words = arguments["words"].lower().split()
         found = []
         for name, text in self.texts.items():

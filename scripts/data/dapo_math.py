@@ -4,7 +4,7 @@
     python scripts/data/dapo_math.py aime-2024.parquet data/dapo_math/test.parquet
 
 The program reads ``prompt`` (a list of messages) and ``reward_model.ground_truth``, and writes ``messages`` and
-``answer``. The published files contain each problem many times; one copy of each is kept.
+``answer``. The published files contain each problem many times; the program keeps one copy of each.
 """
 
 import json

@@ -3,8 +3,8 @@
     python scripts/data/gsm8k.py train.jsonl data/gsm8k/train.parquet
     python scripts/data/gsm8k.py test.jsonl data/gsm8k/test.parquet
 
-The program reads ``question`` and ``answer``. The answer ends in ``#### 72``, for example. It writes ``messages`` and
-``answer``, which then is only the number.
+The program reads ``question`` and ``answer``. Such an answer ends in ``#### 72``, for example. The program writes
+``messages`` and ``answer``. The written answer is only the number.
 """
 
 import sys

@@ -34,7 +34,7 @@ def make_questions(count, *, seed):
 
 
 def with_mistakes(answer, rng, rate=0.12):
-    """Return the answer of an imperfect teacher. Each number is replaced by another one with this probability."""
+    """Return the answer of an imperfect teacher, who replaces each number by a random one with probability ``rate``."""
     return " ".join(str(rng.randrange(30)) if rng.random() < rate else number for number in answer.split())
 
 

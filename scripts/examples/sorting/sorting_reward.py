@@ -1,8 +1,8 @@
-"""The reward of the sorting task: the share of right numbers before the first mistake."""
+"""The reward of the sorting task: the share of correct numbers before the first mistake."""
 
 
 def leading_numbers(prompt, response_text):
-    """Return the share of the answer that is right up to the first mistake, in [0, 1].
+    """Return the share of the answer that is correct up to the first mistake, in [0, 1].
 
     Args:
         prompt: Its ``ground_truth`` is, for example, ``"4 7 15 23"``. It also has ``data_source``, and ``extra`` with
