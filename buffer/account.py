@@ -268,10 +268,10 @@ class Account:
             self._drop_lengths(summary, reason)
 
     def abandon(self, num_tokens: int, reason: str, *, num_counted: int) -> None:
-        """Drop the tokens of an attempt that ended unfinished, except for tokens counted before.
+        """Drop the tokens of an attempt that ended unfinished, except for the ``num_counted`` tokens counted before.
 
-        The tokens enter the mean dropped length as one group of the usual size. If a part of the tokens was saved, only
-        the rest is dropped. Then the length does not count, because the rest is not a whole response.
+        If no token was counted before, the tokens also enter the mean dropped length, as one group of the usual number
+        of samples. Otherwise the dropped rest does not enter the mean, because it is not a whole response.
         """
         self._drop_tokens(num_tokens - num_counted, reason)
         if num_tokens > 0 and num_counted == 0:
@@ -320,7 +320,7 @@ class Account:
         self.buried, self._settled = {}, Counter()
 
     def snapshot(self) -> dict[str, Any]:
-        """Every total as plain values, except ``filtered_in_a_row``, which each server counts again from 0."""
+        """Every total as plain values, except ``filtered_in_a_row``. Each server counts that one again from 0."""
         totals = {name: value for name, value in vars(self).items() if name != "filtered_in_a_row"}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in totals.items()}
 

@@ -2,8 +2,8 @@
 
 A *mark* holds the totals of the ledger at the commit of a checkpoint's last step. The ledger goes back to a mark when
 the learner's ranks have died (`Rewind`), and when a new life of the run begins from a checkpoint (`Resume`). In both
-cases the ledger keeps each group and each saved prefix that has no token of a lost version. ``docs/staleness.md``
-proves the bound.
+cases the ledger drops each group and each saved prefix with a token of a lost version. `decide_return` decides which of
+the other groups stay. ``docs/staleness.md`` proves the bound.
 """
 
 from collections.abc import Sequence

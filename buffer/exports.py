@@ -1,4 +1,4 @@
-"""Exports the groups of a buffer's checkpoint to parquet files, and reads them back. Every array comes back bit by bit.
+"""Exports the groups of a buffer's checkpoint to parquet files, and reads them back. Arrays keep their exact bits.
 
 `export_part` reads the buffer's part of a checkpoint and writes a folder; `read_export` reads the folder again.
 
@@ -69,7 +69,7 @@ class ExportedGroup:
         prompt: Its prompt.
         state: ``queued``, ``leased``, ``stored`` or ``planned``.
         attempt: The current or last attempt; -1 before the first one.
-        engine_version: u of this attempt.
+        engine_version: Engine version u of this attempt.
         deadline: u + max_lag: the last learner version that may consume the group.
         planned_for: The version whose batch holds the group; -1 if no batch does.
         num_uses: Number of learner steps that trained on the group.
@@ -96,8 +96,8 @@ class BufferContents:
         learner_version: The ledger's version when the checkpoint was written.
         max_lag, groups_per_step: Options of the buffer.
         groups: The unfinished groups, by id.
-        tokens_dropped: Policy tokens by reason, over all lives of the run.
-        groups_dropped: Groups by reason.
+        tokens_dropped: Number of dropped policy tokens by reason, over all lives of the run.
+        groups_dropped: Number of dropped groups by reason.
     """
 
     learner_version: int
@@ -109,7 +109,7 @@ class BufferContents:
 
 
 def read_part(part: Path) -> BufferContents:
-    """Read the buffer's part of a checkpoint. The checkpoint may be of an earlier life of the run. Nothing is changed.
+    """Read the buffer's part of a checkpoint, also of an earlier life of the run, and change nothing.
 
     Raises `ReplayBufferError` if a file cannot be read, and `ValueError` for another format.
     """
@@ -328,7 +328,7 @@ def _group_row(group: ExportedGroup) -> dict[str, Any]:
 
 
 def read_export(folder: Path) -> BufferContents:
-    """Read an export. Groups may have been left out of ``groups.parquet``, for example those with low rewards.
+    """Read an export. The user may have removed rows from ``groups.parquet``, for example groups with low rewards.
 
     Raises:
         ValueError: ``folder`` holds no export of this format, or the rows of a group are incomplete.

@@ -37,11 +37,11 @@ class Written(NamedTuple):
 class FramesOnDisk(Sequence[Any]):
     """Consecutive frames in a file. Each iteration reads them again and verifies their checksum.
 
-    Raises `OSError` if they cannot be read, or are damaged.
+    Raises `OSError` if the frames cannot be read, or are damaged.
 
     Attributes:
-        place: The place of the frames in their journal.
-        num_bytes: Their total size.
+        place: Number of the frames in their journal.
+        num_bytes: Total size of the frames.
     """
 
     def __init__(self, path: Path, written: Written, lengths: Iterable[int], *, place: int) -> None:
@@ -95,7 +95,7 @@ class FramesOnDisk(Sequence[Any]):
 
 
 def frames_at(descriptor: int, start: int, lengths: Sequence[int], path: Path) -> Frames:
-    """Read consecutive frames from a file. Raises `OSError` if it cannot be read, or ends before."""
+    """Read consecutive frames from a file. Raises `OSError` if the file cannot be read, or is too short."""
     ends = [*accumulate(lengths, initial=start)]
     return [_bytes_at(descriptor, begin, end - begin, path) for begin, end in pairwise(ends)]
 

@@ -72,8 +72,8 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         is_missing: A batch holds the group, but no store has its trajectories.
         prefix_bytes: Size of the saved prefix's frames.
         is_evicted: Whether the saved prefix was evicted. Its tokens stay counted, but no attempt can continue it.
-        uses: Versions whose committed steps trained on the group. With a use, the group is finished for the account;
-            it waits for a further use.
+        uses: Versions whose committed steps trained on the group. The account counts a used group as finished. The
+            group waits for a further use.
     """
 
     group_id: int
@@ -395,8 +395,8 @@ class GroupTable:
         space: The stores and the bytes in them.
         open_by_deadline: For each deadline, the number of groups that are leased or stored and not yet planned.
         plans: For each planned version, the group ids of its batch.
-        ended_attempts: Ended attempts, with their groups, whose trajectories a store may still hold. The service
-            empties the list.
+        ended_attempts: Pairs of group id and attempt. The attempts have ended, but a store may still hold their
+            trajectories. The service empties the list.
     """
 
     def __init__(self, *, num_stores: int = 1) -> None:
@@ -443,7 +443,7 @@ class GroupTable:
         return self._groups.get(group_id)
 
     def running(self, group_id: int, attempt: int) -> Group | None:
-        """The group if this attempt holds a lease on it, else None."""
+        """Return the group if this attempt holds a lease on it, else None."""
         group = self._groups.get(group_id)
         if group is None or group.state is not GroupState.leased or group.num_attempts != attempt + 1:
             return None
@@ -525,8 +525,8 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
-        # Recorded even without a reservation, because the payload may reach its store after the ledger's request to the
-        # store.
+        # Recorded even without a reservation, because the payload may reach its store after the ledger's request to
+        # remove it.
         self.ended_attempts.append((group.group_id, group.attempt))
         self.space.set_bytes(group, 0)
         if not keeps_progress:
@@ -636,7 +636,7 @@ class GroupTable:
         del self._groups[group.group_id]
 
     def finish(self, group: Group) -> None:
-        """Remove a leased group, because it was dropped."""
+        """Remove a leased group that was dropped."""
         self.leases.remove(group)
         self._count_open(group.deadline, -1)
         self.space.set_progress(group, None, 0)

@@ -5,7 +5,7 @@ The ledger has no socket, no clock and no payloads.
 A group moves ``queued → leased → stored → planned → consumed``. It can also be dropped for a reason, or go back to the
 head of the queue as its next attempt. A consumed group can be stored again for a further use. Each operation is a pair
 of functions: ``_decide_*`` computes the outcome of a command and changes nothing, ``_enact_*`` applies that outcome. A
-server that starts again only enacts.
+restarted server only enacts the outcomes in its journal.
 
 The caller applies `Expire` at ``ledger.groups.leases.next_expiry()`` and sends the `Revoked` messages to their owners.
 """
@@ -169,7 +169,7 @@ class Ledger:
 
     @property
     def num_held(self) -> int:
-        """Number of records in memory, for unfinished groups and for the past.
+        """Number of records in memory, for unfinished groups and for ended attempts and groups.
 
         The number does not grow with a run's length.
         """
@@ -590,9 +590,9 @@ def _enact_add_store(ledger: Ledger, command: commands.AddStore, outcome: outcom
 
 
 def _decide_drop_store(ledger: Ledger, command: commands.DropStore, call: Call) -> outcomes.DroppedStore:
-    """Queue the stored groups of a lost store again.
+    """Decide which stored groups of a lost store are queued again.
 
-    Running groups that had a reservation in the store need a new one.
+    Running groups with a reservation in the store need a new reservation.
     """
     if ledger.groups.space.stores[command.store].is_gone:
         return outcomes.DroppedStore(is_new=False)
@@ -648,7 +648,10 @@ def _enact_plan_batch(ledger: Ledger, command: commands.PlanBatch, outcome: outc
 
 
 def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outcomes.Committed:
-    """Decide a commit. The outcome is empty if the version was committed before. `StalenessError` means a bug."""
+    """Decide a commit. The outcome is empty if the version was committed before.
+
+    Raises `StalenessError` if a group breaks the staleness bound. This would be a bug.
+    """
     version = command.version
     if 0 <= version < ledger.learner_version:
         return outcomes.Committed(version=version, group_ids=())
@@ -671,8 +674,8 @@ def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outc
 def _admitted_again(ledger: Ledger, group_ids: Sequence[int]) -> tuple[tuple[int, float], ...]:
     """The groups of a committed batch that stay for a further use, each with its new rank.
 
-    The admission rule decides this, because a further use counts as one more open group. The version and the deadline
-    are those of the first use.
+    The admission rule decides this, because a further use counts as one more open group. The group keeps its engine
+    version and its deadline.
     """
     rule, again = ledger.rule, []
     if rule.max_uses == 1:
@@ -762,7 +765,7 @@ def _enact_resume(ledger: Ledger, command: commands.Resume, outcome: outcomes.Re
 
 
 def _go_back(ledger: Ledger, version: int, outcome: outcomes.Rewound) -> None:
-    """Groups without a token of a lost version stay, every batch is planned again, and every lease ends."""
+    """Go back to ``version``: dissolve every batch, end every lease, and drop the lost groups of ``outcome``."""
     ledger.groups.dissolve(tuple(ledger.groups.plans))
     ledger.attempts.forget_uses(version)
     lost = dict.fromkeys(outcome.unfit, STALE) | dict.fromkeys(outcome.missing, STORE_LOST)

@@ -1,11 +1,11 @@
-"""The log of weight offers. The learner adds offers, the workers request the newest offer, and the controller follows.
+"""The log of weight offers. The learner adds offers, and the workers request the newest offer.
 
 The buffer shows a version to the workers when the step that made it is committed. The controller can pin a few engines
 to a version to evaluate it. The buffer does not show newer offers to these engines until the evaluation ends.
 
-A worker's request waits until newer weights are shown, at most as long as every long poll. An offer, a commit, a change
-of the pin, or a failed publish wakes it. A controller's request is woken when the last worker, or a pinned engine, has
-loaded.
+A worker's request waits until the buffer shows newer weights. An offer, a commit, a change of the pin, or a failed
+publish wakes it. A controller's request waits until enough engines have loaded, or until the set of pinned engines
+changes. A timer ends each wait after half of ``buffer.request_timeout_s``.
 
 Every offer names the incarnation of its learner. When the learner goes back to a checkpoint, the buffer withdraws the
 offers of the old incarnation. It then shows the next offer to every engine, because a version number that an engine
@@ -64,7 +64,7 @@ class OfferLog:
             del self._offers[sorted(set(self._offers) - {self._pin})[1]]  # not the oldest, which may be shown now
 
     def pin(self, version: int, num_engines: int) -> bool:
-        """Pin the first ``num_engines`` engines that request ``version`` to it. Returns whether the pin changed."""
+        """Pin the first ``num_engines`` engines that accept ``version`` to it. Returns whether the pin changed."""
         is_new = (version, num_engines) != (self._pin, self._num_wanted)
         if is_new:
             self.unpin()
@@ -159,9 +159,9 @@ class OfferLog:
             del self._num_serving[version], self._slowest_s[version]
 
     def served(self, num_engines: int) -> tuple[int, float] | None:
-        """The oldest version that an engine serves, and the seconds of its slowest load.
+        """The oldest version that an engine serves, and the duration of that version's slowest load in seconds.
 
-        None until ``num_engines`` have loaded.
+        None until ``num_engines`` engines have loaded.
         """
         if not self._serving or len(self._serving) < num_engines:
             return None
@@ -170,7 +170,7 @@ class OfferLog:
 
     @property
     def num_pinned(self) -> int:
-        """Pinned engines, including those that have not loaded the pinned version yet."""
+        """Number of pinned engines, including those that have not loaded the pinned version yet."""
         return len(self._pinned)
 
     def snapshot(self) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class OfferRequests:
             self._tell_controllers()
 
     def forget(self, client: bytes) -> None:
-        """Forget a client that left, that is silent, or whose engine failed. Its held requests are removed."""
+        """Forget a client that left, that is silent, or whose engine failed. Then answer waiting controllers."""
         self._log.forget(client)
         self._tell_controllers()
 
@@ -280,7 +280,7 @@ class OfferRequests:
         return commands.Number(self._log.oldest())
 
     def _write(self) -> None:
-        """Write the log to the journal before requests are answered. Raises `ReplayBufferError` if the disk is full."""
+        """Write the log to the journal before requests are answered. Raises `ReplayBufferError` if the write fails."""
         if self._journal is not None:
             self._journal.write(_JOURNALED_AS, [self._ledger.incarnation, self._log.snapshot()])
 

@@ -143,9 +143,9 @@ class Room:
     def has_room(self, num_granted: int = 0, num_freed_bytes: int = 0) -> bool:
         """Whether one more group fits in addition to the held bytes and the expected bytes of the running groups.
 
-        One group may always begin if no group runs and no batch is stored or planned, because nothing else would free
-        bytes. The caller will also grant ``num_granted`` other leases, which drop ``num_freed_bytes`` of saved
-        prefixes.
+        One group may always begin if no group runs, no batch is planned, and the stored groups make no batch, because
+        nothing else would free bytes. The caller will also grant ``num_granted`` other leases, which drop
+        ``num_freed_bytes`` of saved prefixes.
         """
         groups = self._groups
         if not self._max_bytes:
@@ -158,7 +158,7 @@ class Room:
         return num_bytes <= self.max_bytes
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether a group does not need a reservation. True if there is a single store with ``num_bytes`` free."""
+        """Whether a put needs no reservation: there is a single store, and ``num_bytes`` are free in it."""
         space = self._groups.space
         return self.is_shared and space.stored_bytes[0] + space.prefix_bytes + num_bytes <= self._max_bytes
 

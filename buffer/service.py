@@ -194,7 +194,7 @@ class BufferService:
             self._notes.levels(held_bytes=self._store.held_bytes)
 
     def close(self) -> None:
-        """Cancel every timer."""
+        """Cancel every timer and every held request."""
         for part in self._closing:
             part.close()
 
@@ -407,7 +407,7 @@ class BufferService:
         return None
 
     def on_commit(self, request: Message, commit: commands.Commit) -> None:
-        """Count a batch as consumed. Engines may then load newer weights."""
+        """Mark a batch as consumed. Engines may then load newer weights."""
         committed = self.ledger.apply(commit)
         self._forget_finished()
         if committed.group_ids:
@@ -417,7 +417,10 @@ class BufferService:
         self._offers.show()  # comes after the reply to the controller, because many engines may wait
 
     def on_lose_groups(self, request: Message, lose: commands.LoseGroups) -> Answer:
-        """Plan a batch again, because the learner's ranks did not find some of its groups. No rank made the step."""
+        """Plan a batch again, because the learner's ranks did not find some of its groups.
+
+        No rank has trained on the batch.
+        """
         self._lose(filter(self.ledger.groups.is_planned, lose.group_ids))
         return Done()
 

@@ -44,7 +44,7 @@ _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LAST = int(zmq.NOBLOCK)
 _send: Any = zmq.backend.Socket.send
 _receive: Any = zmq.backend.Socket.recv
-"""Reads one option per frame without the wrappers of `zmq.Socket`, which cost more than twice as much as ZMQ."""
+"""The backend's calls. The wrappers of `zmq.Socket` cost more than twice as much time as these calls."""
 _CHUNK = struct.Struct("<4sQII")
 _CHUNK_MAGIC, _ACK_MAGIC = b"chnk", b"ackn"
 _MAX_CHUNK_FRAMES = 2048
@@ -432,9 +432,9 @@ def bulk_address(address: str, port: int) -> str:
 class PortListener:
     """Binds a ZMQ socket to a port. Make the listener on a running loop, and close it before the ZMQ socket.
 
-    ``on_refused`` is called for each connection that this closes, with the reason: ``no_files`` if this process may
-    open no more files, ``endless`` if an incomplete message exceeds ``max_incomplete_bytes``. Raises `OSError` if the
-    port cannot be bound.
+    ``on_refused`` is called for each connection that the listener closes, with the reason: ``no_files`` if this process
+    may not open more files, ``endless`` if an incomplete message exceeds ``max_incomplete_bytes``. Raises `OSError` if
+    the port cannot be bound.
 
     Attributes:
         address: Address of the socket.

@@ -176,7 +176,7 @@ class PayloadStore:
             self._stored_prompts.move_to(self.prompts, group_id)
 
     def forget(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> bool:
-        """Drop all frames of finished groups, and tell the store servers to drop the frames of ended attempts.
+        """Drop all frames of finished groups. Tell the store servers to drop these and the frames of ended attempts.
 
         ``ended`` holds pairs of group id and attempt. Returns whether bytes may have become free.
         """

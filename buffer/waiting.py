@@ -1,4 +1,4 @@
-"""Every request that the buffer holds until it can be answered: leases, prompts for the queue, and batches.
+"""Holds requests until the buffer can answer them: for leases, for places in the queue, and for batches.
 
 The service checks all held requests after each burst of messages. A worker whose engine advances cancels its request
 and sends a new one. A commit answers the requests whose version is then too old. A timer ends each wait with
@@ -393,8 +393,8 @@ class Admission:
     def answer_outdated(self, *, except_for: Container[bytes]) -> None:
         """After a commit, answer the workers whose engine is now too old for any group.
 
-        These workers send a new request later. Workers in ``except_for`` are not answered, because newer weights wake
-        them.
+        These workers send a new request later. Workers in ``except_for`` get no answer here: they wait for newer
+        weights, and the new weights wake them.
         """
         rule, learner_version = self._ledger.rule, self._ledger.learner_version
         outdated = [request for request in self._held.all() if rule.deadline(request.version) < learner_version]
@@ -514,7 +514,7 @@ class Admission:
         self._paces.ended(ended.group_id, ended.attempt, self.clock.time(), num_tokens=num_tokens)
 
     def saved(self, group_id: int, attempt: int, longest_response: int) -> None:
-        """Record that a worker saved a running group whose longest sample has ``num_tokens`` tokens."""
+        """Record that a worker saved a running group whose longest sample has ``longest_response`` tokens."""
         self._paces.saved(group_id, attempt, longest_response)
 
     def revoked(self, group_id: int, attempt: int) -> None:
@@ -599,8 +599,8 @@ class Admission:
 
         Returns the number of generated tokens.
 
-        ``num_generated`` is the caller's count. A larger count from the producer's last heartbeat replaces it. Tokens
-        that were only in the producer's memory count as lost. A repeated call returns the same number.
+        ``num_generated`` is the caller's count. A larger count from the producer's last heartbeat replaces it. A
+        repeated call returns the same number.
         """
         buried = self._ledger.account.buried
         if client not in buried:

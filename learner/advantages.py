@@ -1,9 +1,9 @@
 """Advantage estimators per trajectory, token or turn, and their computation over all ranks.
 
 Outcome estimators get one reward per trajectory of the whole batch. Token estimators get a reward and a critic's value
-per token. Turn estimators (`learner.turn_advantages`) get them per turn of the whole batch. `BatchAdvantages` calls
-them on the ranks. It gathers or sums batch-wide quantities over the ranks, so the advantages do not depend on how the
-batch is divided among the ranks.
+per token. Turn estimators (`learner.turn_advantages`) get a reward and a value per turn of the whole batch.
+`BatchAdvantages` calls the estimators on the ranks. It gathers or sums batch-wide quantities over the ranks, so the
+advantages do not depend on how the batch is divided among the ranks.
 
 Sums use float64, so that small differences between large rewards are kept. Equal rewards give exact zeros. Letters: B
 trajectories; M policy tokens of all trajectories, one trajectory after the other. M does not include tokens from an
@@ -155,7 +155,10 @@ ADVANTAGES.register("dr_grpo")(partial(group_advantages, scale=Scale.none))
 
 @ADVANTAGES.register("rloo")
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Reward minus the mean of the others in its group (RLOO, arXiv 2402.14740). Rewards 3, 0, 0 give 3, -1.5, -1.5."""
+    """Reward minus the mean reward of the other trajectories in the group (RLOO, arXiv 2402.14740).
+
+    Example: rewards 3, 0, 0 give 3, -1.5, -1.5.
+    """
     group, counts = members(group_ids)
     _need_two(counts, "RLOO")
     return (centered(rewards, group, counts) * (counts / (counts - 1))[group]).to(torch.float32)
@@ -163,7 +166,10 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 @ADVANTAGES.register("leave_one_out_batch")
 def leave_one_out_batch(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Reward minus the mean of all others in the batch, over all prompts. Example: 3, 0, 0 give 3, -1.5, -1.5."""
+    """Reward minus the mean reward of all other trajectories in the batch, over all prompts.
+
+    Example: rewards 3, 0, 0 give 3, -1.5, -1.5.
+    """
     return rloo(rewards, torch.zeros_like(group_ids))
 
 
@@ -222,7 +228,7 @@ def reinforce_plus_plus(batch: TokenRewards, config: AlgorithmConfig, total: Sum
     With ``kl_reward_coef`` β this is the paper's r - β Σ KL over the remaining tokens. Deviation: the paper uses the KL
     of the policy before the update. We use the KL of the behavior policy, which sampled the tokens.
 
-    Example: one-token trajectories with rewards 3, 0, 0 give 1.155, -0.577, -0.577, whatever their prompts are.
+    Example: one-token trajectories with rewards 3, 0, 0, of any prompts, give 1.155, -0.577, -0.577.
     """
     returns = returns_to_go(batch.rewards, batch.lengths, gamma=config.gamma)
     return TokenAdvantages(advantages=standardized(returns, total), returns=returns)
@@ -390,9 +396,9 @@ class BatchAdvantages:
             sources: Data source of each group, for ``advantage_by_source``.
 
         Returns:
-            The sequences with ``advantages`` at the tokens in the loss, and with ``returns`` for an estimator of tokens
-            or turns. Also the metrics, the same on each rank: with ``kl_reward_coef``, ``reward_kl`` in nats per token
-            and ``kl_reward_coef``.
+            The sequences and the metrics. The sequences have ``advantages`` at the tokens in the loss, and ``returns``
+            if the estimator is for tokens or turns. The metrics are the same on each rank: with ``kl_reward_coef``,
+            ``reward_kl`` in nats per token and ``kl_reward_coef``.
 
         Raises:
             ValueError: the estimator is turn-level, and a sequence does not name its turns.

@@ -53,7 +53,8 @@ CAPPED_QUERIES = 512
 """Queries per block of soft-capped scores; one block is in memory at a time."""
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 128, 1024
-"""Limits for the number of queries per call with a sliding window or sinks, which is otherwise the window size."""
+"""Smallest and largest number of queries per call with a sliding window or sinks. Between these limits, the number is
+the window size."""
 MAX_FLASH_DIM = 256
 """Largest head of SDPA's FlashAttention on CUDA."""
 
@@ -328,7 +329,7 @@ def _own_temperature(module: nn.Module, q: Tensor, packed: PackedLayout, num_loc
 
 
 def _all_tokens(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert [1, heads, tokens, D] to [all tokens, D of this rank's heads], as [tokens, heads, D]."""
+    """Convert this rank's tokens with all heads, [1, H, n, D], to all tokens with this rank's heads, [N, heads, D]."""
     sp_size, num_heads = get_ulysses_sequence_parallel_world_size(), query.size(1)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if sp_size > 1:

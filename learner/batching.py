@@ -18,7 +18,7 @@ from .config import AlgorithmConfig
 from .types import GroupShare, RankBatch, TokenSequence
 
 BALANCED = 1.02
-"""Groups are split until largest ÷ mean cost of the parts is at most this. Each split group is fetched twice."""
+"""Groups are split until largest ÷ mean cost of the parts is at most this. Several ranks may fetch a split group."""
 
 QUADRATIC_TOKENS = 32_768
 """Length at which attention costs as much as the rest of the model: about 8 × a hidden size of 4,096."""

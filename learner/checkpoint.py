@@ -126,7 +126,7 @@ class ShardedCheckpointer:
         self._together(pending.result, *self._unwritten)
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, or None."""
+        """Finish the background save, and return the newest complete checkpoint, or None."""
         self.finish()
         return newest_checkpoint(self._directory)
 

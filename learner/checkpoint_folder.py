@@ -22,7 +22,7 @@ HUGGING_FACE = "huggingface"
 """Folder inside a checkpoint with configuration and tokenizer, for ``asyncrl export``."""
 
 CRITIC = "critic"
-"""Folder beside the policy's checkpoints with those of the critic."""
+"""Folder beside the policy's checkpoints with the critic's checkpoints."""
 
 _NAME = re.compile(r"v(\d{8,})")
 _PROGRESS = "progress.json"
@@ -79,7 +79,7 @@ def write_progress(checkpoint: Path, progress: SavedProgress) -> None:
 
 
 def read_progress(checkpoint: Path) -> SavedProgress:
-    """Read the progress record. `ValueError` if it is missing, broken, or from another version of asyncrl."""
+    """Read the progress record. Raises `ValueError` if it is missing, broken, or from another version of asyncrl."""
     if not (checkpoint / _PROGRESS).is_file():
         raise ValueError(
             f"no checkpoint at {str(checkpoint)!r}: it lacks {_PROGRESS}; name a folder such as .../v00000012, or the "
@@ -119,7 +119,7 @@ def part_of(checkpoint: Path, part: str) -> Path:
 
 
 def named_checkpoints(directory: Path) -> list[Path]:
-    """Checkpoints of a folder with their final names, oldest first; other parts of them may be missing."""
+    """Checkpoints of a folder with their final names, oldest first; their other parts may be missing."""
     for replaced in directory.glob(".v*.replaced"):  # the process died between the two renames of `put_in_place`
         final = directory / replaced.name.removeprefix(".").removesuffix(".replaced")
         if not final.exists():
@@ -143,7 +143,7 @@ def put_in_place(final: Path) -> None:
 
 
 def lineage_of(checkpoint: Path) -> str:
-    """The random name of the run that saved a checkpoint; empty if no run did. Raises the errors of `read_progress`.
+    """The random name of the run that saved a checkpoint; empty without a run. Raises the errors of `read_progress`.
 
     The name is the same in all lives of the run.
     """

@@ -57,7 +57,10 @@ class ParameterTypes:
 
 
 def parameter_types(config: LearnerConfig, device: torch.device) -> ParameterTypes:
-    """Resolve ``learner.dtype`` and ``learner.frozen_dtype``. `ValueError` if the GPU does not support bfloat16."""
+    """Resolve ``learner.dtype`` and ``learner.frozen_dtype``.
+
+    Raises `ValueError` if the GPU does not support bfloat16.
+    """
     usual = torch.bfloat16 if device.type == "cuda" else torch.float32
     compute = usual if config.dtype is Dtype.auto else getattr(torch, config.dtype)
     if device.type == "cuda" and compute is torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
@@ -138,7 +141,7 @@ class LearnerMesh:
 
     @cached_property
     def dp_group(self) -> ProcessGroup:
-        """The ranks with the same ``sp_rank``, which train on other sequences."""
+        """The ranks with the same ``sp_rank``. Each of them trains on a different share of the batch."""
         return self.device_mesh["dp"].get_group()
 
     @cached_property

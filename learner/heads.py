@@ -136,8 +136,8 @@ class LogProbHead(PackedHead):
 class ValueHead(PackedHead):
     """The critic's value of the state before each token in the loss.
 
-    The classifier's head is applied directly to the last hidden states. A dropout before it is skipped, since values
-    and returns must come from the same function.
+    The classifier's head is applied directly to the last hidden states. A dropout before the head is skipped, since
+    values and returns must come from the same function.
     """
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
@@ -221,8 +221,9 @@ def chunked_log_probs(
     chunk by chunk, and recomputed in the backward pass. Gradients flow to hidden, weight and bias. Logits are float32.
     They are never rounded to half precision, because this would change log-probs by up to 0.06 nats.
 
-    If weight and bias are frozen, as with adapters, the forward pass also computes the log-probs' derivatives by the
-    states, one more [M, h] tensor. The backward pass recomputes logits only for a gradient of the entropies.
+    If weight and bias are frozen, as with adapters, the forward pass also computes the derivatives of the log-probs
+    with respect to ``hidden``. This takes one more [M, h] tensor. Then the backward pass recomputes logits only if the
+    entropies have a gradient.
 
     ``targets`` are [M] int64, ``hidden`` [M, h] of any float dtype are the states that predict them. ``weight`` [V, h]
     and ``bias`` [V] or None are the output embedding. Only the float32 logits of ``chunk_tokens`` tokens are in memory
@@ -366,7 +367,7 @@ def _logits_gradient(
     by_log_prob: Tensor,
     by_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient with respect to the logits: g (1[target] - p) by log-prob, -g p (log p + H) by entropy.
+    """Gradient with respect to the logits: g (1[target] - p) from the log-prob, -g p (log p + H) from the entropy.
 
     ``by_log_prob`` and ``by_entropy`` are g / temperature, [n] float32. The result is written into ``logits`` [n, V],
     because tensors of this size are the largest of a step.

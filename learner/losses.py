@@ -58,8 +58,8 @@ class LossInputs(TokenInputs):
     Attributes:
         log_probs: [M] float32, with gradient.
         entropy: [M] float32, with gradient; None if ``entropy_coef`` is 0 and ``report_entropy`` is off.
-        is_proximal: Whether the policy is the one before the step, as in the first optimizer update. Then the proximal
-            log-probs are ``log_probs``.
+        is_proximal: Whether ``log_probs`` are the proximal log-probs if ``columns`` does not have
+            ``proximal_logprobs``, as in the first optimizer update of a step.
     """
 
     log_probs: Tensor
@@ -327,7 +327,7 @@ def effective_sample_size(mean_weight: float, mean_square: float) -> float:
 
 
 def bounded_exp(log_weights: Tensor) -> Tensor:
-    """Exponential with its argument clamped to ± `MAX_LOG_WEIGHT`; outside, constant and without gradient."""
+    """Exponential with its argument clamped to ± `MAX_LOG_WEIGHT`. Clamped entries have no gradient."""
     return log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
 
 
@@ -433,8 +433,8 @@ def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
     - ``behavior_kl`` is KL(behavior ‖ policy) in nats by the k3 estimator: r - 1 - log r, with log r clamped to ±20.
       Each value is >= 0.
     - ``engine_gap`` is the distance between the engine's log-probs and the learner's log-probs before the step, at
-      tokens of lag 0, for which both had the same weights. `summarized` divides by the share of these tokens. The
-      metric is missing if the log-probs before the step are not known.
+      tokens of lag 0. At these tokens both had the same weights. `summarized` divides by the share of these tokens.
+      The metric is missing if the log-probs before the step are not known.
     """
     behavior = inputs.columns["behavior_logprobs"]
     log_ratio = inputs.log_probs.detach() - behavior

@@ -115,12 +115,13 @@ class MovableTensors:
 
 
 class OffloadPolicy:
-    """Decides when the model and the optimizer state are on the device. The state stays correct if a use fails.
+    """Decides when the model and the optimizer state are on the device.
 
     ``param_offload`` moves the model to the host after each use, and ``optimizer_offload`` moves the optimizer state.
     ``offload_at_transition_only`` keeps both on the device during training, and moves them when the pool switches to
-    rollout. Together with one of the other options, it is ignored with a warning. Offloaded tensors are loaded when
-    they are needed. A frozen model has no optimizer. After each use, every layer holds only its shards.
+    rollout. Together with one of the other options, ``offload_at_transition_only`` is ignored with a warning. Offloaded
+    tensors are loaded when they are needed. A frozen model has no optimizer. After each use, even a failed one, every
+    layer holds only its shards.
 
     Attributes:
         metrics: Bytes on the device before and after the last switch to each mode: ``rollout_device_bytes_before``,

@@ -177,7 +177,7 @@ class PackedModel:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Use the untrained model inside the context. `ValueError` for a trained model without adapters."""
+        """Use the untrained model inside the context. Raises `ValueError` for a trained model without adapters."""
         if self.role.objective is None:
             yield
             return

@@ -141,7 +141,7 @@ class BatchPreparer:
             self._submit_due(self._newest + 1)
 
     def take(self, role: str, batch: RankBatch, prepare: Prepare) -> PreparedBatch:
-        """The prepared batch of a role. If it was not announced, prepare it now. Drops batches of earlier steps.
+        """Return the prepared batch of a role. If it was not announced, prepare it now. Drop batches of earlier steps.
 
         Raises what ``prepare`` raised.
         """

@@ -50,7 +50,7 @@ _RANDOM_WHILE_TRAINING = re.compile(r"drop|pdrop|jitter", re.IGNORECASE)
 
 
 def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a causal language model of a folder in Hugging Face layout on the meta device, in training mode.
+    """Build the causal language model of a folder in Hugging Face layout, on the meta device and in training mode.
 
     Its parameters are of type ``dtype``. `learner.fsdp.shard_model` allocates them, and `fill_pretrained` reads the
     weights. Raises `ValueError` if there is no model at the path, or if packed training does not support the model.
@@ -128,7 +128,10 @@ def load_critic(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_reward_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a sequence classifier with one label, as in `load_causal_lm`. `ValueError` if its head is missing."""
+    """Build a sequence classifier with one label, as `load_causal_lm` does.
+
+    Raises `ValueError` if there is no model, if the head's weights are missing, or if it has another number of labels.
+    """
     stored, score = stored_weights(model_path), f"{SCORE_HEAD}.weight"
     if stored and score not in stored:
         raise ValueError(

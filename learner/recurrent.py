@@ -45,7 +45,9 @@ class _Region:
 
 
 class RecurrentLayers:
-    """Patches the layers of a Hugging Face model that carry a state for packed sequences, in place, before sharding.
+    """Patches the layers of a Hugging Face model that carry a state, so that they run on packed sequences.
+
+    The layers are patched in place, before sharding.
 
     Attributes:
         layers: The layers, in order; empty for most models.

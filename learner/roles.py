@@ -1,4 +1,4 @@
-"""A table of the learner's roles. An entry has the model of a role, its scores, its objective and the columns it reads.
+"""A table of the learner's roles. An entry has a role's model, the column that it computes, and its objective.
 
 To add a role, such as a distillation teacher, add an entry. This module does not import torch.
 """

@@ -35,8 +35,9 @@ from .types import TokenSequence
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
     """Learning rate of one optimizer update; ``update`` is the number of updates before it.
 
-    A linear warm-up reaches the peak at update ``warmup_steps``. Then the rate follows the schedule's shape down to
-    ``min_lr_ratio`` of the peak at ``total_updates``, the number of updates of the run, and stays there.
+    A linear warm-up reaches the peak at update ``warmup_steps``. Then a linear or cosine schedule lowers the rate to
+    ``min_lr_ratio`` of the peak at ``total_updates``, the number of updates of the run, and the rate stays there. A
+    constant schedule keeps the peak.
     """
     if update < config.warmup_steps:
         return config.lr * (update + 1) / (config.warmup_steps + 1)
@@ -52,7 +53,7 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
 
 
 class ModelOptimizer:
-    """AdamW on the parameters that require a gradient, of a plain or sharded model; only matrices decay.
+    """AdamW on the parameters of a plain or sharded model that require a gradient. Weight decay is on matrices only.
 
     ``total_updates`` is the number of optimizer updates of the run, for the schedule.
     """
@@ -269,8 +270,9 @@ class PackedStep:
 class LearnerStep:
     """One learner step: one optimizer update per mini-batch.
 
-    If the objective needs the log-probs before the step, one forward pass before the first update computes those of the
-    later mini-batches. The first update computes its own, since the weights have not changed yet.
+    If the objective needs the log-probs before the step, one forward pass before the first update computes them. If the
+    trainer `trains_as_it_scores`, this pass omits the first mini-batch: the first update computes its own log-probs,
+    since the weights have not changed yet.
     """
 
     def __init__(self, trainer: Trainer, objective: Objective, *, num_mini_batches: int = 1) -> None:

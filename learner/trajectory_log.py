@@ -74,7 +74,8 @@ class TrajectoryLog:
         """Write the samples of one step and data-parallel rank atomically; returns the file.
 
         The rewards come from ``batch``, since a reward model may have replaced those of the groups. ``sequences`` has
-        one sequence per branch, in the order of the batch's shares, with ``advantages``: all sequences, or the first.
+        one sequence per branch, in the order of the batch's shares, with ``advantages``. If it has fewer sequences than
+        there are branches, only these are written.
         """
         branches = _branches(batch, groups)
         rewards = batch.rewards

@@ -27,7 +27,7 @@ class GroupShare:
         group_id: The group to fetch from the buffer.
         samples: [S] indices of the trajectories in the group, ascending.
         rewards: [S] float32, including a length penalty.
-        mini_batch: Index of the optimizer update that trains on them, from 0.
+        mini_batch: Index of the optimizer update that trains on these trajectories, from 0.
         data_source: Data source of the group's prompt.
     """
 
@@ -159,7 +159,7 @@ class TokenSequence:
 
     @property
     def compared(self) -> np.ndarray:
-        """[T] int32, for finding common tokens: where this array begins equally, two sequences may share tokens."""
+        """[T] int32, for finding common tokens: two sequences may share tokens as far as these arrays begin equally."""
         return self.input_ids if self.images is None else self.images.compared
 
     def with_column(self, name: str, values: np.ndarray) -> TokenSequence:

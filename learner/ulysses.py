@@ -163,7 +163,10 @@ def ulysses_pad_and_slice_inputs(
 
 
 def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's contiguous part of ``x``. Needs a multiple of sp, else `ValueError`; ``padding`` adds zeros."""
+    """Return this rank's contiguous part of ``x`` along ``dim``. ``padding`` first adds zeros to a multiple of sp.
+
+    Raises `ValueError` without ``padding`` if the size is not a multiple of sp.
+    """
     num_ranks = get_ulysses_sequence_parallel_world_size(group)
     if padding:
         x = _pad_end(x, dim, num_ranks)

@@ -52,7 +52,7 @@ class ActorWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """``ref_log_prob`` under the policy with its adapters off. Raises `ValueError` without adapters."""
+        """Compute ``ref_log_prob`` [B, R] float32 with the adapters off. Raises `ValueError` without adapters."""
         with self._offload.reading():
             return _reference_rows(self._model, data, self._temperature)
 
@@ -94,7 +94,7 @@ class CriticWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_values(self, data: DataProto) -> DataProto:
-        """``values`` [B, R] float32 of the states before the responses' tokens."""
+        """Compute ``values`` [B, R] float32 of the states before the responses' tokens."""
         with self._offload.reading():
             values = self._model.scores(scored_sequences(data))
         return single_controller.DataProto.from_dict({"values": response_rows(data, values)})
@@ -122,7 +122,7 @@ class ReferenceWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """``ref_log_prob`` [B, R] float32 of the responses under the reference."""
+        """Compute ``ref_log_prob`` [B, R] float32 of the responses under the reference."""
         with self._offload.reading():
             return _reference_rows(self._model, data, self._temperature)
 
@@ -135,14 +135,14 @@ class RewardModelWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """``rm_scores`` [B, R] float32: the score of each row, at its last attended token."""
+        """Compute ``rm_scores`` [B, R] float32: the score of each row, at its last attended token."""
         with self._offload.reading():
             scores = self._model.scores(scored_sequences(data))
         return single_controller.DataProto.from_dict({"rm_scores": response_rows(data, scores)})
 
 
 def _reference_rows(model: PackedModel, data: DataProto, temperature: float) -> DataProto:
-    """``ref_log_prob`` of the rows under the initial weights."""
+    """Compute ``ref_log_prob`` of the rows under the initial weights."""
     with model.frozen(), model.at_temperature(float(data.meta_info.get("temperature", temperature))):
         log_probs = model.scores(scored_sequences(data))
     return single_controller.DataProto.from_dict({"ref_log_prob": response_rows(data, log_probs)})

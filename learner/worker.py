@@ -233,7 +233,7 @@ class ModelWorker(Worker):
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
     def score(self, batch: RankBatch, send: bool = True) -> DataProto | None:
-        """Compute the role's column for planned samples. A frozen role uses the weights at the start of the run.
+        """Compute the role's column for planned samples. An actor scores with its adapters off.
 
         With ``send`` the first sp rank returns the scores, one row per trajectory: ``sample_key`` [B, 2] int64 and the
         role's column, [tokens in the loss] float32 each. Without ``send`` the scores stay in this process for its other
@@ -346,7 +346,7 @@ class ModelWorker(Worker):
         self._publish_copy(version)
 
     def _publish_copy(self, version: int, then: Callable[[], None] = lambda: None) -> None:
-        """Like `publish_weights`. ``then`` is called after the copy. The version is offered when all calls returned."""
+        """Like `publish_weights`. Call ``then`` after the copy; rank 0 offers the version when all ranks have done so."""
         assert self._publisher is not None
         self._check_turn(version)
         self._version = version if self._version is None else self._version
