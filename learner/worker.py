@@ -346,7 +346,7 @@ class ModelWorker(Worker):
         self._publish_copy(version)
 
     def _publish_copy(self, version: int, then: Callable[[], None] = lambda: None) -> None:
-        """Like `publish_weights`. Call ``then`` after the copy; rank 0 offers the version when all ranks have done so."""
+        """Like `publish_weights`. Call ``then`` after the copy. Rank 0 offers the version when all ranks did this."""
         assert self._publisher is not None
         self._check_turn(version)
         self._version = version if self._version is None else self._version
