@@ -37,7 +37,7 @@ _MAX_REMEMBERED = 4
 
 
 def store_part(number: int) -> str:
-    """The name of the part of store server ``number``."""
+    """Return the name of the part of store server ``number``."""
     return f"store{number}"
 
 

@@ -113,7 +113,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection at once."""
-        self._socket.disable_monitor()  # closed first, because ZMQ's thread would wait until its last events are read
+        self._socket.disable_monitor()  # first: otherwise ZMQ's thread waits until the monitor's last events are read
         self._monitor.close()
         self._channel.close()
 
@@ -565,7 +565,7 @@ class BufferClient:
         return self._link
 
     def store_link(self, address: str) -> ClientSocket:
-        """The connection to a store server. Raises `ValueError` if this process may not open so many files."""
+        """Return the connection to a store server. Raises `ValueError` if this process may not open so many files."""
         if address not in self._store_links:
             keys = self._keys.for_stores() if self._keys is not None else None
             allow_clients(0, num_links=len(self._store_links) + 2)
@@ -592,7 +592,7 @@ class BufferClient:
             on_push(push)
 
     def closed_error(self) -> ReplayBufferError:
-        """The error that calls on a closed client raise."""
+        """Return the error that calls on a closed client raise."""
         return ReplayBufferError(f"the client of the buffer at {self.address} is closed")
 
     async def close(self, goodbye: Callable[[ClientSocket], Awaitable[None]] | None = None) -> None:

@@ -67,7 +67,7 @@ def _why_none_begins(ledger: Ledger) -> str:
 
 
 def describe_group(ledger: Ledger, group_id: int, now: float) -> dict[str, Any]:
-    """The state of a group, and the ends of the attempts that the ledger remembers."""
+    """Return the state of a group, and the ends of the attempts that the ledger remembers."""
     group = ledger.groups.get(group_id)
     known: dict[str, Any] = {"group_id": group_id}
     if group is None:

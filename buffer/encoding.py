@@ -347,7 +347,7 @@ def _joined(header: bytes, frames: Sequence[Any], lengths: Sequence[int]) -> byt
 
 
 def _split(part: memoryview, start: int, lengths: Sequence[int]) -> list[memoryview]:
-    """The frames that `_joined` has put into one part. The first frame begins at ``start``."""
+    """Return the frames that `_joined` has put into one part. The first frame begins at ``start``."""
     views = []
     for length in lengths:
         start += -start % _ALIGN
@@ -373,7 +373,7 @@ def _rejoined(piece: memoryview, others: Iterator[memoryview], length: int) -> A
 
 
 def _lengths(header: memoryview) -> tuple[tuple[int, ...], int]:
-    """The lengths of the frames, and the end of the header."""
+    """Return the lengths of the frames, and the end of the header."""
     if header[: len(_PACKED)] != _PACKED:
         raise WireError(f"a payload does not begin with its header but with {bytes(header[:4])!r}")
     try:

@@ -222,7 +222,7 @@ def _scopes(group: TrajectoryGroup) -> dict[str, Mapping[str, np.ndarray]]:
 
 
 def _column_types(groups: Iterable[ExportedGroup]) -> dict[str, dict[str, pa.DataType]]:
-    """The type of the values of each column, by scope and column name.
+    """Return the type of the values of each column, by scope and column name.
 
     Raises `ValueError` if two groups have different types.
     """
@@ -242,7 +242,7 @@ def _column_types(groups: Iterable[ExportedGroup]) -> dict[str, dict[str, pa.Dat
 
 
 def _storable(column: np.ndarray) -> np.ndarray:
-    """The values of a column as a flat array of a type that parquet has. A complex number becomes two floats."""
+    """Return the values of a column as a flat array of a type that parquet has. A complex number becomes two floats."""
     flat = np.ascontiguousarray(column).reshape(-1)
     return flat.view(f"f{flat.itemsize // 2}") if flat.dtype.kind == "c" else flat
 
@@ -365,7 +365,7 @@ def read_export(folder: Path) -> BufferContents:
 
 
 def _row_ranges(table: pa.Table) -> dict[int, tuple[int, int]]:
-    """The first row and the number of rows of each group id. The rows of a group are adjacent."""
+    """Return the first row and the number of rows of each group id. The rows of a group are adjacent."""
     ids = table["group_id"].to_numpy()
     starts = np.flatnonzero(np.diff(ids, prepend=-1))
     lengths = np.diff([*starts, len(ids)])
@@ -407,7 +407,7 @@ def _trajectories(row: Mapping[str, Any], parts: Mapping[str, pa.Table], folder:
 
 
 def _values(lists: pa.ChunkedArray) -> np.ndarray:
-    """The values of all lists, in order, as one array."""
+    """Return the values of all lists, in order, as one array."""
     return lists.combine_chunks().flatten().to_numpy(zero_copy_only=False)
 
 

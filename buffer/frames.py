@@ -27,7 +27,7 @@ class Written(NamedTuple):
 
     @classmethod
     def without_head(cls, start: int, frames: Frames) -> Self:
-        """The place of frames that are a part of their record."""
+        """Return the place of frames that are a part of their record."""
         digest = xxhash.xxh3_64()
         for frame in frames:
             digest.update(frame)
@@ -59,7 +59,7 @@ class FramesOnDisk(Sequence[Any]):
         self._at, self.place = copy._at, copy.place
 
     def read(self) -> Frames:
-        """The frames."""
+        """Read the frames and verify their checksum."""
         while True:
             path, written = at = self._at
             begin, lengths = written.start - written.head_bytes, (written.head_bytes, *self._lengths)
@@ -117,5 +117,5 @@ def in_memory(frames: Frames) -> Frames:
 
 
 def size_of(frames: Iterable[Any]) -> int:
-    """Total bytes of frames."""
+    """Return the total size of frames, in bytes."""
     return frames.num_bytes if isinstance(frames, FramesOnDisk) else sum(map(len, frames))

@@ -128,7 +128,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         return self.summary
 
     def result_at(self, version: int) -> GroupSummary:
-        """The metadata of a stored or planned group, counting only its uses before ``version``."""
+        """Return the metadata of a stored or planned group, counting only its uses before ``version``."""
         num_uses = sum(use < version for use in self.uses)
         return self.result if num_uses == len(self.uses) else replace(self.result, num_uses=num_uses)
 
@@ -216,19 +216,19 @@ class LeaseIndex:
         group.expires_at = 0.0  # renewals are not journaled, and a replayed table must be equal
 
     def all(self) -> list[Group]:
-        """The leased groups, in the order in which their leases began."""
+        """Return the leased groups, in the order in which their leases began."""
         return sorted(self._groups.values(), key=attrgetter("place"))
 
     def of_owner(self, owner: bytes) -> list[Group]:
-        """The groups that an owner has leased."""
+        """Return the groups that an owner has leased."""
         return [self._groups[group_id] for group_id in self._by_owner.get(owner, ())]
 
     def num_of_owner(self, owner: bytes) -> int:
-        """Number of groups that an owner has leased."""
+        """Return the number of groups that an owner has leased."""
         return len(self._by_owner.get(owner, ()))
 
     def reserved_in(self, store: int) -> list[tuple[int, int]]:
-        """The running groups that have reserved bytes in a store, and their attempts."""
+        """Return the running groups that have reserved bytes in a store, and their attempts."""
         return [(group.group_id, group.attempt) for group in self.all() if group.num_bytes and group.store == store]
 
     def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
@@ -245,7 +245,7 @@ class LeaseIndex:
         return [self._groups[group_id] for group_id in chosen]
 
     def next_expiry(self) -> float | None:
-        """Time of the next expiry of a lease; None if no lease runs."""
+        """Return the time of the next expiry of a lease; None if no lease runs."""
         expiries = self._expiries
         while expiries:
             expires_at, group_id, attempt = expiries[0]
@@ -259,7 +259,7 @@ class LeaseIndex:
         return None
 
     def expired(self, now: float) -> list[Group]:
-        """The groups whose leases have expired, the earliest first."""
+        """Return the groups whose leases have expired, the earliest first."""
         due = {(group_id, attempt) for expires_at, group_id, attempt in self._expiries if expires_at <= now}
         running = ((self._groups.get(group_id), attempt) for group_id, attempt in due)
         groups = [group for group, attempt in running if group is not None and group.attempt == attempt]
@@ -300,13 +300,13 @@ class ReadyIndex:
             del self._entries[deadline]
 
     def by_rank(self) -> Mapping[int, Sequence[Entry]]:
-        """The groups of each deadline, sorted by rank."""
+        """Return the groups of each deadline, sorted by rank."""
         for entries in self._entries.values():
             entries.sort()
         return self._entries
 
     def counts(self) -> dict[int, int]:
-        """The number of groups of each deadline."""
+        """Return the number of groups of each deadline."""
         return {deadline: len(entries) for deadline, entries in self._entries.items()}
 
 
@@ -345,11 +345,11 @@ class StoreSpace:
                 self.stores[number] = StorePlace(is_awaited=True)
 
     def awaited_stores(self) -> list[int]:
-        """The numbers of the awaited stores."""
+        """Return the numbers of the awaited stores."""
         return [number for number, place in enumerate(self.stores) if place.is_awaited]
 
     def open_stores(self) -> list[int]:
-        """The numbers of the stores that can take groups."""
+        """Return the numbers of the stores that can take groups."""
         return [number for number, place in enumerate(self.stores) if not (place.is_gone or place.is_awaited)]
 
     def set_bytes(self, group: Group, num_bytes: int, store: int | None = None) -> None:
@@ -439,7 +439,7 @@ class GroupTable:
     # Looking up
 
     def get(self, group_id: int) -> Group | None:
-        """The group; None if it is finished or unknown."""
+        """Return the group; None if it is finished or unknown."""
         return self._groups.get(group_id)
 
     def running(self, group_id: int, attempt: int) -> Group | None:
@@ -450,7 +450,7 @@ class GroupTable:
         return group
 
     def stored(self, group_id: int) -> Group:
-        """The group. Raises `UnknownGroup` if its trajectories are not stored."""
+        """Return the group. Raises `UnknownGroup` if its trajectories are not stored."""
         group = self._groups.get(group_id)
         if group is None or group.summary is None:
             raise UnknownGroup(
@@ -459,7 +459,7 @@ class GroupTable:
         return group
 
     def in_store(self, group_id: int) -> Group:
-        """The group. Raises `UnknownGroup` if no running store holds its trajectories."""
+        """Return the group. Raises `UnknownGroup` if no running store holds its trajectories."""
         group = self.stored(group_id)
         place = self.space.stores[group.store]
         if place.is_gone or place.is_awaited:
@@ -476,17 +476,17 @@ class GroupTable:
         return group is not None and group.state is GroupState.planned
 
     def stored_in(self, store: int | None = None) -> list[tuple[int, int]]:
-        """The groups whose trajectories a store holds, with their attempts. ``None`` means all stores."""
+        """Return the groups whose trajectories a store holds, with their attempts. ``None`` means all stores."""
         stored = (group for group in self if group.summary is not None)
         return [(group.group_id, group.result.attempt) for group in stored if store is None or group.store == store]
 
     def of_state(self, state: GroupState) -> list[Group]:
-        """The groups of a state, sorted by place."""
+        """Return the groups of a state, sorted by place."""
         groups = [group for group in self._groups.values() if group.state is state]
         return sorted(groups, key=lambda group: group.place)
 
     def head(self, number: int, *, owner: bytes, suspect_deaths: int = 0) -> list[Group]:
-        """The first groups of the queue that an owner may lease.
+        """Return the first groups of the queue that an owner may lease.
 
         A group with ``suspect_deaths`` or more deaths is a suspect; 0 means that no group is a suspect. An owner holds
         at most one suspect. If a worker held two suspects and died, the ledger could not tell which group had killed
@@ -657,7 +657,7 @@ class GroupTable:
     # Snapshot
 
     def snapshot(self) -> dict[str, Any]:
-        """Every record as plain values."""
+        """Return every record as plain values."""
         return {
             "places": [self._head_place, self._next_place],
             "expected_bytes": self.space.expected_bytes,

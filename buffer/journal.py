@@ -240,7 +240,7 @@ class _FramesInFile(NamedTuple):
     lengths: Sequence[int]
 
     def held(self, place: int) -> FramesOnDisk:
-        """The frames as an object for the server. They stay in the file."""
+        """Return the frames as an object for the server. They stay in the file."""
         read = self.file.frames_at(self.start, self.lengths)
         return FramesOnDisk(self.file.path, Written.without_head(self.start, read), self.lengths, place=place)
 
@@ -287,12 +287,12 @@ def refer(places: dict[tuple[str, int], int], references: Iterable[Reference]) -
 
 
 def numbers_of(path: Path) -> list[int]:
-    """The numbers N of the files ``PATH.N.log``, ascending."""
+    """Return the numbers N of the files ``PATH.N.log``, ascending."""
     return sorted(int(log.name.split(".")[-2]) for log in path.parent.glob(f"{path.name}.*.log"))
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The values that `Journal.write` stored in the files ``PATH.N.log``. Frames are not read.
+    """Return the values that `Journal.write` stored in the files ``PATH.N.log``. Frames are not read.
 
     Raises as `read_contents` does.
     """
@@ -753,5 +753,5 @@ def _copy(file: AppendOnlyFile, frames: FramesOnDisk, place: int) -> None:
 
 
 def _record(place: int, frames: Frames) -> Head:
-    """The head of a record with the frames of one place."""
+    """Return the head of a record with the frames of one place."""
     return Head(references=(("", 0, place, tuple(map(len, frames))),))

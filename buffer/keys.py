@@ -57,7 +57,7 @@ class ClientKeys:
     path: Path | None = field(default=None, compare=False)
 
     def for_stores(self) -> "ClientKeys":
-        """The keys for a connection to a store server."""
+        """Return the keys for a connection to a store server."""
         return replace(self, server_public=self.store_public)
 
     def newest(self) -> "ClientKeys":
@@ -239,7 +239,7 @@ class KeyGate:
         self._roles = former | self._newest
 
     def role_of(self, public: str) -> str | None:
-        """The role of a client's public key; None if the key is no longer accepted."""
+        """Return the role of a client's public key; None if the key is no longer accepted."""
         return self._roles.get(public)
 
     def is_newest(self, public: str) -> bool:

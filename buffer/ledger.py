@@ -223,7 +223,7 @@ class Ledger:
         return self.on_stale is not OnStale.wait or not any(self.missing())
 
     def missing(self) -> list[int]:
-        """Number of running groups that the next batch must take, by deadline."""
+        """Return the number of running groups that the next batch must take, by deadline."""
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
     def cannot_hold_batch(self, group_id: int) -> bool:
@@ -238,7 +238,7 @@ class Ledger:
         return not self.groups.num_planned and not self.can_plan()
 
     def batch(self, version: int) -> Plan:
-        """The batch that was planned for ``version``."""
+        """Return the batch that was planned for ``version``."""
         groups = map(self.groups.stored, self.groups.plans[version])
         return Plan(version=version, groups=tuple(group.result for group in groups))
 
@@ -261,7 +261,7 @@ class Ledger:
         return self.account.stats(groups, learner_version=self.learner_version, **held)
 
     def snapshot(self) -> dict[str, Any]:
-        """The ledger's state as plain values, for `restore`."""
+        """Return the ledger's state as plain values, for `restore`."""
         return {
             "learner_version": self.learner_version,
             "incarnation": self.incarnation,
@@ -672,7 +672,7 @@ def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outc
 
 
 def _admitted_again(ledger: Ledger, group_ids: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """The groups of a committed batch that stay for a further use, each with its new rank.
+    """Return the groups of a committed batch that stay for a further use, each with its new rank.
 
     The admission rule decides this, because a further use counts as one more open group. The group keeps its engine
     version and its deadline.

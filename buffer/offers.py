@@ -77,7 +77,7 @@ class OfferLog:
         self._pinned.clear()
 
     def pinned(self) -> list[str]:
-        """Names of the pinned engines that serve the pinned version, sorted."""
+        """Return the names of the pinned engines that serve the pinned version, sorted."""
         return sorted(self._names.get(engine, "") for engine in self._pinned if self._serving.get(engine) == self._pin)
 
     def is_pin_lost(self, learner_version: int) -> bool:
@@ -87,7 +87,7 @@ class OfferLog:
         return is_past and self._pin not in self._offers and not self.pinned()
 
     def newest(self, learner_version: int) -> int | None:
-        """The newest version that engines may load.
+        """Return the newest version that engines may load.
 
         Forgets older offers, except a pinned version that engines still have to load.
 
@@ -106,7 +106,7 @@ class OfferLog:
         return newest
 
     def next_for(self, engine: bytes, at_least: int, learner_version: int) -> WeightOffer | None:
-        """The offer that an engine should load next. None if there is no offer of version ``at_least`` or newer.
+        """Return the offer that an engine should load next. None if there is no offer of version ``at_least`` or newer.
 
         Raises:
             WeightsError: A version could not be published.
@@ -127,7 +127,7 @@ class OfferLog:
         return self._offers[newest] if newest >= at_least else None
 
     def oldest(self) -> int:
-        """The oldest version that an engine may still be told to load; 0 without offers."""
+        """Return the oldest version that an engine may still be told to load; 0 without offers."""
         return min(self._offers, default=0)
 
     def check(self) -> None:
@@ -159,7 +159,7 @@ class OfferLog:
             del self._num_serving[version], self._slowest_s[version]
 
     def served(self, num_engines: int) -> tuple[int, float] | None:
-        """The oldest version that an engine serves, and the duration of that version's slowest load in seconds.
+        """Return the oldest version that an engine serves, and the duration of that version's slowest load in seconds.
 
         None until ``num_engines`` engines have loaded.
         """
@@ -174,7 +174,7 @@ class OfferLog:
         return len(self._pinned)
 
     def snapshot(self) -> dict[str, Any]:
-        """The state that a restarted server needs, as plain values."""
+        """Return the state that a restarted server needs, as plain values."""
         return {
             "offers": to_builtins(list(self._offers.values())),
             "pin": [self._pin, self._num_wanted, sorted(self._pinned)],

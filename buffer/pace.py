@@ -225,7 +225,7 @@ class WorkerPaces:
     # Decisions
 
     def next_look(self, now: float) -> float | None:
-        """The time when `look` may find a slow worker, or when a worker stops keeping a place free.
+        """Return the time when `look` may find a slow worker, or when a worker stops keeping a place free.
 
         None if neither will happen.
         """
@@ -235,7 +235,7 @@ class WorkerPaces:
         return min(moments, default=None)
 
     def usual_pace(self, name: bytes, now: float) -> float:
-        """The median of a worker's seconds per token.
+        """Return the median of a worker's seconds per token.
 
         An unknown worker gets the pace of the fastest worker, or 0 if no pace is known. A worker becomes unknown again
         after a long time without a group. Otherwise the pace of a slow worker might never be measured again.
@@ -257,7 +257,7 @@ class WorkerPaces:
         return worker is not None and 0 < _SLOWER * usual <= self._best(worker)
 
     def first_on_offer(self) -> RunningGroup | None:
-        """The next group that a faster worker with a free place should take over."""
+        """Return the next group that a faster worker with a free place should take over."""
         while self._on_offer:
             _, _, group_id, attempt = self._on_offer[0]
             if self._is_on_offer(group_id, attempt):
@@ -276,7 +276,7 @@ class WorkerPaces:
         self._kept.setdefault(taker, []).append((running, now + _PLACE_KEPT_S))
 
     def num_kept(self, name: bytes, now: float) -> int:
-        """Number of free places that a worker keeps for groups that it will take over."""
+        """Return the number of free places that a worker keeps for groups that it will take over."""
         kept = self._kept.get(name)
         if kept is None:
             return 0
@@ -310,7 +310,7 @@ class WorkerPaces:
         return worker.slowdown * (min(worker.paces) if worker.paces else self._fastest() or 0.0)
 
     def _longest_of(self, worker: _Worker) -> float:
-        """The longest time, in seconds, that a worker needed for a group.
+        """Return the longest time, in seconds, that a worker needed for a group.
 
         For an unknown worker, the longest time of the workers that were not slow, or 0 if no group has ended.
         """
@@ -392,7 +392,7 @@ class Heartbeats:
         self._num_generated[client] = num_tokens
 
     def num_generated(self, client: bytes) -> int:
-        """Number of tokens that a producer had generated at its last heartbeat."""
+        """Return the number of tokens that a producer had generated at its last heartbeat."""
         return self._num_generated.get(client, 0)
 
     def leave(self, client: bytes) -> None:
@@ -401,7 +401,7 @@ class Heartbeats:
         self._num_generated.pop(client, None)
 
     def next_silence(self) -> float | None:
-        """Time when the next silent producer will count as gone; None without producers."""
+        """Return the time when the next silent producer will count as gone; None without producers."""
         longest_ago = next(iter(self._producers.values()), None)
         return None if longest_ago is None else longest_ago.last_heard + self._silent_s
 

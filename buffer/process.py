@@ -158,7 +158,7 @@ class BufferProcess:
             link.close()
 
     def log_tail(self) -> str:
-        """The last lines of the server's log."""
+        """Return the last lines of the server's log."""
         if self._log_path is None:
             return "(on stderr)"
         return last_lines(str(self._log_path))
@@ -343,7 +343,7 @@ class StoreServers:
 
 
 def store_config(config: BufferConfig) -> BufferConfig:
-    """The options of one store server. The server begins empty if its journal has another epoch."""
+    """Return the options of one store server. The server begins empty if its journal has another epoch."""
     own = replace(config, port=0, bulk_port=0, num_store_servers=0)
     if config.durability is Durability.memory:  # a journal remembers the epoch for a restarted server
         own = replace(own, epoch=config.epoch or uuid.uuid4().hex[:16])

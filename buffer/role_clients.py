@@ -259,8 +259,8 @@ class WorkerClient:
         """Close the connection. Pending calls raise `ReplayBufferError`.
 
         Leases that were granted but that `lease` did not return go back to the queue. Release a lease that `lease`
-        returned before you close the client. Otherwise it stays until it expires, or until the client was silent for
-        four heartbeats.
+        returned before you close the client. Otherwise the lease stays until it expires, or until the client was silent
+        for four heartbeats.
         """
         self._pushed.set()
         if self._beat is not None:
@@ -389,7 +389,7 @@ async def _fetch_from(link: ClientSocket, fetch: commands.Fetch) -> Message:
 
 
 def _payloads_in(answer: Message) -> Iterator[Sequence[Any]]:
-    """The frames of each group in the answer to a fetch."""
+    """Return the frames of each group in the answer to a fetch."""
     frames = iter(answer.payload)
     counts = answer.body.counts if isinstance(answer.body, commands.Payloads) else ()
     if sum(counts) != len(answer.payload):
@@ -601,7 +601,7 @@ class BufferConnection:
     incarnation: int = 0
 
     def for_role(self, role: commands.BufferRole) -> "BufferConnection":
-        """The same connection for another role."""
+        """Return the same connection for another role."""
         return replace(self, role=role)
 
     def client(self, *, host: str = "") -> BufferClient:

@@ -324,7 +324,7 @@ class ServerSocket:
         self._peers = kept
 
     def _role_of(self, frame: zmq.Frame) -> str | None:
-        """The role of the key of a message's sender; None without keys."""
+        """Return the role of the key of a message's sender; None without keys."""
         return None if self._gate is None else self._gate.role_of(str(frame.get("User-Id")))
 
     def _admits(self, client: bytes, frame: zmq.Frame) -> bool:

@@ -524,7 +524,10 @@ class WorkerRequests:
         return commands.Welcome(rule.max_lag, rule.groups_per_step, self._heartbeat_s, self._store.is_elsewhere, *clock)
 
     def on_loaded(self, request: Message, loaded: commands.Loaded) -> Answer:
-        """Record that an engine serves a version. The engine's waiting request for leases is now for this version."""
+        """Record that an engine serves a version.
+
+        The worker's waiting requests for leases at this version then count for the current learner.
+        """
         if self._offers.is_current(loaded):
             self._ledger.check_engine_version(loaded.version)
             self._offers.note_loaded(request.client, loaded)
@@ -662,7 +665,7 @@ def check_counts(summary: GroupSummary) -> None:
 
 
 def _ledger(config: BufferConfig, *, groups_per_step: int, num_stores: int) -> Ledger:
-    """A new ledger with the options of the buffer."""
+    """Return a new ledger with the options of the buffer."""
     return Ledger(
         StalenessRule(max_lag=config.max_lag, groups_per_step=groups_per_step, max_uses=config.max_uses),
         on_stale=config.on_stale,

@@ -82,7 +82,7 @@ class LoopClock:
         self._tick()
 
     def time(self) -> float:
-        """The current time in seconds."""
+        """Return the current time in seconds."""
         now = self._time()
         gap = now - self._last_seen
         self._last_seen = now
@@ -205,7 +205,7 @@ class Channel:
 
 
 def monitor_of(socket: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
-    """The socket that reports ``events`` of another socket.
+    """Return the socket that reports ``events`` of another socket.
 
     Its address is unique. ZMQ's default address contains the socket's descriptor. ZMQ may still use the address of an
     earlier socket with the same descriptor.
@@ -241,7 +241,7 @@ class Chunk:
         return cls(request_id=request_id, index=index, count=count, frames=frames[1:])
 
     def to_frames(self) -> list[Any]:
-        """The frames of the chunk."""
+        """Return the frames of the chunk."""
         magic = _CHUNK_MAGIC if self.count else _ACK_MAGIC
         return [_CHUNK.pack(magic, self.request_id, self.index, self.count), *self.frames]
 
@@ -415,12 +415,12 @@ def remove_socket_folder(folder: str) -> None:
 
 
 def unix_address(folder: str, name: str) -> str:
-    """The address of a server. Example: ``ipc:///tmp/asyncrl-4k2f9a1c/buffer``."""
+    """Return the address of a server. Example: ``ipc:///tmp/asyncrl-4k2f9a1c/buffer``."""
     return f"{_SCHEME}{folder}/{name}"
 
 
 def folder_of(address: str) -> str:
-    """The folder of a server's Unix socket; empty if the address has a port."""
+    """Return the folder of a server's Unix socket; empty if the address has a port."""
     return str(Path(address.removeprefix(_SCHEME)).parent) if address.startswith(_SCHEME) else ""
 
 
@@ -591,7 +591,7 @@ class _Refusals(threading.Thread):
 
 
 def _address_of(host: str) -> str:
-    """The address to bind: ``host`` itself, the address of the interface with this name, or every address."""
+    """Return the address to bind: ``host`` itself, the address of the interface with this name, or every address."""
     if host == "*":
         return "0.0.0.0"
     name = "127.0.0.1" if host == "localhost" else host.strip("[]")

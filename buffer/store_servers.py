@@ -97,7 +97,7 @@ class StoreService:
             logger.warning("the journal was not compacted: %s", error)
 
     def _held_bytes(self, key: Key) -> int:
-        """Bytes stored and reserved, without the reservation of this attempt."""
+        """Return the bytes stored and reserved, without the reservation of this attempt."""
         return self._payloads.num_bytes + sum(self._reserved.values()) - self._reserved.get(key, 0)
 
     def on_hello(self, request: Message, hello: commands.Hello) -> Answer:
@@ -258,5 +258,5 @@ class StoreService:
 
 
 def number_of(key: Key) -> int:
-    """The number of an attempt in the journal."""
+    """Return the number of an attempt in the journal."""
     return key[0] << 16 | key[1]

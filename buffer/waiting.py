@@ -97,7 +97,7 @@ class HeldRequests:
         return self._requests.get((request.client, request.request_id)) is request
 
     def all(self) -> list[Any]:
-        """All held requests, in order of arrival."""
+        """Return all held requests, in order of arrival."""
         return list(self._requests.values())
 
     @property
@@ -106,7 +106,7 @@ class HeldRequests:
         return self._by_client.keys()
 
     def of_client(self, client: bytes) -> list[Any]:
-        """The held requests of one client, in order of arrival."""
+        """Return the held requests of one client, in order of arrival."""
         return list(self._by_client.get(client, {}).values())
 
     def hold(self, request: Message) -> None:
@@ -193,7 +193,7 @@ class WaitingWorkers(HeldRequests):
         return list(self._by_version)
 
     def at_version(self, version: int) -> list[tuple[int, Any]]:
-        """The requests at one version, each with its place in the order of arrival."""
+        """Return the requests at one version, each with its place in the order of arrival."""
         return [(place, self._requests[key]) for key, place in self._by_version.get(version, {}).items()]
 
     def hold(self, request: Any) -> None:
@@ -224,7 +224,7 @@ class FairQueue:
         self._serving = 0
 
     def turn_of(self, client: bytes) -> int:
-        """The turn of a client. The lowest turn is served first."""
+        """Return the turn of a client. The lowest turn is served first."""
         return max(self._next.get(client, 0), self._serving)
 
     def take(self, client: bytes) -> None:
@@ -403,7 +403,10 @@ class Admission:
         )
 
     def _admitted(self, versions: Iterable[int]) -> set[int]:
-        """The engine versions at which a queued group may begin. Empty if no group is queued, or if no group fits."""
+        """Return the engine versions at which a queued group may begin.
+
+        The set is empty if no group is queued, or if no group fits into the stores.
+        """
         if not self._ledger.groups.num_queued or not self._ledger.room.has_room():
             return set()
         return {version for version in versions if self._ledger.admits(version)}
@@ -465,7 +468,10 @@ class Admission:
                 self._answer(request, request.granted)
 
     def _num_free(self, request: WaitingWorker, now: float) -> int:
-        """Number of places that a request may fill now; 0 if the engine serves weights of a replaced learner."""
+        """Return the number of further leases that a request may get now.
+
+        This is 0 if the engine serves weights of a replaced learner.
+        """
         if request.incarnation != self._ledger.incarnation:
             return 0
         return request.body.max_groups - len(request.granted) - self._paces.num_kept(request.client, now)
@@ -491,7 +497,7 @@ class Admission:
             self._replies.push(group.worker, commands.HandOn(((group.group_id, group.attempt),)))
 
     def _fastest_taker(self, group: RunningGroup, versions: Iterable[int], now: float) -> bytes | None:
-        """The fastest worker that waits at one of these versions and may continue a group.
+        """Return the fastest worker that waits at one of these versions and may continue a group.
 
         None if no such worker is much faster.
         """
@@ -644,7 +650,10 @@ class BatchRequests:
         return commands.Batch(tuple(self._ledger.batch(request.body.version).groups)) if is_made else None
 
     def _late(self, request: Message) -> Answer:
-        """Raise `ReplayBufferError` if no queued or running prompt can complete the batch."""
+        """Answer `NothingYet`, with a warning if filters have dropped the last groups.
+
+        Raises `ReplayBufferError` if groups were dropped, and no queued or running prompt can complete the batch.
+        """
         groups, num_wanted = self._ledger.groups, self._ledger.rule.groups_per_step
         is_idle = not (groups.num_queued or groups.num_leased or groups.num_planned)
         if is_idle and self._ledger.account.groups_dropped and groups.num_stored < num_wanted:

@@ -439,7 +439,7 @@ class BatchAdvantages:
     def _penalties(
         self, sequences: Sequence[TokenSequence], lengths: Tensor, *, num_trajectories: int
     ) -> tuple[Tensor, dict[str, float]]:
-        """The KL penalty of each policy token, [M] float64, and its metrics over the batch."""
+        """Return the KL penalty of each policy token, [M] float64, and its metrics over the batch."""
         if not self._algorithm.kl_reward_coef:
             return torch.zeros(int(lengths.sum()), dtype=torch.float64), {}
         coefficient = self.kl_coefficient.value
@@ -456,7 +456,7 @@ class BatchAdvantages:
         return coefficient * divergence, {"reward_kl": mean, "kl_reward_coef": coefficient}
 
     def _over_the_turns(self, estimator: TurnEstimator, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Advantages and returns of this rank's turns, [K] float64, estimated on the turns of all ranks."""
+        """Return the advantages and returns of this rank's turns, [K] float64, estimated on the turns of all ranks."""
         shares, own = self._gathered(rows)
         turns, order = joined_turns(shares)
         estimated = estimator(turns, self._algorithm)
@@ -466,7 +466,7 @@ class BatchAdvantages:
         return advantages, returns
 
     def _over_the_batch(self, outcomes: Tensor, keys: Tensor) -> Tensor:
-        """Advantages of this rank's trajectories, [B] float32, estimated on the trajectories of all ranks.
+        """Return the advantages of this rank's trajectories, [B] float32, estimated on the trajectories of all ranks.
 
         ``outcomes`` are [B] float64, ``keys`` [B, 3] int64, see `_keys`.
         """
@@ -483,7 +483,7 @@ class BatchAdvantages:
         return everything.split([len(share[0]) for share in shares])[own]
 
     def _gathered(self, rows: tuple[Tensor, Tensor]) -> tuple[list[tuple[Tensor, Tensor]], int]:
-        """The rows of each data-parallel rank, and the index of this rank's rows among them."""
+        """Return the rows of each data-parallel rank, and the index of this rank's rows among them."""
         if dist.get_world_size(self._mesh.dp_group) == 1:
             return [rows], 0
         return gather_rows(rows, self._mesh.dp_group), self._mesh.dp_rank
@@ -499,7 +499,7 @@ def _rewards_of_turns(sequences: Sequence[TokenSequence]) -> Tensor:
 
 
 def _policy_tokens(sequences: Sequence[TokenSequence], name: str) -> Tensor:
-    """A column at the tokens in the loss, [M] float64."""
+    """Return a column at the tokens in the loss, [M] float64."""
     return _end_to_end(sequence.columns[name][sequence.loss_mask] for sequence in sequences)
 
 

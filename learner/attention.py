@@ -2,7 +2,7 @@
 
 A token never attends to another sequence. On a GPU in half precision, a variable-length kernel computes attention
 (`attention_kernels`). Otherwise one SDPA call computes several sequences of similar length, padded on the right. Under
-a causal mask no real token attends to the padding, so the result is exact. Many short sequences need a single call.
+a causal mask no real token attends to the padding, so the result is exact. Many short sequences need only one call.
 """
 
 from __future__ import annotations
@@ -127,12 +127,15 @@ class PackedLayout:
         return PaddedCalls(buckets=tuple(buckets), pad_index=pad_index, unpad_index=unpad_index)
 
     def cut(self, chunk: int) -> PackedLayout:
-        """The layout for attention within chunks of ``chunk`` tokens; the last chunk of a sequence may be shorter."""
+        """Return the layout for attention within chunks of ``chunk`` tokens.
+
+        The last chunk of a sequence may be shorter.
+        """
         pieces = [min(chunk, length - start) for length in self.lengths for start in range(0, length, chunk)]
         return packed_layout(pieces, self.cu_seqlens.device, self.kernel, self.host_token_index)
 
     def positions(self) -> Tensor:
-        """Position of each packed token in its sequence, [N] int64."""
+        """Return the position of each packed token in its sequence, [N] int64."""
         places = np.concatenate([np.arange(length) for length in self.lengths])
         on_the_device = on_device(places, self.cu_seqlens.device)
         return on_the_device if self.first_index is None else on_the_device[self.first_index]
@@ -212,7 +215,10 @@ def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManag
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if it is part of a larger one. Values may be a slice of a tensor with queries and keys."""
+    """Return the tensor, or a copy if it is part of a larger one.
+
+    Values may be a slice of a tensor with queries and keys.
+    """
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
@@ -278,7 +284,7 @@ def _attended(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The output of `packed_attention`."""
+    """Return the output of `packed_attention`."""
     window, chunk = _span(module, sliding_window)
     num_local = query.size(2)
     q, k, v = _all_tokens(query, key, value)

@@ -184,7 +184,7 @@ def _joined(pieces: Sequence[_Item]) -> list[_Item]:
 
 
 def plan_rewards(group: GroupSummary, algorithm: AlgorithmConfig) -> np.ndarray:
-    """The rewards of a group as [G] float32, with DAPO's length penalty if it is enabled."""
+    """Return the rewards of a group as [G] float32, with DAPO's length penalty if it is enabled."""
     rewards = np.asarray(group.rewards, dtype=np.float32)
     if not algorithm.overlong_max_tokens:
         return rewards

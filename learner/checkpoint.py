@@ -241,7 +241,7 @@ def _make_stager(device: torch.device) -> DefaultStager:
 
 
 def first_failure(fault: CheckpointException) -> str:
-    """The error of the first failed rank in one line. Example: ``rank 0: FileNotFoundError: …``."""
+    """Return the error of the first failed rank in one line. Example: ``rank 0: FileNotFoundError: …``."""
     rank, (cause, _) = min(fault.failures.items())
     return _in_one_line(rank, cause)
 

@@ -692,15 +692,18 @@ class LearnerConfig:
         _require(kept == -1 or kept >= 1, f"learner.keep_snapshots must be -1 or >= 1, got {kept}")
 
     def own_options(self, role: str) -> dict[str, Any]:
-        """The options that a role (``actor``, ``critic``, ``ref``, ``rm``) sets itself; none for the actor."""
+        """Return the options that a role (``actor``, ``critic``, ``ref``, ``rm``) sets itself; none for the actor."""
         return getattr(self, ROLE_SECTIONS[role]).own if role in ROLE_SECTIONS else {}
 
     def option_name(self, role: str, option: str) -> str:
-        """The name of the option that sets a role's value. Example: ``learner.critic.sp_size``, ``learner.sp_size``."""
+        """Return the name of the option that sets a role's value.
+
+        Example: ``learner.critic.sp_size``, ``learner.sp_size``.
+        """
         return f"learner.{ROLE_SECTIONS[role]}.{option}" if option in self.own_options(role) else f"learner.{option}"
 
     def of_role(self, role: str, *, num_ranks: int | None = None) -> LearnerConfig:
-        """The options of one role: the role's own options override these. A second call has no further effect.
+        """Return the options of one role: the role's own options override these. A second call has no further effect.
 
         ``num_ranks`` is the number of processes of the role's pool, by default that of these options. Raises
         `ValueError` if it is not a multiple of the role's ``sp_size`` and ``fsdp_size``.

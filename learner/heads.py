@@ -36,7 +36,7 @@ LINEAR = LogitShape()
 
 
 WEIGHT_CHUNK_TOKENS = 4096
-"""Tokens per product of the output layer's gradient on a GPU."""
+"""Number of tokens per matrix product that adds to the gradient of the output layer's weight, on a GPU."""
 
 
 class TrainableHead(Protocol):
@@ -90,7 +90,7 @@ class PackedHead(nn.Module):
 
 
 def _backbone(pretrained: PreTrainedModel) -> nn.Module:
-    """The model without its output layer. Llama 4's text model has a wrong ``base_model_prefix``."""
+    """Return the model without its output layer. Llama 4's text model has a wrong ``base_model_prefix``."""
     backbone = cast("nn.Module", pretrained.base_model)
     return backbone if backbone is not pretrained else cast("nn.Module", pretrained.model)
 
@@ -109,7 +109,7 @@ class LogProbHead(PackedHead):
         self.chunk_tokens = chunk_tokens
 
     def forward(self, batch: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, ...]:
-        """Log-probs [M] float32, and with ``entropy`` also entropies [M] float32 in nats."""
+        """Return the log-probs [M] float32, and with ``entropy`` also entropies [M] float32 in nats."""
         head = cast("nn.Linear", self.pretrained.get_output_embeddings())
 
         def scores(hidden: Tensor, index: Tensor | slice) -> tuple[Tensor, ...]:
@@ -128,7 +128,7 @@ class LogProbHead(PackedHead):
         return at_places(self.hidden_states(batch), batch.predict_index, scores)
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> LossInputs:
-        """The inputs of a policy loss."""
+        """Return the inputs of a policy loss."""
         log_probs, *entropies = self(batch, entropy=entropy)
         return LossInputs(log_probs=log_probs, entropy=next(iter(entropies), None), **_token_inputs(batch, log_probs))
 
@@ -145,7 +145,7 @@ class ValueHead(PackedHead):
         return _scores_at(self, batch, batch.predict_index)
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> ValueInputs:
-        """The inputs of the critic's objective."""
+        """Return the inputs of the critic's objective."""
         (values,) = self(batch)
         return ValueInputs(values=values, **_token_inputs(batch, values))
 
@@ -156,12 +156,12 @@ class RewardHead(PackedHead):
     per_sequence = True
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Scores [number of sequences] float32."""
+        """Return the scores [number of sequences] float32."""
         return _scores_at(self, batch, batch.last_index())
 
 
 def _scores_at(head: PackedHead, batch: MicroBatch, places: np.ndarray) -> tuple[Tensor, ...]:
-    """A classifier's output at [M] packed positions, the same on all sp ranks, in float32 for any model dtype.
+    """Return a classifier's output at [M] packed positions, the same on all sp ranks, in float32 for any model dtype.
 
     bfloat16 would round values and scores to three digits. For example, 100.4 would become 100.5, and small advantages
     would become zero.
@@ -176,7 +176,7 @@ def _scores_at(head: PackedHead, batch: MicroBatch, places: np.ndarray) -> tuple
 
 
 def _token_inputs(batch: MicroBatch, values: Tensor) -> dict[str, Any]:
-    """The fields of `TokenInputs`. For an empty micro-batch, each column name gives an empty tensor."""
+    """Return the fields of `TokenInputs`. For an empty micro-batch, each column name gives an empty tensor."""
     columns = batch.columns if len(values) else defaultdict(values.detach)
     lengths = batch.trajectory_lengths
     return {"trajectory_index": batch.trajectory_index, "trajectory_lengths": lengths, "columns": columns}
@@ -330,7 +330,7 @@ def multiplies_halves(tensor: Tensor) -> bool:
 
 
 def _factor(weight: Tensor) -> Tensor:
-    """The weight in the dtype for `_product`."""
+    """Return the weight in the dtype for `_product`."""
     return weight if multiplies_halves(weight) else weight.float()
 
 

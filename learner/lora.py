@@ -101,12 +101,12 @@ def is_adapter(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """The name that a parameter has in a model without adapters."""
+    """Return the name that a parameter has in a model without adapters."""
     return name.replace(".base_layer.", ".")
 
 
 def frozen_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights without adapters, under the names of a model without adapters."""
+    """Return the weights without adapters, under the names of a model without adapters."""
     return {plain_name(name): tensor for name, tensor in weights.items() if not is_adapter(name)}
 
 
@@ -120,7 +120,7 @@ def adapter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str
 
 
 def adapted_layers(model: nn.Module, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
-    """All layers with an adapter.
+    """Return all layers with an adapter.
 
     Args:
         model: A model with adapters.
@@ -186,7 +186,7 @@ def _layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
 
 
 def _target_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
-    """Names of the linear layers that match ``targets``; a target is a name or a suffix of a name, as in peft.
+    """Return the names of the linear layers that match ``targets``: names or suffixes of names, as in peft.
 
     The output embedding never gets an adapter, because the head reads its weight and not its output. The weight may
     also be tied.
@@ -222,7 +222,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def expert_tensors(model: PreTrainedModel) -> list[str]:
-    """Names of the parameters that hold the matrices of all experts of a layer."""
+    """Return the names of the parameters that hold the matrices of all experts of a layer."""
     return [
         f"{prefix}.{name}"
         for prefix, module in model.named_modules()

@@ -126,7 +126,7 @@ def by_token(loss: PolicyLoss) -> PolicyLoss:
 
 
 def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
-    """Log-probs in the denominator of the ratio, [M], from the policy that ``algorithm.anchor`` names."""
+    """Return the log-probs in the denominator of the ratio, [M], from the policy that ``algorithm.anchor`` names."""
     return inputs.columns["behavior_logprobs"] if config.anchor is Anchor.behavior else inputs.proximal_logprobs
 
 
@@ -215,7 +215,7 @@ def token_weights(
     num_trajectories: int,
     sequence_norm_tokens: int = 0,
 ) -> Tensor:
-    """Share of each token in the loss of the whole batch.
+    """Return the share of each token in the loss of the whole batch.
 
     Args:
         inputs: A micro-batch.
@@ -314,12 +314,15 @@ def _trajectory_sums(values: Tensor, inputs: TokenInputs) -> Tensor:
 
 
 def trajectory_means(values: Tensor, inputs: TokenInputs) -> Tensor:
-    """Means of [M] values over each trajectory, [number of trajectories]; 0 without tokens. Differentiable."""
+    """Return the means of [M] values over each trajectory, [number of trajectories]; 0 without tokens.
+
+    The means are differentiable.
+    """
     return _trajectory_sums(values, inputs) / inputs.trajectory_lengths.clamp(min=1)
 
 
 def effective_sample_size(mean_weight: float, mean_square: float) -> float:
-    """Effective sample size as a share of the batch, (E w)² ÷ E w² (Kong, 1992), in (0, 1].
+    """Return the effective sample size as a share of the batch, (E w)² ÷ E w² (Kong, 1992), in (0, 1].
 
     Example: weights 1, 1, 1, 1 give 1.0; weights 2, 0, 0, 0 give 0.25.
     """
@@ -387,7 +390,10 @@ class Objective:
 
 
 def policy_objective(config: AlgorithmConfig) -> Objective:
-    """The loss that ``config`` names, with correction, KL penalty and entropy bonus. `ValueError` for unknown names."""
+    """Return the loss that ``config`` names, with correction, KL penalty and entropy bonus.
+
+    Raises `ValueError` for an unknown name.
+    """
     policy_loss = LOSSES.get(config.loss)
 
     def loss(inputs: LossInputs) -> LossTerms:
@@ -427,7 +433,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 
 
 def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
-    """Metrics of the distance between policy and behavior policy, [M] each.
+    """Return the metrics of the distance between policy and behavior policy, [M] each.
 
     - ``ratio`` is policy ÷ behavior; its square is reported, too.
     - ``behavior_kl`` is KL(behavior ‖ policy) in nats by the k3 estimator: r - 1 - log r, with log r clamped to ±20.
@@ -468,7 +474,7 @@ def _with_square(name: str, values: Tensor) -> dict[str, Tensor]:
 
 
 def value_objective(clip: float) -> Objective:
-    """The critic's objective: the mean of `value_loss` with this ``clip`` over the batch's tokens."""
+    """Return the critic's objective: the mean of `value_loss` with this ``clip`` over the batch's tokens."""
 
     def loss(inputs: ValueInputs) -> LossTerms:
         values, returns = inputs.values, inputs.columns["returns"]

@@ -181,5 +181,5 @@ class BatchPreparer:
 
 
 def _key(role: str, batch: RankBatch) -> _Key:
-    """The key of a prepared batch: everything that it depends on. It does not depend on rewards."""
+    """Return the key of a prepared batch: everything that the batch depends on. Rewards are not a part of the key."""
     return batch.version, role, tuple((share.group_id, share.samples, share.mini_batch) for share in batch.shares)

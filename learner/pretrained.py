@@ -80,9 +80,9 @@ def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def parameter_sizes(model_path: str) -> dict[str, int]:
-    """Number of values in each parameter of the causal language model in a folder. Reads only ``config.json``.
+    """Return the number of values in each parameter of the causal language model in a folder.
 
-    Raises the errors of `load_causal_lm`.
+    This does not read the weights. Raises the errors of `load_causal_lm`.
     """
     model = load_causal_lm(model_path, torch.bfloat16)
     return {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -106,7 +106,7 @@ class LogitShape:
         return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """Derivative of the logits with respect to the products, at [..., V] logits."""
+        """Return the derivative of the logits with respect to the products, at [..., V] logits."""
         return self.scale if self.soft_cap is None else self.scale * (1 - (logits / self.soft_cap).square())
 
 

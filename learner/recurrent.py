@@ -98,7 +98,7 @@ class RecurrentLayers:
         return out if rest is None else (out, *rest)
 
     def _region(self, layout: PackedLayout, num_local: int) -> _Region:
-        """The tokens that this rank computes; the same for all layers of a forward pass."""
+        """Return the tokens that this rank computes; the same for all layers of a forward pass."""
         if self._planned is None or self._planned[0] is not layout:
             self._planned = (layout, _region_of_rank(layout, num_local))
         return self._planned[1]
@@ -160,5 +160,5 @@ def _padded(run: Callable[..., Any], tokens: Tensor, layout: PackedLayout) -> tu
 
 
 def _split(output: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
-    """A layer's output tensor, and the other entries if the layer returns a tuple."""
+    """Return a layer's output tensor, and the other entries if the layer returns a tuple."""
     return (output[0], tuple(output[1:])) if isinstance(output, tuple) else (output, None)

@@ -82,7 +82,7 @@ class Role:
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:
-    """A function of this package. Its module is imported at the first call, because the module loads torch."""
+    """Return a function of this package. Its module is imported at the first call, because the module loads torch."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         return getattr(import_module(f".{module}", __package__), name)(*arguments, **options)
@@ -137,7 +137,10 @@ ROLES = {role.name: role for role in (ACTOR, CRITIC, REFERENCE, REWARD_MODEL)}
 
 
 def scored_by(column: str, config: LearnerConfig) -> Role:
-    """The role that computes a column. With LoRA the actor computes the reference's column, with its adapters off."""
+    """Return the role that computes a column.
+
+    With LoRA the actor computes the reference's column, with its adapters off.
+    """
     if column == REFERENCE.column:
         return ACTOR if config.lora.rank else REFERENCE
     return next(role for role in ROLES.values() if role.column == column)

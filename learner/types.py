@@ -118,7 +118,7 @@ class SequenceImages:
         rows: Sequence[np.ndarray],
         positions: Sequence[np.ndarray],
     ) -> list[SequenceImages]:
-        """The images of several sequences of a group, from their tokens, rows and positions."""
+        """Return the images of several sequences of a group, from their tokens, rows and positions."""
         keys = np.array([-1 - next(_num_images) % 2**31 for _ in range(group.num_images)], dtype=np.int32)
         made = []
         for ids, own_rows, own_positions in zip(token_ids, rows, positions, strict=True):
@@ -163,11 +163,11 @@ class TokenSequence:
         return self.input_ids if self.images is None else self.images.compared
 
     def with_column(self, name: str, values: np.ndarray) -> TokenSequence:
-        """The sequence with one more [T] float32 column."""
+        """Return the sequence with one more [T] float32 column."""
         return replace(self, columns={**self.columns, name: values})
 
     def with_tokens(self, name: str, values: np.ndarray) -> TokenSequence:
-        """The sequence with one more column, of values at the tokens in the loss and 0 elsewhere."""
+        """Return the sequence with one more column, of values at the tokens in the loss and 0 elsewhere."""
         column = np.zeros(len(self.input_ids), dtype=np.float32)
         column[self.loss_mask] = values
         return self.with_column(name, column)
@@ -239,7 +239,7 @@ def _turn_spans(group: TrajectoryGroup, branch: Branch) -> Iterator[TurnSpan]:
 
 
 def branches_of(group: TrajectoryGroup, samples: Sequence[int]) -> list[Branch]:
-    """The branches of some trajectories: all branches of the first trajectory, then those of the next one."""
+    """Return the branches of some trajectories: all branches of the first trajectory, then those of the next one."""
     by_trajectory: dict[int, list[Branch]] = {}
     for branch in group.branches:
         by_trajectory.setdefault(branch.trajectory, []).append(branch)

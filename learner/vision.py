@@ -73,7 +73,7 @@ class VisionTower:
 
 
 def vision_tower(pretrained: PreTrainedModel, model_path: str) -> VisionTower | None:
-    """The vision tower of the model in a folder; None for a text model."""
+    """Return the vision tower of the model in a folder; None for a text model."""
     if not has_vision(pretrained):
         return None
     return VisionTower(cast("nn.Module", pretrained.base_model), PixelFormat.of(load_processor(model_path)))
