@@ -255,7 +255,7 @@ def _schema_bytes(schema: tuple[tuple[tuple[str, np.dtype, tuple[int, ...]], ...
 
 @lru_cache(maxsize=256)
 def _schema_of(data: bytes) -> list[list[tuple[str, np.dtype, tuple[int, ...], int]]]:
-    """Names, dtypes, trailing shapes and bytes per row of the columns in each scope."""
+    """Return the names, dtypes, trailing shapes and bytes per row of the columns in each scope."""
     schema = []
     for scope in msgpack.unpackb(data, max_ext_len=0):
         columns = [(str(name), dtype_of(dtype.encode()), checked_shape(shape)) for name, dtype, shape in scope]
@@ -324,7 +324,7 @@ def unpack(parts: Sequence[Any]) -> list[Any]:
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges [start, stop) of frames: small adjacent frames that share a part, or one large frame."""
+    """Yield ranges [start, stop) of frames: small adjacent frames that share a part, or one large frame."""
     start = 0
     while start < len(lengths):
         stop, size = start + 1, lengths[start] + _ALIGN

@@ -547,7 +547,7 @@ def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: outcom
 
 
 def _decide_lose_groups(ledger: Ledger, command: commands.LoseGroups, call: Call) -> outcomes.Lost:
-    """Dissolve the batch of a lost group and all later batches. The missing groups of these batches are lost too."""
+    """Decide a loss. The batch of a lost group and all later batches dissolve; their missing groups are lost too."""
     table = ledger.groups
     groups = [group for group_id in command.group_ids if (group := table.get(group_id)) is not None]
     planned = [group.planned_for for group in groups if group.state is GroupState.planned]

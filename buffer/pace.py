@@ -303,7 +303,7 @@ class WorkerPaces:
         return self._by_usual[0][0] if self._by_usual else None
 
     def _best(self, worker: _Worker) -> float:
-        """Seconds per token of a worker's fastest group.
+        """Return the seconds per token of a worker's fastest group.
 
         The value grows if the worker ends no group for a long time.
         """

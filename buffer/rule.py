@@ -55,7 +55,7 @@ class StalenessRule:
             )
 
     def deadline(self, engine_version: int) -> int:
-        """Last learner version that may consume a group admitted at ``engine_version``."""
+        """Return the last learner version that may consume a group admitted at ``engine_version``."""
         return engine_version + self.max_lag
 
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
@@ -143,8 +143,8 @@ class Room:
     def has_room(self, num_granted: int = 0, num_freed_bytes: int = 0) -> bool:
         """Whether one more group fits in addition to the held bytes and the expected bytes of the running groups.
 
-        One group may always begin if no group runs, no batch is planned, and the stored groups make no batch, because
-        nothing else would free bytes. The caller will also grant ``num_granted`` other leases, which drop
+        One group may always begin if no group runs, no batch is planned, and too few groups are stored for a batch:
+        nothing else would free bytes then. The caller will also grant ``num_granted`` other leases, which drop
         ``num_freed_bytes`` of saved prefixes.
         """
         groups = self._groups
@@ -245,13 +245,13 @@ ORDERS: Registry[Preference] = Registry("buffer.order")
 
 @FILTERS.register("equal_rewards")
 def _has_signal(summary: GroupSummary) -> bool:
-    """False for a group of equal rewards, because all its advantages are zero (DAPO, arXiv 2503.14476, equation 11)."""
+    """Drop a group of equal rewards, because all its advantages are zero (DAPO, arXiv 2503.14476, equation 11)."""
     return not summary.has_equal_rewards
 
 
 @FILTERS.register("no_tokens")
 def _has_tokens(summary: GroupSummary) -> bool:
-    """False for a group without policy tokens, because it has no loss."""
+    """Drop a group without policy tokens, because it has no loss."""
     return summary.num_tokens > 0
 
 

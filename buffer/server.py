@@ -240,7 +240,7 @@ class ServerSocket:
         return listener.address
 
     def counters(self) -> dict[str, int]:
-        """Counts of refused and undelivered messages."""
+        """Return the counts of refused and undelivered messages."""
         return dict(self._counts)
 
     def _count(self, what: str) -> None:

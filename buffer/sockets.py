@@ -537,7 +537,7 @@ class _Connections:
 
 
 def _bytes_received(connection: socket.socket) -> int:
-    """``tcpi_bytes_received`` of tcp(7); 0 on a kernel that does not report it."""
+    """Return ``tcpi_bytes_received`` of tcp(7); 0 on a kernel that does not report it."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     return _BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)[0] if len(info) >= _TCP_INFO_BYTES else 0
 
@@ -565,7 +565,7 @@ class _Refusals(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """The thread's loop. Refuses the waiting connections each time that ``wanted`` is set."""
+        """Refuse the waiting connections each time that ``wanted`` is set."""
         libc = ctypes.CDLL(None, use_errno=True)
         is_alone = libc.unshare(_CLONE_FILES) == 0
         if is_alone:

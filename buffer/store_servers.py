@@ -101,7 +101,7 @@ class StoreService:
         return self._payloads.num_bytes + sum(self._reserved.values()) - self._reserved.get(key, 0)
 
     def on_hello(self, request: Message, hello: commands.Hello) -> Answer:
-        """Show that the server answers."""
+        """Answer a probe, which shows that the server is not hanging."""
         return Done()
 
     def on_reserve(self, request: Message, reserve: commands.Reserve) -> None:

@@ -133,7 +133,7 @@ class PayloadStore:
         return self.payloads.get(group_id)
 
     def frames(self) -> Iterator[tuple[str, int, Frames]]:
-        """The kind, group id and frames of each item that this server holds, for a journal."""
+        """Yield the kind, group id and frames of each item that this server holds, for a journal."""
         tables = [("prompt", self.prompts), ("prompt", self._stored_prompts), ("progress", self.prefixes)]
         if not self.is_elsewhere:
             tables.append(("payload", self.payloads))

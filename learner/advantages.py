@@ -276,7 +276,7 @@ def generalized_advantages(
 
 
 def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
-    """Discounted sum of the rewards from each token to its trajectory's end, [M] float64; see `generalized_advantages`.
+    """Sum the discounted rewards from each token to its trajectory's end, [M] float64; see `generalized_advantages`.
 
     Example: rewards 1, 0, 4 of one trajectory with gamma 0.5 give 2, 2, 4.
     """
@@ -431,7 +431,7 @@ class BatchAdvantages:
         return _with_column(assigned, "returns", estimated.returns), metrics
 
     def _keys(self, rewards: Iterable[SampleKey], sources: Mapping[int, str]) -> Tensor:
-        """[B, 3] int64: prompt group, index in the group, and number of the estimator of the group's data source."""
+        """Return [B, 3] int64: group, index in the group, and number of the estimator for the group's data source."""
         numbers = {group_id: self._numbers.get(source, 0) for group_id, source in sources.items()}
         rows = [(group_id, index, numbers.get(group_id, 0)) for group_id, index in rewards]
         return torch.tensor(rows, dtype=torch.int64).view(-1, 3)
@@ -493,7 +493,7 @@ class BatchAdvantages:
 
 
 def _rewards_of_turns(sequences: Sequence[TokenSequence]) -> Tensor:
-    """Rewards of turns at the tokens in the loss, [M] float64."""
+    """Return the rewards of turns at the tokens in the loss, [M] float64."""
     rewards = (np.zeros(len(s.input_ids)) if s.token_rewards is None else s.token_rewards for s in sequences)
     return _end_to_end(values[s.loss_mask] for s, values in zip(sequences, rewards, strict=True))
 

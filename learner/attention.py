@@ -195,7 +195,7 @@ _layer = _CheckpointedLayer()
 
 
 def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts for the forward pass of a checkpointed layer, and for its recomputation without attention.
+    """Return contexts for the forward pass of a checkpointed layer, and for its recomputation without attention.
 
     This is a ``context_fn`` of `torch.utils.checkpoint.checkpoint`. The forward pass keeps what attention saves for its
     own backward pass: queries, keys, values and output. The recomputation uses the kept output. Thus attention and its
@@ -307,7 +307,7 @@ def _attended(
 
 
 def _span(module: nn.Module, window: int | None) -> tuple[int | None, int | None]:
-    """Sliding window and chunk of a layer. Some models pass these only through the mask, which is not used here."""
+    """Return a layer's sliding window and chunk. Some models pass these only through the mask, which we do not use."""
     config = getattr(module, "config", None)
     types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = types[index] if types and index is not None and index < len(types) else None
@@ -388,7 +388,7 @@ def _bucketed(
 def _windowed(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, window: int, sinks: Tensor | None
 ) -> Tensor:
-    """Causal attention within a window, [count, H, L, Dv], with attention sinks if the model has them.
+    """Compute causal attention within a window, [count, H, L, Dv], with attention sinks if the model has them.
 
     Shapes as in `_capped`; sinks are [H]. A block of queries reads only the keys of its window, so no [L, L] mask is
     needed.
@@ -420,7 +420,7 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, window: int, cap: float) -> Tensor:
-    """Causal attention with soft-capped scores c · tanh(s ÷ c), in blocks of queries: [count, H, L, Dv].
+    """Compute causal attention with soft-capped scores c · tanh(s ÷ c), in blocks of queries: [count, H, L, Dv].
 
     q is [count, H, L, D], k [count, kv heads, L, D], v [count, kv heads, L, Dv]. The backward pass recomputes each
     block, so that only the scores of one block are in memory.

@@ -185,7 +185,7 @@ def _difference(
 def _written_out(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, soft_cap: float | None
 ) -> Tensor:
-    """Reference implementation of causal attention within sequences of `_LENGTHS`: [N, H, D]."""
+    """Compute causal attention within sequences of `_LENGTHS` as a reference: [N, H, D]."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     outputs = []
     for one, keys, values in zip(q.split(_LENGTHS), k.split(_LENGTHS), v.split(_LENGTHS), strict=True):

@@ -193,7 +193,7 @@ def plan_rewards(group: GroupSummary, algorithm: AlgorithmConfig) -> np.ndarray:
 
 
 def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer_tokens: int) -> np.ndarray:
-    """Soft penalty of long responses (DAPO, arXiv 2503.14476, equation 13).
+    """Compute the soft penalty of long responses (DAPO, arXiv 2503.14476, equation 13).
 
     ``lengths`` is [B], in tokens. The penalty is -1 for lengths of ``max_tokens`` or more. It falls linearly from 0 to
     -1 over the ``buffer_tokens`` before ``max_tokens``. With ``buffer_tokens=0`` there is no linear part. Returns [B]

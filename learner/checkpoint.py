@@ -216,7 +216,7 @@ class ShardedCheckpointer:
             raise CheckpointError(f"{what}: {'; '.join(dict.fromkeys(filter(None, errors)))}; {remedy}")
 
     def _state(self) -> dict[str, Any]:
-        """Sharded model and optimizer state.
+        """Return the sharded model and optimizer state.
 
         Before the first update AdamW has no moments, and torch creates them with an update that leaves the weights
         unchanged but increases the step count. The count is reset to 0 and the moments are removed again.

@@ -33,7 +33,7 @@ MIN_UNIT_NUMEL = 1_000_000
 
 
 def choose_device(device: Device) -> torch.device:
-    """This rank's device. Raises `ValueError` if CUDA is requested and torch does not find a GPU."""
+    """Return this rank's device. Raises `ValueError` if CUDA is requested and torch does not find a GPU."""
     if device is Device.cuda and not torch.cuda.is_available():
         raise ValueError("learner.device=cuda needs a GPU that torch can see, got none; use learner.device=cpu")
     if device is Device.cpu or not torch.cuda.is_available():
@@ -342,12 +342,12 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; a plain tensor is returned as it is."""
+    """Return this rank's part of a sharded tensor, or a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(tensor: Tensor) -> tuple[slice, ...]:
-    """This rank's part of a tensor, as a slice of each dimension."""
+    """Return this rank's part of a tensor, as a slice of each dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

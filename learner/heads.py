@@ -71,7 +71,7 @@ class PackedHead(nn.Module):
         self.recurrent = RecurrentLayers(pretrained)
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
-        """Last hidden states of a micro-batch on the model's device, [N, h]; under Ulysses, this rank's part."""
+        """Compute the last hidden states of a micro-batch on the model's device: [N, h], or this rank's part."""
         sp_size = get_ulysses_sequence_parallel_world_size()
         input_ids, position_ids, padding = ulysses_pad_and_slice_inputs(
             batch.input_ids[None], batch.position_ids.unsqueeze(-2), sp_size
@@ -141,7 +141,7 @@ class ValueHead(PackedHead):
     """
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Values [M] float32."""
+        """Return the values [M] float32."""
         return _scores_at(self, batch, batch.predict_index)
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> ValueInputs:
@@ -215,7 +215,7 @@ def chunked_log_probs(
     entropy: bool = True,
     shape: LogitShape = LINEAR,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target, and the entropy of the distribution at its position.
+    """Compute the log-prob of each target, and the entropy of the distribution at its position.
 
     The distribution is softmax(logits / temperature), as at sampling, before any top-p or top-k. Logits are computed
     chunk by chunk, and recomputed in the backward pass. Gradients flow to hidden, weight and bias. Logits are float32.
@@ -335,7 +335,7 @@ def _factor(weight: Tensor) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Matrix product in float32; the factors may be in half precision."""
+    """Compute a matrix product in float32; the factors may be in half precision."""
     if multiplies_halves(left):
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
@@ -350,7 +350,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _logits(hidden: Tensor, factor: Tensor, bias: Tensor | None, shape: LogitShape) -> Tensor:
-    """Logits before the temperature, [n, V] float32."""
+    """Compute the logits before the temperature, [n, V] float32."""
     logits = _product(hidden, factor.t())
     if bias is not None:
         logits += bias

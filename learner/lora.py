@@ -111,7 +111,7 @@ def frozen_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def adapter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Only the adapters, under the names of peft's files; see `merged_weights`."""
+    """Return only the adapters, under the names of peft's files; see `merged_weights`."""
     return {
         f"{_PEFT_PREFIX}{name}.lora_{part}.weight": weights[f"{name}.lora_{part}.{_ADAPTER}.weight"]
         for name, _ in _layers(model)
@@ -151,7 +151,7 @@ def write_adapter_config(folder: Path, model: nn.Module) -> None:
 
 
 def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Merged weights W + scale · B A under the names of a model without adapters.
+    """Compute the merged weights W + scale · B A, under the names of a model without adapters.
 
     ``weights`` has whole tensors by the parameter names of the model, for all or some layers. ``model`` defines which
     layers have adapters, and their scales. The inputs are not changed.
@@ -173,7 +173,7 @@ def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def _scale(layer: LoraLayer) -> float:
-    """Alpha ÷ rank. Not peft's ``scaling``, which is 0 while another thread has the adapters off."""
+    """Return alpha ÷ rank. Not peft's ``scaling``, which is 0 while another thread has the adapters off."""
     return layer.lora_alpha[_ADAPTER] / layer.r[_ADAPTER]
 
 
@@ -233,6 +233,6 @@ def expert_tensors(model: PreTrainedModel) -> list[str]:
 
 
 def _counted_experts(model: PreTrainedModel) -> list[str]:
-    """`expert_tensors` with the number of layers. Example: ``model.layers.*.mlp.experts.down_proj (2)``."""
+    """Return `expert_tensors` with the number of layers. Example: ``model.layers.*.mlp.experts.down_proj (2)``."""
     stacked = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in expert_tensors(model))
     return [f"{name} ({count})" for name, count in sorted(stacked.items())]

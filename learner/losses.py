@@ -239,7 +239,7 @@ def token_weights(
 
 
 def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:
-    """Factors of the token losses of a micro-batch by ``algorithm.weight``, before masking.
+    """Compute the factors of the token losses of a micro-batch by ``algorithm.weight``, before masking.
 
     Args:
         log_weights: [M] float32, proximal minus behavior log-prob.
@@ -266,7 +266,7 @@ def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: Algorit
 
 
 def kept_tokens(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:
-    """Which tokens of a micro-batch pass all rules of ``algorithm.masks``.
+    """Find the tokens of a micro-batch that pass all rules of ``algorithm.masks``.
 
     A token that fails a rule has policy loss 0; its KL penalty and entropy bonus remain. The shares of the other tokens
     do not change, as in IcePop's objective. Deviation: verl divides by the number of kept tokens.
@@ -330,7 +330,7 @@ def effective_sample_size(mean_weight: float, mean_square: float) -> float:
 
 
 def bounded_exp(log_weights: Tensor) -> Tensor:
-    """Exponential with its argument clamped to ± `MAX_LOG_WEIGHT`. Clamped entries have no gradient."""
+    """Compute exp of the argument clamped to ± `MAX_LOG_WEIGHT`. Clamped entries have no gradient."""
     return log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
 
 
@@ -494,7 +494,7 @@ def value_objective(clip: float) -> Objective:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
-    """Squared error of the values, with PPO's clipping (the loss of OpenAI's ``baselines`` ppo2; arXiv 2005.12729, 3).
+    """Compute the squared error of the values with PPO's clipping (arXiv 2005.12729, section 3; OpenAI's ppo2).
 
     The loss is half of max((v - R)², (clip(v, old - c, old + c) - R)²). A value that has left the interval towards the
     return gets no gradient. All are [M] float32: ``values`` v with gradient, ``old_values`` before the step,

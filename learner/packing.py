@@ -61,7 +61,7 @@ class MicroBatch:
     grids: Tensor | None = None
 
     def last_index(self) -> np.ndarray:
-        """Packed position of the last token of each sequence: [number of sequences] int64, on the host."""
+        """Return the packed position of the last token of each sequence: [number of sequences] int64, on the host."""
         last = np.cumsum(self.lengths) - 1
         return last if self.token_index is None else self.token_index[last]
 

@@ -80,7 +80,7 @@ class RecurrentLayers:
         self._layout = kwargs.get("packed", self._layout)
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replacement of a layer's ``forward``; its first argument is this rank's part of the tokens, [1, n, h]."""
+        """Replace a layer's ``forward``; the first of ``args`` is this rank's part of the tokens, [1, n, h]."""
         if self._layout is None:
             return forward(*args, **kwargs)
         hidden, others = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())

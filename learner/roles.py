@@ -161,7 +161,7 @@ class RemoteScores:
     results: Sequence[Any]
 
     def needed_by(self, batches: Sequence[RankBatch]) -> list[DataProtoFuture]:
-        """For each data-parallel rank of another role, a future of the scores of its samples.
+        """Return, for each data-parallel rank of another role, a future of the scores of its samples.
 
         ``batches`` are the same plan, divided over any number of ranks. A future refers only to the ranks that scored
         its samples. If there are no samples, it refers to one rank.

@@ -450,7 +450,7 @@ def _output_layer(head: PackedHead) -> nn.Linear:
 
 
 def _relative(found: Tensor, expected: Tensor) -> Tensor:
-    """Norms of the differences of rows, divided by the norms of the expected rows, [N]."""
+    """Divide the norms of the differences of rows by the norms of the expected rows, [N]."""
     norms = expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     return ((found - expected).norm(dim=-1) / norms).cpu()
 

@@ -42,7 +42,7 @@ def get_ulysses_sequence_parallel_world_size(group: ProcessGroup | None = None) 
 
 
 def get_ulysses_sequence_parallel_rank(group: ProcessGroup | None = None) -> int:
-    """Index of this rank's part of a sequence; 0 if there is no group."""
+    """Return the index of this rank's part of a sequence; 0 if there is no group."""
     group = group or _group
     return dist.get_rank(group) if group is not None else 0
 

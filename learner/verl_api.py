@@ -230,7 +230,7 @@ def response_rows(data: DataProto, values: Sequence[np.ndarray]) -> Tensor:
 
 
 def _sequences(data: DataProto, mask: np.ndarray, tensors: Mapping[str, np.ndarray]) -> list[TokenSequence]:
-    """One sequence per row with its attended tokens. The response tokens in ``mask`` [B, R] are in the loss."""
+    """Make one sequence per row, of its attended tokens. The response tokens in ``mask`` [B, R] are in the loss."""
     input_ids, attention = _array(data, "input_ids"), _array(data, "attention_mask").astype(bool)
     _check_positions(data, attention)
     num_prompt = input_ids.shape[1] - mask.shape[1]

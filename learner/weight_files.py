@@ -261,7 +261,7 @@ def _sources(
 
 
 def _blocks(tensor: Tensor) -> Iterator[slice]:
-    """The rows that this rank holds, wholly or in part, in blocks of `BLOCK_BYTES`."""
+    """Yield the rows that this rank holds, wholly or in part, in blocks of about `BLOCK_BYTES`."""
     (rows, *_) = own_part(tensor) or (slice(0, 1),)
     step = max(1, BLOCK_BYTES * len(tensor) // max(1, tensor.nbytes)) if tensor.ndim else 1
     for start in range(rows.start, rows.stop, step):
