@@ -93,7 +93,7 @@ class Welcome(Answer, frozen=True):
 
 
 class LeasedGroup(Row, frozen=True):
-    """A lease. The frames of its prompt and of its saved prefix follow the record, which has their numbers.
+    """A lease. The frames of its prompt and of its saved prefix follow the record, which counts the frames of each.
 
     ``num_prefix_frames`` is -1 if the prefix was evicted or lost after the grant. Then the worker must start again.
     """
@@ -219,7 +219,7 @@ class NewKeys(Push, frozen=True):
 
 
 class Space(Push, frozen=True):
-    """Bytes have become free. The client may send requests that did not fit again."""
+    """Bytes have become free. The client may repeat the requests that did not fit."""
 
 
 # Commands: operations that the ledger decides

@@ -103,7 +103,7 @@ def frames_at(descriptor: int, start: int, lengths: Sequence[int], path: Path) -
 def _bytes_at(descriptor: int, start: int, num_bytes: int, path: Path) -> bytes:
     parts: list[bytes] = []
     while num_bytes:
-        part = os.pread(descriptor, num_bytes, start)  # at most 2 GiB at once
+        part = os.pread(descriptor, num_bytes, start)  # reads at most 2 GiB per call
         if not part:
             raise OSError(errno.EIO, "the file ends too early", str(path))
         parts.append(part)

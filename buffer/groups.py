@@ -506,7 +506,7 @@ class GroupTable:
                 chosen.append(group)
         return chosen
 
-    # Moving on
+    # State changes
 
     def enqueue(self, group_id: int, *, num_attempts: int = 0) -> None:
         """Add a group at the tail of the queue. It is a new group, or a reopened group with its past attempts."""

@@ -289,7 +289,7 @@ class OfferRequests:
         return self._answer_receiver(request) or self._receivers.hold(request)
 
     def _answer_receiver(self, request: Message) -> Answer | None:
-        at_least = request.body.at_least if self.is_current(request.body) else 0  # else: any weights
+        at_least = request.body.at_least if self.is_current(request.body) else 0  # 0: any weights
         num_pinned = self._log.num_pinned
         offer = self._log.next_for(request.client, at_least, self._ledger.learner_version)
         if self._log.num_pinned != num_pinned:

@@ -179,7 +179,7 @@ class WorkerPaces:
         if not worker.is_slow:
             self._longest_s = max(self._longest_s, worker.took[-1])
         self._num_ended += 1
-        # short groups end first, so wait until as many groups have ended as run at once
+        # short groups end first, so wait until as many groups have ended as are running
         if self._num_ended >= len(self._running):
             self._longest_before_s, self._longest_s, self._num_ended = self._longest_s, 0.0, 0
             unknown, self._unknown = self._unknown, {}

@@ -288,7 +288,7 @@ class ServerSocket:
             peer = self._peer(client)
             peer.last_heard = time.monotonic()
             if chunk.count:
-                request_id = chunk.request_id  # also for a refused message, because this frees the sender's window
+                request_id = chunk.request_id  # acknowledged even if refused, because this frees the sender's window
                 self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
                 whole = peer.receiver.add(chunk)
                 if whole is not None:

@@ -315,7 +315,7 @@ class PromptIntake:
             num_free = max(0, self._queue_size - self._ledger.groups.num_queued)
             chosen = list(islice(request.body, num_free))
             self._queue(chosen)
-            for _ in chosen:  # after a failed write of the journal, the other requests stay held
+            for _ in chosen:  # after the journal's write, because prompts of a failed write must stay held
                 request.body.popleft()
             if request.body:
                 return

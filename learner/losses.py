@@ -397,7 +397,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     policy_loss = LOSSES.get(config.loss)
 
     def loss(inputs: LossInputs) -> LossTerms:
-        # With several updates, only the first update lacks this column. Without the option, no update has the column.
+        # With `needs_proximal`, at most the first of several updates lacks ``proximal_logprobs``; else all lack them.
         inputs = replace(inputs, is_proximal=config.num_mini_batches == 1 or config.needs_proximal)
         terms = policy_loss(inputs, config)
         per_token, metrics = terms.per_token, {**terms.metrics, **behavior_metrics(inputs)}
