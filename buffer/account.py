@@ -67,7 +67,7 @@ class IdSet:
             self._ends.insert(i, value + 1)
 
     def minus(self, others: "IdSet") -> list[int]:
-        """Integers that are not in ``others``, ascending."""
+        """Return the integers that are not in ``others``, ascending."""
         missing: list[int] = []
         for start, end in self.ranges():
             i = bisect_right(others._ends, start)
@@ -78,7 +78,7 @@ class IdSet:
         return missing
 
     def ranges(self) -> list[tuple[int, int]]:
-        """The ranges in order, end excluded. Example: {1, 2, 5} gives [(1, 3), (5, 6)]."""
+        """Return the ranges in order, end excluded. Example: {1, 2, 5} gives [(1, 3), (5, 6)]."""
         return list(zip(self._starts, self._ends, strict=True))
 
 
@@ -148,7 +148,7 @@ class AttemptHistory:
         self.finished = finished
 
     def num_attempts(self, group_id: int) -> int:
-        """Number of attempts at a finished or reopened group.
+        """Return the number of attempts at a finished or reopened group.
 
         1 if the number was forgotten, and 0 for any other group.
         """
@@ -161,7 +161,7 @@ class AttemptHistory:
         return group_id in self.finished and self._unusual.get(group_id, (1, 0))[1] == attempt
 
     def snapshot(self) -> dict[str, Any]:
-        """The history as plain values."""
+        """Return the history as plain values."""
         return {
             "finished": self.finished.ranges(),
             "unusual": [[group_id, *counts] for group_id, counts in self._unusual.items()],
@@ -219,7 +219,7 @@ class Account:
             self._settled[owner] += settled
 
     def settled_by(self, owner: bytes) -> int:
-        """Number of tokens that are attributed to ``owner``."""
+        """Return the number of tokens that are attributed to ``owner``."""
         return self._settled[owner]
 
     def bury(self, owner: bytes, num_lost: int) -> None:
@@ -268,10 +268,10 @@ class Account:
             self._drop_lengths(summary, reason)
 
     def abandon(self, num_tokens: int, reason: str, *, num_counted: int) -> None:
-        """Drop the tokens of an attempt that ended unfinished, except for tokens counted before.
+        """Drop the tokens of an attempt that ended unfinished, except for the ``num_counted`` tokens counted before.
 
-        The tokens enter the mean dropped length as one group of the usual size. If a part of the tokens was saved, only
-        the rest is dropped. Then the length does not count, because the rest is not a whole response.
+        If no token was counted before, the tokens also enter the mean dropped length, as one group of the usual number
+        of samples. Otherwise the dropped rest does not enter the mean, because it is not a whole response.
         """
         self._drop_tokens(num_tokens - num_counted, reason)
         if num_tokens > 0 and num_counted == 0:
@@ -320,7 +320,10 @@ class Account:
         self.buried, self._settled = {}, Counter()
 
     def snapshot(self) -> dict[str, Any]:
-        """Every total as plain values, except ``filtered_in_a_row``, which each server counts again from 0."""
+        """Return every total as plain values, except ``filtered_in_a_row``.
+
+        Each server counts that one again from 0.
+        """
         totals = {name: value for name, value in vars(self).items() if name != "filtered_in_a_row"}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in totals.items()}
 
@@ -338,7 +341,7 @@ class Account:
         self._dropped_samples[reason] += len(summary.response_lengths)
 
     def stats(self, groups: Mapping[str, int], **held: int) -> BufferStats:
-        """The totals, and the current contents of the ledger and of the server."""
+        """Return the totals, and the current contents of the ledger and of the server."""
         lengths, samples = self._dropped_lengths, self._dropped_samples
         return BufferStats(
             groups={**groups, "consumed": self.groups_consumed, "dropped": self.groups_dropped.total()},

@@ -1,7 +1,4 @@
-"""The end of an attempt at a prompt group, and of the group itself.
-
-Several operations of the ledger use these steps.
-"""
+"""Ends attempts at prompt groups, and the groups themselves. Several operations of the ledger use these steps."""
 
 from collections.abc import Mapping
 
@@ -49,7 +46,7 @@ class Attempts:
             raise UnknownGroup(f"group {group_id} attempt {attempt} was never leased; {remedy}")
 
     def hand_on(self, group: Group) -> None:
-        """Queue the prompt of a lease that ended, with its saved prefix."""
+        """Queue the prompt of a lease that ended, with its saved prefix unless the prefix was evicted."""
         if group.is_evicted:
             self._account.give_up(NO_ROOM, num_saved=group.num_saved, num_inherited=group.num_inherited)
         else:
@@ -57,7 +54,7 @@ class Attempts:
         self._groups.requeue(group, keeps_progress=not group.is_evicted)
 
     def settle_prefix(self, group: Group, num_tokens: int, continued: bool) -> None:
-        """Count the prefix of a lease as dropped, unless the worker's report contains the prefix."""
+        """Count the inherited prefix of a lease as dropped, unless the worker's report contains it."""
         if not continued or num_tokens < group.num_inherited:
             self._account.drop_prefix(group.num_inherited, DISCARDED_PREFIX)
             group.num_inherited = 0
@@ -65,8 +62,8 @@ class Attempts:
     def settle_owed(self, group_id: int, attempt: int) -> EndedAttempt | None:
         """Return the attempt whose owed report has arrived.
 
-        Returns None if the attempt owed no report, or if its owner is dead, because the tokens of a dead owner are
-        counted.
+        Returns None if the attempt owed no report. Also returns None if its owner is dead, because the tokens of a dead
+        owner are already counted.
         """
         owed = self._history.settle(group_id, attempt)
         return None if owed is None or owed.owner in self._account.buried else owed
@@ -118,9 +115,9 @@ class Attempts:
             self._groups.space.evict_prefix(group)
 
     def take_back(self, group: Group, lost: Mapping[int, str]) -> None:
-        """End the lease of a group and queue its prompt.
+        """End the lease of a group and queue its prompt, or evict a group that has no lease.
 
-        If the group is in ``lost`` (group id to reason), drop its tokens.
+        The tokens of a group in ``lost`` (group id to reason) are dropped.
         """
         if group.state is not GroupState.leased:
             self.evict(group, lost[group.group_id])
@@ -141,14 +138,14 @@ class Attempts:
                     self._account.unlearn(group.result)
 
     def drain_revocations(self) -> list[tuple[bytes, commands.Revoked]]:
-        """Leases revoked since the last call, each with its owner."""
+        """Return the leases that were revoked since the last call, each with its owner."""
         revocations, self._revocations = self._revocations, []
         return revocations
 
     def drain_finished(self) -> list[int]:
-        """Groups that were consumed or dropped since the last call.
+        """Return the groups that were finished since the last call.
 
-        Their prompts and trajectories are no longer needed.
+        The caller may delete their prompts and trajectories.
         """
         finished, self._newly_finished = self._newly_finished, []
         return finished

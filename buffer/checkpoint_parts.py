@@ -3,8 +3,8 @@
 The folder ``v00000012/`` holds the part ``journal`` of the ledger's server, and a part ``storeN`` of each store server.
 Each part is a journal that begins with a snapshot, so a server opens it like its own journal (`buffer.journal`). A
 server with a journal on the same disk makes hard links to the files of its frames. Any other server writes its frames
-on a thread. The folder is written as ``.v00000012.partial``. The folder gets its final name when every part is on the
-disk.
+on a thread. The folder is written as ``.v00000012.partial``. The folder gets its final name when the parts are on the
+disk. The part of a failed store server is left out.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 LEDGER_PART = "journal"
 MARKS = "checkpoints"
-"""The value of a journal that holds the keys of the ledger's marks."""
+"""The name of the journal's value that holds the keys of the ledger's marks."""
 _MAX_REMEMBERED = 4
 
 
 def store_part(number: int) -> str:
-    """The name of the part of store server ``number``."""
+    """Return the name of the part of store server ``number``."""
     return f"store{number}"
 
 
@@ -59,8 +59,8 @@ class PartWriter:
         """Begin to write a part. Its files are ``PATH.N.log`` and ``PATH.N.frames``.
 
         The result is set when the files are on the disk. ``frames`` has the kind, the group id and the frames of each
-        item. The frames must not change until they are written. The result raises `ReplayBufferError` if the disk is
-        full.
+        item. The frames must not change until they are written. The result raises `ReplayBufferError` if a file cannot
+        be written.
         """
         held = list(frames)
         number, references = self._linked(path)
@@ -78,9 +78,9 @@ class PartWriter:
         return asyncio.get_running_loop().run_in_executor(self._pool, _write_part, path, number, begin, copied, summary)
 
     def _linked(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
-        """Make hard links to the journal's files if ``path`` is on the same disk.
+        """Make hard links to the journal's files.
 
-        Returns the same values as `Journal.link_to`.
+        Returns the values of `Journal.link_to`, or 1 and no references if there is no journal or a link failed.
         """
         if self._journal is not None:
             try:
@@ -161,7 +161,7 @@ class PendingWrites:
         self._held.answer(answer_to)
 
     def close(self) -> None:
-        """Abandon the writes."""
+        """Cancel the writes."""
         for write in self._writes.values():
             write.cancel()
         self._held.close()
@@ -186,11 +186,14 @@ class CheckpointRequests:
         self._turn = asyncio.Lock()
 
     def continue_earlier(self) -> Recovered | None:
-        """Claim the journal. Returns the state that an earlier server or the checkpoint left; None for a new run.
+        """Claim the journal. Returns the state that an earlier server or the checkpoint left.
 
-        A new journal begins with a copy of the checkpoint. A new life of the run takes over the journal of
-        ``earlier_epoch``. Raises `ReplayBufferError` if the checkpoint cannot be read or prompts are lost, `ValueError`
-        if it needs other store servers.
+        Returns None without a journal and a checkpoint. A new journal begins with a copy of the checkpoint. A new life
+        of the run takes over the journal of ``earlier_epoch``.
+
+        Raises:
+            ReplayBufferError: The checkpoint cannot be read, prompts are lost, or the journal cannot be written.
+            ValueError: The checkpoint needs other store servers, or the journal has another run or other options.
         """
         config, journal = self._config, self._journal
         recovered = None if journal is None else self._with_prompts(journal.recover(), config.directory)
@@ -245,7 +248,7 @@ class CheckpointRequests:
     async def _write(self, checkpoint: commands.Checkpoint) -> Checkpointed:
         """Write every part, then rename the folder to its final name.
 
-        Raises `ReplayBufferError` if the disk is full.
+        Raises `ReplayBufferError` if the folder cannot be written. The part of a failed store is left out.
         """
         folder = Path(checkpoint.folder)
         partial = folder.with_name(f".{folder.name}.partial")
@@ -286,7 +289,10 @@ class CheckpointRequests:
 
 
 async def _without_failure(part: Awaitable[Checkpointed]) -> Checkpointed:
-    """Await the part of a store. A failed store gives an empty part; a resumed run then generates its groups again."""
+    """Await the part of a store server. If the server failed, return an empty `Checkpointed`.
+
+    A resumed run generates the groups of the missing part again.
+    """
     try:
         return await part
     except AsyncRLError as error:

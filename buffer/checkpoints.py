@@ -2,8 +2,8 @@
 
 A *mark* holds the totals of the ledger at the commit of a checkpoint's last step. The ledger goes back to a mark when
 the learner's ranks have died (`Rewind`), and when a new life of the run begins from a checkpoint (`Resume`). In both
-cases the ledger keeps each group and each saved prefix that has no token of a lost version. ``docs/staleness.md``
-proves the bound.
+cases the ledger drops each group and each saved prefix with a token of a lost version. `decide_return` decides which of
+the other groups stay. ``docs/staleness.md`` proves the bound.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class Marks:
         return version in self._by_version and self._by_version[version].key == key
 
     def keys(self) -> list[str]:
-        """The keys of the remembered checkpoints, oldest first."""
+        """Return the keys of the remembered checkpoints, oldest first."""
         return [self._by_version[version].key for version in sorted(self._by_version)]
 
     def add(self, version: int, key: str) -> None:
@@ -85,7 +85,7 @@ class Marks:
             )
 
     def at(self, version: int) -> Mark:
-        """The mark of a version. Raises `ReplayBufferError` if no mark of this version has totals."""
+        """Return the mark of a version. Raises `ReplayBufferError` if no mark of this version has totals."""
         mark = self._by_version.get(version)
         if mark is None or not mark.is_reached:
             known = sorted(mark.version for mark in self._by_version.values() if mark.is_reached)
@@ -100,7 +100,7 @@ class Marks:
         self._by_version = {known: mark for known, mark in self._by_version.items() if known <= version}
 
     def snapshot(self) -> list[Any]:
-        """The marks as plain values."""
+        """Return the marks as plain values."""
         return to_builtins(list(self._by_version.values()))
 
     def restore(self, values: Sequence[Any]) -> None:

@@ -1,8 +1,9 @@
 """The connections of one process to the buffer, on asyncio: requests, deadlines, resending after a reconnect.
 
 The control socket requests the run's epoch and the bulk port. Then the bulk socket connects and sends a greeting, and
-the server answers it. A request waits until these connections are ready, within its own deadline. Each transferred
-chunk of the request restarts the deadline.
+the server answers it. A small request waits only for the control socket. A request that is large, or whose reply may be
+large, waits for both sockets. A request waits within its own deadline. Each transferred chunk of a request or a reply
+restarts the deadline.
 """
 
 import asyncio
@@ -48,8 +49,8 @@ _RECONNECT_MAX_MS = 2000
 _HEARTBEAT_MS = 5000
 _BATCH = 16
 _HELD_FACTOR = 1.5
-"""A server may hold some requests for half of the deadline, so their deadline is half longer. A server that dies at
-the end of the hold, and is restarted, then has the usual time to answer."""
+"""A server may hold some requests for half of the deadline, so their deadline is 1.5 times as long. If a server dies at
+the end of the hold, the restarted server then has the usual time to answer."""
 _MAX_REPLY_BYTES = 1 << 40
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 """The server does not know the key, or only one side has keys."""
@@ -112,7 +113,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection at once."""
-        self._socket.disable_monitor()  # closed first, because ZMQ's thread would wait until its last events are read
+        self._socket.disable_monitor()  # first: otherwise ZMQ's thread waits until the monitor's last events are read
         self._monitor.close()
         self._channel.close()
 
@@ -359,7 +360,7 @@ class ClientSocket:
     # Connecting
 
     def _on_control_change(self, is_connected: bool) -> None:
-        """Send a greeting to the server. Pending requests are repeated when the server has answered."""
+        """After a connect, send a greeting. The client repeats pending requests when the server has answered it."""
         self.is_connected = False
         if is_connected:
             self._refusal = None
@@ -445,7 +446,7 @@ class ClientSocket:
     def _resend(self, *, needs_bulk: bool) -> None:
         """Repeat every request without a reply, because the request or the reply may be lost.
 
-        The deadlines start again, because a restarted server may hold a request as long as a new one.
+        The deadlines start again, because a restarted server may hold a repeated request as long as a new request.
         """
         now = self._clock.time()
         for unanswered in list(self._unanswered.values()):
@@ -564,7 +565,7 @@ class BufferClient:
         return self._link
 
     def store_link(self, address: str) -> ClientSocket:
-        """The connection to a store server. Raises `ValueError` if this process may not open so many files."""
+        """Return the connection to a store server. Raises `ValueError` if this process may not open so many files."""
         if address not in self._store_links:
             keys = self._keys.for_stores() if self._keys is not None else None
             allow_clients(0, num_links=len(self._store_links) + 2)
@@ -591,7 +592,7 @@ class BufferClient:
             on_push(push)
 
     def closed_error(self) -> ReplayBufferError:
-        """The error that calls on a closed client raise."""
+        """Return the error that calls on a closed client raise."""
         return ReplayBufferError(f"the client of the buffer at {self.address} is closed")
 
     async def close(self, goodbye: Callable[[ClientSocket], Awaitable[None]] | None = None) -> None:
@@ -620,7 +621,7 @@ class BufferClient:
     async def call_with_space(self, operation: Operation[Reply], payload: Sequence[Any]) -> Reply:
         """Repeat a request while the buffer is full.
 
-        The client sends the request again when groups have left, at the latest after half a deadline.
+        The client sends the request again when bytes have become free, at the latest after half of ``timeout_s``.
         """
         while True:
             space = self._space  # a push that arrives during the request counts too
@@ -634,10 +635,10 @@ class BufferClient:
     async def call_with_payload(
         self, operation: Operation[Reply], payload: Sequence[Any], key: Key, *, link: ClientSocket | None = None
     ) -> Reply:
-        """Reserve bytes before a payload is sent.
+        """Send a request with a payload. Reserve bytes first if the payload is large.
 
-        This is done for a large payload, and for a small payload that the server refused. If the lease is lost, the
-        request is sent without its payload. The server's answer then has the state of the lease.
+        A small payload needs a reservation only after the server refused it (`StoreFull`). If the worker has lost the
+        lease, the request is sent without its payload, and the server answers it by the state of the lease.
         """
         is_reserved = sum(map(len, payload)) < JOIN_BELOW_BYTES
         while True:

@@ -81,7 +81,7 @@ class Connected(Answer, frozen=True):
 class Welcome(Answer, frozen=True):
     """The server's settings for clients, and the clock of the server's host.
 
-    ``is_elsewhere``: store servers hold the payloads.
+    ``is_elsewhere`` is true if store servers hold the payloads.
     """
 
     max_lag: int
@@ -93,7 +93,7 @@ class Welcome(Answer, frozen=True):
 
 
 class LeasedGroup(Row, frozen=True):
-    """A lease. The frames of its prompt and of its saved prefix follow the record. The record has the number of each.
+    """A lease. The frames of its prompt and of its saved prefix follow the record, which counts the frames of each.
 
     ``num_prefix_frames`` is -1 if the prefix was evicted or lost after the grant. Then the worker must start again.
     """
@@ -166,7 +166,7 @@ class Offered(Answer, frozen=True):
 
 
 class Serving(Answer, frozen=True):
-    """The oldest version that an engine serves, and the seconds of its slowest load."""
+    """The oldest version that an engine serves, and the duration of the slowest load of that version, in seconds."""
 
     version: int
     seconds: float
@@ -188,7 +188,7 @@ class Number(Answer, frozen=True):
 
 
 class Checkpointed(Answer, frozen=True, kw_only=True):
-    """A complete checkpoint: its groups with trajectories, its saved prefixes, and the bytes of all frames."""
+    """A complete checkpoint or part: numbers of groups with trajectories and of saved prefixes, and bytes of frames."""
 
     num_groups: int = 0
     num_prefixes: int = 0
@@ -216,7 +216,7 @@ class Revoked(Push, frozen=True):
 
 
 class HandOn(Push, frozen=True):
-    """A faster worker would finish these groups sooner."""
+    """The buffer asks the client to hand these groups over to a faster worker."""
 
     groups: tuple[Key, ...]
 
@@ -226,7 +226,7 @@ class NewKeys(Push, frozen=True):
 
 
 class Space(Push, frozen=True):
-    """Groups have left, so requests that did not fit may be sent again."""
+    """Bytes have become free. The client may repeat the requests that did not fit."""
 
 
 # Commands: operations that the ledger decides
@@ -257,7 +257,7 @@ class Enqueue(Command[Queued, Enqueued], frozen=True):
 class LeaseGroups(Command[Granted, Leased], frozen=True, kw_only=True):
     """Admit up to ``max_groups`` from the head of the queue on an engine that serves ``engine_version``.
 
-    ``incarnation`` is that of the learner that made the engine's weights. The server sets ``request_id``.
+    ``incarnation`` is the incarnation of the learner that made the engine's weights. The server sets ``request_id``.
     """
 
     roles = _ROLLOUT
@@ -280,7 +280,7 @@ class SavePrefix(Command[Saved, Done], frozen=True, kw_only=True):
     """Save the prefix of a running group. The next attempt at the group may continue the prefix.
 
     Attributes:
-        progress: The whole prefix, including the prefix that the attempt inherited.
+        progress: Token count and versions of the whole prefix, including the prefix that the attempt inherited.
         continued: False if the worker started again instead of continuing the inherited prefix.
         num_bytes: Size of the prefix's frames; the server sets it.
         longest_response: Tokens of the longest sample; -1 if unknown.
@@ -436,8 +436,8 @@ class Resume(Command[Rewound, Done], frozen=True, kw_only=True):
     Attributes:
         version: Learner version to continue from; the steps before it are committed.
         key: Names the checkpoint; see `Checkpoint`.
-        tokens_generated: Policy tokens that the earlier lives generated up to the checkpoint. Those that are missing in
-            the account were lost with their workers. The account counts them as dropped (``resume``).
+        tokens_generated: Policy tokens that the earlier lives generated up to the checkpoint. Tokens that the account
+            does not contain were lost with their workers. The account counts them as dropped (``resume``).
     """
 
     roles = _CONTROLLER
@@ -468,7 +468,7 @@ class Checkpoint(Command[Marked, Checkpointed], frozen=True, kw_only=True):
 
 
 class Connect(Operation[Connected], frozen=True):
-    """Request the run of a server, and its second port."""
+    """Request a server's run, and its port for large payloads."""
 
     roles = _EVERY
 
@@ -532,7 +532,7 @@ class Cancel(Operation[Done], frozen=True):
 class Leave(Operation[Done], frozen=True):
     """A producer leaves.
 
-    ``leases`` names the leases that it received. The buffer releases the others.
+    ``leases`` names the leases that it received. The buffer releases its other leases.
     """
 
     roles = _ROLLOUT
@@ -669,4 +669,4 @@ class Reconcile(Operation[Missing], frozen=True, kw_only=True):
 
 
 OPERATIONS = [kind for kind in leaves(Operation) if kind.roles]
-"""What clients may send."""
+"""The operations that clients may send."""

@@ -13,9 +13,10 @@ _SHOWN_GROUPS = 8
 
 
 def plan_wait(ledger: Ledger, now: float) -> dict[str, Any]:
-    """Why the next batch is not planned: its version, a sentence, and the running groups that it waits for.
+    """Describe why the next batch is not planned yet.
 
-    ``now`` is the time on the clock of the leases, in seconds.
+    Returns the batch's version, a sentence, and the running groups that the batch waits for. ``now`` is the time on the
+    clock of the leases, in seconds.
     """
     version, groups = ledger.next_plan, ledger.groups
     waits_for: Sequence[Group] = ()
@@ -53,7 +54,7 @@ def _running(groups: Sequence[Group]) -> str:
 
 
 def _why_none_begins(ledger: Ledger) -> str:
-    """Why no further group begins."""
+    """Return a text that tells why no further group begins."""
     num_queued = ledger.groups.num_queued
     if not num_queued:
         return "no prompt is queued"
@@ -66,7 +67,7 @@ def _why_none_begins(ledger: Ledger) -> str:
 
 
 def describe_group(ledger: Ledger, group_id: int, now: float) -> dict[str, Any]:
-    """The state of a group, and the ends of the attempts that the ledger remembers."""
+    """Return the state of a group, and the ends of the attempts that the ledger remembers."""
     group = ledger.groups.get(group_id)
     known: dict[str, Any] = {"group_id": group_id}
     if group is None:

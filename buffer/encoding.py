@@ -61,7 +61,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Message:
-    """A record and its frames, as received. The class is not frozen, because freezing doubles the construction time.
+    """A record and its frames. Not frozen: freezing doubles the construction time.
 
     Attributes:
         request_id: Chosen by the client, repeated in the answer; `PUSH_ID` in a push.
@@ -111,7 +111,7 @@ def operation_of(request: Message) -> Operation[Any]:
 def parse_answers(frames: Sequence[Any]) -> list[Message]:
     """Decode the messages of a server.
 
-    Their limits are wider than those of a client's messages. Raises `WireError` if they are malformed.
+    A server's messages may be larger than a client's messages. Raises `WireError` if a message is malformed.
     """
     _, messages = _parse(frames, MAX_REPLY_FRAMES, MAX_REPLY_HEADER_BYTES)
     try:
@@ -194,8 +194,8 @@ def group_frames(group: TrajectoryGroup) -> list[Any]:
 
     Large arrays are not copied.
 
-    The head holds the ids and the schema (names, dtypes and shapes without the first dimension), which is the same for
-    every group of a run. Raises `TypeError` if a column is not an array of numbers.
+    The head holds the ids and the schema: names, dtypes and shapes without the first dimension. Raises `TypeError` if a
+    column is not an array of numbers.
     """
     buffers: list[Any] = [group.turns.tobytes()]
     schema = []
@@ -255,7 +255,7 @@ def _schema_bytes(schema: tuple[tuple[tuple[str, np.dtype, tuple[int, ...]], ...
 
 @lru_cache(maxsize=256)
 def _schema_of(data: bytes) -> list[list[tuple[str, np.dtype, tuple[int, ...], int]]]:
-    """Names, dtypes, trailing shapes and bytes per row of the columns in each scope."""
+    """Return the names, dtypes, trailing shapes and bytes per row of the columns in each scope."""
     schema = []
     for scope in msgpack.unpackb(data, max_ext_len=0):
         columns = [(str(name), dtype_of(dtype.encode()), checked_shape(shape)) for name, dtype, shape in scope]
@@ -266,7 +266,7 @@ def _schema_of(data: bytes) -> list[list[tuple[str, np.dtype, tuple[int, ...], i
 
 
 def _array(dtype: np.dtype, shape: tuple[int, ...], row_bytes: int, buffer: memoryview) -> np.ndarray:
-    """[rows, …] view of a whole buffer."""
+    """Return a [rows, …] view of a whole buffer."""
     num_rows, rest = divmod(len(buffer), row_bytes)
     if rest:
         raise WireError(f"a column of {dtype}{list(shape)} does not fit {len(buffer)} bytes")
@@ -278,7 +278,8 @@ def _array(dtype: np.dtype, shape: tuple[int, ...], row_bytes: int, buffer: memo
 def pack(frames: Sequence[Any]) -> list[Any]:
     """Pack frames (bytes, or views of bytes).
 
-    Small frames become one part; others become a header and parts of ``CHUNK_BYTES``.
+    Frames of less than ``JOIN_BELOW_BYTES`` in total become one part. Other frames become a header, and parts of at
+    most ``CHUNK_BYTES``.
     """
     lengths = [*map(len, frames)]
     header = struct.pack(f"<4sI{len(lengths)}Q", _PACKED, len(lengths), *lengths)
@@ -295,7 +296,10 @@ def pack(frames: Sequence[Any]) -> list[Any]:
 
 
 def unpack(parts: Sequence[Any]) -> list[Any]:
-    """The frames of a packed payload: views of the parts if possible. Raises `WireError` if malformed."""
+    """Return the frames of a packed payload, as views of the parts if possible.
+
+    Raises `WireError` if the payload is malformed.
+    """
     if not parts:
         raise WireError("a payload must have at least one part, got none")
     header, *pieces = (memoryview(part).cast("B") for part in parts)
@@ -320,7 +324,7 @@ def unpack(parts: Sequence[Any]) -> list[Any]:
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges [start, stop) of frames: small adjacent frames that share a part, or one large frame."""
+    """Yield ranges [start, stop) of frames: small adjacent frames that share a part, or one large frame."""
     start = 0
     while start < len(lengths):
         stop, size = start + 1, lengths[start] + _ALIGN
@@ -343,7 +347,7 @@ def _joined(header: bytes, frames: Sequence[Any], lengths: Sequence[int]) -> byt
 
 
 def _split(part: memoryview, start: int, lengths: Sequence[int]) -> list[memoryview]:
-    """The frames that `_joined` has put into one part. The first frame begins at ``start``."""
+    """Return the frames that `_joined` has put into one part. The first frame begins at ``start``."""
     views = []
     for length in lengths:
         start += -start % _ALIGN
@@ -369,7 +373,7 @@ def _rejoined(piece: memoryview, others: Iterator[memoryview], length: int) -> A
 
 
 def _lengths(header: memoryview) -> tuple[tuple[int, ...], int]:
-    """The lengths of the frames, and the end of the header."""
+    """Return the lengths of the frames, and the end of the header."""
     if header[: len(_PACKED)] != _PACKED:
         raise WireError(f"a payload does not begin with its header but with {bytes(header[:4])!r}")
     try:

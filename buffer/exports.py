@@ -1,4 +1,4 @@
-"""Exports the groups of a buffer's checkpoint to parquet files, and reads them back. Every array comes back bit by bit.
+"""Exports the groups of a buffer's checkpoint to parquet files, and reads them back. Arrays keep their exact bits.
 
 `export_part` reads the buffer's part of a checkpoint and writes a folder; `read_export` reads the folder again.
 
@@ -69,7 +69,7 @@ class ExportedGroup:
         prompt: Its prompt.
         state: ``queued``, ``leased``, ``stored`` or ``planned``.
         attempt: The current or last attempt; -1 before the first one.
-        engine_version: u of this attempt.
+        engine_version: Engine version u of this attempt.
         deadline: u + max_lag: the last learner version that may consume the group.
         planned_for: The version whose batch holds the group; -1 if no batch does.
         num_uses: Number of learner steps that trained on the group.
@@ -96,8 +96,8 @@ class BufferContents:
         learner_version: The ledger's version when the checkpoint was written.
         max_lag, groups_per_step: Options of the buffer.
         groups: The unfinished groups, by id.
-        tokens_dropped: Policy tokens by reason, over all lives of the run.
-        groups_dropped: Groups by reason.
+        tokens_dropped: Number of dropped policy tokens by reason, over all lives of the run.
+        groups_dropped: Number of dropped groups by reason.
     """
 
     learner_version: int
@@ -109,7 +109,7 @@ class BufferContents:
 
 
 def read_part(part: Path) -> BufferContents:
-    """Read the buffer's part of a checkpoint. The checkpoint may be of an earlier life of the run. Nothing is changed.
+    """Read the buffer's part of a checkpoint, also of an earlier life of the run, and change nothing.
 
     Raises `ReplayBufferError` if a file cannot be read, and `ValueError` for another format.
     """
@@ -222,7 +222,7 @@ def _scopes(group: TrajectoryGroup) -> dict[str, Mapping[str, np.ndarray]]:
 
 
 def _column_types(groups: Iterable[ExportedGroup]) -> dict[str, dict[str, pa.DataType]]:
-    """The type of the values of each column, by scope and column name.
+    """Return the type of the values of each column, by scope and column name.
 
     Raises `ValueError` if two groups have different types.
     """
@@ -242,7 +242,7 @@ def _column_types(groups: Iterable[ExportedGroup]) -> dict[str, dict[str, pa.Dat
 
 
 def _storable(column: np.ndarray) -> np.ndarray:
-    """The values of a column as a flat array of a type that parquet has. A complex number becomes two floats."""
+    """Return the values of a column as a flat array of a type that parquet has. A complex number becomes two floats."""
     flat = np.ascontiguousarray(column).reshape(-1)
     return flat.view(f"f{flat.itemsize // 2}") if flat.dtype.kind == "c" else flat
 
@@ -328,7 +328,7 @@ def _group_row(group: ExportedGroup) -> dict[str, Any]:
 
 
 def read_export(folder: Path) -> BufferContents:
-    """Read an export. Groups may have been left out of ``groups.parquet``, for example those with low rewards.
+    """Read an export. The user may have removed rows from ``groups.parquet``, for example groups with low rewards.
 
     Raises:
         ValueError: ``folder`` holds no export of this format, or the rows of a group are incomplete.
@@ -365,7 +365,7 @@ def read_export(folder: Path) -> BufferContents:
 
 
 def _row_ranges(table: pa.Table) -> dict[int, tuple[int, int]]:
-    """The first row and the number of rows of each group id. The rows of a group are adjacent."""
+    """Return the first row and the number of rows of each group id. The rows of a group are adjacent."""
     ids = table["group_id"].to_numpy()
     starts = np.flatnonzero(np.diff(ids, prepend=-1))
     lengths = np.diff([*starts, len(ids)])
@@ -407,7 +407,7 @@ def _trajectories(row: Mapping[str, Any], parts: Mapping[str, pa.Table], folder:
 
 
 def _values(lists: pa.ChunkedArray) -> np.ndarray:
-    """The values of all lists, in order, as one array."""
+    """Return the values of all lists, in order, as one array."""
     return lists.combine_chunks().flatten().to_numpy(zero_copy_only=False)
 
 

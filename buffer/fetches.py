@@ -23,7 +23,7 @@ _MAX_CLIENTS = 4096
 class FetchReplies:
     """Sends payloads. Each client may leave ``limit`` bytes of replies unread.
 
-    A payload on disk that cannot be read is logged, and the client gets `UnknownGroup`.
+    If a payload on disk cannot be read, the error is logged, and the client gets `UnknownGroup`.
     """
 
     def __init__(self, replies: Replies, limit: int) -> None:
@@ -88,7 +88,8 @@ class FetchWindow:
 
         ``read`` is the largest request id that the client has read.
 
-        Raises `StoreFull` if the client would have more than ``limit`` unread bytes.
+        Raises `StoreFull` if the client would have more than ``limit`` unread bytes. A client without unread replies
+        may get a larger reply.
         """
         replies = self._replies.setdefault(client, deque())
         self._replies.move_to_end(client)

@@ -27,7 +27,7 @@ class Written(NamedTuple):
 
     @classmethod
     def without_head(cls, start: int, frames: Frames) -> Self:
-        """The place of frames that are a part of their record."""
+        """Return the place of frames that are a part of their record."""
         digest = xxhash.xxh3_64()
         for frame in frames:
             digest.update(frame)
@@ -37,11 +37,11 @@ class Written(NamedTuple):
 class FramesOnDisk(Sequence[Any]):
     """Consecutive frames in a file. Each iteration reads them again and verifies their checksum.
 
-    Raises `OSError` if they cannot be read, or are damaged.
+    Raises `OSError` if the frames cannot be read, or are damaged.
 
     Attributes:
-        place: The place of the frames in their journal.
-        num_bytes: Their total size.
+        place: Number of the frames in their journal.
+        num_bytes: Total size of the frames.
     """
 
     def __init__(self, path: Path, written: Written, lengths: Iterable[int], *, place: int) -> None:
@@ -59,7 +59,7 @@ class FramesOnDisk(Sequence[Any]):
         self._at, self.place = copy._at, copy.place
 
     def read(self) -> Frames:
-        """The frames."""
+        """Read the frames and verify their checksum."""
         while True:
             path, written = at = self._at
             begin, lengths = written.start - written.head_bytes, (written.head_bytes, *self._lengths)
@@ -95,7 +95,7 @@ class FramesOnDisk(Sequence[Any]):
 
 
 def frames_at(descriptor: int, start: int, lengths: Sequence[int], path: Path) -> Frames:
-    """Read consecutive frames from a file. Raises `OSError` if it cannot be read, or ends before."""
+    """Read consecutive frames from a file. Raises `OSError` if the file cannot be read, or is too short."""
     ends = [*accumulate(lengths, initial=start)]
     return [_bytes_at(descriptor, begin, end - begin, path) for begin, end in pairwise(ends)]
 
@@ -103,7 +103,7 @@ def frames_at(descriptor: int, start: int, lengths: Sequence[int], path: Path) -
 def _bytes_at(descriptor: int, start: int, num_bytes: int, path: Path) -> bytes:
     parts: list[bytes] = []
     while num_bytes:
-        part = os.pread(descriptor, num_bytes, start)  # at most 2 GiB at once
+        part = os.pread(descriptor, num_bytes, start)  # reads at most 2 GiB per call
         if not part:
             raise OSError(errno.EIO, "the file ends too early", str(path))
         parts.append(part)
@@ -117,5 +117,5 @@ def in_memory(frames: Frames) -> Frames:
 
 
 def size_of(frames: Iterable[Any]) -> int:
-    """Total bytes of frames."""
+    """Return the total size of frames, in bytes."""
     return frames.num_bytes if isinstance(frames, FramesOnDisk) else sum(map(len, frames))

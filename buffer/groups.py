@@ -72,8 +72,8 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         is_missing: A batch holds the group, but no store has its trajectories.
         prefix_bytes: Size of the saved prefix's frames.
         is_evicted: Whether the saved prefix was evicted. Its tokens stay counted, but no attempt can continue it.
-        uses: Versions whose committed steps trained on the group. With a use, the group is finished for the account;
-            it waits for a further use.
+        uses: Versions whose committed steps trained on the group. The account counts a used group as finished. The
+            group waits for a further use.
     """
 
     group_id: int
@@ -128,7 +128,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         return self.summary
 
     def result_at(self, version: int) -> GroupSummary:
-        """The metadata of a stored or planned group, counting only its uses before ``version``."""
+        """Return the metadata of a stored or planned group, counting only its uses before ``version``."""
         num_uses = sum(use < version for use in self.uses)
         return self.result if num_uses == len(self.uses) else replace(self.result, num_uses=num_uses)
 
@@ -216,19 +216,19 @@ class LeaseIndex:
         group.expires_at = 0.0  # renewals are not journaled, and a replayed table must be equal
 
     def all(self) -> list[Group]:
-        """The leased groups, in the order in which their leases began."""
+        """Return the leased groups, in the order in which their leases began."""
         return sorted(self._groups.values(), key=attrgetter("place"))
 
     def of_owner(self, owner: bytes) -> list[Group]:
-        """The groups that an owner has leased."""
+        """Return the groups that an owner has leased."""
         return [self._groups[group_id] for group_id in self._by_owner.get(owner, ())]
 
     def num_of_owner(self, owner: bytes) -> int:
-        """Number of groups that an owner has leased."""
+        """Return the number of groups that an owner has leased."""
         return len(self._by_owner.get(owner, ()))
 
     def reserved_in(self, store: int) -> list[tuple[int, int]]:
-        """The running groups that have reserved bytes in a store, and their attempts."""
+        """Return the running groups that have reserved bytes in a store, and their attempts."""
         return [(group.group_id, group.attempt) for group in self.all() if group.num_bytes and group.store == store]
 
     def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
@@ -245,7 +245,7 @@ class LeaseIndex:
         return [self._groups[group_id] for group_id in chosen]
 
     def next_expiry(self) -> float | None:
-        """Time of the next expiry of a lease; None if no lease runs."""
+        """Return the time of the next expiry of a lease; None if no lease runs."""
         expiries = self._expiries
         while expiries:
             expires_at, group_id, attempt = expiries[0]
@@ -259,7 +259,7 @@ class LeaseIndex:
         return None
 
     def expired(self, now: float) -> list[Group]:
-        """The groups whose leases have expired, the earliest first."""
+        """Return the groups whose leases have expired, the earliest first."""
         due = {(group_id, attempt) for expires_at, group_id, attempt in self._expiries if expires_at <= now}
         running = ((self._groups.get(group_id), attempt) for group_id, attempt in due)
         groups = [group for group, attempt in running if group is not None and group.attempt == attempt]
@@ -300,13 +300,13 @@ class ReadyIndex:
             del self._entries[deadline]
 
     def by_rank(self) -> Mapping[int, Sequence[Entry]]:
-        """The groups of each deadline, sorted by rank."""
+        """Return the groups of each deadline, sorted by rank."""
         for entries in self._entries.values():
             entries.sort()
         return self._entries
 
     def counts(self) -> dict[int, int]:
-        """The number of groups of each deadline."""
+        """Return the number of groups of each deadline."""
         return {deadline: len(entries) for deadline, entries in self._entries.items()}
 
 
@@ -345,11 +345,11 @@ class StoreSpace:
                 self.stores[number] = StorePlace(is_awaited=True)
 
     def awaited_stores(self) -> list[int]:
-        """The numbers of the awaited stores."""
+        """Return the numbers of the awaited stores."""
         return [number for number, place in enumerate(self.stores) if place.is_awaited]
 
     def open_stores(self) -> list[int]:
-        """The numbers of the stores that can take groups."""
+        """Return the numbers of the stores that can take groups."""
         return [number for number, place in enumerate(self.stores) if not (place.is_gone or place.is_awaited)]
 
     def set_bytes(self, group: Group, num_bytes: int, store: int | None = None) -> None:
@@ -395,8 +395,8 @@ class GroupTable:
         space: The stores and the bytes in them.
         open_by_deadline: For each deadline, the number of groups that are leased or stored and not yet planned.
         plans: For each planned version, the group ids of its batch.
-        ended_attempts: Ended attempts, with their groups, whose trajectories a store may still hold. The service
-            empties the list.
+        ended_attempts: Pairs of group id and attempt. The attempts have ended, but a store may still hold their
+            trajectories. The service empties the list.
     """
 
     def __init__(self, *, num_stores: int = 1) -> None:
@@ -439,18 +439,18 @@ class GroupTable:
     # Looking up
 
     def get(self, group_id: int) -> Group | None:
-        """The group; None if it is finished or unknown."""
+        """Return the group; None if it is finished or unknown."""
         return self._groups.get(group_id)
 
     def running(self, group_id: int, attempt: int) -> Group | None:
-        """The group if this attempt holds a lease on it, else None."""
+        """Return the group if this attempt holds a lease on it, else None."""
         group = self._groups.get(group_id)
         if group is None or group.state is not GroupState.leased or group.num_attempts != attempt + 1:
             return None
         return group
 
     def stored(self, group_id: int) -> Group:
-        """The group. Raises `UnknownGroup` if its trajectories are not stored."""
+        """Return the group. Raises `UnknownGroup` if its trajectories are not stored."""
         group = self._groups.get(group_id)
         if group is None or group.summary is None:
             raise UnknownGroup(
@@ -459,7 +459,7 @@ class GroupTable:
         return group
 
     def in_store(self, group_id: int) -> Group:
-        """The group. Raises `UnknownGroup` if no running store holds its trajectories."""
+        """Return the group. Raises `UnknownGroup` if no running store holds its trajectories."""
         group = self.stored(group_id)
         place = self.space.stores[group.store]
         if place.is_gone or place.is_awaited:
@@ -476,17 +476,17 @@ class GroupTable:
         return group is not None and group.state is GroupState.planned
 
     def stored_in(self, store: int | None = None) -> list[tuple[int, int]]:
-        """The groups whose trajectories a store holds, with their attempts. ``None`` means all stores."""
+        """Return the groups whose trajectories a store holds, with their attempts. ``None`` means all stores."""
         stored = (group for group in self if group.summary is not None)
         return [(group.group_id, group.result.attempt) for group in stored if store is None or group.store == store]
 
     def of_state(self, state: GroupState) -> list[Group]:
-        """The groups of a state, sorted by place."""
+        """Return the groups of a state, sorted by place."""
         groups = [group for group in self._groups.values() if group.state is state]
         return sorted(groups, key=lambda group: group.place)
 
     def head(self, number: int, *, owner: bytes, suspect_deaths: int = 0) -> list[Group]:
-        """The first groups of the queue that an owner may lease.
+        """Return the first groups of the queue that an owner may lease.
 
         A group with ``suspect_deaths`` or more deaths is a suspect; 0 means that no group is a suspect. An owner holds
         at most one suspect. If a worker held two suspects and died, the ledger could not tell which group had killed
@@ -506,7 +506,7 @@ class GroupTable:
                 chosen.append(group)
         return chosen
 
-    # Moving on
+    # State changes
 
     def enqueue(self, group_id: int, *, num_attempts: int = 0) -> None:
         """Add a group at the tail of the queue. It is a new group, or a reopened group with its past attempts."""
@@ -525,8 +525,8 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
-        # Recorded even without a reservation, because the payload may reach its store after the ledger's request to the
-        # store.
+        # Recorded even without a reservation, because the payload may reach its store after the ledger's request to
+        # remove it.
         self.ended_attempts.append((group.group_id, group.attempt))
         self.space.set_bytes(group, 0)
         if not keeps_progress:
@@ -636,7 +636,7 @@ class GroupTable:
         del self._groups[group.group_id]
 
     def finish(self, group: Group) -> None:
-        """Remove a leased group, because it was dropped."""
+        """Remove a leased group that was dropped."""
         self.leases.remove(group)
         self._count_open(group.deadline, -1)
         self.space.set_progress(group, None, 0)
@@ -657,7 +657,7 @@ class GroupTable:
     # Snapshot
 
     def snapshot(self) -> dict[str, Any]:
-        """Every record as plain values."""
+        """Return every record as plain values."""
         return {
             "places": [self._head_place, self._next_place],
             "expected_bytes": self.space.expected_bytes,

@@ -32,7 +32,7 @@ async def read(connection: BufferConnection, *, group_id: int = -1, with_payload
 
 
 def trajectories_of(group: TrajectoryGroup) -> list[dict[str, Any]]:
-    """The trajectories of a group as plain values, with all their turns below the prompt."""
+    """Return the trajectories of a group as plain values, with all turns after the prompt."""
     tokens = {name: group.token_columns[name] for name in ("token_ids", "logprobs", "versions")}
     rewards = group.trajectory_columns["rewards"].tolist()
     trajectories: list[dict[str, Any]] = [{"reward": reward, "turns": []} for reward in rewards]

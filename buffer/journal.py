@@ -52,7 +52,8 @@ _HEADER = struct.Struct("<QIQ")
 AnyCommand: TypeAlias = reduce(or_, leaves(Command))  # type: ignore
 AnyOutcome: TypeAlias = reduce(or_, leaves(LedgerOutcome))  # type: ignore
 Reference = tuple[str, int, int, tuple[int, ...]]
-"""Kind, group id, place and lengths of frames; no lengths if they are in another record; place 0 drops them."""
+"""Kind, group id, place and lengths of frames. The lengths are empty if another record has the frames. Place 0 drops
+the frames."""
 
 
 class Head(Row, frozen=True, tag=True):
@@ -162,7 +163,7 @@ class AppendOnlyFile:
     def append(self, records: Iterable[tuple[Any, Frames]]) -> list[Written]:
         """Write all records, or none.
 
-        Returns the place of the frames of each record. Raises `OSError` if the disk is full.
+        Returns the place of the frames of each record. Raises `OSError` if the write fails.
         """
         parts: list[Any] = [] if self.num_bytes else [_MAGIC]
         size = sum(map(len, parts))
@@ -183,7 +184,7 @@ class AppendOnlyFile:
         return written
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve ``num_bytes`` more bytes, and some bytes for later records. Raises `OSError` if the disk is full."""
+        """Reserve ``num_bytes`` more bytes, and some bytes for later records. Raises `OSError` if this fails."""
         needed = self.num_bytes + num_bytes - self._num_reserved
         if needed <= 0:
             return
@@ -220,7 +221,7 @@ class AppendOnlyFile:
 def write_all(descriptor: int, parts: list[Any], offset: int) -> None:
     """Write all buffers consecutively from ``offset``, in as many system calls as needed.
 
-    Raises `OSError` if the disk is full. Then some bytes may have been written.
+    Raises `OSError` if the write fails. Then some bytes may have been written.
     """
     first = 0
     while first < len(parts):
@@ -241,7 +242,7 @@ class _FramesInFile(NamedTuple):
     lengths: Sequence[int]
 
     def held(self, place: int) -> FramesOnDisk:
-        """The frames as an object for the server. They stay in the file."""
+        """Return the frames as an object for the server. They stay in the file."""
         read = self.file.frames_at(self.start, self.lengths)
         return FramesOnDisk(self.file.path, Written.without_head(self.start, read), self.lengths, place=place)
 
@@ -289,12 +290,12 @@ def refer(places: dict[tuple[str, int], int], references: Iterable[Reference]) -
 
 
 def numbers_of(path: Path) -> list[int]:
-    """The numbers N of the files ``PATH.N.log``, ascending."""
+    """Return the numbers N of the files ``PATH.N.log``, ascending."""
     return sorted(int(log.name.split(".")[-2]) for log in path.parent.glob(f"{path.name}.*.log"))
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The values that `Journal.write` stored in the files ``PATH.N.log``. Frames are not read.
+    """Return the values that `Journal.write` stored in the files ``PATH.N.log``. Frames are not read.
 
     Raises as `read_contents` does.
     """
@@ -345,7 +346,9 @@ class _Write:
 
 
 class Journal:
-    """The files of one server, ``PATH.N.log`` and so on. A command refers to frames by their *place*.
+    """The files ``PATH.N.log`` and ``PATH.N.frames`` of one server.
+
+    A command refers to frames by their *place*, a number that no other frames in the journal have.
 
     Raises:
         ReplayBufferError: The files cannot be opened, or another server has them open.
@@ -424,14 +427,14 @@ class Journal:
         return recovered
 
     def begin_anew(self) -> None:
-        """Drop the state of an earlier server. Raises `ReplayBufferError` if the disk is full."""
+        """Drop the state of an earlier server. Raises `ReplayBufferError` if the write fails."""
         self._recovered, self._values = Recovered(), {}
         self.compact(None, ())
 
     def begin_from(self, recovered: Recovered) -> None:
         """Begin with a copy of another journal's state and frames, and wait until the copy is on the disk.
 
-        Raises `ReplayBufferError` if the disk is full.
+        Raises `ReplayBufferError` if the copy cannot be written.
         """
         references: list[Reference] = []
         self._places = {}
@@ -455,7 +458,7 @@ class Journal:
         return self._values.get(name)
 
     def write(self, name: str, value: Any) -> None:
-        """Store a value. Raises `ReplayBufferError` if the disk is full."""
+        """Store a value. Raises `ReplayBufferError` if the write fails."""
         self._write_log([(Value(name=name, value=value), ())])
         self._values[name] = value
 
@@ -477,7 +480,7 @@ class Journal:
                 )
 
     def record(self, command: Command[Any, Any], outcome: LedgerOutcome, frames: LoggedFrames) -> None:
-        """Write a command, its outcome and its frames. Raises `ReplayBufferError` if the disk is full.
+        """Write a command, its outcome and its frames. Raises `ReplayBufferError` if the write fails.
 
         For a put, bytes are only reserved now. All puts are written together by `flush`, or with the next command.
         """
@@ -503,7 +506,7 @@ class Journal:
     def note(self, frames: LoggedFrames) -> None:
         """Record that frames are held, or that they were dropped (place 0).
 
-        Raises `ReplayBufferError` if the disk is full.
+        Raises `ReplayBufferError` if the write fails.
         """
         references, inline = self._references(frames.items())
         self._write_log([(Head(references=references), inline)])
@@ -512,7 +515,7 @@ class Journal:
     def adopt(self, kind: str, key: int, frames: FramesOnDisk) -> FramesOnDisk:
         """Write frames of another journal into this one. Returns the frames of this journal.
 
-        Raises `OSError` if the frames cannot be read, and `ReplayBufferError` if the disk is full.
+        Raises `OSError` if the frames cannot be read, and `ReplayBufferError` if the write fails.
         """
         read = frames.read()
         references, inline = self._references([((kind, key), read)])
@@ -541,7 +544,7 @@ class Journal:
     def _references(
         self, frames: Iterable[tuple[tuple[str, int], Frames | int]]
     ) -> tuple[tuple[Reference, ...], list[Any]]:
-        """The place of each frame list, and the frames that are written into the log itself."""
+        """Return the place of each frame list, and the frames that are written into the log itself."""
         references: list[Reference] = []
         inline: list[Any] = []
         for (name, key), parts in frames:
@@ -597,10 +600,10 @@ class Journal:
     # A copy for a checkpoint
 
     def link_to(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
-        """Make hard links ``PATH.N.log`` and so on to the files that hold the frames.
+        """Make hard links ``PATH.N.log`` and ``PATH.N.frames`` to the files that hold the frames.
 
         Returns the number N for a new log that begins with a snapshot, and references to the frames that are held now.
-        Raises `OSError` if ``path`` is not on the disk of the journal, and `ReplayBufferError` if a write fails.
+        Raises `OSError` if a link fails, for example on another disk, and `ReplayBufferError` if a write fails.
         """
         self.flush()
         for file in (*self._former, self._log, self._frames):
@@ -610,7 +613,7 @@ class Journal:
     # A new pair of files
 
     def is_grown(self, *, is_urgent: bool = True) -> bool:
-        """Whether to `compact` now. ``is_urgent=False`` halves the threshold, for moments when compacting is cheap."""
+        """Whether to `compact` now. ``is_urgent=False`` halves the threshold; pass it when compacting is cheap."""
         num_bytes = self._log.num_bytes + self._frames.num_bytes
         is_busy = self._is_compacting or (self._retiring is not None and self._retiring.is_alive())
         limit = (1 + is_urgent) * (2 * self._base_bytes + _COMPACT_BYTES)
@@ -620,7 +623,7 @@ class Journal:
         """Begin new files with a snapshot (plain values) instead of all commands, and with the held frames.
 
         The thread writes the frames after this call returns. The old files stay until the frames are on the disk.
-        Raises `ReplayBufferError` if the disk is full. Then the journal continues with the old files.
+        Raises `ReplayBufferError` if the write fails. Then the journal continues with the old files.
         """
         self.flush()
         held = {
@@ -669,7 +672,7 @@ class Journal:
     def _replace(self, old: Sequence[AppendOnlyFile], new: Sequence[AppendOnlyFile]) -> None:
         """Delete the old files when the new ones are on the disk: first the frames, then the log.
 
-        After an interruption the next server finds both by the log.
+        If this process dies in between, the next server finds the remaining files by the log.
         """
         try:
             for file in new:
@@ -709,7 +712,7 @@ def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> I
 
 
 def _write(file: AppendOnlyFile, writes: Sequence[_Write]) -> list[OSError | None]:
-    """Write frames in one call. If the call fails, write the frames that fit. Returns the result of each write.
+    """Write frames in one call. If the call fails, try each write on its own. Returns the error of each write, or None.
 
     Frames that are on disk already are copied one by one, so that only one of them is in memory at a time.
     """
@@ -753,5 +756,5 @@ def _copy(file: AppendOnlyFile, frames: FramesOnDisk, place: int) -> None:
 
 
 def _record(place: int, frames: Frames) -> Head:
-    """The head of a record with the frames of one place."""
+    """Return the head of a record with the frames of one place."""
     return Head(references=(("", 0, place, tuple(map(len, frames))),))

@@ -1,4 +1,4 @@
-"""The CURVE keys of a run, one per role. They are made at the start of the run, and only their owner can read them.
+"""The CURVE keys of a run, one per role. The run makes them at its start, and only their owner can read them.
 
 A directory holds ``server.json``, ``store.json`` for the store servers, and one file per role: ``rollout.json``,
 ``learner.json``, ``controller.json``, ``inspector.json`` and ``ledger.json``. Copy to each host only the files of
@@ -57,7 +57,7 @@ class ClientKeys:
     path: Path | None = field(default=None, compare=False)
 
     def for_stores(self) -> "ClientKeys":
-        """The keys for a connection to a store server."""
+        """Return the keys for a connection to a store server."""
         return replace(self, server_public=self.store_public)
 
     def newest(self) -> "ClientKeys":
@@ -161,17 +161,17 @@ def ensure_keys(directory: Path) -> None:
 
 
 def server_keys(directory: Path) -> ServerKeys:
-    """Read the server's keys. Raises ValueError if they are missing, or readable by others."""
+    """Read the server's keys. Raises ValueError if they are missing, malformed, or owned or readable by others."""
     return ServerKeys(**_read(directory / SERVER_KEYS, _SERVER_NAMES, optional=("former_publics",)))
 
 
 def store_keys(directory: Path) -> ServerKeys:
-    """Read the store servers' keys. Raises ValueError if they are missing, or readable by others."""
+    """Read the store servers' keys. Raises as `server_keys`."""
     return ServerKeys(**_read(directory / STORE_KEYS, _SERVER_NAMES, optional=("former_publics",)))
 
 
 def client_keys(directory: Path, role: BufferRole) -> ClientKeys:
-    """Read the keys of a role. Raises ValueError if they are missing, or readable by others."""
+    """Read the keys of a role. Raises as `server_keys`."""
     return _client_keys(directory / f"{role}.json")
 
 
@@ -195,7 +195,7 @@ def _read(path: Path, names: Collection[str], *, optional: Collection[str] = ())
 
 
 def check_exposure(host: str, keys: str) -> None:
-    """Raise `ValueError` for a port without keys, because every user of a host can reach its loopback."""
+    """Raise `ValueError` for a port without keys. Even a loopback port can be reached by every user of the host."""
     if host and not keys:
         raise ValueError(
             f"buffer.host={host} is reachable by other users or machines and buffer.keys is empty; name a directory "
@@ -239,7 +239,7 @@ class KeyGate:
         self._roles = former | self._newest
 
     def role_of(self, public: str) -> str | None:
-        """The role of a client's public key; None if the key is no longer accepted."""
+        """Return the role of a client's public key; None if the key is no longer accepted."""
         return self._roles.get(public)
 
     def is_newest(self, public: str) -> bool:

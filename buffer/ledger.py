@@ -5,7 +5,7 @@ The ledger has no socket, no clock and no payloads.
 A group moves ``queued → leased → stored → planned → consumed``. It can also be dropped for a reason, or go back to the
 head of the queue as its next attempt. A consumed group can be stored again for a further use. Each operation is a pair
 of functions: ``_decide_*`` computes the outcome of a command and changes nothing, ``_enact_*`` applies that outcome. A
-server that starts again only enacts.
+restarted server only enacts the outcomes in its journal.
 
 The caller applies `Expire` at ``ledger.groups.leases.next_expiry()`` and sends the `Revoked` messages to their owners.
 """
@@ -169,7 +169,7 @@ class Ledger:
 
     @property
     def num_held(self) -> int:
-        """Number of records in memory, for unfinished groups and for the past.
+        """Number of records in memory, for unfinished groups and for ended attempts and groups.
 
         The number does not grow with a run's length.
         """
@@ -223,7 +223,7 @@ class Ledger:
         return self.on_stale is not OnStale.wait or not any(self.missing())
 
     def missing(self) -> list[int]:
-        """Number of running groups that the next batch must take, by deadline."""
+        """Return the number of running groups that the next batch must take, by deadline."""
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
     def cannot_hold_batch(self, group_id: int) -> bool:
@@ -238,7 +238,7 @@ class Ledger:
         return not self.groups.num_planned and not self.can_plan()
 
     def batch(self, version: int) -> Plan:
-        """The batch that was planned for ``version``."""
+        """Return the batch that was planned for ``version``."""
         groups = map(self.groups.stored, self.groups.plans[version])
         return Plan(version=version, groups=tuple(group.result for group in groups))
 
@@ -261,7 +261,7 @@ class Ledger:
         return self.account.stats(groups, learner_version=self.learner_version, **held)
 
     def snapshot(self) -> dict[str, Any]:
-        """The ledger's state as plain values, for `restore`."""
+        """Return the ledger's state as plain values, for `restore`."""
         return {
             "learner_version": self.learner_version,
             "incarnation": self.incarnation,
@@ -547,7 +547,7 @@ def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: outcom
 
 
 def _decide_lose_groups(ledger: Ledger, command: commands.LoseGroups, call: Call) -> outcomes.Lost:
-    """Dissolve the batch of a lost group and all later batches. The missing groups of these batches are lost too."""
+    """Decide a loss. The batch of a lost group and all later batches dissolve; their missing groups are lost too."""
     table = ledger.groups
     groups = [group for group_id in command.group_ids if (group := table.get(group_id)) is not None]
     planned = [group.planned_for for group in groups if group.state is GroupState.planned]
@@ -590,9 +590,9 @@ def _enact_add_store(ledger: Ledger, command: commands.AddStore, outcome: outcom
 
 
 def _decide_drop_store(ledger: Ledger, command: commands.DropStore, call: Call) -> outcomes.DroppedStore:
-    """Queue the stored groups of a lost store again.
+    """Decide which stored groups of a lost store are queued again.
 
-    Running groups that had a reservation in the store need a new one.
+    Running groups with a reservation in the store need a new reservation.
     """
     if ledger.groups.space.stores[command.store].is_gone:
         return outcomes.DroppedStore(is_new=False)
@@ -648,7 +648,10 @@ def _enact_plan_batch(ledger: Ledger, command: commands.PlanBatch, outcome: outc
 
 
 def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outcomes.Committed:
-    """Decide a commit. The outcome is empty if the version was committed before. `StalenessError` means a bug."""
+    """Decide a commit. The outcome is empty if the version was committed before.
+
+    Raises `StalenessError` if a group breaks the staleness bound. This would be a bug.
+    """
     version = command.version
     if 0 <= version < ledger.learner_version:
         return outcomes.Committed(version=version, group_ids=())
@@ -669,10 +672,10 @@ def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outc
 
 
 def _admitted_again(ledger: Ledger, group_ids: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """The groups of a committed batch that stay for a further use, each with its new rank.
+    """Return the groups of a committed batch that stay for a further use, each with its new rank.
 
-    The admission rule decides this, because a further use counts as one more open group. The version and the deadline
-    are those of the first use.
+    The admission rule decides this, because a further use counts as one more open group. The group keeps its engine
+    version and its deadline.
     """
     rule, again = ledger.rule, []
     if rule.max_uses == 1:
@@ -762,7 +765,7 @@ def _enact_resume(ledger: Ledger, command: commands.Resume, outcome: outcomes.Re
 
 
 def _go_back(ledger: Ledger, version: int, outcome: outcomes.Rewound) -> None:
-    """Groups without a token of a lost version stay, every batch is planned again, and every lease ends."""
+    """Go back to ``version``: dissolve every batch, end every lease, and drop the lost groups of ``outcome``."""
     ledger.groups.dissolve(tuple(ledger.groups.plans))
     ledger.attempts.forget_uses(version)
     lost = dict.fromkeys(outcome.unfit, STALE) | dict.fromkeys(outcome.missing, STORE_LOST)

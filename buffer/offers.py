@@ -1,11 +1,11 @@
-"""The log of weight offers. The learner adds offers, the workers request the newest offer, and the controller follows.
+"""The log of weight offers. The learner adds offers, and the workers request the newest offer.
 
 The buffer shows a version to the workers when the step that made it is committed. The controller can pin a few engines
 to a version to evaluate it. The buffer does not show newer offers to these engines until the evaluation ends.
 
-A worker's request waits until newer weights are shown, at most as long as every long poll. An offer, a commit, a change
-of the pin, or a failed publish wakes it. A controller's request is woken when the last worker, or a pinned engine, has
-loaded.
+A worker's request waits until the buffer shows newer weights. An offer, a commit, a change of the pin, or a failed
+publish wakes it. A controller's request waits until enough engines have loaded, or until the set of pinned engines
+changes. A timer ends each wait after half of ``buffer.request_timeout_s``.
 
 Every offer names the incarnation of its learner. When the learner goes back to a checkpoint, the buffer withdraws the
 offers of the old incarnation. It then shows the next offer to every engine, because a version number that an engine
@@ -64,7 +64,7 @@ class OfferLog:
             del self._offers[sorted(set(self._offers) - {self._pin})[1]]  # not the oldest, which may be shown now
 
     def pin(self, version: int, num_engines: int) -> bool:
-        """Pin the first ``num_engines`` engines that request ``version`` to it. Returns whether the pin changed."""
+        """Pin the first ``num_engines`` engines that accept ``version`` to it. Returns whether the pin changed."""
         is_new = (version, num_engines) != (self._pin, self._num_wanted)
         if is_new:
             self.unpin()
@@ -77,7 +77,7 @@ class OfferLog:
         self._pinned.clear()
 
     def pinned(self) -> list[str]:
-        """Names of the pinned engines that serve the pinned version, sorted."""
+        """Return the names of the pinned engines that serve the pinned version, sorted."""
         return sorted(self._names.get(engine, "") for engine in self._pinned if self._serving.get(engine) == self._pin)
 
     def is_pin_lost(self, learner_version: int) -> bool:
@@ -87,7 +87,7 @@ class OfferLog:
         return is_past and self._pin not in self._offers and not self.pinned()
 
     def newest(self, learner_version: int) -> int | None:
-        """The newest version that engines may load.
+        """Return the newest version that engines may load.
 
         Forgets older offers, except a pinned version that engines still have to load.
 
@@ -106,7 +106,7 @@ class OfferLog:
         return newest
 
     def next_for(self, engine: bytes, at_least: int, learner_version: int) -> WeightOffer | None:
-        """The offer that an engine should load next. None if there is no offer of version ``at_least`` or newer.
+        """Return the offer that an engine should load next. None if there is no offer of version ``at_least`` or newer.
 
         Raises:
             WeightsError: A version could not be published.
@@ -127,7 +127,7 @@ class OfferLog:
         return self._offers[newest] if newest >= at_least else None
 
     def oldest(self) -> int:
-        """The oldest version that an engine may still be told to load; 0 without offers."""
+        """Return the oldest version that an engine may still be told to load; 0 without offers."""
         return min(self._offers, default=0)
 
     def check(self) -> None:
@@ -159,9 +159,9 @@ class OfferLog:
             del self._num_serving[version], self._slowest_s[version]
 
     def served(self, num_engines: int) -> tuple[int, float] | None:
-        """The oldest version that an engine serves, and the seconds of its slowest load.
+        """Return the oldest version that an engine serves, and the duration of that version's slowest load in seconds.
 
-        None until ``num_engines`` have loaded.
+        None until ``num_engines`` engines have loaded.
         """
         if not self._serving or len(self._serving) < num_engines:
             return None
@@ -170,11 +170,11 @@ class OfferLog:
 
     @property
     def num_pinned(self) -> int:
-        """Pinned engines, including those that have not loaded the pinned version yet."""
+        """Number of pinned engines, including those that have not loaded the pinned version yet."""
         return len(self._pinned)
 
     def snapshot(self) -> dict[str, Any]:
-        """The state that a restarted server needs, as plain values."""
+        """Return the state that a restarted server needs, as plain values."""
         return {
             "offers": to_builtins(list(self._offers.values())),
             "pin": [self._pin, self._num_wanted, sorted(self._pinned)],
@@ -247,7 +247,7 @@ class OfferRequests:
             self._tell_controllers()
 
     def forget(self, client: bytes) -> None:
-        """Forget a client that left, that is silent, or whose engine failed. Its held requests are removed."""
+        """Forget a client that left, that is silent, or whose engine failed. Then answer waiting controllers."""
         self._log.forget(client)
         self._tell_controllers()
 
@@ -280,7 +280,7 @@ class OfferRequests:
         return commands.Number(self._log.oldest())
 
     def _write(self) -> None:
-        """Write the log to the journal before requests are answered. Raises `ReplayBufferError` if the disk is full."""
+        """Write the log to the journal before requests are answered. Raises `ReplayBufferError` if the write fails."""
         if self._journal is not None:
             self._journal.write(_JOURNALED_AS, [self._ledger.incarnation, self._log.snapshot()])
 
@@ -289,7 +289,7 @@ class OfferRequests:
         return self._answer_receiver(request) or self._receivers.hold(request)
 
     def _answer_receiver(self, request: Message) -> Answer | None:
-        at_least = request.body.at_least if self.is_current(request.body) else 0  # else: any weights
+        at_least = request.body.at_least if self.is_current(request.body) else 0  # 0: any weights
         num_pinned = self._log.num_pinned
         offer = self._log.next_for(request.client, at_least, self._ledger.learner_version)
         if self._log.num_pinned != num_pinned:

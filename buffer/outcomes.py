@@ -1,6 +1,6 @@
 """The outcomes that the ledger decides for its commands. `buffer.journal` keeps each outcome with its command.
 
-A server that starts again applies the outcomes of the journal and decides nothing.
+A restarted server applies the outcomes of the journal and decides nothing.
 """
 
 from enum import StrEnum
@@ -80,7 +80,7 @@ class Saved(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Reserved(LedgerOutcome, frozen=True, kw_only=True):
-    """The store that a group's bytes are reserved on.
+    """The store with the reserved bytes of a group.
 
     Groups in ``evicted`` lose their trajectories or their saved prefix.
     """
@@ -188,7 +188,7 @@ class Rewound(LedgerOutcome, frozen=True, kw_only=True):
         is_new: False if the ledger had applied this rewind before.
         group_ids: Groups that lost their trajectories or a saved prefix, because a token is of a lost version.
         revoked: Groups whose running attempt was revoked.
-        missing: Groups of a batch whose store is gone.
+        missing: Planned groups whose trajectories no store has.
         unfit: Groups that cannot be consumed in time under the options of a resumed run.
         moved: Groups with another deadline and rank under these options.
     """
@@ -207,6 +207,6 @@ class Rewound(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Marked(LedgerOutcome, frozen=True, kw_only=True):
-    """The ledger remembers a checkpoint. ``is_new`` is false if it did so before."""
+    """The ledger remembers a checkpoint. ``is_new`` is false if the ledger had remembered it before."""
 
     is_new: bool

@@ -1,7 +1,8 @@
 """The pace and the last message of each worker, and the running groups that faster workers take over.
 
-A worker with a free place takes over a running group from a worker that is at least twice as slow. Among the groups
-with the earliest deadline, the worker takes the group of the slowest worker. There are two cases: no new prompt may
+A *place* is a worker's capacity for one group. A worker with a free place takes over a running group from a worker that
+is at least twice as slow. Among the groups with the earliest deadline, the worker takes the group of the slowest
+worker. This happens in two cases: no new prompt may
 begin on the faster worker, or the next plan waits for that group and a new prompt would be due later. A group changes
 workers at most twice, so wrong measurements cost at most two interruptions per group. A slow worker is still granted
 new groups.
@@ -27,11 +28,13 @@ MOST_CHANGES = 2
 _SLOWER = 2.0
 """A worker is slow if it takes this many times another's seconds per token; a takeover then repays the new prefill."""
 _KEPT = 8
-"""Last groups of a worker that are compared: few, because engines change, but several, because groups differ."""
+"""Number of a worker's last groups that are compared. Engines change, so it is small; groups differ, so it is not 1."""
 _FORGET_AFTER = 30.0
-"""A slow worker without a group is tried again after this many times its longest group; a trial costs the fleet 3%."""
+"""The pace of a worker without a group is forgotten after this many times the duration of its longest group. A new
+trial of a slow worker then costs the fleet 3%."""
 _PLACE_KEPT_S = 1.0
-"""Seconds that a free place waits for the group that it takes over: the old worker needs a few decoding steps."""
+"""Seconds that a worker keeps a place free for a group that it takes over. The old worker needs a few decoding steps to
+hand it over."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,8 +73,8 @@ class RunningGroup:
         worker: The worker that holds the lease.
         group_id: The group. ``attempt`` is its current attempt.
         began: Time when the worker got the group.
-        engine_version: Version of its oldest token, at which it was admitted.
-        deadline: The last version that may consume it.
+        engine_version: Engine version u of the lease. The group has no older token.
+        deadline: The last version that may consume the group.
         num_before: Tokens of its longest sample when the worker got the group; None if unknown.
         num_saved: Tokens of its longest sample when it was last saved.
         is_asked: Whether its worker was asked to hand the group over.
@@ -176,7 +179,7 @@ class WorkerPaces:
         if not worker.is_slow:
             self._longest_s = max(self._longest_s, worker.took[-1])
         self._num_ended += 1
-        # short groups end first, so wait until as many groups have ended as run at once
+        # short groups end first, so wait until as many groups have ended as are running
         if self._num_ended >= len(self._running):
             self._longest_before_s, self._longest_s, self._num_ended = self._longest_s, 0.0, 0
             unknown, self._unknown = self._unknown, {}
@@ -222,7 +225,7 @@ class WorkerPaces:
     # Decisions
 
     def next_look(self, now: float) -> float | None:
-        """The time when `look` may find a slow worker, or when a kept place becomes free.
+        """Return the time when `look` may find a slow worker, or when a worker stops keeping a place free.
 
         None if neither will happen.
         """
@@ -232,10 +235,10 @@ class WorkerPaces:
         return min(moments, default=None)
 
     def usual_pace(self, name: bytes, now: float) -> float:
-        """The median of a worker's seconds per token.
+        """Return the median of a worker's seconds per token.
 
-        An unknown worker gets the pace of the fastest worker, or 0 if no pace is known. A slow worker becomes unknown
-        again after a long time without a group. Otherwise its pace would never be measured again.
+        An unknown worker gets the pace of the fastest worker, or 0 if no pace is known. A worker becomes unknown again
+        after a long time without a group. Otherwise the pace of a slow worker might never be measured again.
         """
         worker = self._workers.get(name)
         if worker is None or not worker.paces:
@@ -254,7 +257,7 @@ class WorkerPaces:
         return worker is not None and 0 < _SLOWER * usual <= self._best(worker)
 
     def first_on_offer(self) -> RunningGroup | None:
-        """The next group that a faster worker with a free place should take over."""
+        """Return the next group that a faster worker with a free place should take over."""
         while self._on_offer:
             _, _, group_id, attempt = self._on_offer[0]
             if self._is_on_offer(group_id, attempt):
@@ -273,7 +276,7 @@ class WorkerPaces:
         self._kept.setdefault(taker, []).append((running, now + _PLACE_KEPT_S))
 
     def num_kept(self, name: bytes, now: float) -> int:
-        """Number of free places that a worker keeps for groups that it will take over."""
+        """Return the number of free places that a worker keeps for groups that it will take over."""
         kept = self._kept.get(name)
         if kept is None:
             return 0
@@ -300,14 +303,14 @@ class WorkerPaces:
         return self._by_usual[0][0] if self._by_usual else None
 
     def _best(self, worker: _Worker) -> float:
-        """Seconds per token of a worker's fastest group.
+        """Return the seconds per token of a worker's fastest group.
 
         The value grows if the worker ends no group for a long time.
         """
         return worker.slowdown * (min(worker.paces) if worker.paces else self._fastest() or 0.0)
 
     def _longest_of(self, worker: _Worker) -> float:
-        """The longest time, in seconds, that a worker needed for a group.
+        """Return the longest time, in seconds, that a worker needed for a group.
 
         For an unknown worker, the longest time of the workers that were not slow, or 0 if no group has ended.
         """
@@ -346,7 +349,7 @@ class WorkerPaces:
 
 @dataclass(kw_only=True, slots=True)
 class _Producer:
-    """A client that takes leases: the time of its last message, its stored groups and its policy tokens."""
+    """A client that takes leases: the time of its last message, and the numbers of its stored groups and tokens."""
 
     last_heard: float
     num_puts: int = 0
@@ -389,7 +392,7 @@ class Heartbeats:
         self._num_generated[client] = num_tokens
 
     def num_generated(self, client: bytes) -> int:
-        """Number of tokens that a producer had generated at its last heartbeat."""
+        """Return the number of tokens that a producer had generated at its last heartbeat."""
         return self._num_generated.get(client, 0)
 
     def leave(self, client: bytes) -> None:
@@ -398,7 +401,7 @@ class Heartbeats:
         self._num_generated.pop(client, None)
 
     def next_silence(self) -> float | None:
-        """Time when the next silent producer will count as gone; None without producers."""
+        """Return the time when the next silent producer will count as gone; None without producers."""
         longest_ago = next(iter(self._producers.values()), None)
         return None if longest_ago is None else longest_ago.last_heard + self._silent_s
 

@@ -38,7 +38,7 @@ _LEDGER_LOST = "; with buffer.durability=disk it would be restarted with its con
 
 
 class BufferProcess:
-    """A running buffer server, or the store server of number ``store``.
+    """A running buffer server, or store server number ``store``.
 
     The server logs to ``log_path``; None means this process's stderr. With ``waits=False`` the constructor does not
     wait for the server's address. Then call `read_address` later. ``profile`` holds the server's recording options.
@@ -84,8 +84,8 @@ class BufferProcess:
     def read_address(self) -> None:
         """Wait until the server announces its address.
 
-        Raises `DeadlineError` if the address does not come in time (the server is then stopped), and `WorkerDiedError`
-        if the server ends before.
+        Raises `DeadlineError` if the address does not come in time, and `WorkerDiedError` if the server ends before. In
+        both cases the server is stopped.
         """
         try:
             self.address = self._read_line(self._start_timeout_s)
@@ -109,7 +109,7 @@ class BufferProcess:
 
     @property
     def connection(self) -> BufferConnection:
-        """The address of the server."""
+        """The connection data of the server."""
         return BufferConnection(
             address=self.address,
             request_timeout_s=self._config.request_timeout_s,
@@ -118,12 +118,11 @@ class BufferProcess:
         )
 
     async def end(self, *, notices_silence: bool, role: BufferRole) -> str:
-        """Wait until the server has ended, or kill the server if it does not answer.
+        """Wait until the server has ended. Returns a text that tells whether the server died or was killed.
 
-        Returns a text that tells whether the server ended or was killed.
-
-        The wait probes the server with requests under the key of ``role``. A hanging server is killed within two thirds
-        of the deadline of the clients' requests, so that these requests survive.
+        With ``notices_silence``, send requests under the key of ``role``, and kill the server if it does not answer.
+        This takes at most two thirds of the deadline of the clients' requests, so a restarted server can still answer
+        these requests.
         """
         waiting = {asyncio.ensure_future(process_end(self.process.pid))}
         if notices_silence:
@@ -159,7 +158,7 @@ class BufferProcess:
             link.close()
 
     def log_tail(self) -> str:
-        """The last lines of the server's log."""
+        """Return the last lines of the server's log."""
         if self._log_path is None:
             return "(on stderr)"
         return last_lines(str(self._log_path))
@@ -268,7 +267,10 @@ class BufferSupervisor:
         raise self._death
 
     async def end(self, fault: Exception) -> float:
-        """Raise `WorkerDiedError` if no restart is allowed. A failed restart is followed by another restart."""
+        """Return the seconds until the next restart, also after a failed restart.
+
+        Raises ``fault`` if this server may not be restarted, and `WorkerDiedError` if the restarts are used up.
+        """
         if not self._may_restart:
             raise fault
         if self.num_restarts >= self._config.restarts:
@@ -341,8 +343,8 @@ class StoreServers:
 
 
 def store_config(config: BufferConfig) -> BufferConfig:
-    """The options of one store server. The server begins empty if its journal has another epoch."""
+    """Return the options of one store server. The server begins empty if its journal has another epoch."""
     own = replace(config, port=0, bulk_port=0, num_store_servers=0)
-    if config.durability is Durability.memory:  # a journal remembers the address
+    if config.durability is Durability.memory:  # a journal remembers the epoch for a restarted server
         own = replace(own, epoch=config.epoch or uuid.uuid4().hex[:16])
     return own

@@ -38,7 +38,7 @@ class BufferRole(StrEnum):
 
 
 def _wire_name(name: str) -> str:
-    """The tag of a record in messages and journals. Example: ``PlanBatch`` is ``plan_batch``."""
+    """Return the tag of a record in messages and journals. Example: ``PlanBatch`` is ``plan_batch``."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
@@ -90,7 +90,7 @@ class Command(Operation[Reply], Generic[Result, Reply], frozen=True):
 
 
 def leaves(base: type) -> list[Any]:
-    """The subclasses of a class that have no subclasses themselves."""
+    """Return the subclasses of a class that have no subclasses themselves."""
     subclasses = base.__subclasses__()
     return [leaf for kind in subclasses for leaf in leaves(kind)] if subclasses else [base]
 

@@ -1,7 +1,7 @@
 """The calls of the buffer's clients by role: a rollout worker, the learner, the controller.
 
-The server may hold a request that it cannot grant yet. It answers "nothing yet" after some time. Except for `lease`,
-the calls here repeat such a request.
+The server may hold a request that it cannot grant yet. After some time it answers `NothingYet`. Then the calls here
+repeat the request, except `lease`.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class WorkerClient:
         self._name = name
         self._window = asyncio.Semaphore(window)
         self._offered_incarnation = client.incarnation
-        # whether store servers hold the payloads; None until the server has told
+        # whether store servers hold the payloads; None until the server has answered a greeting
         self._puts_elsewhere: bool | None = None
         self._beat_s = 0.0
         self._beat: asyncio.TimerHandle | None = None
@@ -259,8 +259,8 @@ class WorkerClient:
         """Close the connection. Pending calls raise `ReplayBufferError`.
 
         Leases that were granted but that `lease` did not return go back to the queue. Release a lease that `lease`
-        returned before you close the client. Otherwise it stays until it expires, or until the client was silent for
-        four heartbeats.
+        returned before you close the client. Otherwise the lease stays until it expires, or until the client was silent
+        for four heartbeats.
         """
         self._pushed.set()
         if self._beat is not None:
@@ -334,7 +334,7 @@ class LearnerClient:
             some = (group_ids[start:stop] for start, stop in pairwise(sorted(cuts)))
             parts = await asyncio.gather(*map(self._fetch, some), return_exceptions=True)
             groups: list[TrajectoryGroup] = []
-            for part in parts:  # all requests have ended, also if one failed
+            for part in parts:  # all requests have ended, even if one failed
                 if isinstance(part, BaseException):
                     raise part
                 groups += part
@@ -376,7 +376,8 @@ class LearnerClient:
 async def _fetch_from(link: ClientSocket, fetch: commands.Fetch) -> Message:
     """Fetch from one server, and report which replies were read.
 
-    The server refuses a fetch while it counts earlier replies as unread. If one of them was read meanwhile, ask again.
+    The server refuses a fetch if this client has too many unread bytes. If the client has read a reply meanwhile, it
+    sends the fetch again.
     """
     told = link.num_read
     try:
@@ -388,7 +389,7 @@ async def _fetch_from(link: ClientSocket, fetch: commands.Fetch) -> Message:
 
 
 def _payloads_in(answer: Message) -> Iterator[Sequence[Any]]:
-    """The frames of each group in the answer to a fetch."""
+    """Return the frames of each group in the answer to a fetch."""
     frames = iter(answer.payload)
     counts = answer.body.counts if isinstance(answer.body, commands.Payloads) else ()
     if sum(counts) != len(answer.payload):
@@ -468,7 +469,7 @@ class ControlClient:
         self._client = client
 
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> list[GroupSummary]:
-        """Queue prompts, as many at once as fit into one chunk.
+        """Queue prompts, in requests of at most one chunk.
 
         While the store is full, the client waits until groups leave, and sends again. Returns the groups that were
         finished since the last call with ``wants_outcomes``. Without prompts, this call returns at once.
@@ -600,11 +601,11 @@ class BufferConnection:
     incarnation: int = 0
 
     def for_role(self, role: commands.BufferRole) -> "BufferConnection":
-        """The same connection for another role."""
+        """Return the same connection for another role."""
         return replace(self, role=role)
 
     def client(self, *, host: str = "") -> BufferClient:
-        """Make a client. Raises `ValueError` if the keys are missing, or readable by others."""
+        """Make a client. Raises as `client_keys`."""
         return BufferClient(
             self.address,
             request_timeout_s=self.request_timeout_s,
@@ -615,5 +616,5 @@ class BufferConnection:
         )
 
     def sync_client(self) -> SyncBufferClient:
-        """Make the client of a learner rank. Raises as `client`."""
+        """Make the client of a learner rank. Raises as `client`, and `ValueError` if the address is malformed."""
         return SyncBufferClient(self.client())

@@ -55,7 +55,7 @@ class StalenessRule:
             )
 
     def deadline(self, engine_version: int) -> int:
-        """Last learner version that may consume a group admitted at ``engine_version``."""
+        """Return the last learner version that may consume a group admitted at ``engine_version``."""
         return engine_version + self.max_lag
 
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
@@ -82,7 +82,7 @@ class StalenessRule:
         return True
 
     def budget(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> int:
-        """The number of further groups that `admits` would admit on this engine."""
+        """Return the number of further groups that `admits` would admit on this engine."""
         first = self.deadline(engine_version) - version
         if first < 0:
             return 0
@@ -90,10 +90,10 @@ class StalenessRule:
         return max(0, min((k + 1) * self.groups_per_step - due[k] for k in range(first, self.max_lag + 1)))
 
     def required(self, open_by_deadline: Mapping[int, int], *, version: int) -> list[int]:
-        """Numbers of open groups that the plan of ``version`` must take by each deadline, as ``max_lag + 1`` numbers.
+        """Return the numbers of open groups that the plan of ``version`` must take by each deadline.
 
-        Entry k counts open groups due at w + k or earlier. The plan must take this many of them, because the steps
-        w + 1 … w + k can consume only k·B. Entries are at most B if every group was admitted by `admits`.
+        Returns ``max_lag + 1`` numbers. Of the open groups due at w + k or earlier, the plan must take entry k, because
+        the steps w + 1 … w + k can consume only k·B. Entries are at most B if every group was admitted by `admits`.
         """
         due = 0
         required = []
@@ -105,7 +105,7 @@ class StalenessRule:
     def missing(
         self, open_by_deadline: Mapping[int, int], ready_by_deadline: Mapping[int, int], *, version: int
     ) -> list[int]:
-        """Numbers of running groups that the plan of ``version`` must take by each deadline.
+        """Return the numbers of running groups that the plan of ``version`` must take by each deadline.
 
         Returns ``max_lag + 1`` numbers. ``ready_by_deadline`` counts the stored groups in ``open_by_deadline``. Entry k
         counts running groups due at w + k or earlier, without the groups that earlier entries count.
@@ -143,9 +143,9 @@ class Room:
     def has_room(self, num_granted: int = 0, num_freed_bytes: int = 0) -> bool:
         """Whether one more group fits in addition to the held bytes and the expected bytes of the running groups.
 
-        One group may always begin if no group runs and no batch is stored or planned, because nothing else would free
-        bytes. The caller will also grant ``num_granted`` other leases, which drop ``num_freed_bytes`` of saved
-        prefixes.
+        One group may always begin if no group runs, no batch is planned, and too few groups are stored for a batch:
+        nothing else would free bytes then. The caller will also grant ``num_granted`` other leases, which drop
+        ``num_freed_bytes`` of saved prefixes.
         """
         groups = self._groups
         if not self._max_bytes:
@@ -158,12 +158,12 @@ class Room:
         return num_bytes <= self.max_bytes
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether a group does not need a reservation. True if there is a single store with ``num_bytes`` free."""
+        """Whether a put needs no reservation: there is a single store, and ``num_bytes`` are free in it."""
         space = self._groups.space
         return self.is_shared and space.stored_bytes[0] + space.prefix_bytes + num_bytes <= self._max_bytes
 
     def _num_free(self, store: int, group: Group) -> float:
-        """The free bytes of a store for a group. Bytes that the group already has in the store count as free."""
+        """Return the free bytes of a store for a group. Bytes that the group already has in the store count as free."""
         if not self._max_bytes:
             return math.inf
         num_held = self._groups.space.stored_bytes[store] - (group.num_bytes if store == group.store else 0)
@@ -245,13 +245,13 @@ ORDERS: Registry[Preference] = Registry("buffer.order")
 
 @FILTERS.register("equal_rewards")
 def _has_signal(summary: GroupSummary) -> bool:
-    """False for a group of equal rewards, because all its advantages are zero (DAPO, arXiv 2503.14476, equation 11)."""
+    """Drop a group of equal rewards, because all its advantages are zero (DAPO, arXiv 2503.14476, equation 11)."""
     return not summary.has_equal_rewards
 
 
 @FILTERS.register("no_tokens")
 def _has_tokens(summary: GroupSummary) -> bool:
-    """False for a group without policy tokens, because it has no loss."""
+    """Drop a group without policy tokens, because it has no loss."""
     return summary.num_tokens > 0
 
 
@@ -287,7 +287,7 @@ def find_filters(names: Sequence[str]) -> dict[str, Filter]:
 
 
 def dropped_by(filters: Mapping[str, Filter], summary: GroupSummary) -> str | None:
-    """Name of the first filter that drops the group, or None."""
+    """Return the name of the first filter that drops the group, or None."""
     return next((name for name, keeps in filters.items() if not keeps(summary)), None)
 
 
@@ -297,7 +297,10 @@ def find_order(name: str) -> Preference:
 
 
 def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
-    """The rank of a group in the selection order. Raises `ReplayBufferError` if the order does not return a number."""
+    """Return the rank of a group in the selection order.
+
+    Raises `ReplayBufferError` if the order does not return a number.
+    """
     rank = prefer(summary, deadline)
     if not isinstance(rank, int | float) or rank != rank:
         raise ReplayBufferError(f"buffer.order must return a number, got {rank!r:.40} for group {summary.group_id}")

@@ -70,7 +70,7 @@ from .store_servers import StoreService
 
 logger = logging.getLogger(__name__)
 _KEPT_BYTES = 2**31 - 1
-"""Freed bytes that are kept: what was once held, within ``buffer.max_stored_bytes``."""
+"""Largest number of freed bytes that glibc keeps for later allocations; the largest value that it accepts."""
 _MAX_UNREAD_MESSAGES = 64
 
 
@@ -240,7 +240,7 @@ class ServerSocket:
         return listener.address
 
     def counters(self) -> dict[str, int]:
-        """Counts of refused and undelivered messages."""
+        """Return the counts of refused and undelivered messages."""
         return dict(self._counts)
 
     def _count(self, what: str) -> None:
@@ -288,7 +288,7 @@ class ServerSocket:
             peer = self._peer(client)
             peer.last_heard = time.monotonic()
             if chunk.count:
-                request_id = chunk.request_id  # also for a refused message, because this frees the sender's window
+                request_id = chunk.request_id  # acknowledged even if refused, because this frees the sender's window
                 self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
                 whole = peer.receiver.add(chunk)
                 if whole is not None:
@@ -324,14 +324,14 @@ class ServerSocket:
         self._peers = kept
 
     def _role_of(self, frame: zmq.Frame) -> str | None:
-        """The role of the key of a message's sender; None without keys."""
+        """Return the role of the key of a message's sender; None without keys."""
         return None if self._gate is None else self._gate.role_of(str(frame.get("User-Id")))
 
     def _admits(self, client: bytes, frame: zmq.Frame) -> bool:
         """Whether the key of a message's sender is accepted.
 
-        A client with an old key is told that there is a new key. A message with a retired key is dropped. The client
-        repeats the message over a new connection.
+        The server tells a client with an old key that there is a new key. A message with a retired key is dropped. The
+        client repeats the message over a new connection.
         """
         if self._gate is None:
             return True
@@ -471,7 +471,7 @@ class ServerSocket:
     def _send_by(self, channel: Channel, frames: list[Any]) -> None:
         """Send frames.
 
-        If the client has disconnected or does not read, the reply is lost. The client repeats its request later.
+        If the client has disconnected or does not read, the frames are lost. The client repeats its request later.
         """
         try:
             channel.send(frames)
@@ -575,7 +575,7 @@ class BufferServer:
 
 
 class StoreServer:
-    """Store server ``number``, with the attributes of `BufferServer`. Make it on a running loop."""
+    """Store server ``number``. It has the attributes of `BufferServer`, except ``bulk_port``. Needs a running loop."""
 
     def __init__(self, config: BufferConfig, *, number: int) -> None:
         journal = _open_journal(config, f"store{number}")
@@ -623,7 +623,7 @@ def config_from_json(values: dict[str, Any]) -> BufferConfig:
 
 
 async def serve(server: "BufferServer | StoreServer", *, announce_fd: int) -> None:
-    """Serve until SIGTERM, SIGINT or SIGUSR1. Raises `WorkerDiedError` if a store server died with its payloads."""
+    """Serve until SIGTERM, SIGINT or SIGUSR1. Raises `WorkerDiedError` if a store server cannot be restarted."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -194,7 +194,7 @@ class BufferService:
             self._notes.levels(held_bytes=self._store.held_bytes)
 
     def close(self) -> None:
-        """Cancel every timer."""
+        """Cancel every timer and every held request."""
         for part in self._closing:
             part.close()
 
@@ -407,7 +407,7 @@ class BufferService:
         return None
 
     def on_commit(self, request: Message, commit: commands.Commit) -> None:
-        """Count a batch as consumed. Engines may then load newer weights."""
+        """Mark a batch as consumed. Engines may then load newer weights."""
         committed = self.ledger.apply(commit)
         self._forget_finished()
         if committed.group_ids:
@@ -417,7 +417,10 @@ class BufferService:
         self._offers.show()  # comes after the reply to the controller, because many engines may wait
 
     def on_lose_groups(self, request: Message, lose: commands.LoseGroups) -> Answer:
-        """Plan a batch again, because the learner's ranks did not find some of its groups. No rank made the step."""
+        """Plan a batch again, because the learner's ranks did not find some of its groups.
+
+        No rank has trained on the batch.
+        """
         self._lose(filter(self.ledger.groups.is_planned, lose.group_ids))
         return Done()
 
@@ -521,7 +524,10 @@ class WorkerRequests:
         return commands.Welcome(rule.max_lag, rule.groups_per_step, self._heartbeat_s, self._store.is_elsewhere, *clock)
 
     def on_loaded(self, request: Message, loaded: commands.Loaded) -> Answer:
-        """Record that an engine serves a version. The engine's waiting request for leases is now for this version."""
+        """Record that an engine serves a version.
+
+        The worker's waiting requests for leases at this version then count for the current learner.
+        """
         if self._offers.is_current(loaded):
             self._ledger.check_engine_version(loaded.version)
             self._offers.note_loaded(request.client, loaded)
@@ -659,7 +665,7 @@ def check_counts(summary: GroupSummary) -> None:
 
 
 def _ledger(config: BufferConfig, *, groups_per_step: int, num_stores: int) -> Ledger:
-    """A new ledger with the options of the buffer."""
+    """Return a new ledger with the options of the buffer."""
     return Ledger(
         StalenessRule(max_lag=config.max_lag, groups_per_step=groups_per_step, max_uses=config.max_uses),
         on_stale=config.on_stale,

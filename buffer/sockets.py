@@ -44,7 +44,7 @@ _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LAST = int(zmq.NOBLOCK)
 _send: Any = zmq.backend.Socket.send
 _receive: Any = zmq.backend.Socket.recv
-"""Reads one option per frame without the wrappers of `zmq.Socket`, which cost more than twice as much as ZMQ."""
+"""The backend's calls. The wrappers of `zmq.Socket` cost more than twice as much time as these calls."""
 _CHUNK = struct.Struct("<4sQII")
 _CHUNK_MAGIC, _ACK_MAGIC = b"chnk", b"ackn"
 _MAX_CHUNK_FRAMES = 2048
@@ -82,7 +82,7 @@ class LoopClock:
         self._tick()
 
     def time(self) -> float:
-        """The current time in seconds."""
+        """Return the current time in seconds."""
         now = self._time()
         gap = now - self._last_seen
         self._last_seen = now
@@ -205,7 +205,7 @@ class Channel:
 
 
 def monitor_of(socket: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
-    """The socket that reports ``events`` of another socket.
+    """Return the socket that reports ``events`` of another socket.
 
     Its address is unique. ZMQ's default address contains the socket's descriptor. ZMQ may still use the address of an
     earlier socket with the same descriptor.
@@ -241,7 +241,7 @@ class Chunk:
         return cls(request_id=request_id, index=index, count=count, frames=frames[1:])
 
     def to_frames(self) -> list[Any]:
-        """The frames of the chunk."""
+        """Return the frames of the chunk."""
         magic = _CHUNK_MAGIC if self.count else _ACK_MAGIC
         return [_CHUNK.pack(magic, self.request_id, self.index, self.count), *self.frames]
 
@@ -415,12 +415,12 @@ def remove_socket_folder(folder: str) -> None:
 
 
 def unix_address(folder: str, name: str) -> str:
-    """The address of a server. Example: ``ipc:///tmp/asyncrl-4k2f9a1c/buffer``."""
+    """Return the address of a server. Example: ``ipc:///tmp/asyncrl-4k2f9a1c/buffer``."""
     return f"{_SCHEME}{folder}/{name}"
 
 
 def folder_of(address: str) -> str:
-    """The folder of a server's Unix socket; empty if the address has a port."""
+    """Return the folder of a server's Unix socket; empty if the address has a port."""
     return str(Path(address.removeprefix(_SCHEME)).parent) if address.startswith(_SCHEME) else ""
 
 
@@ -432,9 +432,9 @@ def bulk_address(address: str, port: int) -> str:
 class PortListener:
     """Binds a ZMQ socket to a port. Make the listener on a running loop, and close it before the ZMQ socket.
 
-    ``on_refused`` is called for each connection that this closes, with the reason: ``no_files`` if this process may
-    open no more files, ``endless`` if an incomplete message exceeds ``max_incomplete_bytes``. Raises `OSError` if the
-    port cannot be bound.
+    ``on_refused`` is called for each connection that the listener closes, with the reason: ``no_files`` if this process
+    may not open more files, ``endless`` if an incomplete message exceeds ``max_incomplete_bytes``. Raises `OSError` if
+    the port cannot be bound.
 
     Attributes:
         address: Address of the socket.
@@ -537,7 +537,7 @@ class _Connections:
 
 
 def _bytes_received(connection: socket.socket) -> int:
-    """``tcpi_bytes_received`` of tcp(7); 0 on a kernel that does not report it."""
+    """Return ``tcpi_bytes_received`` of tcp(7); 0 on a kernel that does not report it."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     return _BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)[0] if len(info) >= _TCP_INFO_BYTES else 0
 
@@ -565,7 +565,7 @@ class _Refusals(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """The thread's loop. Refuses the waiting connections each time that ``wanted`` is set."""
+        """Refuse the waiting connections each time that ``wanted`` is set."""
         libc = ctypes.CDLL(None, use_errno=True)
         is_alone = libc.unshare(_CLONE_FILES) == 0
         if is_alone:
@@ -591,7 +591,7 @@ class _Refusals(threading.Thread):
 
 
 def _address_of(host: str) -> str:
-    """The address to bind: ``host`` itself, the address of the interface with this name, or every address."""
+    """Return the address to bind: ``host`` itself, the address of the interface with this name, or every address."""
     if host == "*":
         return "0.0.0.0"
     name = "127.0.0.1" if host == "localhost" else host.strip("[]")

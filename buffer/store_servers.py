@@ -1,4 +1,4 @@
-"""Store servers hold the payloads, next to the ledger's server or on the hosts of the workers.
+"""A server that holds payloads. It runs next to the ledger's server, or on a host of workers.
 
 A worker stores a payload before it reports the put to the ledger. When the attempt has ended or the group is finished,
 the ledger tells the store to remove the payload. The ledger does this even if the worker died before its report. A
@@ -97,11 +97,11 @@ class StoreService:
             logger.warning("the journal was not compacted: %s", error)
 
     def _held_bytes(self, key: Key) -> int:
-        """Bytes stored and reserved, without the reservation of this attempt."""
+        """Return the bytes stored and reserved, without the reservation of this attempt."""
         return self._payloads.num_bytes + sum(self._reserved.values()) - self._reserved.get(key, 0)
 
     def on_hello(self, request: Message, hello: commands.Hello) -> Answer:
-        """Show that the server answers."""
+        """Answer a probe, which shows that the server is not hanging."""
         return Done()
 
     def on_reserve(self, request: Message, reserve: commands.Reserve) -> None:
@@ -118,7 +118,7 @@ class StoreService:
     def on_put_payload(self, request: Message, put: commands.PutPayload) -> Answer | None:
         """Store a payload, unless it is stored already or its attempt has ended.
 
-        In these cases the ledger refuses or acknowledges the put.
+        In these two cases the ledger's answer to the later put has the result.
         """
         key, size = (put.group_id, put.attempt), size_of(request.payload)
         self._check_size(size)
@@ -246,7 +246,7 @@ class StoreService:
     def _write_removals(self) -> None:
         """Record the dropped payloads in the journal.
 
-        If the disk is full, they are recorded together with later ones.
+        If the write fails, they are recorded together with later ones.
         """
         if self._journal is None or not self._unwritten_removals:
             return
@@ -259,5 +259,5 @@ class StoreService:
 
 
 def number_of(key: Key) -> int:
-    """The number of an attempt in the journal."""
+    """Return the number of an attempt in the journal."""
     return key[0] << 16 | key[1]

@@ -22,7 +22,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def digest_of(payload: Iterable[Any]) -> bytes:
-    """The digest of a payload. It does not depend on the division of the payload into frames."""
+    """Return the digest of a payload. It does not depend on the division of the payload into frames."""
     digest = xxhash.xxh3_128()
     for frame in payload:
         digest.update(frame)
@@ -56,7 +56,7 @@ class FrameTable(Generic[Key]):
         self._count(*self._frames[key], 1)
 
     def get(self, key: Key) -> Frames:
-        """The frames of a key; empty if the table has none."""
+        """Return the frames of a key; empty if the table has none."""
         return self._frames.get(key, ((), 0))[0]
 
     def remove(self, key: Key) -> None:
@@ -125,7 +125,7 @@ class PayloadStore:
         return self._remove_elsewhere is not None
 
     def trajectories(self, group_id: int) -> Frames:
-        """The trajectories of a group. Raises `UnknownGroup` if they are not here."""
+        """Return the trajectories of a group. Raises `UnknownGroup` if they are not here."""
         if group_id not in self.payloads:
             raise UnknownGroup(
                 f"no trajectories of group {group_id} are stored; fetch only groups of a plan, before its commit"
@@ -133,7 +133,7 @@ class PayloadStore:
         return self.payloads.get(group_id)
 
     def frames(self) -> Iterator[tuple[str, int, Frames]]:
-        """The kind, group id and frames of each item that this server holds, for a journal."""
+        """Yield the kind, group id and frames of each item that this server holds, for a journal."""
         tables = [("prompt", self.prompts), ("prompt", self._stored_prompts), ("progress", self.prefixes)]
         if not self.is_elsewhere:
             tables.append(("payload", self.payloads))
@@ -176,7 +176,7 @@ class PayloadStore:
             self._stored_prompts.move_to(self.prompts, group_id)
 
     def forget(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> bool:
-        """Drop all frames of finished groups, and tell the store servers to drop the frames of ended attempts.
+        """Drop all frames of finished groups. Tell the store servers to drop these and the frames of ended attempts.
 
         ``ended`` holds pairs of group id and attempt. Returns whether bytes may have become free.
         """

@@ -1,4 +1,4 @@
-"""Every request that the buffer holds until it can be answered: leases, prompts for the queue, and batches.
+"""Holds requests until the buffer can answer them: for leases, for places in the queue, and for batches.
 
 The service checks all held requests after each burst of messages. A worker whose engine advances cancels its request
 and sends a new one. A commit answers the requests whose version is then too old. A timer ends each wait with
@@ -97,7 +97,7 @@ class HeldRequests:
         return self._requests.get((request.client, request.request_id)) is request
 
     def all(self) -> list[Any]:
-        """All held requests, in order of arrival."""
+        """Return all held requests, in order of arrival."""
         return list(self._requests.values())
 
     @property
@@ -106,7 +106,7 @@ class HeldRequests:
         return self._by_client.keys()
 
     def of_client(self, client: bytes) -> list[Any]:
-        """The held requests of one client, in order of arrival."""
+        """Return the held requests of one client, in order of arrival."""
         return list(self._by_client.get(client, {}).values())
 
     def hold(self, request: Message) -> None:
@@ -193,7 +193,7 @@ class WaitingWorkers(HeldRequests):
         return list(self._by_version)
 
     def at_version(self, version: int) -> list[tuple[int, Any]]:
-        """The requests at one version, each with its place in the order of arrival."""
+        """Return the requests at one version, each with its place in the order of arrival."""
         return [(place, self._requests[key]) for key, place in self._by_version.get(version, {}).items()]
 
     def hold(self, request: Any) -> None:
@@ -224,7 +224,7 @@ class FairQueue:
         self._serving = 0
 
     def turn_of(self, client: bytes) -> int:
-        """The turn of a client. The lowest turn is served first."""
+        """Return the turn of a client. The lowest turn is served first."""
         return max(self._next.get(client, 0), self._serving)
 
     def take(self, client: bytes) -> None:
@@ -315,7 +315,7 @@ class PromptIntake:
             num_free = max(0, self._queue_size - self._ledger.groups.num_queued)
             chosen = list(islice(request.body, num_free))
             self._queue(chosen)
-            for _ in chosen:  # after a failed write of the journal, the other requests stay held
+            for _ in chosen:  # after the journal's write, because prompts of a failed write must stay held
                 request.body.popleft()
             if request.body:
                 return
@@ -393,8 +393,8 @@ class Admission:
     def answer_outdated(self, *, except_for: Container[bytes]) -> None:
         """After a commit, answer the workers whose engine is now too old for any group.
 
-        These workers send a new request later. Workers in ``except_for`` are not answered, because newer weights wake
-        them.
+        These workers send a new request later. Workers in ``except_for`` get no answer here: they wait for newer
+        weights, and the new weights wake them.
         """
         rule, learner_version = self._ledger.rule, self._ledger.learner_version
         outdated = [request for request in self._held.all() if rule.deadline(request.version) < learner_version]
@@ -403,7 +403,10 @@ class Admission:
         )
 
     def _admitted(self, versions: Iterable[int]) -> set[int]:
-        """The engine versions at which a queued group may begin. Empty if no group is queued, or if no group fits."""
+        """Return the engine versions at which a queued group may begin.
+
+        The set is empty if no group is queued, or if no group fits into the stores.
+        """
         if not self._ledger.groups.num_queued or not self._ledger.room.has_room():
             return set()
         return {version for version in versions if self._ledger.admits(version)}
@@ -465,7 +468,10 @@ class Admission:
                 self._answer(request, request.granted)
 
     def _num_free(self, request: WaitingWorker, now: float) -> int:
-        """Number of places that a request may fill now; 0 if the engine serves weights of a replaced learner."""
+        """Return the number of further leases that a request may get now.
+
+        This is 0 if the engine serves weights of a replaced learner.
+        """
         if request.incarnation != self._ledger.incarnation:
             return 0
         return request.body.max_groups - len(request.granted) - self._paces.num_kept(request.client, now)
@@ -491,7 +497,7 @@ class Admission:
             self._replies.push(group.worker, commands.HandOn(((group.group_id, group.attempt),)))
 
     def _fastest_taker(self, group: RunningGroup, versions: Iterable[int], now: float) -> bytes | None:
-        """The fastest worker that waits at one of these versions and may continue a group.
+        """Return the fastest worker that waits at one of these versions and may continue a group.
 
         None if no such worker is much faster.
         """
@@ -514,7 +520,7 @@ class Admission:
         self._paces.ended(ended.group_id, ended.attempt, self.clock.time(), num_tokens=num_tokens)
 
     def saved(self, group_id: int, attempt: int, longest_response: int) -> None:
-        """Record that a worker saved a running group whose longest sample has ``num_tokens`` tokens."""
+        """Record that a worker saved a running group whose longest sample has ``longest_response`` tokens."""
         self._paces.saved(group_id, attempt, longest_response)
 
     def revoked(self, group_id: int, attempt: int) -> None:
@@ -599,8 +605,8 @@ class Admission:
 
         Returns the number of generated tokens.
 
-        ``num_generated`` is the caller's count. A larger count from the producer's last heartbeat replaces it. Tokens
-        that were only in the producer's memory count as lost. A repeated call returns the same number.
+        ``num_generated`` is the caller's count. A larger count from the producer's last heartbeat replaces it. A
+        repeated call returns the same number.
         """
         buried = self._ledger.account.buried
         if client not in buried:
@@ -644,7 +650,10 @@ class BatchRequests:
         return commands.Batch(tuple(self._ledger.batch(request.body.version).groups)) if is_made else None
 
     def _late(self, request: Message) -> Answer:
-        """Raise `ReplayBufferError` if no queued or running prompt can complete the batch."""
+        """Answer `NothingYet`, with a warning if filters have dropped the last groups.
+
+        Raises `ReplayBufferError` if groups were dropped, and no queued or running prompt can complete the batch.
+        """
         groups, num_wanted = self._ledger.groups, self._ledger.rule.groups_per_step
         is_idle = not (groups.num_queued or groups.num_leased or groups.num_planned)
         if is_idle and self._ledger.account.groups_dropped and groups.num_stored < num_wanted:

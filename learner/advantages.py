@@ -1,9 +1,9 @@
 """Advantage estimators per trajectory, token or turn, and their computation over all ranks.
 
 Outcome estimators get one reward per trajectory of the whole batch. Token estimators get a reward and a critic's value
-per token. Turn estimators (`learner.turn_advantages`) get them per turn of the whole batch. `BatchAdvantages` calls
-them on the ranks. It gathers or sums batch-wide quantities over the ranks, so the advantages do not depend on how the
-batch is divided among the ranks.
+per token. Turn estimators (`learner.turn_advantages`) get a reward and a value per turn of the whole batch.
+`BatchAdvantages` calls the estimators on the ranks. It gathers or sums batch-wide quantities over the ranks, so the
+advantages do not depend on how the batch is divided among the ranks.
 
 Sums use float64, so that small differences between large rewards are kept. Equal rewards give exact zeros. Letters: B
 trajectories; M policy tokens of all trajectories, one trajectory after the other. M does not include tokens from an
@@ -155,7 +155,10 @@ ADVANTAGES.register("dr_grpo")(partial(group_advantages, scale=Scale.none))
 
 @ADVANTAGES.register("rloo")
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Reward minus the mean of the others in its group (RLOO, arXiv 2402.14740). Rewards 3, 0, 0 give 3, -1.5, -1.5."""
+    """Reward minus the mean reward of the other trajectories in the group (RLOO, arXiv 2402.14740).
+
+    Example: rewards 3, 0, 0 give 3, -1.5, -1.5.
+    """
     group, counts = members(group_ids)
     _need_two(counts, "RLOO")
     return (centered(rewards, group, counts) * (counts / (counts - 1))[group]).to(torch.float32)
@@ -163,7 +166,10 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 @ADVANTAGES.register("leave_one_out_batch")
 def leave_one_out_batch(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Reward minus the mean of all others in the batch, over all prompts. Example: 3, 0, 0 give 3, -1.5, -1.5."""
+    """Reward minus the mean reward of all other trajectories in the batch, over all prompts.
+
+    Example: rewards 3, 0, 0 give 3, -1.5, -1.5.
+    """
     return rloo(rewards, torch.zeros_like(group_ids))
 
 
@@ -222,7 +228,7 @@ def reinforce_plus_plus(batch: TokenRewards, config: AlgorithmConfig, total: Sum
     With ``kl_reward_coef`` β this is the paper's r - β Σ KL over the remaining tokens. Deviation: the paper uses the KL
     of the policy before the update. We use the KL of the behavior policy, which sampled the tokens.
 
-    Example: one-token trajectories with rewards 3, 0, 0 give 1.155, -0.577, -0.577, whatever their prompts are.
+    Example: one-token trajectories with rewards 3, 0, 0, of any prompts, give 1.155, -0.577, -0.577.
     """
     returns = returns_to_go(batch.rewards, batch.lengths, gamma=config.gamma)
     return TokenAdvantages(advantages=standardized(returns, total), returns=returns)
@@ -270,7 +276,7 @@ def generalized_advantages(
 
 
 def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
-    """Discounted sum of the rewards from each token to its trajectory's end, [M] float64; see `generalized_advantages`.
+    """Sum the discounted rewards from each token to its trajectory's end, [M] float64; see `generalized_advantages`.
 
     Example: rewards 1, 0, 4 of one trajectory with gamma 0.5 give 2, 2, 4.
     """
@@ -390,9 +396,9 @@ class BatchAdvantages:
             sources: Data source of each group, for ``advantage_by_source``.
 
         Returns:
-            The sequences with ``advantages`` at the tokens in the loss, and with ``returns`` for an estimator of tokens
-            or turns. Also the metrics, the same on each rank: with ``kl_reward_coef``, ``reward_kl`` in nats per token
-            and ``kl_reward_coef``.
+            The sequences and the metrics. The sequences have ``advantages`` at the tokens in the loss, and ``returns``
+            if the estimator is for tokens or turns. The metrics are the same on each rank: with ``kl_reward_coef``,
+            ``reward_kl`` in nats per token and ``kl_reward_coef``.
 
         Raises:
             ValueError: the estimator is turn-level, and a sequence does not name its turns.
@@ -425,7 +431,7 @@ class BatchAdvantages:
         return _with_column(assigned, "returns", estimated.returns), metrics
 
     def _keys(self, rewards: Iterable[SampleKey], sources: Mapping[int, str]) -> Tensor:
-        """[B, 3] int64: prompt group, index in the group, and number of the estimator of the group's data source."""
+        """Return [B, 3] int64: group, index in the group, and number of the estimator for the group's data source."""
         numbers = {group_id: self._numbers.get(source, 0) for group_id, source in sources.items()}
         rows = [(group_id, index, numbers.get(group_id, 0)) for group_id, index in rewards]
         return torch.tensor(rows, dtype=torch.int64).view(-1, 3)
@@ -433,7 +439,7 @@ class BatchAdvantages:
     def _penalties(
         self, sequences: Sequence[TokenSequence], lengths: Tensor, *, num_trajectories: int
     ) -> tuple[Tensor, dict[str, float]]:
-        """The KL penalty of each policy token, [M] float64, and its metrics over the batch."""
+        """Return the KL penalty of each policy token, [M] float64, and its metrics over the batch."""
         if not self._algorithm.kl_reward_coef:
             return torch.zeros(int(lengths.sum()), dtype=torch.float64), {}
         coefficient = self.kl_coefficient.value
@@ -450,7 +456,7 @@ class BatchAdvantages:
         return coefficient * divergence, {"reward_kl": mean, "kl_reward_coef": coefficient}
 
     def _over_the_turns(self, estimator: TurnEstimator, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Advantages and returns of this rank's turns, [K] float64, estimated on the turns of all ranks."""
+        """Return the advantages and returns of this rank's turns, [K] float64, estimated on the turns of all ranks."""
         shares, own = self._gathered(rows)
         turns, order = joined_turns(shares)
         estimated = estimator(turns, self._algorithm)
@@ -460,7 +466,7 @@ class BatchAdvantages:
         return advantages, returns
 
     def _over_the_batch(self, outcomes: Tensor, keys: Tensor) -> Tensor:
-        """Advantages of this rank's trajectories, [B] float32, estimated on the trajectories of all ranks.
+        """Return the advantages of this rank's trajectories, [B] float32, estimated on the trajectories of all ranks.
 
         ``outcomes`` are [B] float64, ``keys`` [B, 3] int64, see `_keys`.
         """
@@ -477,7 +483,7 @@ class BatchAdvantages:
         return everything.split([len(share[0]) for share in shares])[own]
 
     def _gathered(self, rows: tuple[Tensor, Tensor]) -> tuple[list[tuple[Tensor, Tensor]], int]:
-        """The rows of each data-parallel rank, and the index of this rank's rows among them."""
+        """Return the rows of each data-parallel rank, and the index of this rank's rows among them."""
         if dist.get_world_size(self._mesh.dp_group) == 1:
             return [rows], 0
         return gather_rows(rows, self._mesh.dp_group), self._mesh.dp_rank
@@ -487,13 +493,13 @@ class BatchAdvantages:
 
 
 def _rewards_of_turns(sequences: Sequence[TokenSequence]) -> Tensor:
-    """Rewards of turns at the tokens in the loss, [M] float64."""
+    """Return the rewards of turns at the tokens in the loss, [M] float64."""
     rewards = (np.zeros(len(s.input_ids)) if s.token_rewards is None else s.token_rewards for s in sequences)
     return _end_to_end(values[s.loss_mask] for s, values in zip(sequences, rewards, strict=True))
 
 
 def _policy_tokens(sequences: Sequence[TokenSequence], name: str) -> Tensor:
-    """A column at the tokens in the loss, [M] float64."""
+    """Return a column at the tokens in the loss, [M] float64."""
     return _end_to_end(sequence.columns[name][sequence.loss_mask] for sequence in sequences)
 
 

@@ -2,7 +2,7 @@
 
 A token never attends to another sequence. On a GPU in half precision, a variable-length kernel computes attention
 (`attention_kernels`). Otherwise one SDPA call computes several sequences of similar length, padded on the right. Under
-a causal mask no real token attends to the padding, so the result is exact. Many short sequences need a single call.
+a causal mask no real token attends to the padding, so the result is exact. Many short sequences need only one call.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ CAPPED_QUERIES = 512
 """Queries per block of soft-capped scores; one block is in memory at a time."""
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 128, 1024
-"""Limits for the number of queries per call with a sliding window or sinks, which is otherwise the window size."""
+"""Smallest and largest number of queries per call with a sliding window or sinks. Between these limits, the number is
+the window size."""
 MAX_FLASH_DIM = 256
 """Largest head of SDPA's FlashAttention on CUDA."""
 
@@ -126,12 +127,15 @@ class PackedLayout:
         return PaddedCalls(buckets=tuple(buckets), pad_index=pad_index, unpad_index=unpad_index)
 
     def cut(self, chunk: int) -> PackedLayout:
-        """The layout for attention within chunks of ``chunk`` tokens; the last chunk of a sequence may be shorter."""
+        """Return the layout for attention within chunks of ``chunk`` tokens.
+
+        The last chunk of a sequence may be shorter.
+        """
         pieces = [min(chunk, length - start) for length in self.lengths for start in range(0, length, chunk)]
         return packed_layout(pieces, self.cu_seqlens.device, self.kernel, self.host_token_index)
 
     def positions(self) -> Tensor:
-        """Position of each packed token in its sequence, [N] int64."""
+        """Return the position of each packed token in its sequence, [N] int64."""
         places = np.concatenate([np.arange(length) for length in self.lengths])
         on_the_device = on_device(places, self.cu_seqlens.device)
         return on_the_device if self.first_index is None else on_the_device[self.first_index]
@@ -191,7 +195,7 @@ _layer = _CheckpointedLayer()
 
 
 def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts for the forward pass of a checkpointed layer, and for its recomputation without attention.
+    """Return contexts for the forward pass of a checkpointed layer, and for its recomputation without attention.
 
     This is a ``context_fn`` of `torch.utils.checkpoint.checkpoint`. The forward pass keeps what attention saves for its
     own backward pass: queries, keys, values and output. The recomputation uses the kept output. Thus attention and its
@@ -211,7 +215,10 @@ def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManag
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if it is part of a larger one. Values may be a slice of a tensor with queries and keys."""
+    """Return the tensor, or a copy if it is part of a larger one.
+
+    Values may be a slice of a tensor with queries and keys.
+    """
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
@@ -277,7 +284,7 @@ def _attended(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The output of `packed_attention`."""
+    """Return the output of `packed_attention`."""
     window, chunk = _span(module, sliding_window)
     num_local = query.size(2)
     q, k, v = _all_tokens(query, key, value)
@@ -300,7 +307,7 @@ def _attended(
 
 
 def _span(module: nn.Module, window: int | None) -> tuple[int | None, int | None]:
-    """Sliding window and chunk of a layer. Some models pass these only through the mask, which is not used here."""
+    """Return a layer's sliding window and chunk. Some models pass these only through the mask, which we do not use."""
     config = getattr(module, "config", None)
     types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = types[index] if types and index is not None and index < len(types) else None
@@ -328,7 +335,7 @@ def _own_temperature(module: nn.Module, q: Tensor, packed: PackedLayout, num_loc
 
 
 def _all_tokens(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert [1, heads, tokens, D] to [all tokens, D of this rank's heads], as [tokens, heads, D]."""
+    """Convert this rank's tokens with all heads, [1, H, n, D], to all tokens with this rank's heads, [N, heads, D]."""
     sp_size, num_heads = get_ulysses_sequence_parallel_world_size(), query.size(1)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if sp_size > 1:
@@ -381,7 +388,7 @@ def _bucketed(
 def _windowed(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, window: int, sinks: Tensor | None
 ) -> Tensor:
-    """Causal attention within a window, [count, H, L, Dv], with attention sinks if the model has them.
+    """Compute causal attention within a window, [count, H, L, Dv], with attention sinks if the model has them.
 
     Shapes as in `_capped`; sinks are [H]. A block of queries reads only the keys of its window, so no [L, L] mask is
     needed.
@@ -413,7 +420,7 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, window: int, cap: float) -> Tensor:
-    """Causal attention with soft-capped scores c · tanh(s ÷ c), in blocks of queries: [count, H, L, Dv].
+    """Compute causal attention with soft-capped scores c · tanh(s ÷ c), in blocks of queries: [count, H, L, Dv].
 
     q is [count, H, L, D], k [count, kv heads, L, D], v [count, kv heads, L, Dv]. The backward pass recomputes each
     block, so that only the scores of one block are in memory.

@@ -95,7 +95,10 @@ def attention_kernel(
 def first_right(
     kernels: Sequence[AttentionKernel], device: torch.device, dtype: torch.dtype, shape: AttentionShape
 ) -> AttentionKernel:
-    """The first kernel that passes `check_kernel`, else ``sdpa``. The log has the errors of the rejected kernels."""
+    """Return the first kernel that passes `check_kernel`, else ``sdpa``.
+
+    The log has the errors of the rejected kernels.
+    """
     reasons: list[str] = []
     for kernel in (kernel for kernel in kernels if shape.soft_cap is None or takes_soft_cap(kernel)):
         try:
@@ -116,7 +119,7 @@ def takes_soft_cap(kernel: AttentionKernel) -> bool:
 
 
 def _fastest_first(device: torch.device) -> tuple[AttentionKernel, ...]:
-    """The kernels for a GPU, fastest first. Compute capability 9 is Hopper, 10 and above is Blackwell."""
+    """Return the kernels for a GPU, fastest first. Compute capability 9 is Hopper, 10 and above is Blackwell."""
     major, _ = torch.cuda.get_device_capability(device)
     newest = {9: (AttentionKernel.flash_attn_3, AttentionKernel.flash_attn_4)}.get(
         major, (AttentionKernel.flash_attn_4,) if major > 9 else ()
@@ -157,7 +160,7 @@ def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dty
 def _difference(
     kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, shape: AttentionShape, window: int | None
 ) -> float:
-    """Largest relative difference of output and gradients; NaN counts as infinite."""
+    """Return the largest relative difference of output and gradients; NaN counts as infinite."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(sum(_LENGTHS), 2 * heads, shape.head_dim) for heads in (shape.heads_per_kv_head, 1, 1)]
     inputs = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
@@ -182,7 +185,7 @@ def _difference(
 def _written_out(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, soft_cap: float | None
 ) -> Tensor:
-    """Reference implementation of causal attention within sequences of `_LENGTHS`: [N, H, D]."""
+    """Compute causal attention within sequences of `_LENGTHS` as a reference: [N, H, D]."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     outputs = []
     for one, keys, values in zip(q.split(_LENGTHS), k.split(_LENGTHS), v.split(_LENGTHS), strict=True):

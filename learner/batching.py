@@ -18,7 +18,7 @@ from .config import AlgorithmConfig
 from .types import GroupShare, RankBatch, TokenSequence
 
 BALANCED = 1.02
-"""Groups are split until largest ÷ mean cost of the parts is at most this. Each split group is fetched twice."""
+"""Groups are split until largest ÷ mean cost of the parts is at most this. Several ranks may fetch a split group."""
 
 QUADRATIC_TOKENS = 32_768
 """Length at which attention costs as much as the rest of the model: about 8 × a hidden size of 4,096."""
@@ -184,7 +184,7 @@ def _joined(pieces: Sequence[_Item]) -> list[_Item]:
 
 
 def plan_rewards(group: GroupSummary, algorithm: AlgorithmConfig) -> np.ndarray:
-    """The rewards of a group as [G] float32, with DAPO's length penalty if it is enabled."""
+    """Return the rewards of a group as [G] float32, with DAPO's length penalty if it is enabled."""
     rewards = np.asarray(group.rewards, dtype=np.float32)
     if not algorithm.overlong_max_tokens:
         return rewards
@@ -193,7 +193,7 @@ def plan_rewards(group: GroupSummary, algorithm: AlgorithmConfig) -> np.ndarray:
 
 
 def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer_tokens: int) -> np.ndarray:
-    """Soft penalty of long responses (DAPO, arXiv 2503.14476, equation 13).
+    """Compute the soft penalty of long responses (DAPO, arXiv 2503.14476, equation 13).
 
     ``lengths`` is [B], in tokens. The penalty is -1 for lengths of ``max_tokens`` or more. It falls linearly from 0 to
     -1 over the ``buffer_tokens`` before ``max_tokens``. With ``buffer_tokens=0`` there is no linear part. Returns [B]

@@ -130,7 +130,7 @@ class ShardedCheckpointer:
         self._together(pending.result, *self._unwritten)
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, or None."""
+        """Finish the background save, and return the newest complete checkpoint, or None."""
         self.finish()
         return newest_checkpoint(self._directory)
 
@@ -226,7 +226,7 @@ class ShardedCheckpointer:
             raise CheckpointError(f"{what}: {'; '.join(dict.fromkeys(filter(None, errors)))}; {remedy}")
 
     def _state(self) -> dict[str, Any]:
-        """Sharded model and optimizer state.
+        """Return the sharded model and optimizer state.
 
         Before the first update AdamW has no moments, and torch creates them with an update that leaves the weights
         unchanged but increases the step count. The count is reset to 0 and the moments are removed again.
@@ -251,7 +251,7 @@ def _make_stager(device: torch.device) -> DefaultStager:
 
 
 def first_failure(fault: CheckpointException) -> str:
-    """The error of the first failed rank in one line. Example: ``rank 0: FileNotFoundError: …``."""
+    """Return the error of the first failed rank in one line. Example: ``rank 0: FileNotFoundError: …``."""
     rank, (cause, _) = min(fault.failures.items())
     return _in_one_line(rank, cause)
 

@@ -22,7 +22,7 @@ HUGGING_FACE = "huggingface"
 """Folder inside a checkpoint with configuration and tokenizer, for ``asyncrl export``."""
 
 CRITIC = "critic"
-"""Folder beside the policy's checkpoints with those of the critic."""
+"""Folder beside the policy's checkpoints with the critic's checkpoints."""
 
 _NAME = re.compile(r"v(\d{8,})")
 _PROGRESS = "progress.json"
@@ -59,17 +59,20 @@ class SavedProgress:
 
 
 def checkpoint_path(directory: Path, version: int) -> Path:
-    """Path of the complete checkpoint of a version."""
+    """Return the path of the complete checkpoint of a version."""
     return directory / f"v{version:08d}"
 
 
 def partial_path(final: Path) -> Path:
-    """Path of a checkpoint during its save."""
+    """Return the path of a checkpoint during its save."""
     return final.with_name(f".{final.name}.partial")
 
 
 def unfinished_checkpoints(directory: Path) -> list[Path]:
-    """Incomplete checkpoints of processes that died during a save. No other process may be saving to the folder."""
+    """Return the incomplete checkpoints of processes that died during a save.
+
+    No other process may be saving to the folder.
+    """
     return sorted(directory.glob(".v*.partial"))
 
 
@@ -79,7 +82,7 @@ def write_progress(checkpoint: Path, progress: SavedProgress) -> None:
 
 
 def read_progress(checkpoint: Path) -> SavedProgress:
-    """Read the progress record. `ValueError` if it is missing, broken, or from another version of asyncrl."""
+    """Read the progress record. Raises `ValueError` if it is missing, broken, or from another version of asyncrl."""
     if not (checkpoint / _PROGRESS).is_file():
         raise ValueError(
             f"no checkpoint at {str(checkpoint)!r}: it lacks {_PROGRESS}; name a folder such as .../v00000012, or the "
@@ -95,7 +98,7 @@ def read_progress(checkpoint: Path) -> SavedProgress:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """The newest complete checkpoint of a folder, or the path itself if it is a checkpoint, or None."""
+    """Return the newest complete checkpoint of a folder, or the path itself if it is a checkpoint, or None."""
     if (path / _PROGRESS).is_file():
         return path
     whole = whole_checkpoints(path)
@@ -103,23 +106,23 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
-    """Checkpoints of a folder that are complete with all their parts, oldest first."""
+    """Return the checkpoints of a folder that are complete with all their parts, oldest first."""
     return [path for path in named_checkpoints(directory) if not missing_parts(path)]
 
 
 def missing_parts(checkpoint: Path) -> list[str]:
-    """The parts of a checkpoint that do not have their final names. Raises the errors of `read_progress`."""
+    """Return the parts of a checkpoint that do not have their final names. Raises the errors of `read_progress`."""
     parts = read_progress(checkpoint).parts
     return [part for part in parts if not part_of(checkpoint, part).is_dir()]
 
 
 def part_of(checkpoint: Path, part: str) -> Path:
-    """The folder of a part. Example: ``critic`` of ``c/v00000012`` is ``c/critic/v00000012``."""
+    """Return the folder of a part. Example: ``critic`` of ``c/v00000012`` is ``c/critic/v00000012``."""
     return checkpoint.parent / part / checkpoint.name
 
 
 def named_checkpoints(directory: Path) -> list[Path]:
-    """Checkpoints of a folder with their final names, oldest first; other parts of them may be missing."""
+    """Return the checkpoints of a folder with their final names, oldest first; their other parts may be missing."""
     for replaced in directory.glob(".v*.replaced"):  # the process died between the two renames of `put_in_place`
         final = directory / replaced.name.removeprefix(".").removesuffix(".replaced")
         if not final.exists():
@@ -143,9 +146,9 @@ def put_in_place(final: Path) -> None:
 
 
 def lineage_of(checkpoint: Path) -> str:
-    """The random name of the run that saved a checkpoint; empty if no run did. Raises the errors of `read_progress`.
+    """Return the random name of the run that saved a checkpoint; empty if no run saved it.
 
-    The name is the same in all lives of the run.
+    The name is the same in all lives of the run. Raises the errors of `read_progress`.
     """
     return read_progress(checkpoint).run.get("lineage", "")
 

@@ -39,7 +39,10 @@ class AttentionKernel(StrEnum):
 
 
 class GradientSync(StrEnum):
-    """When the ranks sum their gradients; ``auto`` decides by size (`sums_each_micro_batch`)."""
+    """How often the ranks sum gradients; ``auto`` compares the gradients' size with the GPU's memory.
+
+    See `sums_each_micro_batch`.
+    """
 
     auto = "auto"
     update = "update"
@@ -50,7 +53,8 @@ SELECTIVE = "selective"
 """Value of ``learner.activation_checkpointing``: layers are recomputed without their attention."""
 
 WHOLE_GRADIENTS_SHARE = 0.15
-"""Largest share of a GPU's memory for whole gradients with ``gradient_sync=auto``: 3 billion parameters on 80 GB."""
+"""Largest share of a GPU's memory for whole gradients with ``gradient_sync=auto``. On 80 GB, these are the gradients of
+3 billion parameters."""
 
 
 def sums_each_micro_batch(sync: GradientSync, num_trained: int, card_bytes: int) -> bool:
@@ -58,7 +62,7 @@ def sums_each_micro_batch(sync: GradientSync, num_trained: int, card_bytes: int)
 
     Args:
         sync: ``learner.gradient_sync``.
-        num_trained: Number of trained parameters, of all ranks.
+        num_trained: Number of trained parameters of the whole model.
         card_bytes: Memory of a rank's GPU; 0 on the CPU, where ``auto`` is ``update``.
     """
     if sync is GradientSync.auto:
@@ -213,7 +217,7 @@ class AlgorithmConfig:
         kl_coef: Weight of the KL penalty in the loss; 0 sets no penalty. The reference policy is the model at the start
             of the run.
         kl_estimator: Estimator of the KL penalty in the loss.
-        kl_reward_coef: Weight of the KL penalty in the token rewards, to the same reference; 0 sets no penalty.
+        kl_reward_coef: Weight of the KL penalty in the token rewards; 0 sets no penalty. The reference is the same.
         kl_reward_estimator: Estimator of the KL penalty in the rewards.
         kl_target: Target divergence, in nats per token, of an adaptive ``kl_reward_coef``; 0 keeps it fixed.
         kl_horizon: Horizon of the adaptive coefficient, in trajectories.
@@ -518,7 +522,7 @@ class CriticConfig(RoleOptions):
         value_clip: The loss clips the change of a value since the start of the step to this bound; 0 does not clip.
         optimizer: The critic's own AdamW and schedule.
         activation_checkpointing: Recompute the critic's layers; the values of ``learner.activation_checkpointing``.
-        gradient_sync: When the ranks sum the critic's gradients.
+        gradient_sync: How often the ranks sum the critic's gradients.
         optimizer_offload: Whether to move the critic's optimizer state to the host after each update.
     """
 
@@ -576,7 +580,7 @@ ROLE_SECTIONS = {"critic": "critic", "ref": "reference", "rm": "reward_model"}
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
-    """The learner group.
+    """Options of the learner group.
 
     Attributes:
         num_ranks: Processes of the group, one device per process.
@@ -614,7 +618,7 @@ class LearnerConfig:
             memory.
         offload_policy: Keep parameters, gradients and optimizer state on the host all the time (FSDP's CPU offload
             policy); FSDP loads one layer at a time. The three options below then have no effect, and the learner logs
-            a warning.
+            a warning if one of them is set.
         param_offload: Move the parameters to the host after each use.
         optimizer_offload: Move the optimizer state to the host after each update.
         offload_at_transition_only: Keep parameters and optimizer state on the device during training, and move them to
@@ -688,15 +692,18 @@ class LearnerConfig:
         _require(kept == -1 or kept >= 1, f"learner.keep_snapshots must be -1 or >= 1, got {kept}")
 
     def own_options(self, role: str) -> dict[str, Any]:
-        """The options that a role (``actor``, ``critic``, ``ref``, ``rm``) sets itself; none for the actor."""
+        """Return the options that a role (``actor``, ``critic``, ``ref``, ``rm``) sets itself; none for the actor."""
         return getattr(self, ROLE_SECTIONS[role]).own if role in ROLE_SECTIONS else {}
 
     def option_name(self, role: str, option: str) -> str:
-        """The name of the option that sets a role's value. Example: ``learner.critic.sp_size``, ``learner.sp_size``."""
+        """Return the name of the option that sets a role's value.
+
+        Example: ``learner.critic.sp_size``, ``learner.sp_size``.
+        """
         return f"learner.{ROLE_SECTIONS[role]}.{option}" if option in self.own_options(role) else f"learner.{option}"
 
     def of_role(self, role: str, *, num_ranks: int | None = None) -> LearnerConfig:
-        """The options of one role: the role's own options override these. A second call has no further effect.
+        """Return the options of one role: the role's own options override these. A second call has no further effect.
 
         ``num_ranks`` is the number of processes of the role's pool, by default that of these options. Raises
         `ValueError` if it is not a multiple of the role's ``sp_size`` and ``fsdp_size``.

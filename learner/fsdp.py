@@ -29,11 +29,11 @@ from transformers import PreTrainedModel
 from .config import RENDEZVOUS_FILE, Device, Dtype, GradientSync, LearnerConfig, Resharding, sums_each_micro_batch
 
 MIN_UNIT_NUMEL = 1_000_000
-"""A layer with fewer parameters joins the root unit: separate collectives would cost more than they overlap."""
+"""A layer with fewer parameters joins the root unit: its own collectives would cost more time than overlap saves."""
 
 
 def choose_device(device: Device) -> torch.device:
-    """This rank's device. Raises `ValueError` if CUDA is requested and torch does not find a GPU."""
+    """Return this rank's device. Raises `ValueError` if CUDA is requested and torch does not find a GPU."""
     if device is Device.cuda and not torch.cuda.is_available():
         raise ValueError("learner.device=cuda needs a GPU that torch can see, got none; use learner.device=cpu")
     if device is Device.cpu or not torch.cuda.is_available():
@@ -57,7 +57,10 @@ class ParameterTypes:
 
 
 def parameter_types(config: LearnerConfig, device: torch.device) -> ParameterTypes:
-    """Resolve ``learner.dtype`` and ``learner.frozen_dtype``. `ValueError` if the GPU does not support bfloat16."""
+    """Resolve ``learner.dtype`` and ``learner.frozen_dtype``.
+
+    Raises `ValueError` if the GPU does not support bfloat16.
+    """
     usual = torch.bfloat16 if device.type == "cuda" else torch.float32
     compute = usual if config.dtype is Dtype.auto else getattr(torch, config.dtype)
     if device.type == "cuda" and compute is torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
@@ -138,7 +141,7 @@ class LearnerMesh:
 
     @cached_property
     def dp_group(self) -> ProcessGroup:
-        """The ranks with the same ``sp_rank``, which train on other sequences."""
+        """The ranks with the same ``sp_rank``. Each of them trains on a different share of the batch."""
         return self.device_mesh["dp"].get_group()
 
     @cached_property
@@ -162,7 +165,7 @@ class LearnerMesh:
         return shared.bool().tolist()
 
     def largest(self, values: Tensor) -> Tensor:
-        """Elementwise maximum over all ranks, on the device of ``values``, which may be the CPU."""
+        """Return the elementwise maximum over all ranks, on the device of ``values``, which may be the CPU."""
         if self.num_ranks == 1:
             return values
         shared = values.to(self.device)
@@ -170,7 +173,9 @@ class LearnerMesh:
         return shared.to(values.device)
 
     def on_host(self) -> LearnerMesh:
-        """The same ranks with separate gloo groups, for a thread that runs in parallel with training; a collective.
+        """Return the same ranks with separate gloo groups, for a thread that runs in parallel with training.
+
+        This call is a collective.
 
         If ranks call collectives in two threads, each thread needs its own groups, since the order of the calls may
         differ between ranks.
@@ -279,10 +284,11 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
 
 
 def shard_dimension(shape: Sequence[int], num_shards: int) -> int:
-    """The dimension over which FSDP shards a parameter: 0, or 1 for stacked experts that the shards do not divide.
+    """Return the dimension over which FSDP shards a parameter.
 
-    FSDP pads dimension 0 to a multiple of the number of shards: 16 experts on 64 ranks would need the memory of 64
-    experts. FSDP does not pad dimension 1, and accepts it only if the number of shards divides it.
+    This is 0, or 1 for stacked experts whose number is not a multiple of the number of shards. FSDP pads dimension 0 to
+    a multiple of the number of shards: 16 experts on 64 ranks would need the memory of 64 experts. FSDP does not pad
+    dimension 1, and accepts it only if the number of shards divides it.
     """
     return int(len(shape) > 2 and shape[0] % num_shards > 0 and shape[1] % num_shards == 0)
 
@@ -329,19 +335,19 @@ def drop_gradients(model: nn.Module) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of the Hugging Face models inside a module: the units of sharding and compiling."""
+    """Return the decoder layers of the Hugging Face models inside a module: the units of sharding and compiling."""
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     names = {name for module in inner for name in module._no_split_modules or ()}
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; a plain tensor is returned as it is."""
+    """Return this rank's part of a sharded tensor, or a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(tensor: Tensor) -> tuple[slice, ...]:
-    """This rank's part of a tensor, as a slice of each dimension."""
+    """Return this rank's part of a tensor, as a slice of each dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -354,7 +360,7 @@ def is_first_rank() -> bool:
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The persistent buffers by name. Each rank has complete buffers, and they are not trained."""
+    """Return the persistent buffers by name. Each rank has complete buffers, and they are not trained."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()

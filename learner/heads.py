@@ -36,7 +36,7 @@ LINEAR = LogitShape()
 
 
 WEIGHT_CHUNK_TOKENS = 4096
-"""Tokens per product of the output layer's gradient on a GPU."""
+"""Number of tokens per matrix product that adds to the gradient of the output layer's weight, on a GPU."""
 
 
 class TrainableHead(Protocol):
@@ -71,7 +71,7 @@ class PackedHead(nn.Module):
         self.recurrent = RecurrentLayers(pretrained)
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
-        """Last hidden states of a micro-batch on the model's device, [N, h]; under Ulysses, this rank's part."""
+        """Compute the last hidden states of a micro-batch on the model's device: [N, h], or this rank's part."""
         sp_size = get_ulysses_sequence_parallel_world_size()
         input_ids, position_ids, padding = ulysses_pad_and_slice_inputs(
             batch.input_ids[None], batch.position_ids.unsqueeze(-2), sp_size
@@ -90,7 +90,7 @@ class PackedHead(nn.Module):
 
 
 def _backbone(pretrained: PreTrainedModel) -> nn.Module:
-    """The model without its output layer. Llama 4's text model has a wrong ``base_model_prefix``."""
+    """Return the model without its output layer. Llama 4's text model has a wrong ``base_model_prefix``."""
     backbone = cast("nn.Module", pretrained.base_model)
     return backbone if backbone is not pretrained else cast("nn.Module", pretrained.model)
 
@@ -109,7 +109,7 @@ class LogProbHead(PackedHead):
         self.chunk_tokens = chunk_tokens
 
     def forward(self, batch: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, ...]:
-        """Log-probs [M] float32, and with ``entropy`` also entropies [M] float32 in nats."""
+        """Return the log-probs [M] float32, and with ``entropy`` also entropies [M] float32 in nats."""
         head = cast("nn.Linear", self.pretrained.get_output_embeddings())
 
         def scores(hidden: Tensor, index: Tensor | slice) -> tuple[Tensor, ...]:
@@ -128,7 +128,7 @@ class LogProbHead(PackedHead):
         return at_places(self.hidden_states(batch), batch.predict_index, scores)
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> LossInputs:
-        """The inputs of a policy loss."""
+        """Return the inputs of a policy loss."""
         log_probs, *entropies = self(batch, entropy=entropy)
         return LossInputs(log_probs=log_probs, entropy=next(iter(entropies), None), **_token_inputs(batch, log_probs))
 
@@ -136,16 +136,16 @@ class LogProbHead(PackedHead):
 class ValueHead(PackedHead):
     """The critic's value of the state before each token in the loss.
 
-    The classifier's head is applied directly to the last hidden states. A dropout before it is skipped, since values
-    and returns must come from the same function.
+    The classifier's head is applied directly to the last hidden states. A dropout before the head is skipped, since
+    values and returns must come from the same function.
     """
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Values [M] float32."""
+        """Return the values [M] float32."""
         return _scores_at(self, batch, batch.predict_index)
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> ValueInputs:
-        """The inputs of the critic's objective."""
+        """Return the inputs of the critic's objective."""
         (values,) = self(batch)
         return ValueInputs(values=values, **_token_inputs(batch, values))
 
@@ -156,12 +156,12 @@ class RewardHead(PackedHead):
     per_sequence = True
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Scores [number of sequences] float32."""
+        """Return the scores [number of sequences] float32."""
         return _scores_at(self, batch, batch.last_index())
 
 
 def _scores_at(head: PackedHead, batch: MicroBatch, places: np.ndarray) -> tuple[Tensor, ...]:
-    """A classifier's output at [M] packed positions, the same on all sp ranks, in float32 for any model dtype.
+    """Return a classifier's output at [M] packed positions, the same on all sp ranks, in float32 for any model dtype.
 
     bfloat16 would round values and scores to three digits. For example, 100.4 would become 100.5, and small advantages
     would become zero.
@@ -176,7 +176,7 @@ def _scores_at(head: PackedHead, batch: MicroBatch, places: np.ndarray) -> tuple
 
 
 def _token_inputs(batch: MicroBatch, values: Tensor) -> dict[str, Any]:
-    """The fields of `TokenInputs`. For an empty micro-batch, each column name gives an empty tensor."""
+    """Return the fields of `TokenInputs`. For an empty micro-batch, each column name gives an empty tensor."""
     columns = batch.columns if len(values) else defaultdict(values.detach)
     lengths = batch.trajectory_lengths
     return {"trajectory_index": batch.trajectory_index, "trajectory_lengths": lengths, "columns": columns}
@@ -215,14 +215,15 @@ def chunked_log_probs(
     entropy: bool = True,
     shape: LogitShape = LINEAR,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target, and the entropy of the distribution at its position.
+    """Compute the log-prob of each target, and the entropy of the distribution at its position.
 
     The distribution is softmax(logits / temperature), as at sampling, before any top-p or top-k. Logits are computed
     chunk by chunk, and recomputed in the backward pass. Gradients flow to hidden, weight and bias. Logits are float32.
     They are never rounded to half precision, because this would change log-probs by up to 0.06 nats.
 
-    If weight and bias are frozen, as with adapters, the forward pass also computes the log-probs' derivatives by the
-    states, one more [M, h] tensor. The backward pass recomputes logits only for a gradient of the entropies.
+    If weight and bias are frozen, as with adapters, the forward pass also computes the derivatives of the log-probs
+    with respect to ``hidden``. This takes one more [M, h] tensor. Then the backward pass recomputes logits only if the
+    entropies have a gradient.
 
     ``targets`` are [M] int64, ``hidden`` [M, h] of any float dtype are the states that predict them. ``weight`` [V, h]
     and ``bias`` [V] or None are the output embedding. Only the float32 logits of ``chunk_tokens`` tokens are in memory
@@ -329,12 +330,12 @@ def multiplies_halves(tensor: Tensor) -> bool:
 
 
 def _factor(weight: Tensor) -> Tensor:
-    """The weight in the dtype for `_product`."""
+    """Return the weight in the dtype for `_product`."""
     return weight if multiplies_halves(weight) else weight.float()
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Matrix product in float32; the factors may be in half precision."""
+    """Compute a matrix product in float32; the factors may be in half precision."""
     if multiplies_halves(left):
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
@@ -349,7 +350,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _logits(hidden: Tensor, factor: Tensor, bias: Tensor | None, shape: LogitShape) -> Tensor:
-    """Logits before the temperature, [n, V] float32."""
+    """Compute the logits before the temperature, [n, V] float32."""
     logits = _product(hidden, factor.t())
     if bias is not None:
         logits += bias
@@ -366,7 +367,7 @@ def _logits_gradient(
     by_log_prob: Tensor,
     by_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient with respect to the logits: g (1[target] - p) by log-prob, -g p (log p + H) by entropy.
+    """Gradient with respect to the logits: g (1[target] - p) from the log-prob, -g p (log p + H) from the entropy.
 
     ``by_log_prob`` and ``by_entropy`` are g / temperature, [n] float32. The result is written into ``logits`` [n, V],
     because tensors of this size are the largest of a step.

@@ -101,17 +101,17 @@ def is_adapter(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """The name that a parameter has in a model without adapters."""
+    """Return the name that a parameter has in a model without adapters."""
     return name.replace(".base_layer.", ".")
 
 
 def frozen_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights without adapters, under the names of a model without adapters."""
+    """Return the weights without adapters, under the names of a model without adapters."""
     return {plain_name(name): tensor for name, tensor in weights.items() if not is_adapter(name)}
 
 
 def adapter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Only the adapters, under the names of peft's files; see `merged_weights`."""
+    """Return only the adapters, under the names of peft's files; see `merged_weights`."""
     return {
         f"{_PEFT_PREFIX}{name}.lora_{part}.weight": weights[f"{name}.lora_{part}.{_ADAPTER}.weight"]
         for name, _ in _layers(model)
@@ -120,7 +120,7 @@ def adapter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str
 
 
 def adapted_layers(model: nn.Module, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
-    """All layers with an adapter.
+    """Return all layers with an adapter.
 
     Args:
         model: A model with adapters.
@@ -151,7 +151,7 @@ def write_adapter_config(folder: Path, model: nn.Module) -> None:
 
 
 def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Merged weights W + scale · B A under the names of a model without adapters.
+    """Compute the merged weights W + scale · B A, under the names of a model without adapters.
 
     ``weights`` has whole tensors by the parameter names of the model, for all or some layers. ``model`` defines which
     layers have adapters, and their scales. The inputs are not changed.
@@ -173,7 +173,7 @@ def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def _scale(layer: LoraLayer) -> float:
-    """Alpha ÷ rank. Not peft's ``scaling``, which is 0 while another thread has the adapters off."""
+    """Return alpha ÷ rank. Not peft's ``scaling``, which is 0 while another thread has the adapters off."""
     return layer.lora_alpha[_ADAPTER] / layer.r[_ADAPTER]
 
 
@@ -186,7 +186,7 @@ def _layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
 
 
 def _target_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
-    """Names of the linear layers that match ``targets``; a target is a name or a suffix of a name, as in peft.
+    """Return the names of the linear layers that match ``targets``: names or suffixes of names, as in peft.
 
     The output embedding never gets an adapter, because the head reads its weight and not its output. The weight may
     also be tied.
@@ -222,7 +222,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def expert_tensors(model: PreTrainedModel) -> list[str]:
-    """Names of the parameters that hold the matrices of all experts of a layer."""
+    """Return the names of the parameters that hold the matrices of all experts of a layer."""
     return [
         f"{prefix}.{name}"
         for prefix, module in model.named_modules()
@@ -233,6 +233,6 @@ def expert_tensors(model: PreTrainedModel) -> list[str]:
 
 
 def _counted_experts(model: PreTrainedModel) -> list[str]:
-    """`expert_tensors` with the number of layers. Example: ``model.layers.*.mlp.experts.down_proj (2)``."""
+    """Return `expert_tensors` with the number of layers. Example: ``model.layers.*.mlp.experts.down_proj (2)``."""
     stacked = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in expert_tensors(model))
     return [f"{name} ({count})" for name, count in sorted(stacked.items())]

@@ -58,8 +58,8 @@ class LossInputs(TokenInputs):
     Attributes:
         log_probs: [M] float32, with gradient.
         entropy: [M] float32, with gradient; None if ``entropy_coef`` is 0 and ``report_entropy`` is off.
-        is_proximal: Whether the policy is the one before the step, as in the first optimizer update. Then the proximal
-            log-probs are ``log_probs``.
+        is_proximal: Whether ``log_probs`` are the proximal log-probs if ``columns`` does not have
+            ``proximal_logprobs``, as in the first optimizer update of a step.
     """
 
     log_probs: Tensor
@@ -126,7 +126,7 @@ def by_token(loss: PolicyLoss) -> PolicyLoss:
 
 
 def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
-    """Log-probs in the denominator of the ratio, [M], from the policy that ``algorithm.anchor`` names."""
+    """Return the log-probs in the denominator of the ratio, [M], from the policy that ``algorithm.anchor`` names."""
     return inputs.columns["behavior_logprobs"] if config.anchor is Anchor.behavior else inputs.proximal_logprobs
 
 
@@ -215,7 +215,7 @@ def token_weights(
     num_trajectories: int,
     sequence_norm_tokens: int = 0,
 ) -> Tensor:
-    """Share of each token in the loss of the whole batch.
+    """Return the share of each token in the loss of the whole batch.
 
     Args:
         inputs: A micro-batch.
@@ -239,7 +239,7 @@ def token_weights(
 
 
 def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:
-    """Factors of the token losses of a micro-batch by ``algorithm.weight``, before masking.
+    """Compute the factors of the token losses of a micro-batch by ``algorithm.weight``, before masking.
 
     Args:
         log_weights: [M] float32, proximal minus behavior log-prob.
@@ -266,7 +266,7 @@ def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: Algorit
 
 
 def kept_tokens(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:
-    """Which tokens of a micro-batch pass all rules of ``algorithm.masks``.
+    """Find the tokens of a micro-batch that pass all rules of ``algorithm.masks``.
 
     A token that fails a rule has policy loss 0; its KL penalty and entropy bonus remain. The shares of the other tokens
     do not change, as in IcePop's objective. Deviation: verl divides by the number of kept tokens.
@@ -314,12 +314,15 @@ def _trajectory_sums(values: Tensor, inputs: TokenInputs) -> Tensor:
 
 
 def trajectory_means(values: Tensor, inputs: TokenInputs) -> Tensor:
-    """Means of [M] values over each trajectory, [number of trajectories]; 0 without tokens. Differentiable."""
+    """Return the means of [M] values over each trajectory, [number of trajectories]; 0 without tokens.
+
+    The means are differentiable.
+    """
     return _trajectory_sums(values, inputs) / inputs.trajectory_lengths.clamp(min=1)
 
 
 def effective_sample_size(mean_weight: float, mean_square: float) -> float:
-    """Effective sample size as a share of the batch, (E w)² ÷ E w² (Kong, 1992), in (0, 1].
+    """Return the effective sample size as a share of the batch, (E w)² ÷ E w² (Kong, 1992), in (0, 1].
 
     Example: weights 1, 1, 1, 1 give 1.0; weights 2, 0, 0, 0 give 0.25.
     """
@@ -327,7 +330,7 @@ def effective_sample_size(mean_weight: float, mean_square: float) -> float:
 
 
 def bounded_exp(log_weights: Tensor) -> Tensor:
-    """Exponential with its argument clamped to ± `MAX_LOG_WEIGHT`; outside, constant and without gradient."""
+    """Compute exp of the argument clamped to ± `MAX_LOG_WEIGHT`. Clamped entries have no gradient."""
     return log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
 
 
@@ -387,11 +390,14 @@ class Objective:
 
 
 def policy_objective(config: AlgorithmConfig) -> Objective:
-    """The loss that ``config`` names, with correction, KL penalty and entropy bonus. `ValueError` for unknown names."""
+    """Return the loss that ``config`` names, with correction, KL penalty and entropy bonus.
+
+    Raises `ValueError` for an unknown name.
+    """
     policy_loss = LOSSES.get(config.loss)
 
     def loss(inputs: LossInputs) -> LossTerms:
-        # With several updates, only the first update lacks this column. Without the option, no update has the column.
+        # With `needs_proximal`, at most the first of several updates lacks ``proximal_logprobs``; else all lack them.
         inputs = replace(inputs, is_proximal=config.num_mini_batches == 1 or config.needs_proximal)
         terms = policy_loss(inputs, config)
         per_token, metrics = terms.per_token, {**terms.metrics, **behavior_metrics(inputs)}
@@ -427,14 +433,14 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 
 
 def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
-    """Metrics of the distance between policy and behavior policy, [M] each.
+    """Return the metrics of the distance between policy and behavior policy, [M] each.
 
     - ``ratio`` is policy ÷ behavior; its square is reported, too.
     - ``behavior_kl`` is KL(behavior ‖ policy) in nats by the k3 estimator: r - 1 - log r, with log r clamped to ±20.
       Each value is >= 0.
     - ``engine_gap`` is the distance between the engine's log-probs and the learner's log-probs before the step, at
-      tokens of lag 0, for which both had the same weights. `summarized` divides by the share of these tokens. The
-      metric is missing if the log-probs before the step are not known.
+      tokens of lag 0. At these tokens both had the same weights. `summarized` divides by the share of these tokens.
+      The metric is missing if the log-probs before the step are not known.
     """
     behavior = inputs.columns["behavior_logprobs"]
     log_ratio = inputs.log_probs.detach() - behavior
@@ -468,7 +474,7 @@ def _with_square(name: str, values: Tensor) -> dict[str, Tensor]:
 
 
 def value_objective(clip: float) -> Objective:
-    """The critic's objective: the mean of `value_loss` with this ``clip`` over the batch's tokens."""
+    """Return the critic's objective: the mean of `value_loss` with this ``clip`` over the batch's tokens."""
 
     def loss(inputs: ValueInputs) -> LossTerms:
         values, returns = inputs.values, inputs.columns["returns"]
@@ -488,7 +494,7 @@ def value_objective(clip: float) -> Objective:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
-    """Squared error of the values, with PPO's clipping (the loss of OpenAI's ``baselines`` ppo2; arXiv 2005.12729, 3).
+    """Compute the squared error of the values with PPO's clipping (arXiv 2005.12729, section 3; OpenAI's ppo2).
 
     The loss is half of max((v - R)², (clip(v, old - c, old + c) - R)²). A value that has left the interval towards the
     return gets no gradient. All are [M] float32: ``values`` v with gradient, ``old_values`` before the step,

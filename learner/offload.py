@@ -47,7 +47,7 @@ class MovableTensors:
         self.offloaded = False
 
     def device_bytes(self) -> int:
-        """Bytes of the tensors on the device."""
+        """Return the bytes of the tensors on the device."""
         return sum(storage.nbytes() for storage in self._storages())
 
     def offload(self) -> None:
@@ -92,7 +92,7 @@ class MovableTensors:
         self._on_host, self.offloaded = [], False
 
     def _places(self, storages: Sequence[torch.UntypedStorage]) -> list[Tensor]:
-        """The part of the host block for each storage. If the block is too small, a larger one is allocated."""
+        """Return the part of the host block for each storage. If the block is too small, a larger one is allocated."""
         starts, total = [], 0
         for storage in storages:
             starts.append(total)
@@ -109,18 +109,19 @@ class MovableTensors:
         return [self._slab[start : start + s.nbytes()] for start, s in zip(starts, storages, strict=True)]
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        """The storages of the tensors, without duplicates."""
+        """Return the storages of the tensors, without duplicates."""
         storages = [tensor.untyped_storage() for tensor in self._tensors()]
         return list({storage._cdata: storage for storage in storages}.values())
 
 
 class OffloadPolicy:
-    """Decides when the model and the optimizer state are on the device. The state stays correct if a use fails.
+    """Decides when the model and the optimizer state are on the device.
 
     ``param_offload`` moves the model to the host after each use, and ``optimizer_offload`` moves the optimizer state.
     ``offload_at_transition_only`` keeps both on the device during training, and moves them when the pool switches to
-    rollout. Together with one of the other options, it is ignored with a warning. Offloaded tensors are loaded when
-    they are needed. A frozen model has no optimizer. After each use, every layer holds only its shards.
+    rollout. Together with one of the other options, ``offload_at_transition_only`` is ignored with a warning. Offloaded
+    tensors are loaded when they are needed. A frozen model has no optimizer. After each use, even a failed one, every
+    layer holds only its shards.
 
     Attributes:
         metrics: Bytes on the device before and after the last switch to each mode: ``rollout_device_bytes_before``,
@@ -162,7 +163,7 @@ class OffloadPolicy:
         return self._optimizer.offloaded
 
     def device_bytes(self) -> int:
-        """Bytes on the device: on CUDA the bytes that torch has allocated, else those of model and optimizer."""
+        """Return the bytes on the device: on CUDA those that torch has allocated, else those of model and optimizer."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         return self._model.device_bytes() + self._optimizer.device_bytes()

@@ -49,7 +49,7 @@ class PackedBatch:
     num_trajectories: int
 
     def counts(self) -> dict[str, float]:
-        """The counts as metrics."""
+        """Return the counts as metrics."""
         return {
             "num_tokens": float(self.num_tokens),
             "num_trajectories": float(self.num_trajectories),
@@ -57,11 +57,11 @@ class PackedBatch:
         }
 
     def with_columns(self, sequences: Sequence[TokenSequence]) -> PackedBatch:
-        """The batch with the columns of the packed sequences; see `MicroBatch.with_columns`."""
+        """Return the batch with the columns of the packed sequences; see `MicroBatch.with_columns`."""
         return replace(self, micro_batches=[each.with_columns(sequences) for each in self.micro_batches])
 
     def pinned(self) -> PackedBatch:
-        """The batch in page-locked memory."""
+        """Return the batch in page-locked memory."""
         return replace(self, micro_batches=[each.pinned() for each in self.micro_batches])
 
 
@@ -152,7 +152,7 @@ class PackedModel:
         return self.types.compute
 
     def scores(self, sequences: Sequence[TokenSequence], packed: PackedBatch | None = None) -> list[np.ndarray]:
-        """The output of the role's head for this rank's sequences: log-probs, values or rewards.
+        """Return the output of the role's head for this rank's sequences: log-probs, values or rewards.
 
         Each is [T] float32, 0 for tokens outside the loss. A head that scores whole sequences gives one number, at the
         last token. ``packed`` is the result of `pack_to_score` for the sequences, if there is one.
@@ -160,7 +160,7 @@ class PackedModel:
         return self._run(sequences, packed)[0]
 
     def log_probs_and_entropies(self, sequences: Sequence[TokenSequence]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Log-probs as in `scores`, and the entropies of the distributions in nats, in the same layout."""
+        """Return the log-probs as in `scores`, and the entropies of the distributions in nats, in the same layout."""
         log_probs, entropies = self._run(sequences, None, entropy=True)
         return log_probs, entropies
 
@@ -177,7 +177,7 @@ class PackedModel:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Use the untrained model inside the context. `ValueError` for a trained model without adapters."""
+        """Use the untrained model inside the context. Raises `ValueError` for a trained model without adapters."""
         if self.role.objective is None:
             yield
             return
@@ -188,7 +188,7 @@ class PackedModel:
     def _run(
         self, sequences: Sequence[TokenSequence], packed: PackedBatch | None, **asked: bool
     ) -> list[list[np.ndarray]]:
-        """The outputs of the head for this rank's sequences: for each output, a list of [T] float32 arrays."""
+        """Return the outputs of the head for this rank's sequences: for each output, a list of [T] float32 arrays."""
         self._set_training(False)
         whole, results = self.head.per_sequence, []
         packed = packed or self.pack_to_score(sequences)

@@ -61,7 +61,7 @@ class MicroBatch:
     grids: Tensor | None = None
 
     def last_index(self) -> np.ndarray:
-        """Packed position of the last token of each sequence: [number of sequences] int64, on the host."""
+        """Return the packed position of the last token of each sequence: [number of sequences] int64, on the host."""
         last = np.cumsum(self.lengths) - 1
         return last if self.token_index is None else self.token_index[last]
 
@@ -92,7 +92,7 @@ class MicroBatch:
         return replace(self, columns=columns)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """The micro-batch with each tensor changed."""
+        """Return the micro-batch with each tensor changed."""
         tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **tensors, columns={name: change(value) for name, value in self.columns.items()})
 
@@ -179,7 +179,7 @@ class Packer:
         return [batch.with_columns(sequences) if columns else batch for batch in batches]
 
     def _bins(self, items: Sequence[PackItem], agree: Callable[[int], int]) -> list[list[int]]:
-        """Indices of the items in each micro-batch. The ranks have agreed on the number of micro-batches."""
+        """Return the indices of the items in each micro-batch. The ranks have agreed on the number of micro-batches."""
         count = agree(max(1, len(first_fit(items, self.max_tokens)) if self.together else len(items)))
         if count >= REFUSED:
             raise ValueError(
@@ -229,12 +229,18 @@ class Packer:
 
 
 def _num_leading(sequence: TokenSequence) -> int:
-    """Number of leading tokens that a sequence may share: all before the one that predicts its first loss token."""
+    """Return the number of leading tokens that a sequence may share.
+
+    These are the tokens before the one that predicts its first token in the loss.
+    """
     return max(0, sequence.loss_mask.tobytes().find(1) - 1)
 
 
 def _prompts(sequences: Sequence[TokenSequence]) -> dict[SampleKey, bytes]:
-    """The prompt of each trajectory, as bytes: the shareable leading tokens of the branch that has the fewest."""
+    """Return the prompt of each trajectory as bytes: the leading tokens that all of its branches may share.
+
+    These are the shareable leading tokens of the branch that has the fewest.
+    """
     first: dict[SampleKey, tuple[int, TokenSequence]] = {}
     for sequence in sequences:
         num_leading = _num_leading(sequence)
@@ -315,7 +321,7 @@ def _micro_batch(
 
 
 def _images(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """The images that the first ``packed`` tokens of the sequences need, each image once; None without images.
+    """Return the images that the first ``packed`` tokens of the sequences need, each image once; None without images.
 
     Returns the row of each token of the concatenated sequences (-1 for text, and for tokens that are not packed), the
     pixels and the grids, as in `MicroBatch`.
@@ -343,7 +349,7 @@ def _images(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> tuple[np.
 
 
 def _positions(chosen: Sequence[TokenSequence]) -> np.ndarray:
-    """Positions of the tokens of the concatenated sequences on three axes: [tokens, 3] int64."""
+    """Return the positions of the tokens of the concatenated sequences on three axes: [tokens, 3] int64."""
     own = (
         np.repeat(np.arange(len(sequence.input_ids))[:, None], 3, axis=1)
         if sequence.images is None
@@ -396,7 +402,7 @@ def _leading_tokens(
 
 
 def _num_common(tokens: np.ndarray, others: np.ndarray) -> int:
-    """Length of the longest common prefix of two arrays."""
+    """Return the length of the longest common prefix of two arrays."""
     length = min(len(tokens), len(others))
     different = np.flatnonzero(tokens[:length] != others[:length])
     return int(different[0]) if len(different) else length

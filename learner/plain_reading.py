@@ -67,7 +67,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _memory_format(kind: Any, name: Any) -> _MEM_FORMAT_ENCODING:
-    """Replacement for ``getattr``, which Python 3.11.0 to 3.11.3 uses to pickle enum members."""
+    """Replace ``getattr``, which Python 3.11.0 to 3.11.3 uses to pickle enum members."""
     if kind is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError(f"the metadata reads {name!r:.80} of {kind!r:.80}, which DCP does not write")
     return kind[name]

@@ -141,7 +141,7 @@ class BatchPreparer:
             self._submit_due(self._newest + 1)
 
     def take(self, role: str, batch: RankBatch, prepare: Prepare) -> PreparedBatch:
-        """The prepared batch of a role. If it was not announced, prepare it now. Drops batches of earlier steps.
+        """Return the prepared batch of a role. If it was not announced, prepare it now. Drop batches of earlier steps.
 
         Raises what ``prepare`` raised.
         """
@@ -181,5 +181,5 @@ class BatchPreparer:
 
 
 def _key(role: str, batch: RankBatch) -> _Key:
-    """The key of a prepared batch: everything that it depends on. It does not depend on rewards."""
+    """Return the key of a prepared batch: everything that the batch depends on. Rewards are not a part of the key."""
     return batch.version, role, tuple((share.group_id, share.samples, share.mini_batch) for share in batch.shares)

@@ -50,7 +50,7 @@ _RANDOM_WHILE_TRAINING = re.compile(r"drop|pdrop|jitter", re.IGNORECASE)
 
 
 def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a causal language model of a folder in Hugging Face layout on the meta device, in training mode.
+    """Build the causal language model of a folder in Hugging Face layout, on the meta device and in training mode.
 
     Its parameters are of type ``dtype``. `learner.fsdp.shard_model` allocates them, and `fill_pretrained` reads the
     weights. Raises `ValueError` if there is no model at the path, or if packed training does not support the model.
@@ -80,9 +80,9 @@ def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def parameter_sizes(model_path: str) -> dict[str, int]:
-    """Number of values in each parameter of the causal language model in a folder. Reads only ``config.json``.
+    """Return the number of values in each parameter of the causal language model in a folder.
 
-    Raises the errors of `load_causal_lm`.
+    This does not read the weights. Raises the errors of `load_causal_lm`.
     """
     model = load_causal_lm(model_path, torch.bfloat16)
     return {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -106,7 +106,7 @@ class LogitShape:
         return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """Derivative of the logits with respect to the products, at [..., V] logits."""
+        """Return the derivative of the logits with respect to the products, at [..., V] logits."""
         return self.scale if self.soft_cap is None else self.scale * (1 - (logits / self.soft_cap).square())
 
 
@@ -128,7 +128,10 @@ def load_critic(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_reward_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a sequence classifier with one label, as in `load_causal_lm`. `ValueError` if its head is missing."""
+    """Build a sequence classifier with one label, as `load_causal_lm` does.
+
+    Raises `ValueError` if there is no model, if the head's weights are missing, or if it has another number of labels.
+    """
     stored, score = stored_weights(model_path), f"{SCORE_HEAD}.weight"
     if stored and score not in stored:
         raise ValueError(

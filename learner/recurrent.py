@@ -45,7 +45,9 @@ class _Region:
 
 
 class RecurrentLayers:
-    """Patches the layers of a Hugging Face model that carry a state for packed sequences, in place, before sharding.
+    """Patches the layers of a Hugging Face model that carry a state, so that they run on packed sequences.
+
+    The layers are patched in place, before sharding.
 
     Attributes:
         layers: The layers, in order; empty for most models.
@@ -78,7 +80,7 @@ class RecurrentLayers:
         self._layout = kwargs.get("packed", self._layout)
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replacement of a layer's ``forward``; its first argument is this rank's part of the tokens, [1, n, h]."""
+        """Replace a layer's ``forward``; the first of ``args`` is this rank's part of the tokens, [1, n, h]."""
         if self._layout is None:
             return forward(*args, **kwargs)
         hidden, others = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
@@ -96,7 +98,7 @@ class RecurrentLayers:
         return out if rest is None else (out, *rest)
 
     def _region(self, layout: PackedLayout, num_local: int) -> _Region:
-        """The tokens that this rank computes; the same for all layers of a forward pass."""
+        """Return the tokens that this rank computes; the same for all layers of a forward pass."""
         if self._planned is None or self._planned[0] is not layout:
             self._planned = (layout, _region_of_rank(layout, num_local))
         return self._planned[1]
@@ -158,5 +160,5 @@ def _padded(run: Callable[..., Any], tokens: Tensor, layout: PackedLayout) -> tu
 
 
 def _split(output: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
-    """A layer's output tensor, and the other entries if the layer returns a tuple."""
+    """Return a layer's output tensor, and the other entries if the layer returns a tuple."""
     return (output[0], tuple(output[1:])) if isinstance(output, tuple) else (output, None)

@@ -1,4 +1,4 @@
-"""A table of the learner's roles. An entry has the model of a role, its scores, its objective and the columns it reads.
+"""A table of the learner's roles. An entry has a role's model, the column that it computes, and its objective.
 
 To add a role, such as a distillation teacher, add an entry. This module does not import torch.
 """
@@ -82,7 +82,7 @@ class Role:
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:
-    """A function of this package. Its module is imported at the first call, because the module loads torch."""
+    """Return a function of this package. Its module is imported at the first call, because the module loads torch."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         return getattr(import_module(f".{module}", __package__), name)(*arguments, **options)
@@ -137,7 +137,10 @@ ROLES = {role.name: role for role in (ACTOR, CRITIC, REFERENCE, REWARD_MODEL)}
 
 
 def scored_by(column: str, config: LearnerConfig) -> Role:
-    """The role that computes a column. With LoRA the actor computes the reference's column, with its adapters off."""
+    """Return the role that computes a column.
+
+    With LoRA the actor computes the reference's column, with its adapters off.
+    """
     if column == REFERENCE.column:
         return ACTOR if config.lora.rank else REFERENCE
     return next(role for role in ROLES.values() if role.column == column)
@@ -158,7 +161,7 @@ class RemoteScores:
     results: Sequence[Any]
 
     def needed_by(self, batches: Sequence[RankBatch]) -> list[DataProtoFuture]:
-        """For each data-parallel rank of another role, a future of the scores of its samples.
+        """Return, for each data-parallel rank of another role, a future of the scores of its samples.
 
         ``batches`` are the same plan, divided over any number of ranks. A future refers only to the ranks that scored
         its samples. If there are no samples, it refers to one rank.

@@ -130,7 +130,7 @@ class SelfTest:
         return GroupImages(columns), {name: np.split(column, ends) for name, column in of_tokens.items()}
 
     def _images_of(self, tokens: Sequence[np.ndarray], places: Sequence[int]) -> Sequence[SequenceImages | None]:
-        """The images, and the positions of all tokens, of the sequences with these indices; None for a text model."""
+        """Return the images and token positions of the sequences with these indices; None for each in a text model."""
         if self._group is None:
             return [None] * len(places)
         rows, positions = ([self._columns[name][place] for place in places] for name in (IMAGE_ROWS, POSITIONS))
@@ -222,7 +222,7 @@ class SelfTest:
             )
 
     def _computed_logits(self) -> str:
-        """Description of the logits that the learner computes."""
+        """Return the description of the logits that the learner computes."""
         shape = cast("LogProbHead", self._head).logit_shape
         scale = f", times {shape.scale:g}" if shape.scale != 1.0 else ""
         cap = f", with a soft cap of {shape.soft_cap:g}" if shape.soft_cap is not None else ""
@@ -267,7 +267,7 @@ class SelfTest:
         )
 
     def _plain_forward(self, tokens: np.ndarray, place: int) -> Tensor:
-        """The input of the output layer in transformers' forward of one sequence."""
+        """Return the input of the output layer in transformers' forward of one sequence."""
         pretrained, reached = self._head.pretrained, []
         output = _output_layer(self._head)
         handle = output.register_forward_pre_hook(lambda _module, args: reached.append(args[0]))
@@ -286,7 +286,7 @@ class SelfTest:
         return reached[0][0].float()
 
     def _plain_images(self, place: int) -> dict[str, Tensor]:
-        """The arguments of transformers' forward for the images of a sequence."""
+        """Return the arguments of transformers' forward for the images of a sequence."""
         if self._group is None or self._head.vision is None or self._columns[IMAGE_ROWS][place].max() < 0:
             return {}
         rows, device = self._columns[IMAGE_ROWS][place], self._mesh.device
@@ -326,7 +326,7 @@ class SelfTest:
     def _packed_forward(
         self, tokens: Sequence[np.ndarray], places: Sequence[int] = (), *, num_prompt: int = 1
     ) -> Tensor:
-        """The hidden states of all sequences, or of the sequences with these indices."""
+        """Return the hidden states of all sequences, or of the sequences with these indices."""
         images = self._images_of(tokens, places or range(len(tokens)))
         sequences = [
             TokenSequence(input_ids=ids.astype(np.int32), loss_mask=np.arange(len(ids)) >= num_prompt, images=own)
@@ -357,7 +357,7 @@ class SelfTest:
     # Comparing.
 
     def _difference(self, found: Tensor, expected: Tensor) -> float:
-        """Largest of the mean relative differences at the first tokens of the sequences and at all tokens."""
+        """Return the mean relative difference at all tokens, or at the sequences' first tokens if that is larger."""
         if found.shape != expected.shape:
             raise ValueError(
                 self._message(
@@ -369,23 +369,23 @@ class SelfTest:
         return self._largest([relative[self._places() < FIRST_TOKENS].mean(), relative.mean()])
 
     def _places(self) -> Tensor:
-        """Position of each token in its sequence, [N] int64."""
+        """Return the position of each token in its sequence, [N] int64."""
         return torch.cat([torch.arange(length) for length in self._lengths])
 
     def _leak(self, together: Tensor) -> float:
-        """The difference in the hidden states of unchanged sequences when the other sequences change."""
+        """Return the difference in the hidden states of unchanged sequences when the other sequences change."""
         relative = _relative(self._together(changed=True), together)
         sequence = torch.arange(len(self._lengths)).repeat_interleave(torch.tensor(self._lengths))
         same, first = sequence % 2 == 1, self._places() < FIRST_TOKENS
         return self._largest([relative[same & first].mean(), relative[same].mean()])
 
     def _largest(self, differences: list[Tensor]) -> float:
-        """The largest difference over all ranks; NaN counts as infinite."""
+        """Return the largest difference over all ranks; NaN counts as infinite."""
         worst = torch.stack(differences).max().nan_to_num(nan=torch.inf)
         return float(self._mesh.largest(worst))
 
     def _culprit(self, right: Callable[[], Tensor], wrong: Callable[[], Tensor]) -> str:
-        """Name and type of the first layer whose output differs between two forwards."""
+        """Return the name and type of the first layer whose output differs between two forwards."""
         expected = self._outputs(right, gathered=right != self._plain)
         found = self._outputs(wrong, gathered=True)
         for name, (kind, output) in found.items():
@@ -397,7 +397,7 @@ class SelfTest:
         return type(self._head.pretrained).__name__
 
     def _outputs(self, run: Callable[[], Tensor], *, gathered: bool) -> dict[str, tuple[str, Tensor]]:
-        """Type and [N, ...] output of each part of each decoder layer, by name, in the order of computation."""
+        """Return type and [N, ...] output of each part of each decoder layer, by name, in the order of computation."""
         outputs: dict[str, tuple[str, list[Tensor]]] = {}
         names = {module: name for name, module in self._head.pretrained.named_modules()}
 
@@ -424,7 +424,7 @@ class SelfTest:
     # Messages.
 
     def _refusal(self, culprit: str, difference: float, expected: Tensor) -> str:
-        """The message for a refused model. Also tests whether the model works without sequence parallelism."""
+        """Return the message for a refused model. Also tests whether the model works without sequence parallelism."""
         remedy = "the learner does not support this layer"
         if self._mesh.sp_size > 1:
             self._sharding = nullcontext()
@@ -443,14 +443,14 @@ class SelfTest:
 
 
 def _output_layer(head: PackedHead) -> nn.Linear:
-    """The layer that reads the last hidden states."""
+    """Return the layer that reads the last hidden states."""
     if isinstance(head, LogProbHead):
         return cast("nn.Linear", head.pretrained.get_output_embeddings())
     return cast("nn.Linear", getattr(head.pretrained, SCORE_HEAD))
 
 
 def _relative(found: Tensor, expected: Tensor) -> Tensor:
-    """Norms of the differences of rows, divided by the norms of the expected rows, [N]."""
+    """Divide the norms of the differences of rows by the norms of the expected rows, [N]."""
     norms = expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     return ((found - expected).norm(dim=-1) / norms).cpu()
 
@@ -531,7 +531,7 @@ def _eager(pretrained: PreTrainedModel) -> Iterator[None]:
 
 
 def _raised_in(error: BaseException) -> str:
-    """The class of the innermost module that raised an error, or the function's name."""
+    """Return the class of the innermost module that raised an error, or the function's name."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [frame.f_locals.get("self", frame.f_locals.get("module")) for frame in frames]
     named = [type(module).__name__ for module in modules if isinstance(module, nn.Module)]

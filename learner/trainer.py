@@ -33,10 +33,11 @@ from .types import TokenSequence
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
-    """Learning rate of one optimizer update; ``update`` is the number of updates before it.
+    """Return the learning rate of one optimizer update; ``update`` is the number of updates before it.
 
-    A linear warm-up reaches the peak at update ``warmup_steps``. Then the rate follows the schedule's shape down to
-    ``min_lr_ratio`` of the peak at ``total_updates``, the number of updates of the run, and stays there.
+    A linear warm-up reaches the peak at update ``warmup_steps``. Then a linear or cosine schedule lowers the rate to
+    ``min_lr_ratio`` of the peak at ``total_updates``, the number of updates of the run, and the rate stays there. A
+    constant schedule keeps the peak.
     """
     if update < config.warmup_steps:
         return config.lr * (update + 1) / (config.warmup_steps + 1)
@@ -52,7 +53,7 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
 
 
 class ModelOptimizer:
-    """AdamW on the parameters that require a gradient, of a plain or sharded model; only matrices decay.
+    """AdamW on the parameters of a plain or sharded model that require a gradient. Weight decay is on matrices only.
 
     ``total_updates`` is the number of optimizer updates of the run, for the schedule.
     """
@@ -104,7 +105,7 @@ class ModelOptimizer:
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], shards: DeviceMesh | None) -> float:
-    """Norm of all gradients over the ranks of one copy (`shard_mesh`).
+    """Return the norm of all gradients over the ranks of one copy (`shard_mesh`).
 
     Either all gradients are plain tensors, or all are sharded in the same way.
     """
@@ -119,7 +120,7 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], shards: DeviceMesh | No
 
 
 def shard_mesh(parameters: Iterable[nn.Parameter]) -> DeviceMesh | None:
-    """The ranks that share one copy of the parameters, or None if the parameters are not sharded."""
+    """Return the ranks that share one copy of the parameters, or None if the parameters are not sharded."""
     for parameter in parameters:
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
@@ -222,7 +223,10 @@ class Trainer(PackedModel):
     def evaluate(
         self, sequences: Sequence[TokenSequence], objective: Objective, packed: PackedBatch | None = None
     ) -> dict[str, float]:
-        """Loss and metrics of sequences, without training: the result of `update` without the optimizer's metrics."""
+        """Compute loss and metrics of sequences without training.
+
+        Returns the result of `update` without the optimizer's metrics.
+        """
         self._set_training(False)
         batch = (packed or self.pack_to_train(sequences, objective)).with_columns(sequences)
         with self.sharding:
@@ -232,7 +236,7 @@ class Trainer(PackedModel):
     def _share_of_loss(
         self, micro_batch: MicroBatch, objective: Objective, batch: PackedBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The contribution of a micro-batch to the loss of the whole batch, with gradient, and to each metric."""
+        """Return a micro-batch's share of the loss of the whole batch, with gradient, and of each metric."""
         head = cast("TrainableHead", self.head)  # a role with an objective has a trainable head
         inputs = head.inputs(micro_batch.to(self.mesh.device), entropy=objective.needs_entropy)
         terms = objective.loss(inputs)
@@ -261,7 +265,7 @@ class PackedStep:
     updates: Sequence[PackedBatch]
 
     def pinned(self) -> PackedStep:
-        """The step in page-locked memory."""
+        """Return the step in page-locked memory."""
         scored = None if self.scored is None else self.scored.pinned()
         return PackedStep(scored=scored, updates=[each.pinned() for each in self.updates])
 
@@ -269,8 +273,9 @@ class PackedStep:
 class LearnerStep:
     """One learner step: one optimizer update per mini-batch.
 
-    If the objective needs the log-probs before the step, one forward pass before the first update computes those of the
-    later mini-batches. The first update computes its own, since the weights have not changed yet.
+    If the objective needs the log-probs before the step, one forward pass before the first update computes them. If the
+    trainer `trains_as_it_scores`, this pass omits the first mini-batch: the first update computes its own log-probs,
+    since the weights have not changed yet.
     """
 
     def __init__(self, trainer: Trainer, objective: Objective, *, num_mini_batches: int = 1) -> None:
@@ -313,7 +318,7 @@ class LearnerStep:
         return self.update([*own, *scored], packed)
 
     def _later(self, trained: Sequence[TokenSequence]) -> list[TokenSequence]:
-        """The sequences whose proximal log-probs need a separate forward pass."""
+        """Return the sequences whose proximal log-probs need a separate forward pass."""
         return [sequence for sequence in trained if sequence.mini_batch >= self._first_scored]
 
     def update(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
@@ -340,7 +345,7 @@ class LearnerStep:
 
 
 def _in_loss(sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-    """The sequences with a token in the loss."""
+    """Return the sequences with a token in the loss."""
     return [sequence for sequence in sequences if sequence.loss_mask.any()]
 
 

@@ -74,7 +74,8 @@ class TrajectoryLog:
         """Write the samples of one step and data-parallel rank atomically; returns the file.
 
         The rewards come from ``batch``, since a reward model may have replaced those of the groups. ``sequences`` has
-        one sequence per branch, in the order of the batch's shares, with ``advantages``: all sequences, or the first.
+        one sequence per branch, in the order of the batch's shares, with ``advantages``. If it has fewer sequences than
+        there are branches, only these are written.
         """
         branches = _branches(batch, groups)
         rewards = batch.rewards
@@ -92,7 +93,7 @@ class TrajectoryLog:
 def trained_groups(
     batch: RankBatch, groups: Mapping[int, TrajectoryGroup], sequences: Sequence[TokenSequence]
 ) -> list[dict[str, Any]]:
-    """The entries for a step's receipt: one per group that a rank has trained on.
+    """Return the entries for a step's receipt: one per group that a rank has trained on.
 
     An entry has the ``attempt`` of the group, the number of tokens in the rank's sequences by policy version
     (``versions``), the ``digest`` of these tokens (`token_digest`), and the number of tokens ``in_loss``. A trajectory
@@ -117,7 +118,7 @@ def trained_groups(
 
 
 def _branches(batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> list[tuple[TrajectoryGroup, Branch]]:
-    """The branches of a rank's share, in the order of its sequences."""
+    """Return the branches of a rank's share, in the order of its sequences."""
     return [
         (groups[share.group_id], branch)
         for share in batch.shares

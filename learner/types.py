@@ -27,7 +27,7 @@ class GroupShare:
         group_id: The group to fetch from the buffer.
         samples: [S] indices of the trajectories in the group, ascending.
         rewards: [S] float32, including a length penalty.
-        mini_batch: Index of the optimizer update that trains on them, from 0.
+        mini_batch: Index of the optimizer update that trains on these trajectories, from 0.
         data_source: Data source of the group's prompt.
     """
 
@@ -118,7 +118,7 @@ class SequenceImages:
         rows: Sequence[np.ndarray],
         positions: Sequence[np.ndarray],
     ) -> list[SequenceImages]:
-        """The images of several sequences of a group, from their tokens, rows and positions."""
+        """Return the images of several sequences of a group, from their tokens, rows and positions."""
         keys = np.array([-1 - next(_num_images) % 2**31 for _ in range(group.num_images)], dtype=np.int32)
         made = []
         for ids, own_rows, own_positions in zip(token_ids, rows, positions, strict=True):
@@ -159,15 +159,15 @@ class TokenSequence:
 
     @property
     def compared(self) -> np.ndarray:
-        """[T] int32, for finding common tokens: where this array begins equally, two sequences may share tokens."""
+        """[T] int32, for finding common tokens: two sequences may share tokens as far as these arrays begin equally."""
         return self.input_ids if self.images is None else self.images.compared
 
     def with_column(self, name: str, values: np.ndarray) -> TokenSequence:
-        """The sequence with one more [T] float32 column."""
+        """Return the sequence with one more [T] float32 column."""
         return replace(self, columns={**self.columns, name: values})
 
     def with_tokens(self, name: str, values: np.ndarray) -> TokenSequence:
-        """The sequence with one more column, of values at the tokens in the loss and 0 elsewhere."""
+        """Return the sequence with one more column, of values at the tokens in the loss and 0 elsewhere."""
         column = np.zeros(len(self.input_ids), dtype=np.float32)
         column[self.loss_mask] = values
         return self.with_column(name, column)
@@ -202,7 +202,8 @@ def group_sequences(
     branches = branches_of(group, range(group.num_trajectories) if samples is None else samples)
     if not branches:
         return []
-    is_cut = {branch.trajectory: mask_truncated and group.is_truncated(branch) for branch in branches}  # the last
+    # the last branch of a trajectory decides
+    is_cut = {branch.trajectory: mask_truncated and group.is_truncated(branch) for branch in branches}
     own = {name: group.along_each(branches, name) for name in (group.token_columns if all_columns else ())}
     if version is not None:
         own["is_fresh"] = [
@@ -239,7 +240,7 @@ def _turn_spans(group: TrajectoryGroup, branch: Branch) -> Iterator[TurnSpan]:
 
 
 def branches_of(group: TrajectoryGroup, samples: Sequence[int]) -> list[Branch]:
-    """The branches of some trajectories: all branches of the first trajectory, then those of the next one."""
+    """Return the branches of some trajectories: all branches of the first trajectory, then those of the next one."""
     by_trajectory: dict[int, list[Branch]] = {}
     for branch in group.branches:
         by_trajectory.setdefault(branch.trajectory, []).append(branch)

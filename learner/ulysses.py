@@ -1,9 +1,9 @@
 """Ulysses sequence parallelism (arXiv 2309.14509): tokens are split over the sp ranks, heads during attention.
 
 Outside attention, each rank holds N/sp of the packed tokens and all heads. Inside attention, each rank holds all N
-tokens and H/sp heads.
-Two differentiable all-to-alls convert between these layouts. The group is ``group``, or the group of the innermost
-`UlyssesShardingManager`. Without a group, or with a group of one rank, all functions are the identity.
+tokens and H/sp heads. Two differentiable all-to-alls convert between these layouts. The group is ``group``, or the
+group of the innermost `UlyssesShardingManager`. Without a group, or with a group of one rank, the conversions and
+gathers return their input.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def set_ulysses_sequence_parallel_group(group: ProcessGroup | None) -> None:
 
 
 def get_ulysses_sequence_parallel_group() -> ProcessGroup | None:
-    """The group in use, or None."""
+    """Return the group in use, or None."""
     return _group
 
 
 def get_ulysses_sequence_parallel_world_size(group: ProcessGroup | None = None) -> int:
-    """Number of ranks that share a sequence; 1 if there is no group."""
+    """Return the number of ranks that share a sequence; 1 if there is no group."""
     group = group or _group
     return dist.get_world_size(group) if group is not None else 1
 
 
 def get_ulysses_sequence_parallel_rank(group: ProcessGroup | None = None) -> int:
-    """Index of this rank's part of a sequence; 0 if there is no group."""
+    """Return the index of this rank's part of a sequence; 0 if there is no group."""
     group = group or _group
     return dist.get_rank(group) if group is not None else 0
 
@@ -163,7 +163,10 @@ def ulysses_pad_and_slice_inputs(
 
 
 def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's contiguous part of ``x``. Needs a multiple of sp, else `ValueError`; ``padding`` adds zeros."""
+    """Return this rank's contiguous part of ``x`` along ``dim``. ``padding`` first adds zeros to a multiple of sp.
+
+    Raises `ValueError` without ``padding`` if the size is not a multiple of sp.
+    """
     num_ranks = get_ulysses_sequence_parallel_world_size(group)
     if padding:
         x = _pad_end(x, dim, num_ranks)
@@ -229,7 +232,7 @@ class UlyssesShardingManager:
 
 
 def _shared(group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group for communication, or None if it has only one rank."""
+    """Return the group for communication, or None if it has only one rank."""
     group = group or _group
     return group if group is not None and dist.get_world_size(group) > 1 else None
 

@@ -52,7 +52,7 @@ class ActorWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """``ref_log_prob`` under the policy with its adapters off. Raises `ValueError` without adapters."""
+        """Compute ``ref_log_prob`` [B, R] float32 with the adapters off. Raises `ValueError` without adapters."""
         with self._offload.reading():
             return _reference_rows(self._model, data, self._temperature)
 
@@ -94,15 +94,16 @@ class CriticWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_values(self, data: DataProto) -> DataProto:
-        """``values`` [B, R] float32 of the states before the responses' tokens."""
+        """Compute ``values`` [B, R] float32 of the states before the responses' tokens."""
         with self._offload.reading():
             values = self._model.scores(scored_sequences(data))
         return single_controller.DataProto.from_dict({"values": response_rows(data, values)})
 
     @register(dispatch_mode=BY_ROWS)
     def update_critic(self, data: DataProto) -> DataProto:
-        """Make the optimizer updates of one step, on ``values``, ``returns``, and ``response_mask`` as `update_actor`.
+        """Make the optimizer updates of one step.
 
+        ``data`` has ``values``, ``returns``, and ``response_mask`` as in `update_actor`.
         ``meta_info["metrics"]`` has ``critic/vf_loss``, ``critic/vf_clipfrac``, ``critic/vpred_mean``,
         ``critic/grad_norm``, ``critic/lr`` and the step's further metrics under ``critic/``.
         """
@@ -122,7 +123,7 @@ class ReferenceWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """``ref_log_prob`` [B, R] float32 of the responses under the reference."""
+        """Compute ``ref_log_prob`` [B, R] float32 of the responses under the reference."""
         with self._offload.reading():
             return _reference_rows(self._model, data, self._temperature)
 
@@ -135,21 +136,21 @@ class RewardModelWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """``rm_scores`` [B, R] float32: the score of each row, at its last attended token."""
+        """Compute ``rm_scores`` [B, R] float32: the score of each row, at its last attended token."""
         with self._offload.reading():
             scores = self._model.scores(scored_sequences(data))
         return single_controller.DataProto.from_dict({"rm_scores": response_rows(data, scores)})
 
 
 def _reference_rows(model: PackedModel, data: DataProto, temperature: float) -> DataProto:
-    """``ref_log_prob`` of the rows under the initial weights."""
+    """Compute ``ref_log_prob`` of the rows under the initial weights."""
     with model.frozen(), model.at_temperature(float(data.meta_info.get("temperature", temperature))):
         log_probs = model.scores(scored_sequences(data))
     return single_controller.DataProto.from_dict({"ref_log_prob": response_rows(data, log_probs)})
 
 
 def _columns_of(data: DataProto, algorithm: AlgorithmConfig) -> dict[str, str]:
-    """The columns that a sequence needs, and verl's names for them."""
+    """Return the columns that a sequence needs, and verl's names for them."""
     columns = {"behavior_logprobs": "old_log_probs", "advantages": "advantages"}
     if algorithm.needs_proximal:
         columns["proximal_logprobs"] = "old_log_probs"
@@ -167,7 +168,7 @@ _NEEDED = ("input_ids", "attention_mask", "responses")
 
 
 def scored_sequences(data: DataProto) -> list[TokenSequence]:
-    """Sequences to score, with all attended tokens of the responses, including tokens from an environment.
+    """Return the sequences to score, with all attended tokens of the responses, including tokens from an environment.
 
     Raises `ValueError` if a column is missing, or if ``position_ids`` do not count the attended tokens from 0.
     """
@@ -175,7 +176,7 @@ def scored_sequences(data: DataProto) -> list[TokenSequence]:
 
 
 def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_batches: int) -> list[TokenSequence]:
-    """Sequences to train on, with the tokens of ``response_mask``, or all attended tokens without this mask.
+    """Return the sequences to train on, with the tokens of ``response_mask``, or all attended tokens without this mask.
 
     ``columns`` maps a sequence's column to its [B, R] tensor. Each of the ``num_mini_batches`` optimizer updates trains
     on the same number of neighboring rows. Raises the errors of `scored_sequences`.
@@ -190,7 +191,7 @@ def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_b
 def generated_rows(
     data: DataProto, samples: Sequence[tuple[np.ndarray, np.ndarray]], *, num_response: int
 ) -> DataProto:
-    """The columns of sampled responses, as verl's ``generate_sequences`` returns them.
+    """Return the columns of sampled responses, as verl's ``generate_sequences`` returns them.
 
     ``data`` has the prompts, ``input_ids`` and ``attention_mask`` [B, P], padded on the left. ``samples`` are token ids
     and behavior log-probs of at most ``num_response`` tokens each. Returns ``input_ids``, ``attention_mask`` and
@@ -217,7 +218,7 @@ def generated_rows(
 
 
 def response_rows(data: DataProto, values: Sequence[np.ndarray]) -> Tensor:
-    """The [T] values of each sequence at the attended tokens of its response, 0 elsewhere: [B, R] float32."""
+    """Return the [T] values of each sequence at the attended tokens of its response, 0 elsewhere: [B, R] float32."""
     import torch
 
     attended = _attended_responses(data)
@@ -229,7 +230,7 @@ def response_rows(data: DataProto, values: Sequence[np.ndarray]) -> Tensor:
 
 
 def _sequences(data: DataProto, mask: np.ndarray, tensors: Mapping[str, np.ndarray]) -> list[TokenSequence]:
-    """One sequence per row with its attended tokens. The response tokens in ``mask`` [B, R] are in the loss."""
+    """Make one sequence per row, of its attended tokens. The response tokens in ``mask`` [B, R] are in the loss."""
     input_ids, attention = _array(data, "input_ids"), _array(data, "attention_mask").astype(bool)
     _check_positions(data, attention)
     num_prompt = input_ids.shape[1] - mask.shape[1]
@@ -250,7 +251,7 @@ def _sequences(data: DataProto, mask: np.ndarray, tensors: Mapping[str, np.ndarr
 
 
 def _attended_responses(data: DataProto) -> np.ndarray:
-    """Mask of the attended tokens of the responses, [B, R] bool."""
+    """Return the mask of the attended tokens of the responses, [B, R] bool."""
     missing = [name for name in _NEEDED if name not in _names(data)]
     if missing:
         raise ValueError(f"data must hold {list(_NEEDED)}, got {sorted(_names(data))}; add {missing}")

@@ -1,4 +1,4 @@
-"""Images in the packed forward: the vision tower of Qwen3-VL, and its features at the placeholders of the tokens.
+"""Images in the packed forward: runs the vision tower of Qwen3-VL, and puts its features at the image placeholders.
 
 Each image of a micro-batch goes through the tower once, for all sequences that contain it. Under sequence parallelism
 each rank computes the tower for all images of the micro-batch, and puts the features at its own tokens. The gradient of
@@ -26,7 +26,7 @@ class VisionTower:
 
     Args:
         model: Qwen3-VL without its output layer: ``visual`` and ``language_model``.
-        pixel_format: How the model's images become features.
+        pixel_format: Converts pixels to the tower's input.
     """
 
     def __init__(self, model: nn.Module, pixel_format: PixelFormat) -> None:
@@ -39,7 +39,7 @@ class VisionTower:
         return self._model.language_model
 
     def features(self, pixels: Tensor) -> Tensor:
-        """The tower's input: [P, …] float32 of [P, …] uint8."""
+        """Convert pixels, [P, …] uint8, to the tower's input, [P, …] float32."""
         return self._format.features(pixels)
 
     def freeze(self) -> None:
@@ -47,9 +47,9 @@ class VisionTower:
         self._model.visual.requires_grad_(False)
 
     def inputs(self, batch: MicroBatch, input_ids: Tensor) -> dict[str, Any]:
-        """The language model's inputs for this rank's tokens, [1, n] int64, in place of ``input_ids``.
+        """Return the language model's inputs, which replace ``input_ids``: this rank's tokens, [1, n] int64.
 
-        A micro-batch without images runs the tower on a blank image, whose features are not used. The reason is that
+        A micro-batch without images runs the tower on a blank image, and does not use its features. The reason is that
         the tower's parameters are sharded, and all ranks must take part in gathering them.
         """
         embedded = self._model.get_input_embeddings()(input_ids)
@@ -73,12 +73,12 @@ class VisionTower:
 
 
 def vision_tower(pretrained: PreTrainedModel, model_path: str) -> VisionTower | None:
-    """The vision tower of the model in a folder; None for a text model."""
+    """Return the vision tower of the model in a folder; None for a text model."""
     if not has_vision(pretrained):
         return None
     return VisionTower(cast("nn.Module", pretrained.base_model), PixelFormat.of(load_processor(model_path)))
 
 
 def has_vision(pretrained: PreTrainedModel) -> bool:
-    """Whether a model's family takes images."""
+    """Whether asyncrl supports images for a model's family."""
     return pretrained.config.model_type in VISION_FAMILIES

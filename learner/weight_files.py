@@ -92,7 +92,10 @@ class _InPickle:
 
 
 def stored_weights(model_path: str) -> dict[str, StoredWeight]:
-    """The tensors of a folder in Hugging Face layout by name, from a single file or an index. Empty without weights."""
+    """Return the tensors of a folder in Hugging Face layout by name, from a single file or an index.
+
+    The dict is empty if the folder has no weights.
+    """
     for file in ("model.safetensors", "pytorch_model.bin"):
         single, index = Path(model_path, file), Path(model_path, f"{file}.index.json")
         files = [single] if single.is_file() else []
@@ -154,7 +157,7 @@ class _Source:
         return len(self.conversion.target_patterns) == 1 and all(map(_is_within_rows, rest))
 
     def num_rows(self) -> int:
-        """Number of rows of the parameter; -1 if the stored tensors do not have the same number."""
+        """Return the number of rows of the parameter; -1 if the stored tensors do not have the same number."""
         counts = {len(weights) if self.stacks else (weights[0].shape or (1,))[0] for weights in self.weights.values()}
         return counts.pop() if len(counts) == 1 else -1
 
@@ -230,7 +233,7 @@ def fill_weights(model: PreTrainedModel, model_path: str) -> set[str]:
 def _sources(
     model: PreTrainedModel, held: Mapping[str, Tensor], stored: Mapping[str, StoredWeight], model_path: str
 ) -> dict[str, _Source]:
-    """The stored tensors of each parameter, by the name of the parameter (or of the first of several parameters).
+    """Return the stored tensors by the name of their parameter, or by the name of the first of several parameters.
 
     The model remembers the conversions, as after ``from_pretrained``, and reverts them when it is saved.
     """
@@ -258,7 +261,7 @@ def _sources(
 
 
 def _blocks(tensor: Tensor) -> Iterator[slice]:
-    """The rows that this rank holds, wholly or in part, in blocks of `BLOCK_BYTES`."""
+    """Yield the rows that this rank holds, wholly or in part, in blocks of about `BLOCK_BYTES`."""
     (rows, *_) = own_part(tensor) or (slice(0, 1),)
     step = max(1, BLOCK_BYTES * len(tensor) // max(1, tensor.nbytes)) if tensor.ndim else 1
     for start in range(rows.start, rows.stop, step):

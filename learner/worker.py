@@ -119,7 +119,7 @@ class BatchCache:
         self._scores[column] = (version, scores)
 
     def scores(self, version: int, column: str) -> Scores | None:
-        """A column of a step, or None if no role of this process has computed it."""
+        """Return a column of a step, or None if no role of this process has computed it."""
         known, scores = self._scores.get(column, (-1, {}))
         return scores if known == version else None
 
@@ -233,7 +233,7 @@ class ModelWorker(Worker):
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
     def score(self, batch: RankBatch, send: bool = True) -> DataProto | None:
-        """Compute the role's column for planned samples. A frozen role uses the weights at the start of the run.
+        """Compute the role's column for planned samples. An actor scores with its adapters off.
 
         With ``send`` the first sp rank returns the scores, one row per trajectory: ``sample_key`` [B, 2] int64 and the
         role's column, [tokens in the loss] float32 each. Without ``send`` the scores stay in this process for its other
@@ -246,7 +246,7 @@ class ModelWorker(Worker):
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
     def rewards(self, batch: RankBatch) -> dict[SampleKey, float]:
-        """The reward of each planned trajectory: the score of its last branch, plus the rewards of its turns.
+        """Return the reward of each planned trajectory: the score of its last branch, plus the rewards of its turns.
 
         Raises `BatchLost` as `step` does.
         """
@@ -346,7 +346,7 @@ class ModelWorker(Worker):
         self._publish_copy(version)
 
     def _publish_copy(self, version: int, then: Callable[[], None] = lambda: None) -> None:
-        """Like `publish_weights`. ``then`` is called after the copy. The version is offered when all calls returned."""
+        """Like `publish_weights`. Call ``then`` after the copy. Rank 0 offers the version when all ranks did this."""
         assert self._publisher is not None
         self._check_turn(version)
         self._version = version if self._version is None else self._version
@@ -466,7 +466,7 @@ class ModelWorker(Worker):
         return trainer
 
     def _scored(self, batch: RankBatch) -> dict[SampleKey, np.ndarray]:
-        """Scores by trajectory of the batch: [tokens in the loss] float32, one branch after the other."""
+        """Return the scores by trajectory of the batch: [tokens in the loss] float32, one branch after the other."""
         own = self._taken(batch)
         # A role with adapters scores with the weights at the start of the run, other roles with the current weights.
         weights = self._model.frozen() if self.role.adapters else nullcontext()
@@ -478,9 +478,9 @@ class ModelWorker(Worker):
         return {key: np.concatenate(parts) for key, parts in scores.items()}
 
     def _for_people(self, version: int, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-        """The sequences for the token log: in every ``every_steps``-th step, this rank's first ones; otherwise none.
+        """Return the sequences for the token log: this rank's first ones in every ``every_steps``-th step, else none.
 
-        They get the learner's log-probs. The call is a collective in the steps that return sequences.
+        The sequences get the learner's log-probs. The call is a collective in the steps that return sequences.
         """
         options = self._token_log_options
         if options is None or version % options.every_steps:
@@ -492,7 +492,7 @@ class ModelWorker(Worker):
     def _with_columns(
         self, batch: RankBatch, sequences: Sequence[TokenSequence], sent: Sequence[DataProto | None]
     ) -> list[TokenSequence]:
-        """The sequences with all columns that the role reads."""
+        """Return the sequences with all columns that the role reads."""
         names = self.role.reads(self._algorithm)
         given = [*sent, *[None] * (len(names) - len(sent))]
         sequences = list(sequences)
@@ -527,7 +527,10 @@ class ModelWorker(Worker):
             )
 
     def _taken(self, batch: RankBatch) -> PreparedBatch:
-        """The prepared batch. If it is lost, this call and later calls for the batch raise `BatchLost` on all ranks."""
+        """Return the prepared batch.
+
+        If the batch is lost, this call and later calls for the batch raise `BatchLost` on all ranks.
+        """
         cache = self.cache
         with record.span(SpanKind.fetch, step=batch.version):
             own = cache.preparer.take(self.role.name, batch, partial(self._prepared, batch))
@@ -556,7 +559,7 @@ class ModelWorker(Worker):
         return replace(own, seconds=time.monotonic() - started_at)
 
     def _packed(self, batch: RankBatch, own: PreparedBatch) -> PreparedBatch:
-        """A fetched batch with its sequences, packed for the calls of this role."""
+        """Return a fetched batch with its sequences, packed for the calls of this role."""
         import torch
 
         sequences, mesh, step = self._sequences(batch, own.groups), self._host_mesh, None
@@ -589,7 +592,7 @@ class ModelWorker(Worker):
         trace.export_chrome_trace(str(Path(self._profile.directory, name)))
 
     def _sequences(self, batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> list[TokenSequence]:
-        """The sequences of a batch, in the order of its shares."""
+        """Return the sequences of a batch, in the order of its shares."""
         return [
             sequence
             for share in batch.shares
@@ -614,7 +617,7 @@ def _rows_of(scores: Scores, column: str) -> DataProto:
 
 
 def _scores_in(rows: DataProto, column: str) -> Scores:
-    """The inverse of `_rows_of`."""
+    """Return the inverse of `_rows_of`."""
     arrays = rows.non_tensor_batch
     return {(g, s): value for (g, s), value in zip(arrays["sample_key"].tolist(), arrays[column], strict=True)}
 
@@ -631,7 +634,10 @@ def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) 
 
 
 def _largest_lag(batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> int:
-    """The largest lag of the batch's groups; 0 without groups. Raises `StalenessError` if a lag is out of bounds."""
+    """Return the largest lag of the batch's groups; 0 without groups.
+
+    Raises `StalenessError` if a lag is out of bounds.
+    """
     lags = {group_id: batch.version - group.summary.oldest_version for group_id, group in groups.items()}
     for group_id, lag in lags.items():
         if not 0 <= lag <= batch.max_lag:
