@@ -67,7 +67,7 @@ class FleetCounters:
 
     @classmethod
     def total(cls, parts: Iterable[FleetCounters]) -> FleetCounters:
-        """The sum over several workers, or over several lives of one worker."""
+        """Return the sum over several workers, or over several lives of one worker."""
         sums: dict[str, Any] = asdict(cls())
         for part in parts:
             for name in sums:

@@ -23,7 +23,7 @@ POLL_S = 0.05
 SCRATCH = "/tmp"
 """Folder of the program's files inside the namespaces; a file system of its own, in memory."""
 _BASE = "/sys"
-"""An empty root is mounted here, outside of every folder that is bound into it."""
+"""The new root is built here. No folder that is bound into the root lies below this path."""
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
@@ -249,7 +249,7 @@ class Program:
         return "signal" if self._status is not None and self._status < 0 else "exit"
 
     def _exceeded(self, seconds: float) -> str:
-        """The limit that the processes together exceed; empty if they exceed none."""
+        """Return the limit that the processes together exceed; empty if they exceed none."""
         limits = self._limits
         done = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu_s, memory = done.ru_utime + done.ru_stime, 0
@@ -258,7 +258,7 @@ class Program:
             try:
                 fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             except OSError:
-                continue  # it has ended
+                continue  # the process has ended
             cpu_s += sum(map(int, fields[11:15])) / tick
             memory += int(fields[21]) * page
         scratch_bytes, num_files = self._scratch_use()
@@ -271,7 +271,7 @@ class Program:
         return "disk" if scratch_bytes > limits["disk_bytes"] or num_files > limits["files"] else ""
 
     def _others(self) -> list[int]:
-        """The processes of the program."""
+        """Return the processes of the program."""
         everyone = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
         if self._is_alone:
             return [pid for pid in everyone if pid != 1]
@@ -288,7 +288,7 @@ class Program:
         return found[1:]
 
     def _scratch_use(self) -> tuple[int, int]:
-        """The number of bytes and of files in the scratch folder."""
+        """Return the number of bytes and of files in the scratch folder."""
         if self._is_alone:
             use = os.statvfs(self._job["scratch"])
             return 0, use.f_files - use.f_ffree  # the file system limits the bytes

@@ -82,7 +82,7 @@ class _StreamedSample(RunningSample):
         self._logprobs += [triple[0] for triple in new]
         self.num_tokens += num_new
         if reason is not None:
-            # empty if the request never began
+            # None if the request never began
             self._num_cached = meta.get("cached_tokens") if self.num_tokens else None
             versions = np.full(self.num_tokens, -1, dtype=np.int32)
             for span in meta.get("weight_versions") or []:
@@ -187,8 +187,7 @@ class SGLangEngine(Engine):
         """See `Engine.abort`.
 
         One call suffices to abort all running samples. Otherwise there is one concurrent call per sample. There is no
-        deadline
-        here: the watch for silence or the deadline of a load detects a server that does not answer.
+        deadline here: the watch for silence or the deadline of a load detects a server that does not answer.
         """
         ids = self._running.keys() & request_ids
         bodies: list[dict[str, Any]] = [{"rid": _server_id(request_id)} for request_id in ids]
@@ -305,9 +304,9 @@ class SGLangEngine(Engine):
         return {**values, "return_logprob": True, "stream": True}
 
     def _image_data(self, requests: Sequence[SampleRequest]) -> dict[str, Any]:
-        """The images for `server_hooks.take_pixels`: one item per request with images.
+        """Return the images for `server_hooks.take_pixels`: one item per request with images.
 
-        Empty if no request has images.
+        Returns an empty dict if no request has images.
         """
         if not any(request.images for request in requests):
             return {}
@@ -369,7 +368,7 @@ class SGLangEngine(Engine):
         the running step is done, the server confirms the start of the update. Then ``stands_still`` is called.
 
         Returns:
-            Seconds from that call until the server confirms that it continues.
+            Seconds from the call of ``stands_still`` until the server confirms that it continues.
         """
         order, number = self._server.weight_order, secrets.token_hex(8)
         timeout_s = self._config.load_timeout_s * LOADERS_SHARE
@@ -437,5 +436,5 @@ def _stage(name: str, offer: WeightOffer) -> record.OpenSpan:
 
 
 def _server_id(request_id: str) -> str:
-    """The id of a request on the server. The id ends with a slash, because the server matches ids by prefix."""
+    """Return the id of a request on the server. It ends with a slash, because the server matches ids by prefix."""
     return f"{request_id}/"

@@ -348,7 +348,7 @@ class SGLangServer:
         return environment
 
     def _compile_caches(self) -> dict[str, str]:
-        """Environment variables for compile caches, with folders that outlive the server."""
+        """Return environment variables for compile caches, with folders that outlive the server."""
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "asyncrl", "compile")
         try:
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -368,12 +368,12 @@ class SGLangServer:
         return WorkerDiedError(f"{self.name} {how}. {self.log_tail()}")
 
     def log_tail(self) -> str:
-        """The last lines of the output, for a message."""
+        """Return the last lines of the output, for a message."""
         return f"Last lines of {self.log_path}:\n" + "\n".join(self._tail)
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    """Read one line. Returns a part of a line that is longer than the stream's buffer, and nothing at the end."""
+    """Read one line. Returns only a part if the line is longer than the buffer, and no bytes at the stream's end."""
     try:
         return await stream.readuntil(b"\n")
     except asyncio.IncompleteReadError as error:

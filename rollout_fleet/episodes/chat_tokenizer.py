@@ -95,7 +95,7 @@ class ChatTokenizer:
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
     def get_vocab(self) -> dict[str, int]:
-        """The id of each token."""
+        """Return the id of each token."""
         return self._fast.get_vocab()
 
     def apply_chat_template(
