@@ -37,7 +37,7 @@ class EngineDevice(StrEnum):
 
 
 class SaveProgress(StrEnum):
-    """The times at which a running group is saved with its lease. Another worker can continue a saved group."""
+    """When a worker saves a running group with its lease. Another worker can continue a saved group."""
 
     never = "never"
     at_stop = "at_stop"
@@ -119,7 +119,7 @@ class SamplingConfig:
         if not 0 <= self.min_p < 1:
             raise ValueError(f"rollout_fleet.sampling.min_p must be in [0, 1), got {self.min_p}; 0.0 keeps all tokens")
         for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # an options file gives a list
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # an options file has lists
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"rollout_fleet.sampling.stop must hold texts that are not empty, got {list(self.stop)}")
         _check_least("rollout_fleet.sampling", self, max_new_tokens=1)

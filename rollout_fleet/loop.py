@@ -60,7 +60,7 @@ MAX_RENEWAL_FAILURES = 3
 READ_LOAD_EVERY_S = 1.0
 SETTLED_AT_ONCE = 8
 GATHER_S = 0.02
-"""Pause before a lease request while the engine has work. Places that become free within it are leased together."""
+"""Pause before a lease request while the engine has work. One request asks for all places that become free in it."""
 
 
 class LoopState(Enum):
@@ -363,7 +363,7 @@ class RolloutLoop:
             if self._groups.in_phase():
                 await asyncio.sleep(GATHER_S)
             version, num_asked = self._engine.version, self._groups.num_free
-            if not self._may_lease or num_asked == 0:  # turns after tools may have taken the places meanwhile
+            if not self._may_lease or num_asked == 0:  # new turns of episodes may have taken the places meanwhile
                 continue
 
             def is_outdated(version: int = version, num_asked: int = num_asked) -> bool:
@@ -505,7 +505,7 @@ class RolloutLoop:
                 await self._end(group, end)
             await self._engine.abort([request_id for group in chosen for request_id in group.outstanding])
 
-    # One group's way
+    # The life of a group
 
     async def _generate(self, groups: Sequence[InflightGroup]) -> None:
         """Send the requests of groups. A group leaves the engine when it has no more requests."""

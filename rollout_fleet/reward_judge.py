@@ -89,7 +89,7 @@ class Judge:
         self._retries = retries
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._places = asyncio.Semaphore(at_once)
-        # raises ValueError for a wrong field
+        # a wrong field of the template raises ValueError here
         self._fill(question="", response="", ground_truth="", extra=defaultdict(str))
 
     async def __call__(self, prompt: Prompt, response_text: str) -> float:

@@ -298,8 +298,8 @@ def _complete(work: Coroutine[Any, Any, None]) -> None:
 
 
 if __name__ == "__main__":
-    # Imported by its own name instead of run as __main__, so that a user's module registers rewards in the same
-    # registry.
+    # The module is imported by its name instead of run as __main__, so that a user's module uses the same registry of
+    # rewards.
     from rollout_fleet import rewards
 
     rewards.main()

@@ -369,8 +369,8 @@ class _Output:
             await self._process.stdin.drain()
             self._process.stdin.close()
         await self._process.wait()
-        # Fails if the process ended before it read everything. It is awaited, because Python < 3.11.4 logs errors that
-        # are not awaited.
+        # This wait fails if the process ended before it read everything. Without the wait, Python < 3.11.4 logs the
+        # error.
         with suppress(ConnectionError):
             await self._process.stdin.wait_closed()
 

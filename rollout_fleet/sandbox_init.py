@@ -33,7 +33,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _ALL_NAMESPACES = 0x7E020000
 
-# System calls that reach kernel parts beyond files, memory and processes, or memory that no limit counts.
+# System calls for other parts of the kernel than files, memory and processes, or for memory that no limit counts.
 _REFUSED = {
     "x86_64": {
         "socket": 41, "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "pivot_root": 155, "chroot": 161,

@@ -110,7 +110,7 @@ class Settlement:
     async def _for_each(
         self, groups: Sequence[InflightGroup], work: Callable[[InflightGroup], Coroutine[Any, Any, Any]]
     ) -> None:
-        """Do ``work`` for all groups at once, within half of ``stop_timeout_s``. Failures are logged."""
+        """Do ``work`` for all groups at once, within half of ``stop_timeout_s``. Log failures."""
         tasks = {group.key: asyncio.create_task(work(group)) for group in groups}
         try:
             if tasks:

@@ -485,7 +485,7 @@ def read_model_facts(model_path: str) -> ModelFacts:
 
 
 def check_prompt(request: SampleRequest, vocab_size: int, image_token_id: int | None = None) -> None:
-    """Raise `RequestRefused` for a prompt that would kill an engine.
+    """Raise `RequestRefused` for a prompt that could crash an engine.
 
     Such a prompt is empty, has ids outside the vocabulary, or has placeholders that do not match its images.
     """
@@ -538,8 +538,9 @@ def check_output(
 ) -> None:
     """Raise `EngineError` for an answer that breaks the engine's contract.
 
-    Lengths must agree, a finished response must have a token, ids must be below ``vocab_size``, log-probs must be
-    numbers <= 0, and the version of each token must be in ``loaded_versions``, the verified versions.
+    The three arrays must have the same length, and a finished response must have a token. Ids must be below
+    ``vocab_size``, and log-probs must be numbers <= 0. The version of each token must be in ``loaded_versions``, the
+    verified versions.
     """
     where = f"request {request.id}"
     lengths = (len(output.token_ids), len(output.logprobs), len(output.versions))

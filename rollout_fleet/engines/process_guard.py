@@ -114,7 +114,7 @@ class Guard:
     def _mapped_shared_memory(self) -> set[int]:
         """Return the inodes of the shared memory that the group has mapped.
 
-        Inodes identify it, because a semaphore is mapped under a different name.
+        Names do not identify shared memory, because a semaphore is mapped under a different name.
         """
         inodes = set()
         for entry in Path("/proc").glob("[0-9]*"):

@@ -249,7 +249,7 @@ class SGLangEngine(Engine):
         return [asyncio.create_task(self._generate_batch(batch, answers)) for batch in batches]
 
     async def _generate_batch(self, samples: Sequence[_StreamedSample], answers: Answers) -> None:
-        """Send samples as one HTTP request. Puts each answer, or the error, into ``answers``."""
+        """Send samples as one HTTP request, and put each answer, or the error, into ``answers``."""
         try:
             num_unanswered = len(samples)
             body = self._request_body([sample.request for sample in samples])
@@ -392,8 +392,8 @@ class SGLangEngine(Engine):
         with _stage("load and verify", offer):
             await self._order("/update_weights_from_tensor", body, success=True)
             num_values = self._verified_values(offer, number)
-        # Answers may name the version only from now on. The key of the call is `new_version`; running requests stay.
-        # Both calls may be sent together, because the server does not sample before both are confirmed.
+        # Answers may name the version only from now on. Running requests are not aborted. Both calls may be sent
+        # together, because the server does not sample before it has confirmed both.
         version = str(offer.version)
         named = {"new_version": version, "abort_all_requests": False}
         with _stage("end", offer):

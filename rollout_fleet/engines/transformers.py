@@ -212,7 +212,7 @@ class GenerationModel:
         self._pixel_format: PixelFormat | None = None
         self._decode: Decode | None = None
         self._may_pad, self._cuts_cache = True, False
-        self._eos_ids: tuple[int, ...] = ()  # no tokens during `_check_logprobs`, so that no token ends a row
+        self._eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, so that no token ends a row
         self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
@@ -381,9 +381,9 @@ class GenerationModel:
     def _seen(self, requests: Sequence[SampleRequest], mask: Tensor, *, is_first: bool) -> dict[str, Tensor]:
         """Return the model arguments of a batch with images.
 
-        These are positions [4, b, T] from ``mask`` [b, T], and at the first step the pixels. The first axis of the
-        positions is that of text. The positions are passed explicitly, because transformers would search for
-        placeholders itself and keep the positions as state of the model.
+        These are positions [4, b, T], computed from ``mask`` [b, T], and at the first step also the pixels. The first
+        index of the positions is that of text. The positions are passed explicitly: otherwise transformers searches for
+        placeholders itself, and keeps the positions as state of the model.
         """
         images = [placed.image for request in requests for placed in request.images]
         if not images or self._pixel_format is None:

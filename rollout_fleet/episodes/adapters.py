@@ -83,10 +83,10 @@ class CommandEnvironment:
     The program finds ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY`` in its
     environment, and the text of the last message on its standard input. ``ASYNCRL_PROMPT`` is the path of a JSON file
     with ``messages``, ``ground_truth``, ``data_source`` and ``extra``. The program may write its outcome as JSON to the
-    path ``ASYNCRL_OUTCOME``: a number, or an object with fields of `Outcome`. If it does not write this file, its last
-    line of standard output is the outcome if the line is a JSON number, ``true``, ``false``, or an object with
-    ``reward`` or ``answer``. Otherwise all of the standard output is the answer, and the reward functions score it.
-    Only the last MiB of the output is read. An exit status other than 0 is a failure.
+    path ``ASYNCRL_OUTCOME``: a number, or an object with fields of `Outcome`. Without this file, the last line of the
+    standard output is the outcome if it is a JSON number or boolean, or an object with ``reward`` or ``answer``.
+    Otherwise all of the standard output is the answer, and the reward functions score it. Only the last MiB of the
+    output is read. An exit status other than 0 is a failure.
 
     Args:
         command: The program and its arguments. Example: ``python agent.py --fast``.

@@ -222,7 +222,7 @@ class _PromptTexts:
 
 
 class TemplateRenderer(ChatRenderer):
-    """Renders with the model's chat template. Options choose the parsers.
+    """Renders with the model's chat template. ``tool_parser`` names the parser of tool calls.
 
     A short conversation is rendered with and without the new messages. The difference is encoded and gives the new
     tokens. The whole conversation is rendered too, to check that the template appends exactly this text and keeps the

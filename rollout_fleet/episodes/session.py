@@ -424,7 +424,7 @@ class Session:
         for message in messages:
             turns = self._answers.get(canonical(message, {}), []) if message["role"] == "assistant" else []
             kept = on_path.intersection(turns)
-            on_path.difference_update([*kept][:1])  # the next equal answer is another turn
+            on_path.difference_update([*kept][:1])  # a later equal answer is a different turn
             num_tokens += len(self._sampler.episode.turn(turns[-1]).token_ids) if turns and not kept else 0
         self.counts.retokenised_tokens += num_tokens
         return num_tokens > 0
