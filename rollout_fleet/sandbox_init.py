@@ -21,7 +21,7 @@ from typing import Any
 
 POLL_S = 0.05
 SCRATCH = "/tmp"
-"""Folder of the program's files inside the namespaces; a file system of its own, in memory."""
+"""Folder of the program's files inside the namespaces. It is a separate file system in memory."""
 _BASE = "/sys"
 """The new root is built here. No folder that is bound into the root lies below this path."""
 
