@@ -56,8 +56,8 @@ def write_frame(stream: BinaryIO, answer: Any) -> None:
 def kill_marked(name: str, value: str, *, spare: Collection[int] = ()) -> int:
     """Kill all processes that inherited ``name=value`` in their environment, and return their number.
 
-    A process keeps its inherited environment when it forks or changes its session or parent. Processes in ``spare`` are
-    not killed.
+    A process keeps its inherited environment when it forks or changes its session or parent. The process ids in
+    ``spare`` are not killed.
     """
     mark = f"{name}={value}".encode()
     killed: set[int] = set()

@@ -127,7 +127,10 @@ def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
 
 
 def with_remedy(message: str, config: RolloutFleetConfig, *, who: str) -> str:
-    """Add to a failure's message the option that gives ``who`` the missing secret. Example: ``reward processes``."""
+    """Add to a failure's message the option that passes the missing secret to ``who``, such as ``reward processes``.
+
+    Returns the message unchanged if it names no withheld secret.
+    """
     withheld = sorted(os.environ.keys() - without_secrets(config.pass_secrets).keys())
     missed = next((name for name in withheld if name in message), None)
     if missed is None:

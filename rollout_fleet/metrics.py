@@ -81,7 +81,7 @@ class FleetCounters:
 class FleetMeter:
     """Keeps the counters of one worker.
 
-    Each second counts as busy, as waiting for admission, or as neither of the two.
+    Each second counts as busy, as waiting for admission, or as neither.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:

@@ -377,7 +377,7 @@ class Engine(ABC):
     async def _probe(self) -> None:
         """Return when the engine shows that it is alive.
 
-        The default never returns, because a thread in a model step cannot answer.
+        The default never returns: the thread of an in-process engine cannot answer during a model step.
         """
         await asyncio.Event().wait()
 

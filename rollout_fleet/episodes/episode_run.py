@@ -274,7 +274,7 @@ class EpisodeRun:
             _wake(waiting, error)
 
     def end(self, reason: str) -> None:
-        """End the episode. The first reason counts. If the environment has ended, running turns are dropped."""
+        """End the episode. The first reason counts. Drop running turns if the environment has ended."""
         self._end_reason = self._end_reason or reason
         self.times.end()
         if self.is_over:

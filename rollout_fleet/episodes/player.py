@@ -24,7 +24,7 @@ from .session import Session, SessionCounts
 
 
 class EpisodePlayer:
-    """Implements `rollout_fleet.episodes.episode_run.Player` with the environments that the options and the rows name.
+    """Implements `rollout_fleet.episodes.episode_run.Player`. The options and the rows name the environments.
 
     `start` starts the processes. `close` may be called at any time. ``max_context`` is as in `EpisodeBudget`.
     ``images`` reads the images in messages; None if the model takes no images.
