@@ -196,9 +196,16 @@ class Checkpointed(Answer, frozen=True, kw_only=True):
 
 
 class Missing(Answer, frozen=True):
-    """Groups that a store does not hold."""
+    """Groups that a store does not hold. ``disk_bytes``: see `Removed`."""
 
     group_ids: tuple[int, ...]
+    disk_bytes: int = 0
+
+
+class Removed(Answer, frozen=True):
+    """The payloads are dropped. ``disk_bytes`` of the store's other payloads are on disk and not in memory."""
+
+    disk_bytes: int
 
 
 class Revoked(Push, frozen=True):
@@ -627,7 +634,7 @@ class PutPayload(Operation[Done], frozen=True):
     attempt: Annotated[int, Meta(ge=0, lt=1 << 16)]
 
 
-class Remove(Operation[Done], frozen=True):
+class Remove(Operation[Removed], frozen=True):
     """Drop the payloads of finished groups.
 
     Of each group in ``ended``, drop the payloads of that attempt and of earlier ones.

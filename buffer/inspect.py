@@ -67,7 +67,7 @@ def render(report: dict[str, Any]) -> str:
         f"{stats['mean_length_kept']:.3g}, dropped {stats['mean_length_dropped']:.3g}",
         f"memory     {stats['held_bytes']} bytes held, {stats['stored_bytes']} of them trajectories, of "
         f"{report['max_stored_bytes']}; {report['memory_bytes']} are in the memory of this server, "
-        f"{stats['disk_bytes']} on its disk",
+        f"{stats['disk_bytes']} on disk and not in memory",
         f"waiting    {stats['leases_waiting']} requests for leases",
         f"refused    puts {_counts(stats['puts_refused'])}; messages {report['malformed']} malformed, "
         f"{report['over_rate']} over the rate, {report['unsent']} unsent; {report['unknown_keys']} unknown keys, "
@@ -75,7 +75,8 @@ def render(report: dict[str, Any]) -> str:
     ]
     for number, store in enumerate(report["stores"]):
         where = f"of host {store['host']} " * bool(store["host"])
-        what = "gone" if store["is_gone"] else f"at {store['address']}, {store['bytes']} bytes"
+        held = f"{store['bytes']} bytes, {store['disk_bytes']} on disk"
+        what = "gone" if store["is_gone"] else f"at {store['address']}, {held}"
         lines.append(f"store      {number} {where}{what}")
     for producer in report["producers"]:
         lines.append(

@@ -451,7 +451,7 @@ class BufferService:
         return self.ledger.stats(
             stored_bytes=self._store.payloads.num_bytes,
             held_bytes=self._store.held_bytes + self._store.prompt_bytes + self._intake.num_waiting_bytes,
-            disk_bytes=self._store.payloads.disk_bytes,
+            disk_bytes=self._store.payloads.disk_bytes if self._links is None else sum(self._links.disk_bytes),
             leases_waiting=self._admission.num_waiting,
         )
 

@@ -34,11 +34,14 @@ class StoreLinks:
 
     Attributes:
         addresses: Addresses of the stores, by number; empty for a lost store.
+        disk_bytes: Bytes of payloads that each store has on disk and not in memory, by number. A store reports them
+            when it is reached, and with each removal.
     """
 
     def __init__(self, config: BufferConfig, *, on_connected: Callable[[int], None], may_join: bool) -> None:
         self.may_join = may_join
         self.addresses: list[str] = []
+        self.disk_bytes: list[int] = []
         self._timeout_s = config.request_timeout_s
         self._keys = client_keys(Path(config.keys), commands.BufferRole.ledger).for_stores() if config.keys else None
         self._epoch = config.epoch
@@ -61,11 +64,12 @@ class StoreLinks:
             )
         self._links[number : number + 1] = [link]
         self.addresses[number : number + 1] = [address]
+        self.disk_bytes[number : number + 1] = [0]
 
     def disconnect(self, number: int) -> None:
         """Close the connection to a lost store."""
         link, self._links[number] = self._links[number], None
-        self.addresses[number] = ""
+        self.addresses[number], self.disk_bytes[number] = "", 0
         if link is not None:
             link.close()
 
@@ -74,9 +78,13 @@ class StoreLinks:
 
         All stores get the message, because an attempt that was sent twice may have its payload on two stores.
         """
-        for link in self._links:
-            if link is not None:
-                link.post(commands.Remove(tuple(finished), tuple(ended)))
+        for number, link in self.connected():
+            link.post(commands.Remove(tuple(finished), tuple(ended)), partial(self._note, number, link))
+
+    def _note(self, number: int, link: ClientSocket, answer: commands.Removed | commands.Missing) -> None:
+        """Keep a store's report, unless the store has been lost or replaced since."""
+        if self._links[number] is link:
+            self.disk_bytes[number] = answer.disk_bytes
 
     def connected(self) -> list[tuple[int, ClientSocket]]:
         """The stores that are not lost, with their numbers."""
@@ -90,7 +98,9 @@ class StoreLinks:
         link = self._links[number]
         if link is None:
             raise ReplayBufferError(f"store {number} is gone")
-        return (await link.call(reconcile)).group_ids
+        answer = await link.call(reconcile)
+        self._note(number, link, answer)
+        return answer.group_ids
 
     def close(self) -> None:
         """Close the connections."""
@@ -139,10 +149,14 @@ class StoreJoins:
 
     def describe(self) -> list[dict[str, Any]]:
         """Describe the store servers for `asyncrl inspect`; empty without store servers."""
-        space, addresses = self._ledger.groups.space, [] if self._links is None else self._links.addresses
+        if self._links is None:
+            return []
+        space, links = self._ledger.groups.space, self._links
         return [
-            {"address": address, "host": place.host, "bytes": num_bytes, "is_gone": place.is_gone}
-            for place, address, num_bytes in zip(space.stores, addresses, space.stored_bytes, strict=False)
+            {"address": address, "host": place.host, "bytes": held, "disk_bytes": on_disk, "is_gone": place.is_gone}
+            for place, address, held, on_disk in zip(
+                space.stores, links.addresses, space.stored_bytes, links.disk_bytes, strict=False
+            )
         ]
 
     def _joining(self) -> StoreLinks:

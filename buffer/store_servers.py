@@ -196,7 +196,8 @@ class StoreService:
         missing = [key for key in expected.attempts if key not in self._payloads]
         if missing and expected.part and numbers_of(Path(expected.part)):
             self._load(Path(expected.part), missing)
-        return commands.Missing(tuple(key[0] for key in expected.attempts if key not in self._payloads))
+        lacked = tuple(key[0] for key in expected.attempts if key not in self._payloads)
+        return commands.Missing(lacked, self._payloads.disk_bytes)
 
     def _load(self, part: Path, keys: Iterable[Key]) -> None:
         """Load payloads from the part of a checkpoint. Raises `ReplayBufferError` if the part cannot be read."""
@@ -228,7 +229,7 @@ class StoreService:
             if group_id not in self._finished:
                 self._ended[group_id] = max(attempt, self._ended.get(group_id, -1))
             self._forget(group_id, last=attempt)
-        return Done()
+        return commands.Removed(self._payloads.disk_bytes)
 
     def _forget(self, group_id: int, *, last: float = math.inf) -> None:
         """Drop the payloads and the reservations of a group's attempts up to ``last``, ``last`` included."""

@@ -200,7 +200,7 @@ class BufferStats:
         filtered_in_a_row: Finished groups that filters dropped since the last stored group.
         held_bytes: All bytes of the buffer: payloads, saved prefixes, prompts, and prompts that wait to be queued.
         disk_bytes: Bytes of payloads that are on disk and not in memory; 0 without ``buffer.max_memory_bytes``.
-            Payloads that store servers hold are not counted.
+            Store servers report theirs when they drop payloads.
         tokens_reused: Policy tokens of consumed groups, once per use after the first.
         groups_reused: Uses of consumed groups after the first.
     """

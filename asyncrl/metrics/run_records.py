@@ -56,8 +56,7 @@ class StepRecord:
         update_s: Seconds of the update on the slowest rank.
         publish_s: Seconds of the last weight publish on the slowest engine.
         buffer_fill: Bytes of the stored groups, as a share of the limit of all stores.
-        buffer_on_disk: Share of these bytes that the buffer server holds on disk and not in memory; 0 without
-            ``buffer.max_memory_bytes``, and with store servers.
+        buffer_on_disk: Share of these bytes that are on disk and not in memory; 0 without ``buffer.max_memory_bytes``.
         slowest_engine: Policy tokens of the slowest engine over the last steps, as a share of the median engine's; 1
             with fewer than two engines.
         free_disk_bytes: Free bytes on the disk of the run's folder.

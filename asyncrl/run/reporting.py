@@ -250,7 +250,7 @@ class Reporter:
             "kept_length": stats.mean_length_kept,
             "dropped_length": stats.mean_length_dropped,
             "buffer_fill": stats.stored_bytes / self._store_bytes,
-            "buffer_on_disk": stats.disk_bytes / max(1, stats.stored_bytes),
+            "buffer_on_disk": min(1.0, stats.disk_bytes / max(1, stats.stored_bytes)),
         }
 
 

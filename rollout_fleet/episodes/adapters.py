@@ -83,10 +83,9 @@ class CommandEnvironment:
     The program finds ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY`` in its
     environment, and the text of the last message on its standard input. ``ASYNCRL_PROMPT`` is the path of a JSON file
     with ``messages``, ``ground_truth``, ``data_source`` and ``extra``. The program may write its outcome as JSON to the
-    path ``ASYNCRL_OUTCOME``: a number, or an object with fields of `Outcome`. Without this file, the last line of the
-    standard output is the outcome if it is a JSON number or boolean, or an object with ``reward`` or ``answer``.
-    Otherwise all of the standard output is the answer, and the reward functions score it. Only the last MiB of the
-    output is read. An exit status other than 0 is a failure.
+    path ``ASYNCRL_OUTCOME``: a reward as a number, or the fields of `Outcome`. Without an outcome, its standard output
+    is the answer, and the reward functions score it. The output is never read as a reward, because an agent prints text
+    of the policy. Only the last MiB of the output is read. An exit status other than 0 is a failure.
 
     Args:
         command: The program and its arguments. Example: ``python agent.py --fast``.
@@ -170,19 +169,15 @@ def _read_end(stream: BinaryIO, most: int) -> str:
 
 
 def _outcome_of(path: Path, output: str) -> Any:
-    """Read the outcome of a program from its outcome file, or from its standard output."""
-    if path.exists():
-        written = path.read_text()
-        try:
-            return json.loads(written)
-        except ValueError as error:
-            message = f"ASYNCRL_OUTCOME must hold JSON, got {written[:_SHOWN]!r}: {error}"
-            raise EpisodeFailure(FailureKind.reward, message) from error
-    with suppress(ValueError):
-        value = json.loads(output.rstrip().rpartition("\n")[2])
-        if isinstance(value, (int, float)) or (isinstance(value, dict) and value.keys() & {"reward", "answer"}):
-            return value
-    return Outcome(answer=output)
+    """Read the outcome of a program from its outcome file. Without this file, the output is the answer."""
+    if not path.exists():
+        return Outcome(answer=output)
+    written = path.read_text()
+    try:
+        return json.loads(written)
+    except ValueError as error:
+        message = f"ASYNCRL_OUTCOME must hold JSON, got {written[:_SHOWN]!r}: {error}"
+        raise EpisodeFailure(FailureKind.reward, message) from error
 
 
 class _InvalidAction(Exception):

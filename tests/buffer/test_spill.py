@@ -68,9 +68,9 @@ def memory() -> int:
     return sum(one.memory_info().rss - one.memory_info().shared for one in servers())
 
 
-async def put_groups(control, worker, tokens=TOKENS):
-    """Store the groups of one step. Returns the groups by id."""
-    await control.enqueue([prompt(group_id) for group_id in range(NUM_GROUPS)])
+async def put_groups(control, worker, tokens=TOKENS, first=0):
+    """Store the groups of one step, whose ids begin with ``first``. Returns the groups by id."""
+    await control.enqueue([prompt(group_id) for group_id in range(first, first + NUM_GROUPS)])
     put = {}
     for _ in range(NUM_GROUPS):
         (lease,) = await worker.lease(0, 1)
@@ -107,6 +107,35 @@ async def test_memory_stays_within_the_bound_and_groups_are_fetched_as_they_were
             await assert_fetched_as_put(control, learner, put)
             await control.commit(0)
             assert (await control.stats()).disk_bytes == 0
+
+
+async def disk_bytes_become(control, expected) -> int:
+    """Wait until the statistics show bytes on disk that are as expected."""
+    deadline_s = time.monotonic() + 30
+    while not expected(on_disk := (await control.stats()).disk_bytes):
+        assert time.monotonic() < deadline_s, on_disk
+        await asyncio.sleep(0.02)
+    return on_disk
+
+
+async def test_the_statistics_show_what_store_servers_have_on_disk(tmp_path):
+    with serving(tmp_path, max_lag=1, max_memory_bytes=1, num_store_servers=2) as connection:
+        async with clients(connection) as (control, worker, _):
+            await put_groups(control, worker, TOKENS // 8)
+            await put_groups(control, worker, TOKENS // 8, first=NUM_GROUPS)
+            await control.plan(0)
+            await control.commit(0)
+            stored_bytes = (await control.stats()).stored_bytes
+            assert await disk_bytes_become(control, lambda on_disk: on_disk > 0.9 * stored_bytes) <= stored_bytes
+            report = await control.inspect()
+            assert sum(store["disk_bytes"] for store in report["stores"]) == pytest.approx(stored_bytes, rel=0.1)
+            for server in servers():
+                if "--store" in server.cmdline():
+                    server.kill()
+            await disk_bytes_become(control, lambda on_disk: on_disk > 0.9 * stored_bytes)
+            await control.plan(1)
+            await control.commit(1)
+            await disk_bytes_become(control, lambda on_disk: on_disk == 0)
 
 
 async def test_a_killed_server_and_the_next_one_keep_the_bound(tmp_path):

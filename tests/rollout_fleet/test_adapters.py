@@ -166,10 +166,17 @@ mode = sys.argv[1]
 print("thinking")
 if mode == "answer":
     print(answer)
-if mode == "line":
-    print(json.dumps({"reward": float(answer == prompt["ground_truth"]), "answer": answer}))
-if mode in ("file", "bad file"):
-    open(os.environ["ASYNCRL_OUTCOME"], "w").write("0.5" if mode == "file" else "half")
+if mode == "number":
+    print("42")
+if mode == "reward":
+    print(json.dumps({"reward": 1000, "answer": answer}))
+outcomes = {
+    "fields": json.dumps({"reward": float(answer == prompt["ground_truth"]), "answer": answer}),
+    "file": "0.5",
+    "bad file": "half",
+}
+if mode in outcomes:
+    open(os.environ["ASYNCRL_OUTCOME"], "w").write(outcomes[mode])
 if mode == "fail":
     sys.exit("no tools here")
 """
@@ -179,11 +186,14 @@ if mode == "fail":
     ("mode", "outcome"),
     [
         ("answer", Outcome(answer="thinking\nHELLO\n")),
-        ("line", Outcome(reward=1.0, answer="HELLO")),
+        ("number", Outcome(answer="thinking\n42\n")),
+        ("reward", Outcome(answer='thinking\n{"reward": 1000, "answer": "HELLO"}\n')),
+        ("fields", Outcome(reward=1.0, answer="HELLO")),
         ("file", Outcome(reward=0.5)),
     ],
 )
-async def test_a_program_is_an_agent_and_says_its_outcome(tmp_path, mode, outcome):
+async def test_a_program_is_an_agent_and_what_it_prints_is_never_its_reward(tmp_path, mode, outcome):
+    """Coding agents print the policy's answer, so a printed reward would be the policy's own."""
     (tmp_path / "agent.py").write_text(AGENT)
     command = shlex.join([sys.executable, f"{tmp_path}/agent.py", mode])
     assert (await play("command", {"command": command}, prompt=make_prompt(ground_truth="HELLO")))[0] == outcome
@@ -211,7 +221,7 @@ if "CODEX_HOME" in os.environ:
     own = tomllib.load(open(os.path.join(os.environ["CODEX_HOME"], "config.toml"), "rb"))
     provider = own["model_providers"][own["model_provider"]]
     said |= {"url": provider["base_url"], "key": os.environ[provider["env_key"]], "api": provider["wire_api"]}
-print(json.dumps({"answer": json.dumps(said)}))
+print(json.dumps(said))
 """
 
 
