@@ -1,4 +1,4 @@
-"""The child's side of a process that runs a user's code: pipes, signals, and the end of remaining descendants.
+"""Functions for a child process that runs a user's code: open its pipes, set its signals, kill its descendants.
 
 Messages are frames: eight bytes of length, then the content. The parent's side is `rollout_fleet.children`. This module
 needs only the standard library.
@@ -21,15 +21,15 @@ LENGTH = struct.Struct("<Q")
 READY = "ready"
 """The child's first message."""
 MARK = "ASYNCRL_CHILD"
-"""Variable in the environment of a child and all its descendants."""
+"""Name of the environment variable that marks a child and all its descendants."""
 _ROUNDS = 20
 
 
 def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
     """Prepare a child process, and return its two pipes: one for the parent's questions, one for the child's answers.
 
-    The process ends with its parent. For user code and its programs, standard input is empty, and their output goes to
-    the worker's log.
+    The process ends when its parent ends. User code finds an empty standard input. Its standard output goes to the
+    worker's log.
     """
     end_with_parent()
     if os.getppid() != parent_pid:
@@ -56,8 +56,8 @@ def write_frame(stream: BinaryIO, answer: Any) -> None:
 def kill_marked(name: str, value: str, *, spare: Collection[int] = ()) -> int:
     """Kill all processes that inherited ``name=value`` in their environment, and return their number.
 
-    A process keeps its inherited environment when it forks or changes its session or parent. Processes in ``spare`` are
-    not killed.
+    A process keeps its inherited environment when it forks or changes its session or parent. The process ids in
+    ``spare`` are not killed.
     """
     mark = f"{name}={value}".encode()
     killed: set[int] = set()

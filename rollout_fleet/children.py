@@ -2,8 +2,8 @@
 
 They are plain child processes with pipes, so a killed worker does not leave semaphores behind. They exit when their
 pipe closes. Each child leads its own session and has a mark in its environment. All its descendants inherit the mark.
-When the child ends, they are killed. The children do not see secrets. They do not see the GPUs either, because the GPUs
-belong to the engine.
+When the child ends, the worker kills the descendants. The children do not see secrets. They do not see the GPUs either,
+because the GPUs belong to the engine.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class ChildProcess:
 
 
 def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
-    """The environment of a child process, without GPUs and with only the secrets in ``rollout_fleet.pass_secrets``.
+    """Return a child's environment, without GPUs and with only the secrets in ``rollout_fleet.pass_secrets``.
 
     Clients do not use the proxies of the environment (``http_proxy``) for servers on this host, such as the endpoint of
     an episode.
@@ -127,7 +127,10 @@ def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
 
 
 def with_remedy(message: str, config: RolloutFleetConfig, *, who: str) -> str:
-    """Add to a failure's message the option that gives ``who`` the missing secret. Example: ``reward processes``."""
+    """Add to a failure's message the option that passes the missing secret to ``who``, such as ``reward processes``.
+
+    Returns the message unchanged if it names no withheld secret.
+    """
     withheld = sorted(os.environ.keys() - without_secrets(config.pass_secrets).keys())
     missed = next((name for name in withheld if name in message), None)
     if missed is None:

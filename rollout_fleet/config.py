@@ -37,7 +37,7 @@ class EngineDevice(StrEnum):
 
 
 class SaveProgress(StrEnum):
-    """The times at which a running group is saved with its lease. Another worker can continue a saved group."""
+    """When a worker saves a running group with its lease. Another worker can continue a saved group."""
 
     never = "never"
     at_stop = "at_stop"
@@ -52,7 +52,7 @@ class OnUpdate(StrEnum):
 
 
 class OnRewardFailure(StrEnum):
-    """Effect of a failed reward on one response: the attempt at the prompt group fails, or only the response."""
+    """What fails if the reward of one response fails: the attempt at its prompt group, or only the response."""
 
     retry_group = "retry_group"
     drop_trajectory = "drop_trajectory"
@@ -78,13 +78,13 @@ class SamplingConfig:
         min_p: Smallest probability of a candidate, as a share of the largest; 0.0 keeps all. Evaluation only.
         max_new_tokens: Longest response, in tokens.
         stop: Texts that end a response. The tokens of the stop text stay part of the response.
-        stop_token_ids: Tokens that end a response, in addition to the model's own. Requests of episodes set ``stop``
-            and ``stop_token_ids``.
+        stop_token_ids: Tokens that end a response, in addition to the model's own. A request of an episode may add to
+            ``stop`` and ``stop_token_ids``.
         seed: Seed of one response. As in OpenAI's API, equal seeds need not give equal responses: SGLang uses the seed
             only with its option ``enable_deterministic_inference``, and the in-process engine only without ``top_p``,
             ``top_k``, ``min_p``.
         json_schema: JSON schema of the response, as text. Engines without constrained decoding refuse it. With a
-        schema, the log-probs are those of the constrained distribution.
+            schema, the log-probs are those of the constrained distribution.
     """
 
     temperature: float = 1.0
@@ -104,7 +104,7 @@ class SamplingConfig:
         return [f"{name}={getattr(self, name)}" for name, value in whole.items() if getattr(self, name) != value]
 
     def greedy(self) -> "SamplingConfig":
-        """The same options with greedy decoding."""
+        """Return the same options with greedy decoding."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class SamplingConfig:
         if not 0 <= self.min_p < 1:
             raise ValueError(f"rollout_fleet.sampling.min_p must be in [0, 1), got {self.min_p}; 0.0 keeps all tokens")
         for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # an options file gives a list
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # an options file has lists
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"rollout_fleet.sampling.stop must hold texts that are not empty, got {list(self.stop)}")
         _check_least("rollout_fleet.sampling", self, max_new_tokens=1)
@@ -141,11 +141,10 @@ class SGLangConfig:
             it. A finished sample never waits for the other samples of its request.
         memory_saver: Launch the server so that it can free its weights and KV cache. Colocated pools on GPUs need this.
             On a CPU, SGLang has no memory saver, so the server only pauses while the learner has the device.
-        on_update: Handling of the KV cache of running samples at a weight update. ``recompute``: the cache is computed
-            again under the new weights, so that later tokens are exactly of the new version. ``keep``: the cache stays,
-            which costs nothing. Then the new weights sample later tokens on the old cache, and the log-probs of these
-            tokens are those of this sampling. ``keep`` launches the server without prefix cache and without overlapped
-            scheduling.
+        on_update: Handling of the KV cache of running samples at a weight update. ``recompute``: the engine computes
+            the cache again, so that later tokens depend only on the new weights. ``keep``: the engine keeps the cache,
+            and the update costs less. Then later tokens and their log-probs depend on the new weights and on the old
+            cache. ``keep`` launches the server without prefix cache and without overlapped scheduling.
         extra_args: Further ``sglang.launch_server`` arguments, verbatim.
     """
 
@@ -163,7 +162,7 @@ class SGLangConfig:
         _check_least("rollout_fleet.sglang", self, tp_size=1, max_running_requests=1, samples_per_request=1)
 
     def dtype_on(self, device: EngineDevice) -> str:
-        """The dtype of a server on ``device``. Raises `ValueError` for float32 on CUDA."""
+        """Return the dtype of a server on ``device``. Raises `ValueError` for float32 on CUDA."""
         on_cuda = device is EngineDevice.cuda
         if on_cuda and self.dtype in FLOAT32_NAMES:
             raise ValueError(
@@ -224,9 +223,9 @@ class RolloutFleetConfig:
         device: Where the engines compute. ``auto``: on CUDA if there are enough GPUs for learner and engines, else on
             the CPU.
         num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet. The run starts when
-        ``min`` engines are ready. Later, engines may join (up to ``max``) and leave.
+            ``min`` engines are ready. Later, engines may join (up to ``max``) and leave.
         min_engines: The run ends when fewer engines than this remain, because the others have failed for good. An
-        elastic fleet first waits ``no_engine_timeout_s`` for other engines to join.
+            elastic fleet first waits ``no_engine_timeout_s`` for other engines to join.
         no_engine_timeout_s: Longest time that training may wait while no engine is up.
         groups_in_flight: Number of prompt groups that one worker generates at once. The same number may be scored and
             stored meanwhile. ``{min: 4, max: 64}`` follows the load that the engine reports. The number grows while the
@@ -251,22 +250,23 @@ class RolloutFleetConfig:
             ``drop_trajectory``: only the response is left out, and the group is trained on with the others, at least
             two. Then the choice of responses depends on their content (`rollout_fleet.settlement`).
         max_attempts: A prompt group is dropped and counted after this many failures on any workers. A failure is a
-        failed reward, or an abort by the engine itself. Evictions do not count.
-        max_failures_in_a_row: The run ends after so many such failures on one worker without a stored group between
-            them. If the engine aborted the last group, the worker ends instead and is replaced.
-        max_image_pixels: Most pixels of an image of a prompt or a message; a larger image is shrunk, keeping its shape.
-            The model's own limit also holds. Example: 1048576 gives at most 1,024 tokens for patches of 16 pixels.
+            failed reward, or an abort by the engine itself. Evictions do not count.
+        max_failures_in_a_row: The run ends after this many failures (see ``max_attempts``) on one worker, without a
+            stored group between them. If the engine aborted the last group, the worker ends instead and is replaced.
+        max_image_pixels: Largest number of pixels of an image in a prompt or a message. A larger image is scaled down
+            with its aspect ratio. The model's own limit also holds. Example: 1048576 gives at most 1,024 tokens for
+            patches of 16 pixels.
         start_timeout_s: Deadline for an engine to come up and to generate its first tokens; a run adds a second per
             100 MB of the model.
         load_timeout_s: Deadline of one weight update on one engine, counted from the pause of generation; a second per
             100 MB of weights is added.
-        silence_timeout_s: How long an engine with running requests may produce no token at all. An engine that then
-            does not answer a probe has failed, and so has one after three such periods in a row. A single slow sample
+        silence_timeout_s: How long an engine with running requests may produce no token at all. The engine has failed
+            if it then does not answer a probe, or if it is silent for three such periods in a row. A single slow sample
             is not a failure.
         restarts: How often a failed engine or a dead worker is replaced within ``restart_window_s``; the next failure
             is final. Its prompt groups continue elsewhere with their tokens so far, unless ``save_progress=never``.
             0 replaces nothing.
-        restart_window_s: Older failures do not count.
+        restart_window_s: Period in which ``restarts`` counts failures. Older failures do not count.
         restart_backoff_s: Pause before the second replacement of a window; each further one doubles it, up to a minute.
         drain_timeout_s: How long running prompt groups may continue when the learner takes the device
             (``placement.colocated``); then they are aborted, and continued after the weight update.
@@ -334,7 +334,7 @@ class RolloutFleetConfig:
 
     @property
     def fewest_engines(self) -> int:
-        """Number of engines at the start of a run. The run keeps their places until it ends."""
+        """Number of engines at the start of a run. The run keeps resources for so many engines until it ends."""
         return _bounds(self.num_engines)[0]
 
     @property
@@ -370,7 +370,7 @@ class RolloutFleetConfig:
         return 2 * self.stop_timeout_s + self.server_stop_timeout_s + CLEANUP_S
 
     def update_timeout_s(self, num_bytes: int) -> float:
-        """Deadline in seconds for a member to stage new weights, finish a batch, and load the weights."""
+        """Return the deadline in seconds for a member to stage new weights, finish a batch, and load the weights."""
         return 2 * load_limit_s(self.load_timeout_s, num_bytes) + self.drain_timeout_s
 
     @property
@@ -388,12 +388,12 @@ class RolloutFleetConfig:
         return list(dict.fromkeys(name for weights in (self.reward_weights, *sources) for name in weights))
 
     def weights_for(self, data_source: str) -> dict[str, float]:
-        """The weight of each reward by its name, for the prompts of a data source."""
+        """Return the weight of each reward by its name, for the prompts of a data source."""
         entries = self.rewards_by_source.get(data_source)
         return self.reward_weights if entries is None else dict(map(_weighted, entries))
 
     def sampling_for(self, data_source: str) -> SamplingConfig:
-        """The sampling options for the prompts of a data source."""
+        """Return the sampling options for the prompts of a data source."""
         return replace(self.sampling, **self.sampling_by_source.get(data_source, {}))
 
     def _check_sampling(self) -> None:
@@ -411,7 +411,7 @@ class RolloutFleetConfig:
                 )
 
     def options_of(self, reward: str) -> dict[str, Any]:
-        """The options of a reward."""
+        """Return the options of a reward."""
         return dict(self.reward_options.get(reward_label(reward), {}))
 
     def check_reward_options(self) -> None:
@@ -496,7 +496,7 @@ class RolloutFleetConfig:
 
 
 def _bounds(count: Any) -> tuple[int, int]:
-    """Smallest and largest value of a count, which is a number or ``{min: N, max: M}``."""
+    """Return the smallest and the largest value of a count, which is a number or ``{min: N, max: M}``."""
     return (count["min"], count["max"]) if isinstance(count, Mapping) else (count, count)
 
 
@@ -512,7 +512,7 @@ def _check_bounds(name: str, count: Any) -> None:
 
 
 def reward_label(name: str) -> str:
-    """The name of a reward in reports. Example: ``format`` for ``mine.py:format``."""
+    """Return the name of a reward in reports. Example: ``format`` for ``mine.py:format``."""
     return name.rpartition(":")[2]
 
 

@@ -1,6 +1,6 @@
-"""Rewards of held-out prompts on one engine.
+"""Computes the rewards of held-out prompts on one engine.
 
-The learner does not train on their tokens, and the token account excludes them.
+The learner does not train on the tokens of these answers, and the token account excludes them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Answer:
     failure: str = ""
 
     def is_of(self, version: int) -> bool:
-        """Whether the answer is finished and all its tokens have this version."""
+        """Return whether the answer is finished and all its tokens have this version."""
         return self.sample.finish_reason is not None and not np.any(self.sample.versions != version)
 
 
@@ -94,7 +94,7 @@ class HeldOutAnswers:
         return answered
 
     async def _sample(self, prompts: Sequence[Prompt], num_samples: int) -> dict[int, list[_Answer]]:
-        """The answers to each prompt, by its group id. The greedy answer is the last one."""
+        """Return the answers to each prompt, by its group id. The greedy answer is the last one."""
         self._num_rounds += 1
 
         def each(prompt: Prompt) -> list[SamplingConfig]:

@@ -33,7 +33,7 @@ ROOMY_CACHE = 0.75
 """KV cache use below which the limit grows."""
 DECREASE = 0.75
 READINGS_TO_SHRINK = 2
-"""Consecutive full readings before the limit shrinks: new samples always wait for a moment."""
+"""Consecutive full readings before the limit shrinks. One is not enough, because new samples wait for a short time."""
 
 
 class GroupPhase(Enum):
@@ -206,7 +206,7 @@ class InflightGroup:
         return len(output.token_ids) if index < len(self.trained) else 0
 
     def belongs_to(self, request_id: str, index: int) -> bool:
-        """Whether this unanswered request belongs to the episode with this index."""
+        """Return whether this unanswered request belongs to the episode with this index."""
         return self._outstanding.get(request_id) == index
 
     def refuse(self, request_ids: Iterable[str], error: RequestRefused) -> None:
@@ -215,7 +215,7 @@ class InflightGroup:
             self.runs[self._outstanding.pop(request_id)].refuse(request_id, error)
 
     def progress(self) -> TrajectoryGroup | None:
-        """The progress to save: every trajectory so far, without baselines and rewards. None if there are no tokens."""
+        """Return every trajectory so far, without baselines and rewards, to save it. None if there are no tokens."""
         trajectories = [episode.progress() for episode in self.trained]
         if not any(turn.sampled and len(turn.token_ids) for each in trajectories for turn in each.turns):
             return None
@@ -228,7 +228,7 @@ class InflightGroup:
         return TrajectoryGroup.from_trajectories(padded, group_id=group_id, attempt=attempt)
 
     def rollout(self, index: int, decode: Callable[[Sequence[int]], str]) -> Rollout:
-        """The reward functions' input for a finished episode."""
+        """Return the reward functions' input for a finished episode."""
         if self.runs:
             return self.runs[index].rollout(decode)
         answer = self.written(index)
@@ -238,13 +238,13 @@ class InflightGroup:
         )
 
     def written(self, index: int) -> Turn | SampleOutput:
-        """All tokens that the policy wrote in an episode."""
+        """Return all tokens that the policy wrote in an episode."""
         answer = self.episodes[index].answer
         assert answer is not None
         return self.runs[index].sampled() if self.runs else answer
 
     def scored(self, scores: Scores, chosen: Sequence[int]) -> TrajectoryGroup:
-        """The finished group of the ``chosen`` episodes with their scores.
+        """Return the finished group of the ``chosen`` episodes with their scores.
 
         If there are several rewards, each becomes ``reward.NAME``.
         """
@@ -281,8 +281,8 @@ def _recorded(progress: TrajectoryGroup, num_samples: int) -> list[Trajectory | 
 class GroupLimit:
     """The limit of prompt groups on one engine, between ``lowest`` and ``highest``.
 
-    If these are equal, the limit is fixed. The limit follows the load that the engine reports. It uses additive
-    increase and multiplicative decrease (Chiu and Jain, 1989), with the slow start of TCP. The limit shrinks while
+    If both are equal, the limit is fixed. Otherwise it follows the load that the engine reports, with additive
+    increase and multiplicative decrease (Chiu and Jain, 1989) and the slow start of TCP. The limit shrinks while
     samples wait inside the engine, because they could run on another engine. It also shrinks while the KV cache is
     nearly full, because a full cache makes the engine compute samples again.
 
@@ -347,7 +347,7 @@ class InflightGroups:
         return iter(list(self._groups.values()))
 
     def get(self, key: tuple[int, int]) -> InflightGroup | None:
-        """The group with this id and attempt."""
+        """Return the group with this id and attempt."""
         return self._groups.get(key)
 
     def add(self, group: InflightGroup) -> None:
@@ -360,7 +360,7 @@ class InflightGroups:
         self.note_places()
 
     def in_phase(self, *phases: GroupPhase) -> list[InflightGroup]:
-        """The groups in one of ``phases``; by default the groups on the engine."""
+        """Return the groups in one of ``phases``; by default the groups on the engine."""
         return [group for group in self._groups.values() if group.phase in (phases or ON_ENGINE)]
 
     @property

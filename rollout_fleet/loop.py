@@ -10,8 +10,8 @@ the set of groups or of the loop's state notifies it.
 - `_keep_leasing`: a free place, then the buffer's grant. Woken by a group that leaves the engine, then by the buffer. A
   new version, a released device or a leaving member withdraws the request.
 - `_generate`, one per batch of leases: the next finished sample. Woken by the engine.
-- `_settle`, one per finished group: its turn, the reward, then the buffer's acknowledgement. Woken by the groups
-  before it, the scoring process and the buffer.
+- `_settle`, one per finished group: the groups before it, the reward, then the buffer's acknowledgement. Woken by these
+  groups, the scoring process and the buffer.
 - `load_next`: the next weights. Woken by the buffer when it offers a committed version.
 - `_keep_fitting` (if the engine's load sets the number of groups) and `_keep_renewing`: their timers.
 - `_obey`: the next revoked lease, or the buffer's request to hand groups to another worker. Woken by the buffer.
@@ -20,8 +20,8 @@ the set of groups or of the loop's state notifies it.
 - `load_weights`, `release_device`, `stop`: groups that leave the engine or the loop. Woken by `_generate`, `_settle`.
 
 When a stop, a weight update or a failure of the engine cuts a group off, its tokens are saved with its lease. The next
-holder of the lease continues the group; after an update this worker does. The loop uses neither Ray nor sockets, and no
-particular engine.
+holder of the lease continues the group. After an update, this worker continues the group. The loop uses neither Ray nor
+sockets, and works with any engine.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MAX_RENEWAL_FAILURES = 3
 READ_LOAD_EVERY_S = 1.0
 SETTLED_AT_ONCE = 8
 GATHER_S = 0.02
-"""Pause before a lease request while the engine has work. Places that become free within it are leased together."""
+"""Pause before a lease request while the engine has work. One request asks for all places that become free in it."""
 
 
 class LoopState(Enum):
@@ -205,8 +205,8 @@ class RolloutLoop:
     async def _next_after(self, offer: WeightOffer, gone: WeightsGone) -> WeightOffer:
         """Return the offer that replaced a removed offer.
 
-        Raises ``gone`` if the buffer still offers the removed version. After a restart of the learner its offers are
-        withdrawn. Then this call waits for the next offer without a deadline.
+        Raises ``gone`` if the buffer still offers the removed version. If the learner has restarted, its offers are
+        withdrawn, and this call waits for the next offer without a deadline.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.load_timeout_s):
@@ -217,7 +217,7 @@ class RolloutLoop:
         return shown
 
     async def load_weights(self, offer: WeightOffer) -> None:
-        """Stage offered weights while samples are generated, then load them. Later leases have their version.
+        """Stage offered weights while samples are generated, then load them. Later leases have the new version.
 
         Raises as `Engine.load_weights`, and `WeightsGone` if the weights were removed before the staging, or if their
         learner was replaced (`release_device`).
@@ -320,7 +320,7 @@ class RolloutLoop:
         return counters if self._player is None else replace(counters, episodes=self._player.counts)
 
     def count_generated(self) -> int:
-        """Number of policy tokens of all answered samples, plus the tokens of running samples so far."""
+        """Return the number of policy tokens of all answered samples, plus the tokens of running samples so far."""
         return self._meter.counters().tokens_generated + self._engine.num_written(self._groups.outstanding_policy)
 
     # Tasks
@@ -363,7 +363,7 @@ class RolloutLoop:
             if self._groups.in_phase():
                 await asyncio.sleep(GATHER_S)
             version, num_asked = self._engine.version, self._groups.num_free
-            if not self._may_lease or num_asked == 0:  # turns after tools may have taken the places meanwhile
+            if not self._may_lease or num_asked == 0:  # new turns of episodes may have taken the places meanwhile
                 continue
 
             def is_outdated(version: int = version, num_asked: int = num_asked) -> bool:
@@ -505,7 +505,7 @@ class RolloutLoop:
                 await self._end(group, end)
             await self._engine.abort([request_id for group in chosen for request_id in group.outstanding])
 
-    # One group's way
+    # The life of a group
 
     async def _generate(self, groups: Sequence[InflightGroup]) -> None:
         """Send the requests of groups. A group leaves the engine when it has no more requests."""
@@ -574,7 +574,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _settle(self, group: InflightGroup) -> None:
-        async with self._settling_turns:  # the engine gets its next work before this
+        async with self._settling_turns:  # the engine gets its next work before the group settles
             await asyncio.sleep(0)
         await self._settlement.settle(group, engine_failure=self._failure)
         self._groups.remove(group)

@@ -28,7 +28,7 @@ from .config import RolloutFleetConfig
 
 LONGEST_BACKOFF_S = 60.0
 STOP_MARGIN_S = 5.0
-"""Added to the deadlines of a start or a stop before the member is fenced."""
+"""Seconds that are added to the deadlines of a start and of a stop."""
 
 
 class MemberState(StrEnum):
@@ -62,7 +62,7 @@ class MemberLimits:
         drain_s: Seconds from the leave request until the member has left.
         restarts: Number of faults within ``window_s`` that are followed by a restart. The next fault is final. Example:
             3.
-        window_s: Older faults do not count.
+        window_s: Period in which faults count, in seconds. Older faults do not count.
         backoff_s: Pause before the second restart within the window. Each further restart doubles the pause.
         longest_backoff_s: The longest pause.
     """
@@ -76,7 +76,7 @@ class MemberLimits:
     longest_backoff_s: float
 
     def pause_s(self, num_faults: int) -> float:
-        """The pause in seconds after a number of faults.
+        """Return the pause in seconds after a number of faults.
 
         Example: 0, 1, 2, 4 s after 1, 2, 3, 4 faults with ``backoff_s`` 1.
         """
@@ -137,11 +137,11 @@ class Member:
         return self.state in ENDED
 
     def accepts(self, epoch: int) -> bool:
-        """Whether reports of ``epoch`` still have an effect."""
+        """Return whether reports of ``epoch`` still have an effect."""
         return epoch == self.epoch and self.state not in (MemberState.fenced, MemberState.backoff, *ENDED)
 
     def seconds_left(self, now: float) -> float | None:
-        """Seconds until the deadline of the state, for `asyncio.timeout`. None if the state has no deadline."""
+        """Return the seconds until the state's deadline, for `asyncio.timeout`. None if the state has no deadline."""
         return None if math.isinf(self.deadline) else max(0.0, self.deadline - now)
 
     # Reports of the member

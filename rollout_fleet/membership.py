@@ -47,9 +47,9 @@ class Roster:
     """The ranks of a fleet of ``fewest`` to ``most`` engines.
 
     At least ``needed`` engines must stay. At first ``fewest`` engines are present. If ``most`` is None, the fleet has a
-    fixed size, and no engine joins or leaves. The run
-    keeps the places of the ranks below ``fewest``, and reuses such a rank when its engine has left. Every other rank is
-    used once, so that logs and counters of a rank belong to one engine.
+    fixed size, and no engine joins or leaves. The run keeps the places of the ranks below ``fewest`` in the cluster,
+    and reuses such a rank when its engine has left. Every other rank is used once, so that the logs and counters of the
+    rank belong to one engine.
     """
 
     def __init__(self, *, fewest: int, most: int | None, needed: int) -> None:
@@ -70,7 +70,7 @@ class Roster:
         return 0 if self._most is None else max(0, self._most - len(self._presence))
 
     def presence_of(self, rank: int) -> Presence | None:
-        """The state of a rank; None if it has no engine."""
+        """Return the state of a rank; None if it has no engine."""
         return self._presence.get(rank)
 
     def join(self, num_engines: int, *, in_kept_places: bool = True) -> list[int]:
@@ -189,7 +189,7 @@ class FleetDesk:
         return await self._requests.get()
 
     async def answer(self, number: int, answer: FleetAnswer) -> None:
-        """Answer a request. No effect if the caller has disconnected."""
+        """Answer a request. This has no effect if the caller has disconnected."""
         if number in self._answers:
             self._answers[number].set_result(answer)
 

@@ -22,7 +22,7 @@ class EpisodeCount(StrEnum):
     closed_keys = "closed_keys"  # requests with the key of an episode that has ended
     lost_answers = "lost_answers"  # answers whose client had disconnected
     error_answers = "error_answers"  # requests that were answered with an error, including those with a wrong key
-    failed_environment = "failed_environment"  # the following count failed episodes by `FailureKind`
+    failed_environment = "failed_environment"  # this and the next four count failed episodes by `FailureKind`
     failed_tool = "failed_tool"
     failed_reward = "failed_reward"
     failed_overflow = "failed_overflow"
@@ -47,7 +47,7 @@ class FleetCounters:
         groups_failed: Number of failed attempts by reason (``aborted`` by the engine, ``reward``, …).
             ``reward_trajectory`` counts the responses that were left out of their group.
         busy_s: Time with at least one training request on the engine, without weight loads.
-        wait_s: Time without a training request on the engine because the buffer admitted none.
+        wait_s: Time without a training request on the engine while the worker waited for admission.
         load_s: Seconds of paused generation, per weight load.
         reward_s: Time spent waiting for rewards, summed over groups.
         episodes: Number of events by `EpisodeCount`; empty without environments.
@@ -67,7 +67,7 @@ class FleetCounters:
 
     @classmethod
     def total(cls, parts: Iterable[FleetCounters]) -> FleetCounters:
-        """The sum over several workers, or over several lives of one worker."""
+        """Return the sum over several workers, or over several lives of one worker."""
         sums: dict[str, Any] = asdict(cls())
         for part in parts:
             for name in sums:
@@ -81,7 +81,7 @@ class FleetCounters:
 class FleetMeter:
     """Keeps the counters of one worker.
 
-    Each second counts as busy, as waiting for admission, or as neither of the two.
+    Each second counts as busy, as waiting for admission, or as neither.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:

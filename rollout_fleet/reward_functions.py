@@ -20,7 +20,7 @@ from .reward_protocol import REWARDS, Rollout, Score
 from .sandbox import Sandbox, SandboxKind, SandboxLimits
 
 FUNCTIONS_IN_PROCESSES = frozenset({"code", "format", "judge", "math_verify"})
-"""A regular expression or an equation can take for ever; programs and judges are waited for."""
+"""A regular expression or an equation can take forever. Programs and judges make the caller wait."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _QUANTITY = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?")
 _FENCED = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)```", re.DOTALL)
@@ -109,7 +109,7 @@ def environment(prompt: Prompt, rollout: Rollout, *, failed: float = 0.0) -> Sco
 
 @REWARDS.register("format")
 class Format:
-    """1.0 if the whole response matches a regular expression, else 0.0. ``.`` also matches line breaks.
+    """Gives 1.0 if the whole response matches a regular expression, else 0.0. ``.`` also matches line breaks.
 
     Args:
         pattern: The expression; by default ``<think>…</think> <answer>…</answer>``.
@@ -128,9 +128,9 @@ class Format:
 
 @REWARDS.register("math_verify")
 class MathVerify:
-    """1.0 if the response's final expression is mathematically equal to the ground truth, else 0.0.
+    """Gives 1.0 if the response's final expression is mathematically equal to the ground truth, else 0.0.
 
-    Uses the library math-verify.
+    The library math-verify compares the expressions.
 
     Args:
         timeout_s: Seconds for parsing an expression, and for comparing two. A slower comparison counts as different.
@@ -215,7 +215,7 @@ class Code:
         return result.is_success and _lines(result.stdout) == _lines(expected)
 
     async def _holds(self, code: str, asserts: str) -> bool:
-        """Whether the asserts hold after the code has run. Code that ends its process early does not pass."""
+        """Return whether the asserts hold after the code has run. Code that ends its process early does not pass."""
         passed = secrets.token_hex(16)
         files = {"solution.py": code, "tests.py": asserts}
         result = await self._sandbox.run(_ASSERTING.format(passed=passed), files=files)
@@ -306,7 +306,7 @@ def _as_number(text: str) -> float | None:
 
 
 def _quantities(text: str) -> list[float]:
-    """All numbers in a text. A fraction with denominator 0 does not count."""
+    """Return all numbers in a text. A fraction with denominator 0 does not count."""
     found = []
     for written in _QUANTITY.findall(text):
         numerator, _, denominator = written.replace(",", "").partition("/")

@@ -34,7 +34,7 @@ _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _LONGEST_PAUSE_S = 30.0
 _SHOWN_CHARACTERS = 200
 URL_VARIABLE, KEY_VARIABLE = "ASYNCRL_JUDGE_URL", "ASYNCRL_JUDGE_KEY"
-"""Where scoring processes find the server of ``rollout_fleet.judge_model``."""
+"""Environment variables in which scoring processes find the server of ``rollout_fleet.judge_model``."""
 
 
 @REWARDS.register("judge")
@@ -49,7 +49,7 @@ class Judge:
         model: Name of the model on the server.
         template: Text of the request, with the fields ``{question}``, ``{response}``, ``{ground_truth}``, ``{low}``,
             ``{high}`` and ``{extra[COLUMN]}``.
-        api_key: Variable of the environment with the key; ``rollout_fleet.pass_secrets`` must name it. Empty: no key.
+        api_key: Environment variable that holds the key; ``rollout_fleet.pass_secrets`` must name it. Empty: no key.
         low: Lowest score of the template; it becomes 0.0. high: Highest score; it becomes 1.0.
         pattern: Regular expression. The first group of its last match is the score.
         options: Further fields of the request. Example: ``{temperature: 0.0}``.
@@ -89,7 +89,7 @@ class Judge:
         self._retries = retries
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._places = asyncio.Semaphore(at_once)
-        # raises ValueError for a wrong field
+        # a wrong field of the template raises ValueError here
         self._fill(question="", response="", ground_truth="", extra=defaultdict(str))
 
     async def __call__(self, prompt: Prompt, response_text: str) -> float:

@@ -73,7 +73,7 @@ class Score:
 
 
 class Reward(Protocol):
-    """Scores one response. Called in a scoring process, or in the rollout worker if it is a built-in that cannot hang.
+    """Scores one response. Built-ins that cannot hang run in the rollout worker, all others in a scoring process.
 
     The name of the second parameter selects the argument. ``rollout`` gets the `Rollout`. ``rollouts`` gets the list of
     all rollouts of the prompt, and the function returns one score per rollout. Any other name gets the response's text.
@@ -101,7 +101,7 @@ class BoundReward:
         is_made: Whether to make an instance of a class now. Otherwise only the options are checked.
 
     Attributes:
-        is_async: Whether its function is a coroutine function.
+        is_async: Whether the function is a coroutine function.
 
     Raises:
         ValueError: the function does not exist, or its options do not fit. The message names them.
@@ -138,7 +138,7 @@ class BoundReward:
     async def answers(
         self, prompt: Prompt, rollouts: Sequence[Rollout], *, may_fail: bool = False
     ) -> AsyncIterator[Answer]:
-        """Yield one answer per rollout, in order. Ends after a failure unless ``may_fail`` is true."""
+        """Yield one answer per rollout, in order. Stop after a failure unless ``may_fail`` is true."""
         if self.takes_group:
             for answer in await self._group_answers(prompt, rollouts):
                 yield answer

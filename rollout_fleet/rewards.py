@@ -1,10 +1,10 @@
 """Computes the rewards of a run.
 
-Runs scoring processes for the functions that need one, and computes the weighted sums. The functions are those of
-`rollout_fleet.reward_functions` and `rollout_fleet.reward_judge`, or a user's own (`rollout_fleet.reward_protocol`). A
-prompt group waits for a free process. The group's deadline starts when the group gets a process. A process that hangs
-or dies is replaced. The processes (``python -m rollout_fleet.rewards NAME PARENT_PID OPTIONS``) are started by
-`rollout_fleet.children`.
+This module runs scoring processes for the functions that need one, and computes the weighted sums. The functions are
+those of `rollout_fleet.reward_functions` and `rollout_fleet.reward_judge`, or a user's own functions
+(`rollout_fleet.reward_protocol`). A prompt group waits for a free process. The group's deadline starts when the group
+gets a process. A process that hangs or dies is replaced. `rollout_fleet.children` starts the processes
+(``python -m rollout_fleet.rewards NAME PARENT_PID OPTIONS``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ START_TIMEOUT_S = 60.0  # deadline for the start of a scoring process
 
 
 class RewardProcesses:
-    """Scores groups with one reward function: a built-in's name or ``module:function``.
+    """Scores groups with one reward function: a built-in, or a user's ``module:function``.
 
     A user's function, or a built-in that can hang, gets ``reward_processes`` processes. The processes only get the
     secrets that ``pass_secrets`` names. Raises `ValueError` if the function does not exist, or its options do not fit.
@@ -168,9 +168,9 @@ class Scores:
         parts: [G] float32 per reward by its label, including the rewards of turns; empty if the run has only one
             reward.
         turn_rewards: [G] weighted sums of the rewards of turns, by the turns' indices in the episode. They are not part
-        of ``total``. May be empty.
+            of ``total``. The list may be empty.
         failures: [G] the reason why a rollout has no score, or an empty text. The list is empty if all rollouts have a
-        score.
+            score.
     """
 
     total: np.ndarray
@@ -298,8 +298,8 @@ def _complete(work: Coroutine[Any, Any, None]) -> None:
 
 
 if __name__ == "__main__":
-    # Imported by its own name instead of run as __main__, so that a user's module registers rewards in the same
-    # registry.
+    # The module is imported by its name instead of run as __main__, so that a user's module uses the same registry of
+    # rewards.
     from rollout_fleet import rewards
 
     rewards.main()

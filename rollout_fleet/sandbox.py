@@ -59,7 +59,7 @@ class SandboxKind(StrEnum):
 
 
 class EndedBy(StrEnum):
-    """The end of a program: by itself, by a signal, or by an exceeded limit."""
+    """How a program ended: by itself, by a signal, or by an exceeded limit."""
 
     exit = "exit"
     signal = "signal"
@@ -77,7 +77,7 @@ class SandboxLimits:
     A program that asks for more gets an error from the system (memory, processes, disk), or is ended.
 
     Attributes:
-        wall_time_s: Seconds from its start to its end.
+        wall_time_s: Seconds from the program's start to its end.
         cpu_time_s: Seconds of processor time of all its processes.
         memory_bytes: Address space of each process, and resident memory of all processes.
         processes: Number of processes and threads at once.
@@ -109,7 +109,7 @@ class SandboxResult:
         stdout: Standard output, as UTF-8 with replacements; the first ``output_bytes`` of both streams together.
         stderr: Standard error, in the same form.
         seconds: Time from the start to the end of the program.
-        ended_by: The end of the program.
+        ended_by: How the program ended.
     """
 
     exit_status: int
@@ -358,7 +358,7 @@ class _Output:
             task.cancel()
 
     def texts(self) -> tuple[str, str]:
-        """Standard output and standard error."""
+        """Return standard output and standard error."""
         stdout, stderr = (b"".join(parts).decode(errors="replace") for parts in self._parts)
         return stdout, stderr
 
@@ -369,8 +369,8 @@ class _Output:
             await self._process.stdin.drain()
             self._process.stdin.close()
         await self._process.wait()
-        # Fails if the process ended before it read everything. It is awaited, because Python < 3.11.4 logs errors that
-        # are not awaited.
+        # This wait fails if the process ended before it read everything. Without the wait, Python < 3.11.4 logs the
+        # error.
         with suppress(ConnectionError):
             await self._process.stdin.wait_closed()
 
@@ -399,7 +399,7 @@ def _encoded(content: str | bytes) -> str:
 
 
 def _environment(python: str, scratch: str) -> dict[str, str]:
-    """The environment variables of a program.
+    """Return the environment variables of a program.
 
     Numerical libraries get one thread, because thread pools use much address space.
     """
@@ -425,7 +425,7 @@ def _unused_uid() -> int | None:
 
 
 def _num_own_threads(kind: SandboxKind, uid: int | None) -> int:
-    """Number of threads that the kernel counts in addition to the program's own threads."""
+    """Return the number of threads that the kernel counts in addition to the program's own threads."""
     if uid is not None:
         return 0
     kernel = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
@@ -439,7 +439,7 @@ def _num_own_threads(kind: SandboxKind, uid: int | None) -> int:
 
 
 def _root_entries(python: str) -> list[tuple[str, str, str]]:
-    """The kind, target and source of each mount of a program: system folders, devices, interpreter and packages.
+    """Return kind, target and source of each mount of a program: system folders, devices, interpreter and packages.
 
     Raises `ValueError` if the interpreter does not run.
     """

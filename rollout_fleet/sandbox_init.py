@@ -21,9 +21,9 @@ from typing import Any
 
 POLL_S = 0.05
 SCRATCH = "/tmp"
-"""Folder of the program's files inside the namespaces; a file system of its own, in memory."""
+"""Folder of the program's files inside the namespaces. It is a separate file system in memory."""
 _BASE = "/sys"
-"""An empty root is mounted here, outside of every folder that is bound into it."""
+"""The new root is built here. No folder that is bound into the root lies below this path."""
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
@@ -33,7 +33,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _ALL_NAMESPACES = 0x7E020000
 
-# System calls that reach kernel parts beyond files, memory and processes, or memory that no limit counts.
+# System calls for other parts of the kernel than files, memory and processes, or for memory that no limit counts.
 _REFUSED = {
     "x86_64": {
         "socket": 41, "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "pivot_root": 155, "chroot": 161,
@@ -249,7 +249,7 @@ class Program:
         return "signal" if self._status is not None and self._status < 0 else "exit"
 
     def _exceeded(self, seconds: float) -> str:
-        """The limit that the processes together exceed; empty if they exceed none."""
+        """Return the limit that the processes together exceed; empty if they exceed none."""
         limits = self._limits
         done = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu_s, memory = done.ru_utime + done.ru_stime, 0
@@ -258,7 +258,7 @@ class Program:
             try:
                 fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             except OSError:
-                continue  # it has ended
+                continue  # the process has ended
             cpu_s += sum(map(int, fields[11:15])) / tick
             memory += int(fields[21]) * page
         scratch_bytes, num_files = self._scratch_use()
@@ -271,7 +271,7 @@ class Program:
         return "disk" if scratch_bytes > limits["disk_bytes"] or num_files > limits["files"] else ""
 
     def _others(self) -> list[int]:
-        """The processes of the program."""
+        """Return the processes of the program."""
         everyone = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
         if self._is_alone:
             return [pid for pid in everyone if pid != 1]
@@ -288,7 +288,7 @@ class Program:
         return found[1:]
 
     def _scratch_use(self) -> tuple[int, int]:
-        """The number of bytes and of files in the scratch folder."""
+        """Return the number of bytes and of files in the scratch folder."""
         if self._is_alone:
             use = os.statvfs(self._job["scratch"])
             return 0, use.f_files - use.f_ffree  # the file system limits the bytes

@@ -40,7 +40,7 @@ class Settlement:
            └─ aborted, or its engine fails ─┘
 
     With ``on_reward_failure=drop_trajectory`` a response with a failed reward is dropped from its group and counted
-    (``reward_trajectory``). Its tokens are dropped (``reward``). Then each advantage compares the other responses.
+    (``reward_trajectory``). Its tokens are dropped (``reward``). Each advantage compares only the remaining responses.
     ``stamp`` records an event of a group in the run's profile. ``engine`` is the engine's name in receipts.
     """
 
@@ -101,7 +101,7 @@ class Settlement:
         """Save and release all groups of an ended loop, including finished groups, within ``stop_timeout_s``.
 
         A revoked group is only released. A lease that is not released in time expires. The counters then still count
-        its tokens as in flight, and `ControlBuffer.bury` makes the buffer account for them.
+        the group's tokens as in flight, and `ControlBuffer.bury` makes the buffer account for them.
         """
         if self._config.save_progress is not SaveProgress.never:
             await self._for_each([group for group in groups if group.end is not GroupEnd.revoked], self.save)
@@ -110,7 +110,7 @@ class Settlement:
     async def _for_each(
         self, groups: Sequence[InflightGroup], work: Callable[[InflightGroup], Coroutine[Any, Any, Any]]
     ) -> None:
-        """Do ``work`` for all groups at once, within half of ``stop_timeout_s``. Failures are logged."""
+        """Do ``work`` for all groups at once, within half of ``stop_timeout_s``. Log failures."""
         tasks = {group.key: asyncio.create_task(work(group)) for group in groups}
         try:
             if tasks:

@@ -176,7 +176,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def leave(self) -> FleetCounters | None:
-        """Stop taking work, release running groups with their tokens so far, and `stop`."""
+        """Stop taking work, let running groups finish if progress is never saved, and `stop`."""
         self._member.drain(time.monotonic())
         if self._loop is not None:
             await self._loop.let_end()

@@ -1,4 +1,4 @@
-"""The inference engines, which share one port, and the function that makes the configured engine."""
+"""The inference engines, which have the same interface, and the function that makes the configured engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_engine_installed(config: RolloutFleetConfig) -> None:
 def check_images(config: RolloutFleetConfig, model_path: str) -> None:
     """Raise `ValueError` for a model with images on SGLang without a GPU.
 
-    Such a server did not answer requests with images.
+    SGLang 0.5.21 on a CPU did not answer requests with images.
     """
     if config.engine is EngineKind.sglang and is_vision_model(model_path) and resolve_device(config) != "cuda":
         raise ValueError(

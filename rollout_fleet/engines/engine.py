@@ -1,4 +1,4 @@
-"""The port between a rollout worker and its inference engine, and the code that all engines share.
+"""The interface between a rollout worker and its inference engine, and the code that all engines share.
 
 The shared code handles requests and failures, checks answers, and watches for silence.
 """
@@ -134,7 +134,7 @@ class RunningSample:
         self.is_aborted = False
 
     def so_far(self) -> SampleOutput:
-        """The tokens that are kept if the engine fails now. These are the tokens whose version is certain."""
+        """Return the tokens that are kept if the engine fails now. These are the tokens whose version is certain."""
         return NOTHING
 
 
@@ -145,10 +145,10 @@ Answers = asyncio.Queue[list[tuple[SampleRequest, SampleOutput]] | Exception]
 class Engine(ABC):
     """An inference engine that serves one policy version at a time.
 
-    The unit is a sample. Requests of one call may be sent together, but each answer is yielded as soon as its sample is
-    finished. The failure of an engine is final. An engine fails if it dies, if it is silent while requests run, if an
-    answer breaks this contract, or if it could not load and verify weights. From then on every call raises this
-    failure.
+    One request is one sample. Requests of one call may be sent together, but each answer is yielded as soon as its
+    sample is finished. The failure of an engine is final. An engine fails if it dies, if it is silent while requests
+    run, if an answer breaks this contract, or if it could not load and verify weights. After that, every call raises
+    this failure.
 
     ``name`` and ``log_tail`` are for messages. ``image_token_id`` is the field of `ModelFacts`. An engine calls
     `_come_up` when it can generate, and `_go_down` when it is stopped.
@@ -203,10 +203,10 @@ class Engine(ABC):
     async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
         """Sample responses. Yields each request with its answer when its sample is finished or aborted, in any order.
 
-        When the engine fails, each running sample is yielded first, as aborted, with the tokens whose version is
-        certain. Then raises `DeadlineError` if no running request received a token within ``silence_timeout_s``,
-        `WorkerDiedError` if the engine died, `EngineError` if an answer broke the contract. Raises `RequestRefused` if
-        a request is wrong. This is not a failure of the engine.
+        When the engine fails, this method first yields each running sample as aborted, with the tokens whose version
+        is certain. Then it raises the failure: `DeadlineError` if no running request received a token within
+        ``silence_timeout_s``, `WorkerDiedError` if the engine died, `EngineError` if an answer broke the contract.
+        Raises `RequestRefused` if a request is wrong. This is not a failure of the engine.
         """
         self._check_up()
         for request in {id(request.prompt_ids): request for request in requests}.values():  # each prompt once
@@ -296,7 +296,7 @@ class Engine(ABC):
             self._running[request_id].is_aborted = True
 
     def num_written(self, request_ids: Collection[str]) -> int:
-        """Number of tokens that these requests have so far.
+        """Return the number of tokens that these requests have so far.
 
         Requests that `generate` has yielded and unknown ids count 0.
         """
@@ -343,7 +343,7 @@ class Engine(ABC):
         """Stop the engine and free its process, port and memory. May be called at any time and repeatedly."""
 
     def _come_up(self, *failures: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """Mark the engine as running. The first exception of ``failures`` is the engine's failure."""
+        """Mark the engine as running. The first exception that one of ``failures`` raises is the engine's failure."""
         self._failure = asyncio.get_running_loop().create_future()
         if failures:
             self._watching = asyncio.create_task(self._watch(failures))
@@ -377,7 +377,7 @@ class Engine(ABC):
     async def _probe(self) -> None:
         """Return when the engine shows that it is alive.
 
-        The default never returns, because a thread in a model step cannot answer.
+        The default never returns: the thread of an in-process engine cannot answer during a model step.
         """
         await asyncio.Event().wait()
 
@@ -485,7 +485,7 @@ def read_model_facts(model_path: str) -> ModelFacts:
 
 
 def check_prompt(request: SampleRequest, vocab_size: int, image_token_id: int | None = None) -> None:
-    """Raise `RequestRefused` for a prompt that would kill an engine.
+    """Raise `RequestRefused` for a prompt that could crash an engine.
 
     Such a prompt is empty, has ids outside the vocabulary, or has placeholders that do not match its images.
     """
@@ -525,7 +525,7 @@ def mixed_seed(*parts: int) -> int:
 
 
 def engine_seed(seed: int, version: int, epoch: int) -> int:
-    """The seed of one start of an engine, below 2^31.
+    """Return the seed of one start of an engine, below 2^31.
 
     A life of the run that begins at another ``version``, or another ``epoch`` of the worker, has an unrelated seed.
     Otherwise each restart would draw the same random numbers again.
@@ -538,8 +538,9 @@ def check_output(
 ) -> None:
     """Raise `EngineError` for an answer that breaks the engine's contract.
 
-    Lengths must agree, a finished response must have a token, ids must be below ``vocab_size``, log-probs must be
-    numbers <= 0, and the version of each token must be in ``loaded_versions``, the verified versions.
+    The three arrays must have the same length, and a finished response must have a token. Ids must be below
+    ``vocab_size``, and log-probs must be numbers <= 0. The version of each token must be in ``loaded_versions``, the
+    verified versions.
     """
     where = f"request {request.id}"
     lengths = (len(output.token_ids), len(output.logprobs), len(output.versions))
@@ -562,7 +563,7 @@ def check_output(
 
 
 def _in_vocabulary(token_ids: np.ndarray, vocab_size: int) -> bool:
-    """Whether all ids are in the vocabulary.
+    """Return whether all ids are in the vocabulary.
 
     A negative int32 that is read as unsigned is larger than any vocabulary.
     """
@@ -580,9 +581,9 @@ class SilenceWatch:
 
     A slow sample is not a failure, because it may wait for other requests or for weight updates. The engine is silent
     if *no* running request gets a token. After three quarters of ``timeout_s`` the watch probes the engine. An engine
-    that does not answer by the deadline has failed. An engine that answers gets a new deadline, at most three
-    consecutive times. ``probe`` returns when the engine shows that it is alive. It may raise an exception or hang.
-    ``name`` is for messages.
+    that does not answer by the deadline has failed. An engine that answers gets a new deadline, but it has failed after
+    three silent periods in a row. ``probe`` returns when the engine shows that it is alive. It may raise an exception
+    or hang. ``name`` is for messages.
     """
 
     def __init__(self, name: str, *, timeout_s: float, probe: Callable[[], Awaitable[None]]) -> None:
@@ -653,7 +654,7 @@ class SilenceWatch:
             self.token()
 
     async def _probe_error(self) -> str | None:
-        """Probe the engine. Returns the problem, or an empty string."""
+        """Probe the engine. Returns the problem, or None if the engine answered."""
         try:
             async with asyncio.timeout(PROBE_SHARE * self._timeout_s):
                 await self._probe()

@@ -35,7 +35,7 @@ _SETTING = re.compile(r"-?\d{0,9}|true|false|yes|no|on|off", re.IGNORECASE)
 
 
 def is_secret(name: str, value: str = "...") -> bool:
-    """Whether the name of a variable suggests that it holds a secret.
+    """Return whether the name of a variable suggests that it holds a secret.
 
     Examples: ``HF_TOKEN``, ``AWS_PROFILE``, ``JUDGE_API_KEY``. A ``*_TOKEN`` or ``*_TOKENS`` whose value is a number or
     a switch is a setting. Example: ``SGLANG_TWO_STREAM_MAX_TOKENS=1024``.
@@ -112,7 +112,10 @@ class Guard:
                 os.wait()
 
     def _mapped_shared_memory(self) -> set[int]:
-        """The inodes of the shared memory that the group has mapped. A semaphore is mapped under a different name."""
+        """Return the inodes of the shared memory that the group has mapped.
+
+        Names do not identify shared memory, because a semaphore is mapped under a different name.
+        """
         inodes = set()
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

@@ -23,11 +23,11 @@ from asyncrl.core.types import WeightOffer
 PLUGIN = "asyncrl"
 """Name of the plugin in SGLang."""
 PREPARED = "sglang.srt.entrypoints.engine._set_envs_and_config"
-"""Chooses, at its end, how processes start."""
+"""SGLang's function that chooses, as its last step, how processes start."""
 PAUSED = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 RETRACTED = "sglang.srt.managers.schedule_batch.Req.reset_for_retract"
 IMAGES_READ = "sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor.process_mm_data_async"
-"""Turns the images of a request into the tower's input."""
+"""SGLang's method that converts the images of a request to the vision tower's input."""
 WEIGHT_LOADER = f"{__name__}.load"
 IMAGES_VARIABLE = "ASYNCRL_IMAGES"
 """Environment variable of the server of a model with images. Other servers do not import the code for images."""
@@ -39,7 +39,7 @@ UNUSED_KERNELS = (
     "fused_qk_gemma_rmsnorm_with_gate_cpu",
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
 )
-"""Operators that SGLang's code for images names when it is imported; models of another family call them."""
+"""Operators that SGLang's code for images names when it is imported. Only models of another family call them."""
 KERNEL_STAND_IN = f"""\
 import torch
 from {__name__} import missing_kernel as __getattr__
@@ -106,16 +106,16 @@ def fork_on_cpu(_result: None, *_arguments: Any) -> None:
 def rest_while_paused(_result: None, scheduler: Any) -> None:
     """Sleep until a call arrives.
 
-    Only the first rank has a socket to wait on. The other ranks wait for the first rank anyway. During a pause SGLang's
-    loop spins, even with
-    ``--sleep-on-idle``. It would use the core that a weight update or a colocated learner needs.
+    During a pause SGLang's loop spins, even with ``--sleep-on-idle``, and uses the core that a weight update or a
+    colocated learner needs. Only the first rank has a socket to wait on. The other ranks wait for the first rank
+    anyway.
     """
     if scheduler.idle_sleeper is not None:
         scheduler.idle_sleeper.maybe_sleep()
 
 
 def skip_known_logprobs(_result: None, request: Any) -> None:
-    """Skip the log-probs of tokens that a retracted request has written, unless it needs prompt log-probs.
+    """Skip the log-probs of tokens that a retracted request has written, unless the request needs prompt log-probs.
 
     SGLang would compute the logits of all written tokens again and discard them: 19 GB in float32 for 32,000 tokens and
     a vocabulary of 152,000. Only the logits of the last token are needed.
@@ -170,9 +170,9 @@ def load(model: Any, _named_tensors: Any) -> None:
 
 
 def arrangement_of_experts(model: Any) -> str | None:
-    """Return the places of the experts in this rank's parameters.
+    """Return a JSON text that tells which experts this rank's parameters hold, and in which order.
 
-    None if this release of SGLang does not provide the places. SGLang moves experts between ranks while it serves
+    Returns None if this release of SGLang does not tell. SGLang moves experts between ranks while it serves
     (``--enable-eplb``).
     """
     try:
@@ -187,5 +187,5 @@ def arrangement_of_experts(model: Any) -> str | None:
 
 
 def report_path(order: Path, rank: int) -> Path:
-    """Path of a tensor-parallel rank's report on an order to load weights."""
+    """Return the path of a tensor-parallel rank's report on an order to load weights."""
     return order.with_name(f"{order.name}.{rank}")

@@ -82,7 +82,7 @@ class _StreamedSample(RunningSample):
         self._logprobs += [triple[0] for triple in new]
         self.num_tokens += num_new
         if reason is not None:
-            # empty if the request never began
+            # None if the request never began
             self._num_cached = meta.get("cached_tokens") if self.num_tokens else None
             versions = np.full(self.num_tokens, -1, dtype=np.int32)
             for span in meta.get("weight_versions") or []:
@@ -187,8 +187,7 @@ class SGLangEngine(Engine):
         """See `Engine.abort`.
 
         One call suffices to abort all running samples. Otherwise there is one concurrent call per sample. There is no
-        deadline
-        here: the watch for silence or the deadline of a load detects a server that does not answer.
+        deadline here: the watch for silence or the deadline of a load detects a server that does not answer.
         """
         ids = self._running.keys() & request_ids
         bodies: list[dict[str, Any]] = [{"rid": _server_id(request_id)} for request_id in ids]
@@ -250,7 +249,7 @@ class SGLangEngine(Engine):
         return [asyncio.create_task(self._generate_batch(batch, answers)) for batch in batches]
 
     async def _generate_batch(self, samples: Sequence[_StreamedSample], answers: Answers) -> None:
-        """Send samples as one HTTP request. Puts each answer, or the error, into ``answers``."""
+        """Send samples as one HTTP request, and put each answer, or the error, into ``answers``."""
         try:
             num_unanswered = len(samples)
             body = self._request_body([sample.request for sample in samples])
@@ -305,9 +304,9 @@ class SGLangEngine(Engine):
         return {**values, "return_logprob": True, "stream": True}
 
     def _image_data(self, requests: Sequence[SampleRequest]) -> dict[str, Any]:
-        """The images for `server_hooks.take_pixels`: one item per request with images.
+        """Return the images for `server_hooks.take_pixels`: one item per request with images.
 
-        Empty if no request has images.
+        Returns an empty dict if no request has images.
         """
         if not any(request.images for request in requests):
             return {}
@@ -369,7 +368,7 @@ class SGLangEngine(Engine):
         the running step is done, the server confirms the start of the update. Then ``stands_still`` is called.
 
         Returns:
-            Seconds from that call until the server confirms that it continues.
+            Seconds from the call of ``stands_still`` until the server confirms that it continues.
         """
         order, number = self._server.weight_order, secrets.token_hex(8)
         timeout_s = self._config.load_timeout_s * LOADERS_SHARE
@@ -393,8 +392,8 @@ class SGLangEngine(Engine):
         with _stage("load and verify", offer):
             await self._order("/update_weights_from_tensor", body, success=True)
             num_values = self._verified_values(offer, number)
-        # Answers may name the version only from now on. The key of the call is `new_version`; running requests stay.
-        # Both calls may be sent together, because the server does not sample before both are confirmed.
+        # Answers may name the version only from now on. Running requests are not aborted. Both calls may be sent
+        # together, because the server does not sample before it has confirmed both.
         version = str(offer.version)
         named = {"new_version": version, "abort_all_requests": False}
         with _stage("end", offer):
@@ -437,5 +436,5 @@ def _stage(name: str, offer: WeightOffer) -> record.OpenSpan:
 
 
 def _server_id(request_id: str) -> str:
-    """The id of a request on the server. The id ends with a slash, because the server matches ids by prefix."""
+    """Return the id of a request on the server. It ends with a slash, because the server matches ids by prefix."""
     return f"{request_id}/"

@@ -42,7 +42,7 @@ READY_LINE = "Uvicorn running on"
 BIND_FAILURE = "address already in use"
 BIND_ATTEMPTS = 3
 TAIL_LINES = 40
-SERVER_KEEP_ALIVE_S = 60  # the server closes an idle connection after these seconds; SGLang's default is 5
+SERVER_KEEP_ALIVE_S = 60  # the server closes a connection that is idle for so long; SGLang's default is 5
 DEATH_GRACE_S = 2.0
 # The client must close idle connections first, because a request is lost if the server closes its connection.
 CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
@@ -68,7 +68,7 @@ _LOGGING = {
     "formatters": {"plain": {"format": "[%(asctime)s %(process)d %(levelname)s] %(message)s"}},
     "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}},
     "root": {"level": "WARNING", "handlers": ["out"]},
-    # With the warm-up skipped, the server calls itself before it listens. It would log this failure with three
+    # Without a warm-up, the server calls itself before it listens. It would log the failure of this call with three
     # tracebacks.
     "loggers": {"sglang.srt.entrypoints.http_server": {"level": "ERROR"}},
 }
@@ -77,8 +77,8 @@ _LOGGING = {
 class SGLangServer:
     """One server process group, reachable at `url` with `headers` after `start`.
 
-    Its log is ``<name>-<rank>.log`` in ``log_dir``. ``head_dim`` is the field of `ModelFacts`. With ``fp32_head`` the
-    output layer computes in float32; None: only on a GPU.
+    The server's log is ``<name>-<rank>.log`` in ``log_dir``. ``head_dim`` is the field of `ModelFacts`. With
+    ``fp32_head`` the output layer computes in float32. None enables this on a GPU only.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SGLangServer:
         self._dtype = config.sglang.dtype_on(device)
         self._seed = seed
         self._port = 0
-        self._api_key = secrets.token_hex(24)  # hexadecimal, because a leading dash would be read as an option
+        self._api_key = secrets.token_hex(24)  # hexadecimal, so that it cannot begin with a dash, as options do
         self._guard: Process | None = None
         self._scratch: Path | None = None
         self._log_task: asyncio.Task[None] | None = None
@@ -297,7 +297,7 @@ class SGLangServer:
         flags = ["--skip-server-warmup", "--sleep-on-idle", "--incremental-streaming-output"]
         if not self._fleet.needs_server_tokenizer:
             flags.append("--skip-tokenizer-init")
-        if self._has_fp32_head:  # log-probs of bfloat16 logits are up to 0.06 nats off
+        if self._has_fp32_head:  # log-probs of bfloat16 logits have errors of up to 0.06 nats
             flags.append("--enable-fp32-lm-head")
         if not on_cpu and self._head_dim and self._head_dim not in COMMON_HEAD_DIMS:
             arguments["--attention-backend"] = "triton"
@@ -321,7 +321,7 @@ class SGLangServer:
             "TQDM_DISABLE": "1",
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
             ORDER_VARIABLE: str(scratch / "weights.json"),
-            # A file, because a TCPStore would listen on every address of the host and answer every client.
+            # SGLang's default, a TCPStore, would listen on every address of the host and answer every client.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
             # SGLang names the shared memory of this server's ranks by this value and the port
             "MASTER_ADDR": "127.0.0.1",
@@ -348,7 +348,7 @@ class SGLangServer:
         return environment
 
     def _compile_caches(self) -> dict[str, str]:
-        """Environment variables for compile caches, with folders that outlive the server."""
+        """Return environment variables for compile caches, with folders that outlive the server."""
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "asyncrl", "compile")
         try:
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -368,12 +368,12 @@ class SGLangServer:
         return WorkerDiedError(f"{self.name} {how}. {self.log_tail()}")
 
     def log_tail(self) -> str:
-        """The last lines of the output, for a message."""
+        """Return the last lines of the output, for a message."""
         return f"Last lines of {self.log_path}:\n" + "\n".join(self._tail)
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    """Read one line. Returns a part of a line that is longer than the stream's buffer, and nothing at the end."""
+    """Read one line. Returns only a part if the line is longer than the buffer, and no bytes at the stream's end."""
     try:
         return await stream.readuntil(b"\n")
     except asyncio.IncompleteReadError as error:
@@ -441,7 +441,7 @@ class SGLangClient:
                 async for data in response.content.iter_any():
                     *events, unread = (unread + data).split(_EVENT_END)
                     if found := [event.removeprefix(_EVENT_START) for event in events if event != _LAST_EVENT]:
-                        # faster than yielding the events one by one
+                        # decoding the events together is faster than one by one
                         yield self._decoded(b"[" + b",".join(found) + b"]", "POST", path)
         except aiohttp.ClientError as error:
             raise await self._unreachable("POST", path, error) from error

@@ -212,7 +212,7 @@ class GenerationModel:
         self._pixel_format: PixelFormat | None = None
         self._decode: Decode | None = None
         self._may_pad, self._cuts_cache = True, False
-        self._eos_ids: tuple[int, ...] = ()  # no tokens during `_check_logprobs`, so that no token ends a row
+        self._eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, so that no token ends a row
         self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
@@ -313,8 +313,8 @@ class GenerationModel:
 
         The result is in the order of the samples. ``on_first_token`` is called in this thread. Every token carries
         ``version``, the policy version of the weights. If padding changes the model's log-probs, prompts of each length
-        get their own batch. With a fixed seed, the samples also depend on which requests share a batch and when each of
-        them ends.
+        get their own batch. Even with a fixed seed, the samples also depend on which requests share a batch and when
+        each of them ends.
         """
         outputs: dict[int, SampleOutput] = {}
         for rows in self._batches([sample.request for sample in samples]):
@@ -379,11 +379,11 @@ class GenerationModel:
         return recorder.outputs(version)
 
     def _seen(self, requests: Sequence[SampleRequest], mask: Tensor, *, is_first: bool) -> dict[str, Tensor]:
-        """The model arguments of a batch with images.
+        """Return the model arguments of a batch with images.
 
-        These are positions [4, b, T] from ``mask`` [b, T], and at the first step the pixels. The first axis of the
-        positions is that of text. The positions are passed explicitly, because transformers would search for
-        placeholders itself and keep the positions as state of the model.
+        These are positions [4, b, T], computed from ``mask`` [b, T], and at the first step also the pixels. The first
+        index of the positions is that of text. The positions are passed explicitly: otherwise transformers searches for
+        placeholders itself, and keeps the positions as state of the model.
         """
         images = [placed.image for request in requests for placed in request.images]
         if not images or self._pixel_format is None:
@@ -398,7 +398,7 @@ class GenerationModel:
         return seen | (self._pixels(images) if is_first else {})
 
     def _pixels(self, images: Sequence[Image]) -> dict[str, Tensor]:
-        """The vision tower's input for images."""
+        """Return the vision tower's input for images."""
         assert self._pixel_format is not None
         pixels = torch.from_numpy(np.concatenate([image.pixels for image in images])).to(self._device)
         grids = torch.tensor([image.grid for image in images], device=self._device)
@@ -414,8 +414,7 @@ class GenerationModel:
         """Compare the log-probs of generated tokens with those of a forward pass, with padding and without.
 
         Then make the same comparison with shared prefills and dropped rows. These are enabled if the log-probs agree.
-        Raises `EngineError` if
-        generation without padding does not agree.
+        Raises `EngineError` if generation without padding does not agree.
         """
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, self._facts.vocab_size, length) for length in _TRIED_LENGTHS]
@@ -472,7 +471,7 @@ class GenerationModel:
         return (placed,)
 
     def _difference(self, requests: Sequence[SampleRequest]) -> float:
-        """Largest difference in nats between the log-probs of generation and those of a forward pass."""
+        """Return the largest difference in nats between the log-probs of generation and those of a forward pass."""
         largest = 0.0
         outputs = self.generate([RunningSample(request) for request in requests], 0)
         for request, output in zip(requests, outputs, strict=True):
@@ -492,7 +491,10 @@ class GenerationModel:
         return largest
 
     def _can_cut_cache(self, request: SampleRequest) -> bool:
-        """Whether rows of the model's cache can be dropped and copied. True if the cache holds only keys and values."""
+        """Return whether rows of the model's cache can be dropped and copied.
+
+        This is true if the cache holds only keys and values.
+        """
         ids, mask = self._left_padded([request.prompt_ids])
         config = self._generation_config(request.sampling, 1)
         cache = self._model.generate(ids, attention_mask=mask, generation_config=config).past_key_values
@@ -553,7 +555,7 @@ class GenerationModel:
 
 
 def distribution(sampling: SamplingConfig) -> tuple[float, ...]:
-    """The options that all samples of a batch have in common: temperature, top-p, top-k and min-p."""
+    """Return the options that all samples of a batch have in common: temperature, top-p, top-k and min-p."""
     return (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
@@ -616,7 +618,7 @@ class TransformersEngine(Engine):
     async def load_weights(self, offer: WeightOffer) -> float:
         """See `Engine.load_weights`.
 
-        Waits for the running batch. The watch for silence bounds the duration of that batch.
+        This call waits for the running batch. The watch for silence bounds the duration of that batch.
         """
         self._check_up()
         return await self.unless_failed(self._load_when_idle(offer))

@@ -155,7 +155,7 @@ class CommandEnvironment:
 
 
 def _last_text(prompt: Prompt) -> str:
-    """The text of a prompt's last message."""
+    """Return the text of a prompt's last message."""
     content = prompt.messages[-1].get("content") if prompt.messages else ""
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in content)
@@ -237,10 +237,10 @@ class GymEnvironment:
     """A game with ``reset`` and ``step``: Gymnasium's interface, in text or messages.
 
     ``reset`` gets the prompt's ``group_id`` as ``seed``, so that all rollouts of a group start in the same state, and
-    the row's ``extra`` as ``options``. Both are passed only if ``reset`` has these parameters. It returns the
+    the row's ``extra`` as ``options``. Both are passed only if ``reset`` has these parameters. ``reset`` returns the
     observation, or ``(observation, info)``. ``step`` gets the policy's text, and returns ``(observation, reward,
     terminated, truncated, info)``, or ``(observation, reward, done, info)``. In a discrete action space (with ``n``),
-    the last integer of the text is the action. Both may be async; otherwise they run in a thread.
+    the last integer of the text is the action. ``reset`` and ``step`` may be async; otherwise they run in a thread.
 
     Args:
         env: Your class as ``file.py:Class`` or ``module:Class``, or the id of a registered environment of the package
@@ -288,7 +288,7 @@ class GymEnvironment:
 
 
 def _action(game: Any, text: str) -> Any:
-    """The policy's text. For a discrete action space, the number in the text."""
+    """Return the policy's text or, for a discrete action space, the last integer in the text."""
     space = getattr(game, "action_space", None)
     num_actions = getattr(space, "n", None)
     if num_actions is None:
@@ -443,12 +443,10 @@ async def use_tools(
 
 @ENVIRONMENTS.register("mcp")
 class McpEnvironment:
-    """Gives the tools of MCP servers to the policy. Needs the package ``mcp``.
+    """Gives the tools of MCP servers to the policy. The environment needs the package ``mcp``.
 
-    The episode ends when the policy answers without a tool call.
-
-    The reward comes from reward functions, which score the last message. If two servers have tools of the same name,
-    the policy sees them as ``SERVER__TOOL``.
+    The episode ends when the policy answers without a tool call. The reward comes from reward functions, which score
+    the last message. If two servers have tools of the same name, the policy sees them as ``SERVER__TOOL``.
 
     Args:
         servers: Servers by name, in the format of other MCP clients. ``{command: …, args: […], env: {…}}``: a server
@@ -506,7 +504,7 @@ class McpEnvironment:
         return Outcome(answer=messages[-1].text)
 
     async def _tools_of(self, session: Any) -> list[Any]:
-        """The tools of a server, from all pages of its list."""
+        """Return the tools of a server, from all pages of its list."""
         page = await session.list_tools()
         tools = list(page.tools)
         while cursor := page.model_dump(by_alias=True).get("nextCursor"):
@@ -536,7 +534,7 @@ class McpEnvironment:
 
 
 def _is_of_connection(error: BaseException) -> bool:
-    """Whether an exception group comes from the connection to an MCP server, and not from the policy or a tool."""
+    """Return whether an exception comes from the connection to an MCP server, and not from the policy or a tool."""
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _MCP_TRANSPORTS
 
 

@@ -66,9 +66,9 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
 def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the body without the field ``thread``.
 
-    If the request continues a thread, the result also has the earlier messages of the thread, and the fields that the
-    request leaves out. ``stored`` maps the id of an answer to the result of `store_thread`. Raises `ValueError` if
-    ``thread`` names an unknown answer.
+    If the request continues a thread, the result also has the earlier messages of the thread. Fields that the request
+    leaves out come from the earlier request. ``stored`` maps the id of an answer to the result of `store_thread`.
+    Raises `ValueError` if ``thread`` is malformed or names an unknown answer.
     """
     alone = {name: value for name, value in body.items() if name != "thread"}
     match body.get("thread"):
@@ -85,13 +85,16 @@ def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
 
 
 def store_thread(body: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """What a later request of the thread inherits: the body without ``stream``, with the answer ``whole``."""
+    """Return what a later request of the thread inherits: the body without ``stream``.
+
+    The answer ``whole`` is appended to the messages.
+    """
     kept = {name: value for name, value in body.items() if name != "stream"}
     return {**kept, "messages": [*list_of(body, "messages"), {"role": "assistant", "content": whole["content"]}]}
 
 
 def message(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
-    """The answer of ``/v1/messages``. Its field ``turn`` has the index of the turn."""
+    """Return the answer of ``/v1/messages``. Its field ``turn`` has the index of the turn."""
     blocks: list[dict[str, Any]] = []
     if answer.message.get("reasoning_content"):
         blocks.append({"type": "thinking", "thinking": answer.message["reasoning_content"], "signature": ""})
@@ -121,7 +124,7 @@ def message(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
 
 
 def events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The answer as the events of a stream."""
+    """Yield the answer as the events of a stream."""
     begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
     yield {"type": "message_start", "message": begun}
     for index, block in enumerate(whole["content"]):
@@ -143,7 +146,7 @@ def events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def error(kind: str, text: str) -> dict[str, Any]:
-    """The body of an error."""
+    """Return the body of an error."""
     kinds = {"invalid_api_key": "authentication_error", "server_error": "api_error", "not_found": "not_found_error"}
     return {"type": "error", "error": {"type": kinds.get(kind, kind), "message": text}}
 

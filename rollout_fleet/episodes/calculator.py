@@ -32,7 +32,7 @@ _SUM = re.compile(r"(\d{1,4})\+(\d{1,4})|(\d{1,8})")
 
 
 def calculate(expression: str) -> str:
-    """The value of a sum or of a number; ``?`` if the text is neither."""
+    """Return the value of a sum or of a number; ``?`` if the text is neither."""
     match = _SUM.fullmatch(expression)
     if match is None:
         return CALL
@@ -92,9 +92,9 @@ def make_rows(rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
 def make_demonstrations(
     rng: np.random.Generator, rows: list[dict[str, Any]], *, habit_rate: float
 ) -> list[tuple[str, str]]:
-    """Prompts and responses of a teacher with two wrong habits, each in a share of ``habit_rate``.
+    """Return prompts and responses of a teacher with two wrong habits, each in a share ``habit_rate`` of the rows.
 
-    It answers a sum with its first number, and calls the calculator for a number. Every sum also has a right
+    The teacher answers a sum with its first number, and calls the calculator for a number. Every sum also has a right
     demonstration: the call, and the answer with its result.
     """
     shown = []

@@ -1,6 +1,7 @@
 """Parse sampled tokens into an assistant message, for chat templates without a renderer in the library ``renderers``.
 
-Tool calls are read by a parser of that library, by SGLang's (``sglang:NAME``), or as ``<tool_call>{JSON}</tool_call>``.
+Tool calls are read by a parser of that library, by a parser of SGLang (``sglang:NAME``), or as
+``<tool_call>{JSON}</tool_call>``.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class ChatTokenizer:
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
     def get_vocab(self) -> dict[str, int]:
-        """The id of each token."""
+        """Return the id of each token."""
         return self._fast.get_vocab()
 
     def apply_chat_template(
@@ -153,7 +153,7 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> str:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     template = settings.get("chat_template") or ""
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates with names
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("tool_use") or named.get("default") or ""
     return template

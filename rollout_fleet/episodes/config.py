@@ -34,7 +34,7 @@ class OnFailureConfig:
         environment: The environment raised an exception, hung, or ended its process.
         tool: A tool of the environment failed or exceeded ``tool_timeout_s``.
         reward: The environment's outcome is not valid. ``on_reward_failure`` is for reward functions that fail.
-        overflow: The episode used its turns, tokens or context, and the environment did not handle that.
+        overflow: The episode used up its turns, tokens or context, and the environment did not handle the error.
         infrastructure: The endpoint or the process failed for a reason outside the environment.
     """
 
@@ -86,17 +86,18 @@ class EnvironmentConfig:
         max_context: Tokens on any path of an episode, including prompt and answer. 0: the largest number that fits into
             the model's context and into a micro-batch of each learner role. SGLang reserves 6 positions of the context.
         max_tree_tokens: Tokens of all paths of an episode together, each path with its whole history; 0 is no limit. A
-            loss, weight or mask of whole trajectories needs a limit, because the learner then reads all paths at once.
+            loss, weight or mask that reads whole trajectories needs a limit: the learner then reads all paths in one
+            micro-batch.
         start_timeout_s: Deadline for a process to start, and for loading an environment in it.
         turn_timeout_s: Deadline of one request for a turn.
         tool_timeout_s: Deadline of one call of a tool (`Policy.run_tool`, and the tools of the adapters).
         episode_timeout_s: Deadline of an episode, from its start in a process.
-        blocked_timeout_s: A process whose event loop is blocked for so long is killed, and its episodes fail.
+        blocked_timeout_s: A process whose event loop is blocked for this long is killed, and its episodes fail.
         on_failure: Handling of failed episodes, by the kind of the failure.
         sampling: The learner trains under one temperature and without top_p, top_k and the like. ``override``: other
-            values of a request are replaced by those of ``rollout_fleet.sampling``. The policy chooses its tools freely
-            if a request forces a call. Tools that a provider's servers run are left out. Each case is counted and named
-            in a warning. ``refuse``: the request fails.
+            values of a request are replaced by those of ``rollout_fleet.sampling``. If a request forces a tool call,
+            the policy still chooses freely. Tools that a provider's servers run are left out. Each case is counted and
+            named in a warning. ``refuse``: the request fails.
         renderer: How messages become tokens.
         max_groups: Prompt groups that a worker may hold while their environments work; 0 is twice
             ``rollout_fleet.groups_in_flight``.

@@ -68,7 +68,7 @@ class EndpointCounts:
 
 
 class _Refused(Exception):
-    """A call without a session."""
+    """A call that the endpoint refuses, because its key or its route is not valid."""
 
     def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)
@@ -121,7 +121,7 @@ class Endpoint:
             self._runner = None
 
     def open(self, session: Session) -> Access:
-        """Give a session a key."""
+        """Make a key for a session. Returns the address and the key."""
         key = _PREFIX + secrets.token_hex(16)
         self._sessions[key] = session
         self._stored[key] = {}
@@ -141,7 +141,7 @@ class Endpoint:
     def _route(
         self, handle: Callable[[web.Request, Session, str], Awaitable[web.StreamResponse]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Find the session of a call. Errors are returned in the format of the API."""
+        """Return a handler that finds the session of a call, and returns errors in the format of the API."""
 
         async def route(request: web.Request) -> web.StreamResponse:
             try:
@@ -317,7 +317,7 @@ class Endpoint:
 
 
 def _status_of(error: Exception) -> tuple[int, str, str]:
-    """The HTTP status, kind and message for a failure."""
+    """Return the HTTP status, kind and message for a failure."""
     if isinstance(error, _Refused):
         return error.status, error.kind, str(error)
     if isinstance(error, EpisodeOverflow):

@@ -29,7 +29,7 @@ T = TypeVar("T")
 OVERFLOW_CODE = "context_length_exceeded"
 """Code of the endpoint's error when the episode's budget is used; OpenAI's own code."""
 OnTool = Callable[[int, str, bool], None]
-"""Told when a call of a tool begins and ends: its number in the episode, the tool's name, and whether it runs now."""
+"""Called when a tool call begins and ends, with its number in the episode, the tool's name, and whether it runs now."""
 _LARGEST = 3.4028234663852886e38  # of float32
 
 
@@ -310,18 +310,18 @@ async def _post_json(url: str, api_key: str, body: Mapping[str, Any]) -> tuple[i
 class Environment(Protocol):
     """The user's code between the turns of an episode.
 
-    This code controls the episode. One object serves all episodes of a process that have the same options, also at the
+    This code controls the episode. One object serves all episodes of a process that have the same options, even at the
     same time. So keep the state of an episode in `run`. With the class attribute ``replayable = False``, an episode
-    whose worker died starts again without its
-    recorded turns. Set the attribute if `run` changes anything outside its process.
+    whose worker died starts again without its recorded turns. Set the attribute if `run` changes anything outside its
+    process.
     """
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Run one episode.
 
         Raises:
-            Exception: the episode has failed. The kind of the failure is ``tool`` for a `ToolError`, the kind of an
-                `EpisodeFailure`, or else ``environment``.
+            Exception: the episode has failed. A `ToolError` gives a failure of kind ``tool``, and an `EpisodeFailure`
+                names its kind. Most other exceptions give ``environment``.
         """
         ...
 

@@ -10,9 +10,9 @@ JSON::
     {"cancel": 7} ──▶   the answer to 7
 
 An episode is answered after it has been cleared up: its tasks are cancelled, and the programs that it started are
-killed. Some leftovers cannot be ended: a thread, or a task that ignores its cancellation. They are counted, and the
-parent replaces the process when there are too many. This module needs only the standard library, because the process
-may run another Python than the run.
+killed. Some leftovers cannot be ended: a thread, or a task that ignores its cancellation. The process counts them, and
+the parent replaces the process when there are too many. This module needs only the standard library, because the
+process may use another Python than the run.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ BEAT_S = 1.0
 GRACE_S = 1.0
 """How long the tasks of an ended episode may take to end after their cancellation."""
 MOST_NAMED = 80
-"""Letters of a tool's name that are told; the policy may have written it."""
+"""Longest tool name that is reported, in characters. The policy may have written the name."""
 EPISODE = "ASYNCRL_EPISODE"
-"""Variable in the environment of the programs that an episode starts."""
+"""Name of the environment variable that marks the programs of an episode."""
 _ENVIRONMENTS_KEPT = 16
 _THREADS = 64
 _SHUTTING_DOWN = frozenset({410, 503})  # the endpoint's HTTP status for an episode that was cut off
@@ -288,7 +288,7 @@ async def _outcome(environment: Any, prompt: Prompt, policy: Policy) -> Outcome:
 
 
 def _failure(error: BaseException) -> EpisodeFailure:
-    """The failure of an episode that ended with this exception. Its kind is that of the first cause that has one."""
+    """Return the failure of an episode that ended with this exception. The first cause with a kind decides the kind."""
     for cause in _causes(error):
         if isinstance(cause, EpisodeFailure):
             return cause

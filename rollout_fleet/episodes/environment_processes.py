@@ -1,4 +1,4 @@
-"""Runs environments in child processes. Starts, watches and replaces the processes, and assigns episodes to them.
+"""Runs environments in child processes: starts, watches and replaces the processes, and assigns episodes to them.
 
 An episode waits for a process with a free place. The episode's deadline starts when it gets the place.
 `EnvironmentProcesses` waits for the answers of `rollout_fleet.episodes.environment_child`. One task per process reads
@@ -55,7 +55,7 @@ WATCH_S = 0.5
 CANCEL_TIMEOUT_S = 10.0
 """How long a process whose event loop is not blocked may take to clear up a cancelled episode."""
 MOST_STUCK = 16
-"""Threads and tasks of ended episodes with which a process goes on."""
+"""A process with more threads and tasks of ended episodes than this is replaced."""
 _TRACEBACK_S = 0.2
 _MAX_BACKOFF_S = 30.0
 _STEADY_S = 300.0
@@ -67,12 +67,12 @@ class HasAccess(Protocol):
 
     @property
     def base_url(self) -> str:
-        """Of the episode."""
+        """Base URL for the episode."""
         ...
 
     @property
     def api_key(self) -> str:
-        """Of the episode."""
+        """Key of the episode."""
         ...
 
 
@@ -221,7 +221,10 @@ class EnvironmentProcesses:
             raise
 
     async def is_replayable(self, name: str, options: Mapping[str, Any] | None = None) -> bool:
-        """Whether an episode of this environment may be answered from recorded turns. Raises `EpisodeFailure`."""
+        """Return whether an episode of this environment may be answered from recorded turns.
+
+        Raises `EpisodeFailure` if the environment cannot be loaded.
+        """
         if name not in self._replayable:
             question = {"name": name, "options": self._merged(name, options)}
             async with self._places:
@@ -253,11 +256,12 @@ class EnvironmentProcesses:
             access: Base URL and key of the episode.
             sample: Index of the rollout in its group, 0..G - 1.
             name: The environment. Empty: the environment of the run.
-            options: Options of the row. If the row uses the run's environment, they override the run's options one by
-                one.
+            options: Options of the row. If the row uses the run's environment, each of them overrides the run's option
+                with the same name.
             on_tool: Called at the beginning and the end of each call of `Policy.run_tool`.
 
-        Raises: EpisodeFailure: the episode has no outcome.
+        Raises:
+            EpisodeFailure: the episode has no outcome.
         """
         name = name or self._options.name
         values = {field.name: getattr(prompt, field.name) for field in fields(prompt)}
@@ -353,8 +357,7 @@ class EnvironmentProcesses:
         """Return the process of a slot.
 
         A missing process is started, after a pause if earlier processes ended soon. Raises `EpisodeFailure` if the
-        process
-        does not start.
+        process does not start.
         """
         async with self._starting[slot]:
             process = self._slots[slot]
@@ -420,7 +423,7 @@ class EnvironmentProcesses:
 
 
 def _memory_bytes(pid: int) -> int:
-    """The resident memory of a process and its descendants, in bytes."""
+    """Return the resident memory of a process and its descendants, in bytes."""
     total = 0
     with suppress(psutil.Error):
         for process in (root := psutil.Process(pid), *root.children(recursive=True)):

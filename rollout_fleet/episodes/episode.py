@@ -44,8 +44,8 @@ class EpisodeBudget:
         max_turns: Sampled turns. Example: 32.
         max_tokens: Sampled tokens of all turns. A running turn counts with all tokens that it may still write.
         max_context: Tokens on any path, including prompt and answer; at most the model's context length.
-        max_tree_tokens: Tokens of all paths together, each with its whole history. The learner can then train on them
-            at once. 0: no limit. A running turn counts with all tokens that it may still write.
+        max_tree_tokens: Tokens of all paths together, each with its whole history. With a limit, the learner can train
+            on all paths at once. 0: no limit. A running turn counts with all tokens that it may still write.
     """
 
     max_turns: int
@@ -89,8 +89,8 @@ class Episode:
     """One rollout of a prompt, turn by turn. The learner trains on exactly the sampled tokens.
 
     ``recorded`` is the `progress` of an earlier attempt. The environment then runs again, and `sample` answers from the
-    recorded turns. This replay ends with the last recorded turn, or at the first request that differs.
-    ``images`` are those of the prompt.
+    recorded turns. This replay ends with the last recorded turn, or at the first request that differs. ``images`` are
+    the prompt's images.
 
     Attributes:
         name: Prefix of the ids of its requests; without ``/``. Example: ``"4711-0-3"``: group, attempt, sample.
@@ -175,7 +175,7 @@ class Episode:
         return self.turn(turns[-1]) if turns else None
 
     def is_known(self, index: int) -> bool:
-        """Whether the index belongs to a turn of this attempt."""
+        """Return whether the index belongs to a turn of this attempt."""
         return 0 <= index < len(self._nodes) and self._nodes[index].is_live
 
     def forget(self) -> None:
@@ -200,7 +200,7 @@ class Episode:
         return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
 
     def images(self, index: int) -> tuple[PlacedImage, ...]:
-        """The images on the path from the root to the end of a turn, with their places on the path."""
+        """Return the images on the path from the root to the end of a turn, with their places on the path."""
         images: list[PlacedImage] = []
         while index != ROOT:
             node = self._nodes[index]
@@ -245,7 +245,7 @@ class Episode:
     ) -> int:
         """Start a turn that continues the path of ``parent`` with ``new_tokens``. Returns the running turn.
 
-        ``images`` are those at the placeholders of ``new_tokens``.
+        ``images`` belong to the placeholders in ``new_tokens``.
 
         If a recorded turn matches the request, this turn is returned. It is finished, or running with its recorded
         tokens. Otherwise the recorded turns of other requests from this parent are dropped, with all turns below them.
@@ -300,7 +300,7 @@ class Episode:
         return requests
 
     def turn_of(self, request_id: str) -> int:
-        """The turn that an unanswered request samples."""
+        """Return the turn that an unanswered request samples."""
         return self._outstanding[request_id]
 
     def take(self, request_id: str, output: SampleOutput) -> int:
@@ -366,7 +366,7 @@ class Episode:
         )
 
     def progress(self) -> Trajectory:
-        """The turns to save for another attempt, including unfinished turns and turns that were not replayed yet."""
+        """Return the turns to save for another attempt, including unfinished turns and turns not replayed yet."""
         kept = (node.turn.sampled and not node.is_dropped and len(node.turn.token_ids) > 0 for node in self._nodes)
         turns, _ = self._subforest([index for index, is_kept in enumerate(kept) if is_kept])
         return Trajectory(turns=turns, reward=0.0)
@@ -395,7 +395,7 @@ class Episode:
             raise ValueError(f"episode {self.name}: turn {parent} is still running; take its answer first")
 
     def depth(self, index: int) -> int:
-        """Number of tokens on the path to the end of a turn; 0 for `ROOT`."""
+        """Return the number of tokens on the path to the end of a turn; 0 for `ROOT`."""
         return 0 if index == ROOT else self._nodes[index].depth
 
     @property
@@ -404,7 +404,7 @@ class Episode:
         return limits if limits["max_tree_tokens"] else {**limits, "max_tree_tokens": sys.maxsize}
 
     def _other_paths(self, extended: int) -> int:
-        """Number of tokens of all paths, each with its whole history.
+        """Return the number of tokens of all paths, each with its whole history.
 
         A path that ends in the turn ``extended`` does not count.
         """
@@ -413,7 +413,7 @@ class Episode:
         return sum(node.reserved_depth for index, node in live.items() if index not in inner and index != extended)
 
     def _room(self, depth: int, above: int) -> int:
-        """Largest number of tokens of a new turn after a path of ``depth`` tokens below turn ``above``.
+        """Return the largest number of tokens of a new turn after a path of ``depth`` tokens below turn ``above``.
 
         Raises `EpisodeOverflow` if the number is 0.
         """
@@ -480,7 +480,7 @@ def _at_most(sampling: SamplingConfig, max_new_tokens: int) -> SamplingConfig:
 
 
 def _given_key(parent: int, token_ids: np.ndarray, images: Sequence[PlacedImage]) -> tuple[int, bytes, tuple[str, ...]]:
-    """The key that identifies a turn that was not sampled."""
+    """Return the key that identifies a turn that was not sampled."""
     return parent, token_ids.tobytes(), tuple(placed.image.digest for placed in images)
 
 

@@ -25,9 +25,9 @@ from .episode_times import TURN_TIMES, EpisodeTimes
 
 
 class Player(Protocol):
-    """Plays episodes.
+    """Plays episodes (`rollout_fleet.episodes.player`).
 
-    Starts their environments, and answers the requests of the environments (`rollout_fleet.episodes.player`).
+    A player starts the environments, and answers their requests.
     """
 
     @property
@@ -36,7 +36,7 @@ class Player(Protocol):
         ...
 
     def plays(self, prompt: Prompt) -> bool:
-        """Whether the prompt has an environment. Without one, a rollout is a single answer."""
+        """Return whether the prompt has an environment. Without one, a rollout is a single answer."""
         ...
 
     @property
@@ -45,7 +45,7 @@ class Player(Protocol):
         ...
 
     def scores(self, failure: EpisodeFailure) -> bool:
-        """Whether rewards score an episode with this failure."""
+        """Return whether rewards score an episode with this failure."""
         ...
 
     async def start(self) -> None:
@@ -83,7 +83,7 @@ class EpisodeRun:
 
     Attributes:
         episode: The forest of turns.
-        outcome: The environment's result; None before it has one.
+        outcome: The environment's result; None until there is one.
         failure: The reason why there is no outcome.
         metrics: Numbers of the session to report.
         times: The times of its turns and tools.
@@ -123,7 +123,7 @@ class EpisodeRun:
 
     @property
     def place(self) -> LevelName:
-        """The use of the episode's place on the engine: its turns, a tool, its environment, or its group's tail."""
+        """What the episode does now: it samples turns, waits for a tool or its environment, or has ended (``tail``)."""
         if self.is_over:
             return LevelName.tail
         if self.episode.num_running:
@@ -131,7 +131,7 @@ class EpisodeRun:
         return LevelName.tool if self.times.is_in_tool else LevelName.environment
 
     def called(self, names: Sequence[str]) -> None:
-        """Record that the answer which the environment gets now calls these tools."""
+        """Record the tools that an answer calls. The environment gets this answer now."""
         self.times.called(names)
         self._on_place()
 
@@ -148,7 +148,7 @@ class EpisodeRun:
         ]
 
     def sampled(self) -> SampleOutput:
-        """All tokens that the policy wrote in this attempt, turn after turn.
+        """Return all tokens that the policy wrote in this attempt, turn after turn.
 
         The result is unfinished if there is no answer.
         """
@@ -161,7 +161,7 @@ class EpisodeRun:
         )
 
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout:
-        """The input of the reward functions for this episode."""
+        """Return the input of the reward functions for this episode."""
         turns = {index: decode(self.episode.turn(index).token_ids.tolist()) for index in self.episode.sampled}
         last = self.episode.answer
         return Rollout(
@@ -174,10 +174,10 @@ class EpisodeRun:
         )
 
     def described(self, decode: Callable[[Sequence[int]], str], rewards: Mapping[int, float]) -> dict[str, Any]:
-        """The episode for the report, as JSON values: the turns with their texts and times, and the tools.
+        """Return the episode for the report, as JSON values: the turns with their texts and times, and the tools.
 
         Args:
-            decode: From token ids to text.
+            decode: Converts token ids to text.
             rewards: Rewards of turns, by their indices.
 
         Returns:
@@ -268,13 +268,13 @@ class EpisodeRun:
                 _wake(waiting)
 
     def refuse(self, request_id: str, error: RequestRefused) -> None:
-        """Handle a request that the engine refused. Drops its turn, and raises the error in the waiting calls."""
+        """Drop the turn of a request that the engine refused, and raise the error in the waiting calls."""
         index = self.episode.refuse(request_id)
         if (waiting := self._waiting.pop(index, None)) is not None:
             _wake(waiting, error)
 
     def end(self, reason: str) -> None:
-        """End the episode. The first reason counts. If the environment has ended, running turns are dropped."""
+        """End the episode. The first reason counts. Drop running turns if the environment has ended."""
         self._end_reason = self._end_reason or reason
         self.times.end()
         if self.is_over:
@@ -289,7 +289,7 @@ class EpisodeRun:
 
 
 class DirectRun(EpisodeRun):
-    """An episode of an evaluation. It sends its requests directly to an engine, and has no lease and no account."""
+    """An episode of an evaluation. It sends its requests directly to an engine. It has no lease, and is not counted."""
 
     def __init__(self, episode: Episode, engine: Engine) -> None:
         super().__init__(episode, ask=self._send, vocab_size=engine.vocab_size)

@@ -1,12 +1,12 @@
-"""The times of an episode: when it waited for the engine, turn by turn, and when for the tools between turns.
+"""The times of an episode: its waits for the engine, turn by turn, and its waits for tools between the turns.
 
 ::
 
     asked ──queue──▶ first token ──generation──▶ ended ──tool or environment──▶ the next turn is asked for
 
-An episode is inside a tool while a call of `Policy.run_tool` runs, and from an answer that calls tools until its next
-request. While neither is true and no turn runs, the episode is inside its environment. The module is pure; the clock is
-an argument.
+An episode is inside a tool while a call of `Policy.run_tool` runs, and from an answer that calls tools until the
+episode's next request. While neither is true and no turn runs, the episode is inside its environment. The module is
+pure; the clock is an argument.
 """
 
 from __future__ import annotations

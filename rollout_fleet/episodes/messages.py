@@ -2,8 +2,8 @@
 
 A client sends the whole history with every request, and client libraries normalize it. Images are compared by their
 content. Messages count as equal if they differ only in the following: ids of tool calls, the formatting of JSON
-arguments, white space around an assistant's content, a content of None, ``""`` or text parts, unknown fields, and
-reasoning that the client left out. Different reasoning makes messages different.
+arguments, white space around an assistant's content, the form of a content (a text, text parts or None), unknown
+fields, and reasoning that the client left out. Different reasoning makes messages different.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 ReadImage = Callable[[Mapping[str, Any], str], str]
-"""Reads the image in a part of a content, which a text names, and returns its digest. Raises `ValueError`."""
+"""Reads the image in a part of a content, and returns its digest. The text names the part in a `ValueError`."""
 
 
 def read_message(message: Any, where: str, read_image: ReadImage | None = None) -> dict[str, Any]:
@@ -30,8 +30,9 @@ def read_message(message: Any, where: str, read_image: ReadImage | None = None) 
     The content is text. With images it is a list of parts ``{"type": "text", "text": …}`` and
     ``{"type": "image", "digest": …}``.
 
-    Raises: ValueError: the message has an unknown role, or a part that is neither text nor an image in a message of the
-        user or a tool. ``where`` names it.
+    Raises:
+        ValueError: the role is unknown, or a part or a field is not supported. Only messages of the user and of tools
+            may have images. ``where`` names the message in the error.
     """
     role = _ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
     if role is None:
@@ -58,7 +59,7 @@ def read_message(message: Any, where: str, read_image: ReadImage | None = None) 
 
 
 def images_in(message: Message) -> list[str]:
-    """The digests of the images in a message that was read."""
+    """Return the digests of the images in a message that was read."""
     content = message["content"]
     return [part["digest"] for part in content if part["type"] == "image"] if isinstance(content, list) else []
 
@@ -77,7 +78,7 @@ def _read_parts(content: Sequence[Any], role: str, where: str, read_image: ReadI
 
 
 def read_content(content: Any, where: str) -> str:
-    """The text of a content: a string, None, or a list of text parts. Raises `ValueError` for other parts."""
+    """Return the text of a content: a string, None, or a list of text parts. Raises `ValueError` for other parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -92,7 +93,7 @@ def read_content(content: Any, where: str) -> str:
 
 
 def text_or_parts(content: Any, where: str) -> Any:
-    """The text of a message's content. If the content has images, its parts, unchanged. Raises as `read_content`."""
+    """Return the text of a message's content. Content with images is returned unchanged. Raises as `read_content`."""
     has_images = isinstance(content, list) and any(map(is_image, content))
     return content if has_images else read_content(content, where)
 
@@ -137,7 +138,7 @@ def follow(digest: bytes, message: Message, call_places: Mapping[str, int]) -> b
 
 
 def chain(messages: Sequence[Message]) -> list[bytes]:
-    """The digests of all prefixes of the messages, from the first message to all messages."""
+    """Return the digests of all prefixes of the messages, from the first message to all messages."""
     places: dict[str, int] = {}
     digest, digests = b"", []
     for message in messages:
@@ -149,7 +150,7 @@ def chain(messages: Sequence[Message]) -> list[bytes]:
 
 
 def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
-    """Whether the client's reasoning equals that of the known messages.
+    """Return whether the client's reasoning equals that of the known messages.
 
     Messages without reasoning from the client are skipped.
     """
@@ -161,7 +162,7 @@ def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
 
 
 def with_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> list[Message]:
-    """The client's messages. Missing reasoning is taken from the known messages."""
+    """Return the client's messages. Missing reasoning is taken from the known messages."""
     return [
         {**own, "reasoning_content": other["reasoning_content"]}
         if other.get("reasoning_content") and not own.get("reasoning_content")

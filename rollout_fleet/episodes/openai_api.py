@@ -99,10 +99,10 @@ def read_completion(body: Mapping[str, Any], *, key: str = "", is_retry: bool = 
 
 
 def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str = "") -> SampleOptions:
-    """Read the sampling options of a body. The body's fields have OpenAI's names.
+    """Read the sampling options from a body with OpenAI's field names.
 
-    The caller adds the field ``hosted_tools``: the types of the other tools that `split_tools` returns. Raises
-    `ValueError` with the field and its valid values.
+    The caller adds the field ``hosted_tools``: the list of types that `split_tools` returns. Raises `ValueError` with
+    the field and its valid values.
     """
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
@@ -167,7 +167,7 @@ def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _read_format(value: Any) -> str:
-    """The JSON schema of a ``response_format``; empty for text."""
+    """Return the JSON schema of a ``response_format``; empty for text."""
     kind = value.get("type") if isinstance(value, Mapping) else value
     if kind in (None, "text"):
         return ""
@@ -182,7 +182,7 @@ def _read_format(value: Any) -> str:
 
 
 def usage_of(answers: Sequence[SampledAnswer]) -> dict[str, Any]:
-    """The ``usage`` field of OpenAI's API. The prompt counts once, for any number of choices."""
+    """Return the ``usage`` field of OpenAI's API. The prompt counts once, for any number of choices."""
     written = sum(len(answer.token_ids) for answer in answers)
     prompt = answers[0].num_prompt_tokens
     return {
@@ -196,7 +196,7 @@ def usage_of(answers: Sequence[SampledAnswer]) -> dict[str, Any]:
 def chat_completion(
     body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer
 ) -> dict[str, Any]:
-    """The answer of ``/v1/chat/completions``. The field ``turn`` of each choice has the index of the turn."""
+    """Return the answer of ``/v1/chat/completions``. The field ``turn`` of each choice has the index of the turn."""
     choices = [
         {
             "index": index,
@@ -213,7 +213,7 @@ def chat_completion(
 def chat_chunks(
     body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer
 ) -> Iterator[dict[str, Any]]:
-    """The chunks of a streamed answer: role, reasoning, content, each tool call, end, and usage if requested."""
+    """Yield the chunks of a streamed answer: role, reasoning, content, each tool call, end, and usage if requested."""
     head = _head("chatcmpl", "chat.completion.chunk", body)
 
     def chunk(index: int, delta: Mapping[str, Any], finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def chat_chunks(
 
 
 def completion(body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """The answer of ``/v1/completions``. With ``stream`` it is the only chunk."""
+    """Return the answer of ``/v1/completions``. With ``stream`` it is the only chunk."""
     choices = [
         {
             "index": index,
@@ -261,7 +261,7 @@ def completion(body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokeni
 
 
 def _chat_logprobs(answer: SampledAnswer, tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """Log-probs of all tokens of a turn, including reasoning, tool calls and the end token."""
+    """Return the log-probs of all tokens of a turn, including reasoning, tool calls and the end token."""
     entries = []
     for token, logprob in zip(answer.token_ids.tolist(), answer.logprobs.tolist(), strict=True):
         text = tokenizer.decode([token])

@@ -1,6 +1,6 @@
 """Plays the episodes of one rollout worker.
 
-Environments run in child processes; sessions and URLs are in this process.
+Environments run in child processes. The sessions and the endpoint are in this process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .session import Session, SessionCounts
 
 
 class EpisodePlayer:
-    """Implements `rollout_fleet.episodes.episode_run.Player` with the environments that the options and the rows name.
+    """Implements `rollout_fleet.episodes.episode_run.Player`. The options and the rows name the environments.
 
     `start` starts the processes. `close` may be called at any time. ``max_context`` is as in `EpisodeBudget`.
     ``images`` reads the images in messages; None if the model takes no images.
@@ -110,7 +110,7 @@ class EpisodePlayer:
 
 
 def session_metrics(run: EpisodeRun, counts: SessionCounts) -> dict[str, float]:
-    """The metrics ``episode.NAME`` of docs/metrics.md for one episode. The metrics of a step are their means."""
+    """Return the metrics ``episode.NAME`` of docs/metrics.md for one episode. A step reports their means."""
     later = run.later_prompts
     return {
         **({"episode.prefix_hits": later.num_cached / later.num_tokens} if later.num_tokens else {}),
@@ -126,7 +126,7 @@ def session_metrics(run: EpisodeRun, counts: SessionCounts) -> dict[str, float]:
 
 
 def _check_turns(run: EpisodeRun, outcome: Outcome) -> None:
-    """Raise `EpisodeFailure` unless the rewarded turns are turns of this attempt of the episode."""
+    """Raise `EpisodeFailure` unless the rewarded turns are turns of this attempt after the prompt."""
     strange = sorted(turn for turn in outcome.turn_rewards if turn == PROMPT or not run.episode.is_known(turn))
     if strange:
         raise EpisodeFailure(

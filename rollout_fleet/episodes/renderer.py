@@ -56,7 +56,7 @@ class ChatRenderer(ABC):
         name: Name in logs. Example: ``"qwen3"``; ``"template"`` for the model's chat template itself.
         tokenizer: The model's tokenizer.
         stop_ids: Tokens that end an assistant's turn.
-        append_only: Whether each conversation kind of `self_test` continues without a branch, by the name of the kind.
+        append_only: Maps each kind of conversation of `self_test` to whether it continues without a branch.
     """
 
     def __init__(self, name: str, tokenizer: ChatTokenizer, stop_ids: Sequence[int]) -> None:
@@ -67,7 +67,7 @@ class ChatRenderer(ABC):
 
     @abstractmethod
     def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
-        """Tokens of a conversation, up to the start of the assistant's next turn.
+        """Return the tokens of a conversation, up to the start of the assistant's next turn.
 
         Raises:
             ValueError: the template refuses the messages.
@@ -82,7 +82,7 @@ class ChatRenderer(ABC):
         new_messages: Sequence[Message],
         tools: Sequence[Message],
     ) -> list[int] | None:
-        """Tokens of new messages that follow a sampled turn, up to the start of the next turn.
+        """Return the tokens of new messages that follow a sampled turn, up to the start of the next turn.
 
         Args:
             prompt_ids: Tokens on the path before the turn.
@@ -101,7 +101,7 @@ class ChatRenderer(ABC):
 
     @abstractmethod
     def close(self, history: Sequence[Message], answer: Message, tools: Sequence[Message]) -> list[int] | None:
-        """Tokens of an assistant's message as the template renders it, with its stop token; for `self_test`."""
+        """Return the tokens of an assistant's message in the template, with its stop token; for `self_test`."""
 
     def without_stop(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens without the stop token at the end, if there is one."""
@@ -207,7 +207,7 @@ class _PromptTexts:
         self._texts: dict[int, str] = {}
 
     def of(self, token_ids: Sequence[int]) -> str:
-        """The text of a prompt; empty if the text is not kept. A hash may collide, so the caller compares the text."""
+        """Return a prompt's text; empty if it is not kept. A hash may collide, so the caller compares the text."""
         return self._texts.get(hash(tuple(token_ids)), "")
 
     def keep(self, token_ids: Sequence[int], text: str) -> None:
@@ -222,7 +222,7 @@ class _PromptTexts:
 
 
 class TemplateRenderer(ChatRenderer):
-    """Renders with the model's chat template. Options choose the parsers.
+    """Renders with the model's chat template. ``tool_parser`` names the parser of tool calls.
 
     A short conversation is rendered with and without the new messages. The difference is encoded and gives the new
     tokens. The whole conversation is rendered too, to check that the template appends exactly this text and keeps the
@@ -337,7 +337,7 @@ class TemplateRenderer(ChatRenderer):
         return self.tokenizer.render(messages, tools=_tools(tools), add_generation_prompt=prompts, **self._options)
 
     def _find_stop_texts(self) -> list[str]:
-        """Special tokens that close an assistant's message.
+        """Return the special tokens that close an assistant's message.
 
         Some templates (GLM) have no closing token. There the first token of the next message closes the previous
         message.
@@ -357,7 +357,7 @@ class TemplateRenderer(ChatRenderer):
         return found
 
     def _after_stop(self, sampled_ids: Sequence[int], text: str) -> str | None:
-        """The part of ``text`` after the sampled tokens. ``text`` has the end of the turn and the new messages."""
+        """Return the part of ``text`` after the sampled tokens. ``text``: the end of the turn and the new messages."""
         if not len(sampled_ids) or sampled_ids[-1] not in self.stop_ids:
             return text
         sampled = self.tokenizer.decode([int(sampled_ids[-1])])
@@ -369,7 +369,7 @@ class TemplateRenderer(ChatRenderer):
         return None if any(text.startswith(stop) for stop in self._stop_texts) else text
 
     def _num_reasoning_ends(self, path: list[int]) -> int:
-        """Number of end-of-reasoning tags on a path."""
+        """Return the number of end-of-reasoning tags on a path."""
         token = self.tokenizer.convert_tokens_to_ids(REASONING_END)
         if token not in (None, self.tokenizer.unk_token_id):
             return path.count(token)
@@ -468,7 +468,7 @@ def _check_markers(tokenizer: ChatTokenizer) -> None:
 
 
 def _renders_like(renderer: ChatRenderer, own: ChatRenderer) -> bool:
-    """Whether a renderer gives the same tokens as the model's chat template for all test conversations."""
+    """Return whether a renderer gives the same tokens as the model's chat template for all test conversations."""
     num_equal = 0
     for messages, answer, new, tools in _TEST_TURNS.values():
         for conversation in (messages, [*messages, answer, *new]):

@@ -71,7 +71,7 @@ def read_request(
 
 
 def response(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
-    """The answer of ``/v1/responses``. Its field ``turn`` has the index of the turn."""
+    """Return the answer of ``/v1/responses``. Its field ``turn`` has the index of the turn."""
     output: list[dict[str, Any]] = []
     in_namespace = {
         _full_name(space["name"], own["name"]): {"namespace": space["name"], "name": own["name"]}
@@ -121,7 +121,7 @@ def response(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
 
 
 def events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of a streamed response."""
+    """Yield the events of a streamed response."""
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     all_events: list[dict[str, Any]] = [{"type": "response.created", "response": begun}]
     for index, item in enumerate(whole["output"]):

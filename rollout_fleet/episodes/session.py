@@ -100,7 +100,7 @@ class SampleOptions:
         seed: See `SamplingConfig.seed`; the i-th of n turns gets ``seed + i``.
         json_schema: See `SamplingConfig.json_schema`.
         reads_calls: Whether to read tool calls. Otherwise they stay in the content.
-        other: Other options, by OpenAI's names. A value that differs from the run's is not supported.
+        other: Other options, by OpenAI's names. A value that differs from the run's value is overridden or refused.
             Example: ``{"temperature": 0.2}``. ``hosted_tools`` lists the types of tools that a provider's servers run.
     """
 
@@ -172,10 +172,10 @@ class SessionCounts:
 
     Attributes:
         requests: Number of new requests. ``repeated``: number of requests that got the turns of an earlier request.
-        branches: Requests that could not continue their history, by cause: ``template`` (the template renders the
-            history differently, for example without the reasoning), ``unparseable`` (the same, after an answer that
-            could not be parsed), ``edited`` (the history has other messages), ``tools`` (other tools), ``new_root`` (no
-            message is known: compaction, or a sub-agent).
+        branches: Number of requests that could not continue their history, by cause. ``template``: the template renders
+            the history differently, for example without the reasoning. ``unparseable``: the same, after an answer that
+            could not be parsed. ``edited``: the history has other messages. ``tools``: the tools are other ones.
+            ``new_root``: no message is known, for example after a compaction or in a sub-agent.
         overridden: Number of sampling options that differed from the run's, by name.
         malformed_calls: Tool calls that could not be read.
         prompt_tokens: Number of tokens of all prompts. ``reused_tokens`` of them were on the path before their request.
@@ -206,7 +206,7 @@ class _History:
 
 @dataclass(kw_only=True)
 class _Call:
-    """A request: its task, its content, its number of callers, and the number of callers without an answer."""
+    """A request: its task, the digest of its content, its number of callers, and how many of them got no answer."""
 
     task: asyncio.Task[list[SampledAnswer]]
     digest: str
@@ -281,7 +281,10 @@ class Session:
         return await self._once(request, lambda: self._answer_chat(request))
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Count the tokens of the rendered messages and tools. Nothing is sampled. Raises `ValueError` as `chat`."""
+        """Count the tokens of the rendered messages and tools. Nothing is sampled, and the options are not checked.
+
+        Raises `ValueError` if there are no messages, if one is not supported, or if the template refuses them.
+        """
         messages = await self._read(request.messages)
         tokens, _ = self._with_images(self._renderer.render(messages, [dict(tool) for tool in request.tools]), messages)
         return len(tokens)
@@ -293,7 +296,7 @@ class Session:
     async def sample(self, parent: int, tokens: Sequence[int], options: SampleOptions) -> SampledAnswer:
         """Sample a turn that follows a turn (or `ROOT`) and new tokens.
 
-        Raises as `chat`, and `ValueError` as `Episode.sample`.
+        Raises as `TurnSampler.sample`, and `ValueError` for an option that is not supported or as `Episode.sample`.
         """
         (answer,) = await self._sample(_Place(parent=parent, new_tokens=tokens), options, stops=False)
         return answer
@@ -421,7 +424,7 @@ class Session:
         for message in messages:
             turns = self._answers.get(canonical(message, {}), []) if message["role"] == "assistant" else []
             kept = on_path.intersection(turns)
-            on_path.difference_update([*kept][:1])  # the next equal answer is another turn
+            on_path.difference_update([*kept][:1])  # a later equal answer is a different turn
             num_tokens += len(self._sampler.episode.turn(turns[-1]).token_ids) if turns and not kept else 0
         self.counts.retokenised_tokens += num_tokens
         return num_tokens > 0
@@ -481,7 +484,7 @@ class Session:
         return parsed
 
     def _message(self, answer: SampledAnswer, parsed: ParsedAnswer, stop: Sequence[str]) -> dict[str, Any]:
-        """The assistant's message in OpenAI's form, cut at a stop text."""
+        """Return the assistant's message in OpenAI's form, cut at a stop text."""
         content = min((parsed.content.partition(text)[0] for text in stop), key=len, default=parsed.content)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if parsed.reasoning:
@@ -505,7 +508,7 @@ class Session:
         return message
 
     def _name_of(self, turn: int) -> str:
-        """A name for a sampled turn that stays the same in a replay, although turns may have other indices there.
+        """Return a name for a sampled turn that stays the same in a replay, although its index may change there.
 
         The name is computed from the tokens of the path. Siblings with equal tokens get different names.
         """
@@ -592,7 +595,7 @@ class Session:
         assert continues, f"turn {context} is not turn {place.parent} and the tokens of its request"
 
     def _sampling_of(self, options: SampleOptions, *, stops: bool) -> SamplingConfig:
-        """The run's sampling options with the changes that a request may make.
+        """Return the run's sampling options with the changes that a request may make.
 
         Other changes raise `ValueError`, or are counted and ignored.
         """
@@ -631,7 +634,7 @@ class Session:
             turn = parent
 
     def _deepest(self, tokens: Sequence[int], images: Sequence[PlacedImage] = ()) -> tuple[int, int]:
-        """The deepest turn whose path is a prefix of these tokens and images, and the number of tokens on its path."""
+        """Return the deepest turn whose path is a prefix of these tokens and images, and the length of its path."""
         ids = np.asarray(tokens, dtype=np.int32)
         seen = {placed.offset: placed.image.digest for placed in images}
         best, open_paths = (ROOT, 0), [(ROOT, 0)]
@@ -653,7 +656,7 @@ def _read_messages(messages: Sequence[Any], read_image: ReadImage | None) -> lis
 
 
 def _digest(request: ChatRequest | TextRequest) -> str:
-    """A digest of a request's content. The idempotency key is not part of the content."""
+    """Return a digest of a request's content. The idempotency key is not part of the content."""
     kept = [value for name, value in vars(request).items() if name not in ("key", "is_retry")]
     content = orjson.dumps(kept, option=orjson.OPT_SORT_KEYS, default=repr)
     return hashlib.blake2b(content, digest_size=16).hexdigest()
