@@ -94,7 +94,7 @@ class MortalLearner(ScriptedLearner):
 
 
 def _unwatched(call):
-    """A call whose failure may stay unobserved, because no code awaits calls that are queued after a death."""
+    """Mark a failure of ``call`` as observed, because no code awaits calls that are queued after a death."""
     call.add_done_callback(lambda done: done.cancelled() or done.exception())
     return call
 

@@ -54,7 +54,7 @@ class Probe(Worker):
 
 @pytest.fixture
 def gpus(monkeypatch, tmp_path):
-    """Simulates a machine with a number of GPUs, of which ``visible`` are visible."""
+    """Return a function that simulates a machine with GPUs. ``visible`` becomes ``CUDA_VISIBLE_DEVICES``."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def make(num_gpus, visible=None):

@@ -23,7 +23,7 @@ def image(height: int = 2, width: int = 2, *, value: int = 7) -> Image:
 
 
 def given(*token_ids: int, parent: int = ROOT, **images: Image) -> Turn:
-    """A turn with images. The name of an image has its place: ``p3`` is at token 3."""
+    """A turn with images. The name of an image gives its position: ``p3`` is at token 3."""
     placed = tuple(PlacedImage(image=each, offset=int(name[1:])) for name, each in images.items())
     return Turn.given(np.array(token_ids, dtype=np.int32), parent=parent, images=placed)
 
