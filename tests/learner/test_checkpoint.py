@@ -311,7 +311,7 @@ WRONG_PARTS = {
     "no-folder": ("", lambda part, _: shutil.rmtree(part), "no checkpoint at '.*v00000001'"),
 }
 LOADED_ANYWAY = ("no-model",)  # only an export reads the model's folder
-EXPORTED_ANYWAY = ("no-random-state", "code-in-random-state", "another-record")  # a model has none
+EXPORTED_ANYWAY = ("no-random-state", "code-in-random-state", "another-record")  # an exported model has none of these
 
 
 @pytest.mark.parametrize("wrong", WRONG_PARTS)

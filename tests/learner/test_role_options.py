@@ -296,7 +296,7 @@ def test_each_role_offloads_by_its_own_options_and_all_at_the_hand_over(director
         assert started["ref"] == 0 < weights
         assert used["ref"] == 0
         assert used["actor"] == pytest.approx(3 * weights, rel=0.01)
-        assert used["critic"] == started["critic"] == generating["critic"]  # offload after each use has priority
+        assert used["critic"] == started["critic"] == generating["critic"]  # the critic's own options have priority
         assert (generating["ref"], generating["actor"]) == (0, 0)
         assert training["actor"] == used["actor"]
 

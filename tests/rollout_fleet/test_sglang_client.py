@@ -58,7 +58,7 @@ async def client(server, tmp_path, monkeypatch):
     owner = SGLangServer(
         RolloutFleetConfig(), model_path="", device=EngineDevice.cpu, rank=0, log_dir=str(tmp_path), seed=0
     )
-    monkeypatch.setattr(owner, "wait_exit", asyncio.Event().wait)  # the server lives
+    monkeypatch.setattr(owner, "wait_exit", asyncio.Event().wait)  # the server process never exits
     monkeypatch.setattr(SGLangServer, "url", await server.start())
     client = SGLangClient(owner)
     await client.open()

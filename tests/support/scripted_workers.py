@@ -32,7 +32,7 @@ class Workers:
         made_with: Arguments of the last worker, without its seed.
         engine_seeds: Seeds of the engines in the order of their starts.
         calls: Rank and method of every call except `counters`.
-        keeps_leases: Ranks that cannot give everything back when they end.
+        keeps_leases: Ranks that cannot give all leases back when they end.
         run_errors: The error that `run` raises, by rank. ``run_error`` is raised by every rank.
     """
 

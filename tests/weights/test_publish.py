@@ -39,7 +39,7 @@ from tests.support.whole_weights import gather_weights, save_whole
 
 CONFIG = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=1e-2))
 THREE_EXPERTS = "qwen3_moe with three experts"
-"""Two ranks share the experts' second dimension, because they cannot divide three experts."""
+"""Two ranks cannot divide three experts, so they divide the experts' second dimension."""
 IN_BOTH_TYPES = ("qwen3", "qwen3_moe", "qwen3_next")
 
 
