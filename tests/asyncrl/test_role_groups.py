@@ -130,7 +130,7 @@ class Learners:
 
 @pytest.fixture
 def learners(cluster, tmp_path):
-    """Start a learner; the fixture stops it at the end of the test."""
+    """A starter of learners. The fixture stops them at the end of the test."""
     learners = Learners(tmp_path)
     yield learners
     learners.stop()
@@ -148,7 +148,7 @@ def plan_of(version: int) -> Plan:
 async def run_steps(
     learner: LearnerGroup, num_steps: int = 2
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Metrics of all steps and the final weights. All steps are queued at once, as the controller does."""
+    """Queue all steps at once, as the controller does. Returns the metrics of all steps and the final weights."""
     await learner.init()
     queued = []
     for version in range(num_steps):

@@ -243,7 +243,10 @@ WITHOUT_KL = replace(ALGORITHM, kl_coef=0.0, kl_reward_coef=0.0)
 
 
 def a_batch_that_the_actor_loses(directory: str) -> tuple[set[int], int]:
-    """The critic has fetched its groups before they are lost in the buffer. The actor needs other groups."""
+    """The critic has fetched its groups before they are lost in the buffer. The actor needs other groups.
+
+    Returns the lost groups and the critic's number of updates.
+    """
     config = replace(with_own("critic", sp_size=2), num_ranks=4)
     process = Process(directory, config, ["critic", "actor"], WITHOUT_KL)
     actor, critic = process.roles["actor"], process.roles["critic"]

@@ -157,7 +157,7 @@ class SimulatedFleet:
     """Engines with given speeds, and a learner that needs ``step_s`` per step and publishes at once.
 
     Args:
-        speeds: Tokens per second of one group on each engine. A function of time if the speed changes.
+        speeds: Tokens per second of one group, per engine. An entry is a function of time if the speed changes.
         num_places: Largest number of groups on each engine.
         groups_per_step: Number of groups per learner step.
         max_lag: ``buffer.max_lag``.

@@ -367,7 +367,7 @@ def test_writing_a_prepared_file_causes_no_page_faults():
 
 
 def test_a_version_is_offered_only_after_fsync(tmp_path, publisher_of, monkeypatch):
-    """If a file were reused, another host that shares the directory could read old bytes."""
+    """The publisher syncs the data file once, before it writes the manifest."""
     publisher = publisher_of(Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1), tmp_path)
     synced, fsync = [], os.fsync
 
