@@ -17,7 +17,7 @@ from tests.support.vision_models import as_png, picture, write_vision_model
 
 
 def image(height: int = 2, width: int = 2, *, value: int = 7) -> Image:
-    """An image of height × width patches. Two patches are merged on each side."""
+    """An image of height × width patches, with a merge size of 2."""
     pixels = np.full((height * width, 12), value, dtype=np.uint8)
     return Image(pixels=pixels, grid=(1, height, width), merge_size=2, digest=f"{value} {height} {width}")
 

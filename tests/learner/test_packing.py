@@ -17,7 +17,7 @@ LENGTHS = st.lists(st.integers(1, 40), max_size=30)
 
 
 def sequences_of(lengths: list[int]) -> list[TokenSequence]:
-    """Each token id is unique in the batch, so its packed position can be found."""
+    """Sequences of these lengths. Each token id is unique in the batch, so a test can find its packed position."""
     ids = iter(range(1_000_000))
     return [
         TokenSequence(

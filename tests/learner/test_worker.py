@@ -332,7 +332,7 @@ def test_worker_modes_offload_and_load(directory):
 
 
 def slow_offload(directory: str) -> dict[str, float]:
-    """The times at which this rank offloaded and offered a version."""
+    """Offload slowly on rank 1. Returns the times at which this rank offloaded and offered the version."""
     times: dict[str, float] = {}
 
     class Buffer(ScriptedBuffer):

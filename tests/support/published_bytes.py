@@ -40,8 +40,8 @@ def publish_bytes(
 ) -> WeightOffer:
     """Publish an image as one tensor, in pieces of 16 KiB.
 
-    With ``base`` the image is written as delta files, otherwise as one data file. With ``frozen`` the manifest names the
-    image as an adapter of these weights.
+    With ``base``, the image is written as delta files, otherwise as one data file. With ``frozen``, the manifest names
+    the image as an adapter of these weights.
     """
     target = folder / ("frozen" if version == FROZEN else f"v{version:08d}")
     target.mkdir(parents=True)

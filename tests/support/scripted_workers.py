@@ -22,12 +22,12 @@ from rollout_fleet.metrics import FleetMeter
 
 
 class Workers:
-    """Stands in for places and workers. A call takes ``takes_s``. A worker in ``hangs`` never answers `counters`.
+    """Stands in for places and workers. A call takes ``takes_s``. With ``hangs``, `counters` takes 60 s.
 
     Attributes:
         deaths: Error that ends the worker's life, by rank.
         replaced: Ranks in the order of their replacements.
-        full: Whether no node has room. `make_room` ends this.
+        full: An event while no node has room, otherwise None. A test sets the event when there is room again.
         closed: Ranks with released places.
         made_with: Arguments of the last worker, without its seed.
         engine_seeds: Seeds of the engines in the order of their starts.
