@@ -216,7 +216,7 @@ class Lineage:
         return self.run
 
     def _begin(self, engine: str, *options: str) -> None:
-        """Start a life with the command that the previous life printed."""
+        """Start a life with the current command. `_end` sets the command after each life."""
         resume = next(one for one in self._command if one.startswith("checkpoint.resume="))
         self.run = self.start(
             *self._command, f"rollout_fleet.engine={engine}", *ENGINES[engine], *options, output_dir=self.disk / "out"

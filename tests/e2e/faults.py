@@ -2,8 +2,9 @@
 
 A second table has faults that a run survives.
 
-``pytest -m "slow or not slow" tests/e2e/test_faults.py`` runs every row on both engines. The moment within a phase is
-drawn from a seed, which is printed. ``ASYNCRL_FAULT_SEED=N`` repeats it.
+``pytest -m "slow or not slow" tests/e2e/test_faults.py`` runs every row. The second table runs on both engines, and a
+row of the first table on its ``engines``. The test draws the moment within a phase from a seed and prints the seed.
+``ASYNCRL_FAULT_SEED=N`` repeats the moment.
 """
 
 import signal

@@ -50,7 +50,7 @@ RIGHT = "pass"
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Adds package files to the import path until the test ends."""
+    """Return a function that adds package files to the import path until the test ends."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def make(**files: str) -> None:
