@@ -20,7 +20,7 @@ from rollout_fleet.engines.sglang_server import SERVER_KEEP_ALIVE_S, SGLangClien
 
 
 class ResettingServer:
-    """A server that answers the first request of every connection with ``{}``, and then resets the connection."""
+    """A server that answers the first request of a connection with ``{}``, and resets the connection at the second."""
 
     def __init__(self) -> None:
         self.requests: list[str] = []

@@ -202,7 +202,7 @@ def test_weights_that_two_ranks_stream_equal_the_gathered_weights(family, option
 
 
 def adapters_of_a_rank(config, path, folder, hosts):
-    """Return the weights that an engine merges from two published adapters, and the gathered weights."""
+    """Return what an engine merges from two published adapters, the published folders, and the gathered weights."""
     trainer = Trainer(config, model_path=path, total_updates=2)
     rank, directory = trainer.mesh.rank, Path(folder, f"host-{hosts[trainer.mesh.rank]}")
     options = PublishOptions(adapters=True)
@@ -230,7 +230,7 @@ async def merged_by_an_engine(stager, offer):
 
 
 def merged_from(offer):
-    """Return the file of the frozen weights, and the merged weights."""
+    """Return the inode of the frozen weights' manifest, and the merged weights."""
     adapter = PublishedAdapter(offer)
     frozen = FileWeights(adapter.base)
     frozen.verify()
