@@ -27,7 +27,7 @@ _GROUPS = {
     "tests/asyncrl/test_examples.py": "cluster",
     "tests/single_controller/test_future.py": "cluster",
 }
-"""Tests whose path begins so run in one process. The longest groups stand first and go first."""
+"""Group by start of the path. The tests of a group run in one process. The longest groups stand first and run first."""
 _SESSION = pytest.StashKey[str]()
 _WATCHER = pytest.StashKey[subprocess.Popen]()
 
@@ -37,7 +37,7 @@ def pytest_configure(config):
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if not hasattr(config, "workerinput"):
-        # as for SIGINT, so that fixtures end their processes
+        # raise KeyboardInterrupt, as for SIGINT, so that fixtures end their processes
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler)
         config.stash[_SESSION] = name_session()
@@ -63,12 +63,12 @@ def pytest_collection_modifyitems(items):
 
 
 def group_of(nodeid):
-    """The name of the group of tests that share a process with this test. The test's file if it shares no resources."""
+    """The group of this test: a name of `_GROUPS`, or else the test's file. A group runs in one process."""
     return next((name for start, name in _GROUPS.items() if nodeid.startswith(start)), nodeid.partition("::")[0])
 
 
 def _rank(item):
-    """The longest groups go first, so that no process waits long for the other at the end."""
+    """Sort the longest groups first, so that no process waits long for the other process at the end."""
     if (group := group_of(item.nodeid)) in _GROUPS.values():
         return list(_GROUPS.values()).index(group)
     return len(_GROUPS) + (item.path.parent.name not in ("rollout_fleet", "learner"))

@@ -35,7 +35,7 @@ NORMAL = StepRecord(
 
 
 def changes_of(alarms, records):
-    """For each alarm that begins or ends: its step, its name, and whether it began."""
+    """Return (step, name, whether it began) for each alarm that begins or ends."""
     return [(r.step, alarm.name, alarm.last_step is None) for r in records for alarm in alarms.step(r)]
 
 

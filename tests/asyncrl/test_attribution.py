@@ -13,7 +13,7 @@ OPEN = [("queued", 0, 5), ("budget", 0, 1)]
 
 
 def states(attribution, pool, lane=None):
-    """The periods as (start, end, state, places), sorted by time."""
+    """The periods as (start, end, state, number of places), sorted by time."""
     found = [(s.start, s.end, s.state, s.places) for s in attribution.stretches[pool] if lane in (None, s.lane)]
     return sorted(found)
 

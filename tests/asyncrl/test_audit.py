@@ -42,7 +42,7 @@ def trained_on(group, step, samples):
 
 
 def write_life(folder, steps, *, resumed=None, before=()):
-    """Write a life with one group per step. Another engine saved four tokens of each group of attempt 1."""
+    """Write a life with one group per step. Of a group of attempt 1, another engine sampled four tokens."""
     make_life(folder, resumed=resumed, status=0)
     receipts.start(folder, "all")
     for step in steps:
@@ -92,7 +92,7 @@ def run(tmp_path):
 
 
 def change(run: Path, act, chosen, **values):
-    """Change the fields of the chosen receipts of one kind."""
+    """Set ``values`` in the life's receipts of kind ``act`` whose fields equal ``chosen``."""
     path = run / "receipts" / "all.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
@@ -145,9 +145,9 @@ def test_a_receipt_that_is_wrong_or_missing_is_named(run, capsys, act, chosen, v
 
 
 def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, capsys):
-    """The killed life made a step that is lost.
+    """The step of the killed life is lost.
 
-    The next life took over its journal, which has a group of the killed life's engine.
+    The next life inherits the journal, and trains a group that the killed life's engine sampled.
     """
     checkpoint = run.parent / "1" / "checkpoints" / "v00000002"
     killed = write_life(run.parent / "1b", {2: group_of(3, [2] * 4)}, resumed=checkpoint)
@@ -164,7 +164,7 @@ def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, cap
 
 
 def test_a_step_in_a_checkpoint_counts_though_its_controller_was_killed_before_it_noted_the_commit(run, capsys):
-    # the last commit of life 1, and a commit of the next life that others follow
+    # the last commit of life 1, and a commit of the next life that is not its last
     for life, step in ((run.parent / "1", 1), (run, 2)):
         path = life / "receipts" / "all.jsonl"
         lines = path.read_text().splitlines(keepends=True)

@@ -32,7 +32,7 @@ async def test_a_ray_that_does_not_start_is_a_named_error(monkeypatch, overrides
 
 
 async def test_a_stop_while_ray_starts_waits_for_it_before_it_is_shut_down(monkeypatch):
-    """If Ray is shut down while it starts, Ray ends the whole process with its own exit status."""
+    """If Ray is shut down while it starts, Ray ends the whole process with Ray's exit status."""
     starting, may_end, events = threading.Event(), threading.Event(), []
 
     def start(**options):

@@ -25,8 +25,8 @@ TOKENS_PER_STEP = 10
 class ScriptedBuffer(OffersInMemory):
     """Like the real ledger, this buffer may plan one version ahead of the last commit.
 
-    ``slow_parts`` maps the version of a checkpoint to a step. The buffer writes its part of that checkpoint only after
-    the commit of that step.
+    ``slow_parts`` maps the version of a checkpoint to a step. The buffer finishes its part of the checkpoint only after
+    the commit of this step.
     """
 
     def __init__(self, trained_per_step=TOKENS_PER_STEP, version=0, earlier=None, slow_parts=()):
@@ -265,9 +265,9 @@ async def test_the_next_update_is_queued_on_the_ranks_before_the_running_one_is_
 
 
 class UnsureLearner(ScriptedLearner):
-    """A learner with one extra group, a copy of the first group with other lengths.
+    """A learner that adds a group without a score to each plan.
 
-    Its reward model has no score for that group.
+    The group is a copy of the planned group with other response lengths.
     """
 
     async def scored(self, plan):
@@ -352,7 +352,10 @@ async def test_a_record_carries_the_batchs_numbers():
 
 
 class BufferOfShortGroups(ScriptedBuffer):
-    """Each batch has a complete group of four samples, and a group that lost one sample, or two at odd versions."""
+    """Each batch has a complete group of four samples and a short group.
+
+    The short group has lost one sample, or two samples at odd versions.
+    """
 
     async def plan(self, version):
         [whole] = (await super().plan(version)).groups
@@ -418,7 +421,7 @@ async def test_both_parts_of_a_checkpoint_are_queued_between_two_updates():
 
 
 async def test_checkpoints_wait_while_the_buffer_writes_two(caplog):
-    """A store server cannot be reached, so the first two parts are not finished until step 9 is committed."""
+    """The buffer finishes its first two parts only after step 9, as if it could not reach a store server."""
     saved = []
     buffer = ScriptedBuffer(slow_parts={1: 9, 2: 9})
     controller, _, fleet, _ = make_controller(

@@ -26,7 +26,7 @@ def stream_of(tmp_path, sampler: str) -> PromptStream:
 
 
 async def train(client: AnyRole, prompts: RepeatedPrompts, steps: range) -> Counter[str]:
-    """Make the steps. Returns the generated groups by the difficulty of their row."""
+    """Make the steps. Returns the number of generated groups per difficulty of their row."""
     generated: Counter[str] = Counter()
     for step in steps:
         while (await client.stats()).groups["stored"] < SIZE:
@@ -74,7 +74,7 @@ async def test_a_curriculum_continues_from_the_state_of_a_checkpoint_with_the_sa
 
 
 async def test_a_curriculum_whose_groups_train_twice_continues_from_a_checkpoint_as_if_it_had_not_ended(tmp_path):
-    """The ledger's part and the state of the sampler are saved between a plan and its commit, as a run does."""
+    """The test saves the ledger's part and the sampler's state between a plan and its commit, as a run does."""
     options = {"groups_per_step": SIZE, "max_lag": 2, "max_uses": 2, "filters": ["equal_rewards"]}
 
     async def step_of(client: AnyRole, prompts: RepeatedPrompts, step: int) -> list[tuple[int, int]]:
@@ -89,7 +89,7 @@ async def test_a_curriculum_whose_groups_train_twice_continues_from_a_checkpoint
         return [(group.group_id, group.num_uses) for group in (await client.plan(step)).groups]
 
     async def lives(*ends: int) -> tuple[list[list[tuple[int, int]]], dict, dict]:
-        """Run lives that end at each of these steps. Each next life continues from a checkpoint."""
+        """Run one life up to each of these steps. Each later life continues from a checkpoint of the previous life."""
         planned, resumed, account = [], None, {}
         for life, end in enumerate(ends):
             prompts = RepeatedPrompts(stream_of(tmp_path, "difficulty"), resumed and resumed.state)

@@ -126,8 +126,9 @@ TRACKED = [
     ("Qwen3-0.6B", 8, {"num_shards": 2, "tokens": 16384, "whole_gradients": True, "keeps_attention": True}, 7.988),
     ("Qwen3-30B-A3B", 3, {"num_shards": 8, "tokens": 16384, "keeps_attention": True}, 17.148),
 ]
-"""Model, layers, setup, and the peak in GB that torch's `FSDPMemTracker` gives for the learner's packed model, in the
-second of two micro-batches: on fake tensors with CUDA's matrix products, 1,024 tokens per chunk, and AdamW's state."""
+"""Model, number of layers, setup, and peak memory in GB. torch's `FSDPMemTracker` measured the peak on the learner's
+packed model, in the second of two micro-batches. The measurement had fake tensors, CUDA's matrix products, chunks of
+1,024 tokens, and AdamW's state."""
 
 
 @pytest.mark.parametrize(("name", "num_layers", "setup", "tracked_gb"), TRACKED)
@@ -137,7 +138,10 @@ def test_memory_of_a_rank_is_within_five_hundredths_of_the_tracked_peak(name, nu
 
 
 def test_memory_of_a_rank_equals_a_calculation_by_hand():
-    """Four ranks. Each has a quarter of the parameters and moments, and either all gradients or a quarter of them."""
+    """Each of four ranks has a quarter of the parameters and of AdamW's moments.
+
+    It has all gradients, or a quarter of them with ``gradient_sync=micro_batch``.
+    """
     config = run("learner.num_ranks=4")
     parts = rank_memory(config, SMALL)["learner"]
     assert parts["parameters"] == SMALL.num_parameters
@@ -225,7 +229,7 @@ def test_a_pool_apart_is_counted_alone_and_is_never_paused():
         ([], 12 + 12 + 2),
         ([MOVES], 0),
         ([MOVES, "learner.critic.offload_at_transition_only=false"], 12),
-        # the critic is offloaded after each use, not at the transition, so its moments stay on the device
+        # ``param_offload`` moves the critic's parameters after each use, but not its moments
         ([MOVES, "learner.critic.param_offload=true"], 8),
         ([MOVES, "learner.reference.param_offload=true"], 0),
     ],

@@ -23,14 +23,14 @@ pytestmark = [
 ]
 EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml"))
 CARDS = {"A100": "flashinfer", "H100": "fa3", "B200": "trtllm_mha"}
-"""The attention backend that SGLang chooses by itself."""
+"""The attention backend that SGLang chooses by itself on each card."""
 HEAD_DIMS = {
     "flashinfer": {64, 128, 256},
     "fa3": set(range(8, 257, 8)),
     "trtllm_mha": {64, 128},
     "triton": range(1, 513),
 }
-"""Head sizes that a backend has kernels for. All but Triton's take half types only."""
+"""Head sizes for which each backend has kernels. All kernels except Triton's accept only float16 and bfloat16."""
 QWEN = {"vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "dtype": "bfloat16"}
 MODELS = {
     "Qwen3-0.6B": {

@@ -94,7 +94,7 @@ class MortalLearner(ScriptedLearner):
 
 
 def _unwatched(call):
-    """A call whose failure may stay unobserved, because no code awaits calls that are queued after a death."""
+    """Mark a failure of ``call`` as observed, because no code awaits calls that are queued after a death."""
     call.add_done_callback(lambda done: done.cancelled() or done.exception())
     return call
 
@@ -171,7 +171,7 @@ async def test_a_step_that_a_checkpoint_holds_and_the_ledger_has_not_heard_of_is
 class LosingLearner(MortalLearner):
     """A learner whose ranks do not find the batches in ``losses``.
 
-    Calls that are queued after a lost batch are skipped.
+    Calls that are queued after a lost batch raise `BatchLost` too.
     """
 
     def __init__(self, buffer, folder: Path, losses: list[int], *, names=(7,)) -> None:

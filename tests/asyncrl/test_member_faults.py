@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 TWO = "rollout_fleet.num_engines=2"
 DEADLINE_S = 10.0
 PROMPT_S = 1.5
-"""What a call of the training loops may take while one worker stands still."""
+"""The longest duration, in seconds, of a call of the training loops while one worker does not answer."""
 FULL = OSError(28, "No space left on device: '/dev/shm/asyncrl-1/v00000003'")
 
 
@@ -153,7 +153,7 @@ async def test_nothing_of_the_fleet_stands_still_after_a_stall_in_any_phase(flee
     workers.stand_still(1, stall_s)
     await asyncio.wait({call}, timeout=100)
     assert call.done()
-    if call.exception() is not None:  # a fleet that does not start ends the run, and the error names the awaited call
+    if call.exception() is not None:  # a fleet that does not start ends the run; the error names what it awaited
         assert (phase, stall_s > DEADLINE_S) == (in_start, True)
         assert "waited 10 s for the rollout workers, which wait for the first weights" in str(call.exception())
         return

@@ -72,11 +72,11 @@ RUN = """
     while "buffer.max_lag=1" in sys.argv:
         signal.pause()
 """
-"""Stands in for a run: the one with ``buffer.max_lag=1`` waits for SIGTERM."""
+"""A program that stands in for a run. With ``buffer.max_lag=1`` it waits for SIGTERM."""
 
 
 def test_a_multirun_starts_a_run_per_value_and_a_signal_stops_it_with_its_running_run(tmp_path):
-    """`tests/e2e/test_multirun.py` tests this with whole runs."""
+    """`tests/e2e/test_multirun.py` tests the same with whole runs."""
     (tmp_path / "run.py").write_text(textwrap.dedent(RUN))
     run = tmp_path / "run"
     run.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {tmp_path}/run.py "$@"\n')

@@ -1,6 +1,6 @@
 """Files that are sent to other nodes and collected from them.
 
-Folders of this machine stand in for their file systems.
+Folders of this machine stand in for the nodes' file systems.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from buffer import make_keys
 
 
 class Node:
-    """Stands in for the actor of a node, with its paths under ``root``.
+    """Stands in for the actor of a node. The node's files are under ``root``.
 
-    None means that the node shares this file system.
+    If ``root`` is None, the node shares the file system of this process.
     """
 
     def __init__(self, root=None):
@@ -228,7 +228,7 @@ async def test_a_node_whose_shared_memory_has_no_room_for_images_is_named(folder
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full if "other" in str(path) else usage)
     with pytest.raises(ValueError, match=r"got: 10\.0\.0\.2 has 0 MiB; .*weights\.transport=file"):
         await folders.supply(config, keys="", resumes=False)
-    await folders.supply(replace(config, weights=WeightsConfig()), keys="", resumes=False)  # keeps no images
+    await folders.supply(replace(config, weights=WeightsConfig()), keys="", resumes=False)  # no weight images
 
 
 async def test_a_node_that_does_not_see_a_folder_that_must_be_shared_is_not_used(folders, tmp_path, monkeypatch):

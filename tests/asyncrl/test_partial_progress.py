@@ -56,13 +56,13 @@ async def make_loop(buffer: AnyRole, *, version: int, token_delay_s: float) -> t
 
 
 async def until_killed(address: str) -> None:
-    """The worker that dies. It loads two versions, reports this, and writes too slowly to finish before the kill."""
+    """Run the worker that dies. It loads two versions, reports each load, and is killed before its samples finish."""
     loop, engine = await make_loop(AnyRole(address), version=0, token_delay_s=0.1)
     run = asyncio.create_task(loop.run())
     for version in (1, 2):
         while len(engine.requests) < 2 * version:  # noqa: ASYNC110 - two samples per version
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.25)  # two tokens of each
+        await asyncio.sleep(0.25)  # time for two tokens of each sample
         await asyncio.to_thread(sys.stdin.readline)
         await loop.load_weights(bare_offer(version))
         sys.stdout.write(f"loaded {version}\n")
@@ -86,7 +86,7 @@ def finished(lease: Lease) -> TrajectoryGroup:
 
 
 async def learn(control: AnyRole, version: int) -> None:
-    """Make one learner step on a group that another worker writes at once."""
+    """Make one learner step on another group. ``control`` leases this group and puts it at once."""
     prompt = Prompt(group_id=100 + version, prompt_ids=np.array([3], dtype=np.int32))
     await control.enqueue([prompt])
     [lease] = await control.lease(version, 1)

@@ -60,7 +60,7 @@ def test_a_warm_start_is_reused_for_the_same_settings_only(config):
 
 @contextlib.contextmanager
 def locked(config):
-    """A process of another run holds the lock of the warm start."""
+    """Hold the lock of the warm start, as a process of another run does."""
     folder = warm_start_path(config)
     folder.parent.mkdir(parents=True)
     with folder.with_name(f".{folder.name}.lock").open("w") as held:

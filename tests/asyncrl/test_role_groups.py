@@ -130,7 +130,7 @@ class Learners:
 
 @pytest.fixture
 def learners(cluster, tmp_path):
-    """Start a learner; the fixture stops it at the end of the test."""
+    """A starter of learners. The fixture stops them at the end of the test."""
     learners = Learners(tmp_path)
     yield learners
     learners.stop()
@@ -148,7 +148,7 @@ def plan_of(version: int) -> Plan:
 async def run_steps(
     learner: LearnerGroup, num_steps: int = 2
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Metrics of all steps and the final weights. All steps are queued at once, as the controller does."""
+    """Queue all steps at once, as the controller does. Returns the metrics of all steps and the final weights."""
     await learner.init()
     queued = []
     for version in range(num_steps):
@@ -201,8 +201,8 @@ async def fail(learner: LearnerGroup) -> None:
 def fused(cluster, tmp_path_factory):
     """The results of a learner with all roles in one process, before a death and after a restart.
 
-    It makes two steps, a checkpoint, a third step, a step on other tokens than planned, and a failing step. Then its
-    process is killed, and it repeats the third step from the checkpoint.
+    It makes two steps, a checkpoint, a third step, a step whose tokens differ from the plan, and a failing step. Then
+    its process is killed, and the learner repeats the third step from the checkpoint.
     """
     learners = Learners(tmp_path_factory.mktemp("fused"))
     learner = learners.start()
@@ -249,7 +249,7 @@ def test_fused_roles_share_a_process_and_compute_what_separate_pools_do(fused, s
 
 
 def test_roles_of_one_process_compute_the_same_with_options_of_their_own(fused, start) -> None:
-    """A sequence-parallel actor, a data-parallel reference, and a data-parallel critic with smaller micro-batches."""
+    """The actor is sequence-parallel. Reference and critic are data-parallel; the critic has smaller micro-batches."""
     own = start(
         "learner.num_ranks=2",
         "learner.sp_size=2",
@@ -273,7 +273,7 @@ def test_roles_of_one_process_compute_the_same_with_options_of_their_own(fused, 
 
 
 def bytes_of_roles() -> list[int]:
-    """The objects of each role of this process on the device."""
+    """Return the bytes that each role of this process has on the device."""
     gc.unfreeze()  # the worker has excluded its objects from garbage collection
     return [policy.device_bytes() for policy in gc.get_objects() if isinstance(policy, OffloadPolicy)]
 
@@ -302,7 +302,7 @@ def test_every_role_of_the_actors_pool_leaves_the_device_at_the_hand_over(start,
             found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
             await learner.rollout_mode(version + 1)
             found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
-        await learner.save_policy(tmp_path / "policy")  # at this moment the engines use the device
+        await learner.save_policy(tmp_path / "policy")  # called while the engines use the device
         found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
         return found
 
@@ -359,9 +359,9 @@ def test_an_estimator_of_ones_own_has_a_critic_which_learns_while_the_policy_war
 
 
 def test_a_reward_model_scores_what_is_planned_and_training_goes_on_without_a_group_that_has_no_score(start, tmp_path):
-    """The embedding of one token is not a number, so the group with this token has no score.
+    """The reward model's embedding of one token is NaN, so the group with this token has no score.
 
-    Other groups have scores.
+    The other groups have scores.
     """
     torch.manual_seed(3)
     groups = {summary.group_id: group(summary.group_id, 1) for summary in plan_of(1).groups}

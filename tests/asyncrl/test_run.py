@@ -54,7 +54,10 @@ def make_training(run_dir, view, *overrides, learner=None, records=()):
 
 
 async def keep(tmp_path, policy, *overrides, learner=ScriptedLearner):
-    """Stop a training in its fourth step and let it keep its results. Returns its messages and its files."""
+    """Stop a training in its fourth step, and let it save its results.
+
+    Returns the printed messages and the names of the written files.
+    """
     buffer, saved = ScriptedBuffer(), []
     controller, _, fleet, records = make_controller(steps=1000, buffer=buffer, learner=learner(buffer, saved=saved))
     steps = asyncio.ensure_future(train(controller, fleet))

@@ -54,7 +54,7 @@ class Probe(Worker):
 
 @pytest.fixture
 def gpus(monkeypatch, tmp_path):
-    """Simulates a machine with a number of GPUs, of which ``visible`` are visible."""
+    """Return a function that simulates a machine with GPUs. ``visible`` becomes ``CUDA_VISIBLE_DEVICES``."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def make(num_gpus, visible=None):
@@ -94,7 +94,7 @@ def run(*options):
 
 
 def seen_by_all(config, num_joining=0):
-    """The visible GPUs of each process, by the name of the process. The groups are started as in a run."""
+    """The environment of each process, by the name of the process. The groups are started as in a run."""
     probe = RayClassWithInitArgs(ray.remote(Probe))
     layout = learner_layout(config)
     groups = {

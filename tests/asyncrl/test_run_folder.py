@@ -54,14 +54,14 @@ def test_and_into_the_runs_folder_where_they_do_not_or_where_all_are_kept(run_di
         ValueError, match=r"shared_memory needs room: .*7 MiB free and 10 MiB are needed; .*transport=file"
     ):
         snapshots(run_dir, *in_memory)
-    # includes the deltas since the full version, and all images
+    # the 28 MiB include the deltas since the full version, and all images
     with pytest.raises(ValueError, match=r"28 MiB are needed"):
         snapshots(run_dir, *in_memory, "weights.full_every=5", "rollout_fleet.num_engines=3")
 
 
 def test_a_fallback_to_the_disk_warns_with_its_seconds_per_version(run_dir, monkeypatch, caplog):
     snapshots(run_dir, "weights.transport=file")
-    assert not caplog.records  # the user chose the disk
+    assert not caplog.records  # no warning, because the user chose the disk
     (run_dir / "snapshots").rmdir()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 24, 0, 7 << 20))
     snapshots(run_dir)

@@ -126,7 +126,8 @@ def test_two_engines_on_one_core_are_as_fast_as_one():
 def test_other_work_on_the_host_slows_down_busy_pools(max_lag, expected_s):
     """The engine generates for 3 s. It stores four groups in 0.0625 s each, and waits 0.3 s before it requests a lease.
 
-    With lag, the core also does 1 s of other work per step at the same time.
+    The controller's 1 s per step uses the core with fewer jobs. With lag, both cores are busy, so this work slows them
+    down.
     """
     host = HostModel(is_shared=True, settle_s=0.0625, step_s=1.0)
     work = {"engine": BATCHES, "learner": LearnerModel(step_s=3.0), "host": host}
@@ -347,7 +348,7 @@ def test_a_waiting_group_that_is_stopped_is_returned_after_a_batch_of_one_token(
 
 
 def test_handed_over_groups_continue_without_lost_tokens():
-    """One of two equal engines is busy with a group for more than twice the longest previous duration."""
+    """One of two equal engines needs more than twice as long for a group as for any group before."""
     model = EngineModel(step_s=0.001, step_s_per_sample=0.01)
     lengths = LengthModel(recorded=[[10, 10], [300, 300]])
     keeps = scenario(max_lag=0, num_engines=2, groups_in_flight=8, engine=model, lengths=lengths, groups_per_step=8)
@@ -368,9 +369,9 @@ def test_simulated_steps_vary_like_the_recorded_ones():
 
 
 def test_the_groups_of_a_batch_are_settled_one_by_one_during_the_next_batch():
-    """Settling four groups takes 0.5 s each and shares the core with the next batch.
+    """The first batch ends at 3 s. Settling a group takes 0.5 s of CPU time.
 
-    So one group is stored per second from 3 s on.
+    Settling shares the engine's core with the next batch, so it stores one group per second.
     """
     host = HostModel(is_shared=True, settle_s=0.5)
     simulation = Simulation(

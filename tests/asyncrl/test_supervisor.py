@@ -80,7 +80,7 @@ def test_a_signal_to_every_process_reaches_the_work_once_and_ends_none_of_its_ch
     for process in (*psutil.Process(run.pid).children(recursive=True), run):
         process.send_signal(number)
     time.sleep(0.1)
-    run.send_signal(number)  # a sweep passes on the signals that it gets itself
+    run.send_signal(number)  # a sweep forwards its own signal, so the run gets the signal twice
     assert run.communicate(timeout=30)[0] == "status 11 own\n"
 
 

@@ -1,4 +1,4 @@
-"""The cost for the buffer of many waiting engines whose weights are too old for any group."""
+"""The buffer does no work for waiting engines whose weights are too old for any group."""
 
 from asyncrl.core.types import GroupSummary
 from buffer import BufferConfig, commands
@@ -46,7 +46,7 @@ def put(group_id: int) -> commands.Put:
 
 
 def after_one_step(requests: CountedRequests) -> None:
-    """A ledger with the learner at version 1, queued prompts, and no open groups."""
+    """Bring the ledger to learner version 1, with queued prompts and no open groups."""
     requests.ask(b"controller", commands.Enqueue(tuple(range(16)), (0,) * 16))
     requests.ask(b"worker", commands.LeaseGroups(engine_version=0, max_groups=2))
     for group_id in (0, 1):

@@ -31,8 +31,8 @@ def options_of(kind: str, directory: Path, **more: Any) -> dict[str, Any]:
 async def first_life(client: AnyRole, folder: Path) -> None:
     """Train step 0, and write the checkpoint of version 1.
 
-    As in a run, this happens after the plan and before the commit. Groups 0 and 1 are consumed, 2 and 3 are stored, 4
-    has a saved prefix of 4 tokens, 5 runs, 6 to 9 are queued.
+    As in a run, the checkpoint is written after the plan and before the commit. Groups 0 and 1 are consumed, 2 and 3
+    are stored. Group 4 has a saved prefix of 4 tokens, group 5 runs, and groups 6 to 9 are queued.
     """
     await client.enqueue([prompt(i) for i in range(10)])
     leases = await client.lease(0, 6)
@@ -52,7 +52,7 @@ async def first_life(client: AnyRole, folder: Path) -> None:
 async def begin_life(client: AnyRole, *, tokens_generated: int) -> None:
     for version in range((await client.stats()).learner_version, 1):
         await client.commit(version)
-    for _ in range(2):  # sent again
+    for _ in range(2):  # the second request repeats the first one
         await client.resume(1, key="one", tokens_generated=tokens_generated)
 
 

@@ -16,7 +16,7 @@ NUM_BYTES = 1_000_000
 
 
 async def store_two_groups(client: AnyRole) -> list[int]:
-    """Two groups that together fill more than half of `NUM_BYTES`."""
+    """Store two groups that together fill more than half of `NUM_BYTES`. Returns their ids."""
     await client.enqueue([prompt(i) for i in range(2)])
     for lease in await client.lease(0, 2):
         await client.put(rollout(lease, num_tokens=25_000))

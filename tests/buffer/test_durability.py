@@ -28,10 +28,7 @@ def on_disk(directory: Path, **options) -> BufferConfig:
 
 
 class Killable:
-    """A server process that can be killed and started again with the same journal and address.
-
-    Has the addresses of its stores.
-    """
+    """A server process that can be killed and started again with the same journal and address."""
 
     def __init__(self, directory: Path, groups_per_step: int, **options) -> None:
         self._config, self._sockets = with_socket_folder(on_disk(directory, **options))
@@ -124,7 +121,7 @@ class Learner:
 
 
 async def work(client: AnyRole, learner: Learner) -> None:
-    """A rollout worker that leases at the learner's version, puts, and continues after any error."""
+    """Act as a rollout worker: lease at the learner's version, put, and continue after any error."""
     while True:
         for lease in await learner.lease(client):
             with suppress(ReplayBufferError):
@@ -132,7 +129,7 @@ async def work(client: AnyRole, learner: Learner) -> None:
 
 
 async def train(control: AnyRole, learner: Learner, *, num_steps: int) -> list[int]:
-    """A learner. Returns the groups that it consumed."""
+    """Act as the learner. Returns the ids of the consumed groups."""
     consumed: list[int] = []
     while learner.version < num_steps:
         plan = await control.plan(learner.version)
@@ -147,7 +144,7 @@ async def train(control: AnyRole, learner: Learner, *, num_steps: int) -> list[i
 
 
 async def train_through_kills(directory: Path, *, num_steps: int, kill_after: list[float], **options) -> None:
-    """Workers and a controller run to the end while the server is killed at the given times."""
+    """Run workers and a controller to the end, and kill the server at the given times."""
     server = Killable(directory, groups_per_step=4, max_lag=2, lease_s=1.0, queue_size=16, **options)
     *workers, control = (AnyRole(server.process.address, request_timeout_s=60.0) for _ in range(3))
     learner = Learner()
@@ -336,7 +333,7 @@ def test_inspect_prints_what_the_server_holds(tmp_path: Path, capsys, monkeypatc
 
 @pytest.fixture
 def no_frames_in_the_log(monkeypatch):
-    """Frames of any size are written on the journal's thread, like large frames."""
+    """The journal's thread writes frames of any size, as otherwise only large frames."""
     monkeypatch.setattr(service, "JOIN_BELOW_BYTES", 0)
 
 
@@ -354,9 +351,9 @@ async def test_after_a_power_failure_large_frames_that_were_written_last_are_los
 
 
 async def outcomes_of_cut_files(tmp_path: Path) -> tuple[set[int], set[int]]:
-    """Cut unsynced writes at any byte of either file.
+    """Cut each file of the journal at 13 places, as a power failure may cut writes that were not synced.
 
-    Returns the number of stored groups and the number of lost groups.
+    Returns the numbers of stored groups and of lost groups that occurred.
     """
     before = tmp_path / "before"
     options = {"durability": Durability.disk, "max_lag": 3}
@@ -394,7 +391,7 @@ async def test_a_group_whose_trajectories_did_not_survive_is_generated_again_and
             await client.put(rollout(lease, num_tokens=9 - lease.prompt.group_id))
         assert [group.group_id for group in (await client.plan(0)).groups] == [3, 2]
     frames = tmp_path / "journal.1.frames"
-    frames.write_bytes(frames.read_bytes()[:-200])  # the last of four
+    frames.write_bytes(frames.read_bytes()[:-200])  # cuts the last of four groups
     async with running(**options) as run:
         client = run.client()
         stats = await client.stats()
@@ -474,7 +471,7 @@ async def test_a_put_is_acknowledged_only_when_it_is_written(tmp_path: Path, mon
             with pytest.raises(ReplayBufferError, match="journal cannot be written: Bad file descriptor; check the"):
                 await client.put(rollout(first))
         await client.put(rollout(second))
-        await client.put(rollout(first))  # a repeated put writes the group, which was stored before and not written
+        await client.put(rollout(first))  # this group is stored but not written; the repeated put writes it
     async with running(groups_per_step=4, **options) as run:
         fetched = await run.client().fetch([0, 1])
         assert [group.group_id for group in fetched] == [0, 1]

@@ -25,7 +25,7 @@ async def rotate(control: AnyRole, directory: Path) -> None:
 
 
 def without_file(directory: Path, role: BufferRole):
-    """Keys that somebody has copied."""
+    """The keys of a role without the path of their file, as if somebody had copied them."""
     return replace(client_keys(directory, role), path=None)
 
 
@@ -95,13 +95,13 @@ async def test_a_client_that_was_idle_or_away_follows(tmp_path):
 async def test_a_replacement_that_was_interrupted_shuts_nobody_out_and_can_begin_again(tmp_path):
     make_keys(tmp_path)
     old = without_file(tmp_path, ROLLOUT)
-    add_keys(tmp_path)  # the process died here
+    add_keys(tmp_path)  # the first replacement stops here, as if its process had died
     async with running(groups_per_step=1, keys=str(tmp_path)) as run:
         control = run.client(keys=client_keys(tmp_path, CONTROLLER))
         assert (await run.client(keys=old).stats()).learner_version == 0
         keys = add_keys(tmp_path)
         await control.renew_keys()
-        put_keys(tmp_path, keys)  # and here
+        put_keys(tmp_path, keys)  # the second replacement stops here
         assert (await run.client(keys=old).stats()).learner_version == 0
         await rotate(control, tmp_path)
         with pytest.raises(NotAllowed):

@@ -176,7 +176,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _may_have(self, worker: bytes) -> int:
         """Number of queued groups that a worker may lease.
 
-        At most one of them would be dropped at its next worker death.
+        At most one of these groups is a suspect, which would be dropped at its next worker death.
         """
         suspects = [group_id for group_id in self.deaths if self._is_suspect(group_id) and group_id not in self.running]
         holds_one = any(lease.owner == worker for g, (lease, _) in self.running.items() if self._is_suspect(g))
@@ -498,7 +498,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.planned[version] = ids
 
     def _num_missing_from(self, version: int) -> int:
-        """The number of groups that the batch lacks, for the deadline that lacks the most."""
+        """The number of groups that the batch still lacks: the maximum over all deadlines."""
         planned = {group_id for ids in self.planned.values() for group_id in ids}
         ready = [deadline for group_id, (_, deadline) in self.stored.items() if group_id not in planned]
         deadlines = self._open_deadlines()

@@ -74,7 +74,7 @@ async def test_a_client_on_another_host_measures_how_its_clock_stands(tmp_path, 
         record.start(config, process="engine-0", pool=Pool.fleet)
         try:
             here = record.clock_id()
-            answers = iter([here]) if is_elsewhere else repeat(here)  # the first caller is the server
+            answers = iter([here]) if is_elsewhere else repeat(here)  # the server is the first caller
             monkeypatch.setattr(record, "clock_id", lambda: next(answers, "elsewhere"))
             client = buffer.client()
             await client.enqueue([prompt(1)])
@@ -86,4 +86,4 @@ async def test_a_client_on_another_host_measures_how_its_clock_stands(tmp_path, 
     assert bool(clocks) == is_elsewhere
     for _, clock, _, offset_ns, error_ns in clocks:
         assert clock == here
-        assert abs(offset_ns) <= error_ns  # both processes have the same clock
+        assert abs(offset_ns) <= error_ns  # server and client read the same clock

@@ -104,7 +104,7 @@ def test_the_oldest_version_counts_once_enough_engines_serve_one():
         log.loaded(engine, version, took_s)
     assert log.served(3) == (4, 2.0)
     assert log.served(4) is None
-    log.loaded(ENGINES[0], 4, 7.0)  # said before
+    log.loaded(ENGINES[0], 4, 7.0)  # a repeated report has no effect
     assert log.served(3) == (4, 2.0)
     log.loaded(ENGINES[2], 6, 3.0)
     log.forget(ENGINES[0])

@@ -20,7 +20,7 @@ from buffer.sockets import LoopClock
 from tests.support.simulated_fleet import SimulatedFleet
 
 FAST, SLOW = 100.0, 10.0
-"""Tokens per second of one group; a group has 80."""
+"""Tokens per second of one group. A group has 80 tokens."""
 ONE_SLOW = [FAST, FAST, FAST, SLOW]
 
 
@@ -324,9 +324,9 @@ class Workers:
         self.check()
 
     def check(self) -> None:
-        """Check that every worker that may begin a group has begun it.
+        """Check that no worker waits although it may begin a group.
 
-        A place that is kept for a running group is excepted.
+        Exception: the place is kept for a running group that is to be handed over.
         """
         ledger = self.ledger
         if not ledger.groups.num_queued or not ledger.room.has_room():
@@ -359,7 +359,7 @@ async def test_whoever_may_begin_a_group_by_the_rule_begins_it(max_lag: int, dat
             key = data.draw(st.sampled_from(sorted(of.held)))
             owner, version = of.held.pop(key)
             pace_s = 0.02 if owner == b"worker-0" else 0.001
-            of.service._admission._paces._running[key[0]].began -= 3 * pace_s  # it took so long
+            of.service._admission._paces._running[key[0]].began -= 3 * pace_s  # as if its 3 tokens had taken so long
             of.ask(owner, put_of(key, version))
         elif action == "step":
             version = of.ledger.learner_version

@@ -26,7 +26,7 @@ def offer(version: int) -> WeightOffer:
 
 @asynccontextmanager
 async def staged_until_pinned(offered: WeightOffer):
-    """Keeps the engine at its version, like a load that hangs.
+    """Stage versions up to `PINNED_FROM`. Later versions never finish, like a load that hangs.
 
     So the worker keeps requesting leases at the old version.
     """

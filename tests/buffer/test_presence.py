@@ -296,7 +296,7 @@ async def test_a_put_that_the_journal_still_writes_when_its_worker_is_buried_cou
 
 
 async def test_a_lease_whose_prefix_gave_way_before_it_was_sent_begins_afresh_in_the_account():
-    """A restarted server answers a request again, but the saved prefix is lost."""
+    """The server loses the saved prefix after it grants the lease and before it sends the answer."""
     async with running(groups_per_step=4, max_lag=2) as run:
         first, second = run.client(), run.client()
         await first.enqueue([prompt(0)])

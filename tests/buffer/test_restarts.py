@@ -312,7 +312,7 @@ async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
 ):
     """The store writes the removal as soon as it can.
 
-    If it is killed before, the ledger sends the finished groups again.
+    If the store is killed before it writes the removal, the ledger sends the finished groups again.
     """
     disk = FullDisk()
     monkeypatch.setattr(journal, "write_all", disk)

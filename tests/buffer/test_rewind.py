@@ -88,7 +88,7 @@ class Life:
         command = Rewind(version=version, incarnation=self.ledger.incarnation + 1)
         assert self.ledger.apply(command).is_new
         assert not self.ledger.apply(command).is_new
-        for lease in self.running:  # the workers get the notice of the revocation late
+        for lease in self.running:  # the workers report before they learn of the revocation
             self.report(lease, refused=True)
         self.running.clear()
         assert self.ledger.learner_version == self.ledger.next_plan == version
@@ -133,7 +133,7 @@ def test_whenever_the_learner_goes_back_the_account_balances_and_no_attempt_come
         if name == "rewind":
             life.check()
     life.rewind(0)
-    for _ in range(100):  # every prompt is trained, some of them again
+    for _ in range(100):  # trains every prompt, some of them a second time
         life.lease(2 * SIZE)
         life.put(2 * SIZE)
         life.step(plans_ahead=False)
@@ -242,7 +242,7 @@ async def test_engines_lease_again_when_they_have_loaded_what_the_new_learner_of
         following = asyncio.ensure_future(control.served(1, 1))
         assert (await following)[0] == 2
         await control.rewind(1, incarnation=1)
-        await control.rewind(1, incarnation=1)  # sent again
+        await control.rewind(1, incarnation=1)  # a repeated request
 
         assert await worker.revocation() == (held.prompt.group_id, held.attempt)
         with pytest.raises(LeaseExpired):

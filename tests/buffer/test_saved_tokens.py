@@ -1,4 +1,4 @@
-"""Saved tokens of dead workers are continued. The figures are those of the benchmark, with fewer ticks."""
+"""Other workers continue the saved tokens of dead workers. The tests run the benchmark with fewer ticks."""
 
 import pytest
 

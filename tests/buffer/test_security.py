@@ -380,7 +380,7 @@ def of_type(kind: Any) -> st.SearchStrategy:
 
 @st.composite
 def operations(draw: st.DrawFn) -> Operation:
-    """A strategy for any operation. None if two fields do not fit together."""
+    """A strategy for any operation. It gives `Stats` if two drawn fields do not fit together."""
     kind = draw(st.sampled_from(OPERATIONS))
     try:
         return draw(of_type(inspect.type_info(kind)))

@@ -29,13 +29,13 @@ from tests.support.mortal_buffer import MortalServer, MortalWrites, kind_of
 CONTROLLER = b"controller"
 LEASE_S = 10.0
 STEP_S = 0.4
-"""What the clock advances at once: a longer gap is a stall of the loop, which does not count."""
+"""The clock advances by this many seconds at once. The service would take a longer gap for a stall of its loop."""
 MAX_GROUP_BYTES = 60
 NUM_EVENTS = 300
 HELD = "StoreFull"
 """The reply after which a worker keeps its lease and sends again."""
 ENDED = ("ok", "LeaseExpired", "VersionTooOld", "UnknownGroup")
-"""The replies after which a worker knows nothing of its lease any more."""
+"""The replies after which a worker forgets its lease."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -44,9 +44,9 @@ class HeldGroup:
 
     Attributes:
         num_inherited: Tokens of the prefix that the attempt continues.
-        num_own: Tokens that its worker wrote.
-        oldest: Version of its oldest token; the version of the lease until there is a token.
-        newest: Version of its newest token.
+        num_own: Tokens that the worker wrote.
+        oldest: Version of the group's oldest token; the version of the lease until there is a token.
+        newest: Version of the group's newest token.
         continued: Whether the worker continues the prefix of the lease.
         is_finished: Whether the group was put. Then no more tokens are written.
     """
@@ -266,7 +266,7 @@ class Life:
         )
 
     def report(self, worker: WorkerModel, group: HeldGroup, reply: Message) -> None:
-        """A worker gets the reply to the request that ended its lease."""
+        """Take the reply to a put or a release. The worker forgets the lease, unless the reply is `HELD`."""
         kind = kind_of(reply)
         self.counts[kind] += 1
         if kind != HELD:

@@ -79,7 +79,8 @@ async def test_what_a_worker_puts_stays_on_its_host_and_is_fetched_from_all_of_t
         assert [group.group_id for group in fetched] == ids
         await of.control.commit(0)
         async with asyncio.timeout(10):
-            while of.held_by("a") or of.held_by("b"):  # the stores get the notice after the answer to the commit
+            # the stores are told to drop the groups only after the commit is answered
+            while of.held_by("a") or of.held_by("b"):
                 await of.control.stats()
 
 
@@ -382,7 +383,7 @@ async def test_a_store_that_was_away_hears_which_attempts_ended_when_it_is_reach
         await of.control.enqueue([prompt(0)])
         await send_and_fall_silent(of, a)
         server = of.run.server
-        monkeypatch.setattr(server._links._links[0], "post", lambda *_: None)  # it is not reached
+        monkeypatch.setattr(server._links._links[0], "post", lambda *_: None)  # messages to this store do not arrive
         await of.control.bury(await a.enter())
         await of.control.stats()
         assert of.held_by("a").keys() == {0}

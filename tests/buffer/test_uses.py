@@ -1,4 +1,4 @@
-"""A group trains more than one step: the groups that stay for a further use, and the fate of these groups."""
+"""A group trains more than one step: which groups stay for a further use, and what happens to them."""
 
 import pytest
 

@@ -30,14 +30,14 @@ DEADLINE_S = 12.0
 START_TIMEOUT_S = 120.0
 SAVE_TIMEOUT_S, STOP_TIMEOUT_S = 60.0, 15.0
 SILENCE_S = START_TIMEOUT_S + SAVE_TIMEOUT_S + STOP_TIMEOUT_S
-"""A run that prints nothing and makes no step for so long stands still: all its deadlines are shorter."""
+"""The test fails if a run prints nothing and makes no step for this long. All deadlines of the run are shorter."""
 NO_STEP_S = 900.0
-"""The lineage makes a step at least so often, over all its lives."""
+"""The test fails if the lineage, over all its lives, makes no step for this long."""
 GROUPS_PER_STEP = 8
 TOTAL_STEPS = "1000000"
-"""More than a lineage makes before its last life."""
+"""More steps than a lineage makes before its last life."""
 FILLER = "filler"
-"""The file that fills the disk."""
+"""The name of the file that fills the disk."""
 PARTS = {
     "worker": "ray::RolloutWorker",
     "engine": "sglang::scheduler",
@@ -84,11 +84,11 @@ class Event:
         kind: ``kill``, ``stall``, ``pair`` (two kills at once), ``stop`` (SIGTERM), ``checkpoint``, ``full`` (disk), or
             ``kill all``.
         parts: The parts that get the signal. For ``stop``, the parts that are killed while the run stops.
-        share: Chooses one of several such processes; in [0, 1).
+        share: Chooses the process if a part has several processes; in [0, 1).
         in_training: Whether the pause begins with the first step of the life, instead of now.
         pause_s: Pause before the event.
         length_s: Length of a stall or of a full disk, or from SIGTERM to the kill.
-        stays: Whether the disk is still full when the next life begins.
+        stays: Whether the disk stays full for the next life, if the life ends while the disk is full.
     """
 
     kind: str
@@ -136,7 +136,7 @@ def drawn_events(seed: int) -> Iterator[Event]:
 def small_disk(folder: Path, size_mb: int) -> Iterator[Path]:
     """Mount a file system of limited size on ``folder``.
 
-    Only root can do this. After an error its files are copied to a folder beside it.
+    Only root can do this. If the block fails, the files are copied to a folder beside ``folder``.
     """
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "chaos", folder], check=True)
@@ -152,15 +152,15 @@ def small_disk(folder: Path, size_mb: int) -> Iterator[Path]:
 
 @dataclass(kw_only=True)
 class Lineage:
-    """One run over all its lives.
+    """One run with all its lives.
 
     Attributes:
         disk: A file system of limited size. The lives write to ``disk/out`` and ``disk/journal``.
         seed: Seed of all draws.
-        start: Starts a life with these options.
+        start: Starts a life with the given options.
         say: Receives a line about each event.
         counts: Number of events by kind and part, and of lives by end.
-        lives: Folders of the lives that have one, oldest first.
+        lives: Folders of the lives, oldest first. A life that ended early may have no folder.
     """
 
     disk: Path
@@ -216,7 +216,7 @@ class Lineage:
         return self.run
 
     def _begin(self, engine: str, *options: str) -> None:
-        """Start a life with the command that the previous life printed."""
+        """Start a life with the current command. `_end` sets the command after each life."""
         resume = next(one for one in self._command if one.startswith("checkpoint.resume="))
         self.run = self.start(
             *self._command, f"rollout_fleet.engine={engine}", *ENGINES[engine], *options, output_dir=self.disk / "out"
@@ -310,7 +310,10 @@ class Lineage:
         filler.unlink()
 
     def _watch(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait ``seconds``, or less if the life ends or ``until`` is true, and look for a standstill."""
+        """Wait ``seconds``. Stop earlier if the life ends or ``until()`` is true.
+
+        Fail if the run stands still for too long.
+        """
         end_s = time.monotonic() + seconds
         self._look()
         while self.run.process.poll() is None and time.monotonic() < end_s and not until():
@@ -367,7 +370,7 @@ class Lineage:
     def _continued(self) -> list[str]:
         """The options of the command that the life printed.
 
-        A killed life prints no command; then ``auto`` finds its checkpoint.
+        A killed life prints no command. Then the options resume with ``auto``, which finds the checkpoint.
         """
         named = [line.partition("to continue: asyncrl train ")[2] for line in self.run.lines]
         if command := next(filter(None, reversed(named)), ""):

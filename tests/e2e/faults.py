@@ -2,8 +2,9 @@
 
 A second table has faults that a run survives.
 
-``pytest -m "slow or not slow" tests/e2e/test_faults.py`` runs every row on both engines. The moment within a phase is
-drawn from a seed, which is printed. ``ASYNCRL_FAULT_SEED=N`` repeats it.
+``pytest -m "slow or not slow" tests/e2e/test_faults.py`` runs every row. The second table runs on both engines, and a
+row of the first table on its ``engines``. The test draws the moment within a phase from a seed and prints the seed.
+``ASYNCRL_FAULT_SEED=N`` repeats the moment.
 """
 
 import signal
@@ -37,7 +38,7 @@ class Fault:
         engines: Engines for which the row is run.
         end_timeout_s: Time within which the run must have ended.
         goes_on: Whether the run survives the fault. Then it makes further steps and is stopped by SIGTERM.
-        within_s: The signal comes at most this long after the moment.
+        within_s: The signal comes at most this many seconds after the line of ``moment``.
     """
 
     part: str
@@ -65,8 +66,8 @@ class Recovery:
         part: Words of the command line of the process that gets the signal.
         signal: The signal.
         words: Words of the line that reports the restart. Without words, the test waits for three steps.
-        moment: The signal comes when the run prints a line with these words. Empty: after ``after_steps`` steps.
-            after_steps: Number of steps before the signal, if ``moment`` is empty.
+        moment: The signal comes when the run prints a line with these words. If empty, it comes after ``after_steps``.
+        after_steps: Number of steps before the signal, if ``moment`` is empty.
         options: Further options of the run.
         restarts: Expected numbers of restarts in the summary, by part.
     """
@@ -87,9 +88,9 @@ class Recovery:
 
 
 STEPS = 30
-"""Of a run that outlives a fault."""
+"""Number of steps of a run that survives its fault."""
 LAST = STEPS - 1
-"""Steps that are made when the last one is under way."""
+"""Number of finished steps while the last step runs."""
 STARTED, TRAINING = "writing to", "step 1/"
 LEARNER_STARTS, FLEET_STARTS, STOPS = "waiting for learner", "waiting for rollout fleet", "stopping"
 EVALUATES = "engines): ready"  # the fleet comes up after the learner
@@ -204,11 +205,11 @@ SELDOM = (
     _recovers(_LEARNER, *_EACH_STEP, after_steps=LAST),
     _recovers(_BUFFER, *_ON_DISK, after_steps=LAST),
 )
-"""Moments that are seldom hit: the start, an evaluation, a checkpoint, the last step."""
+"""Faults at moments that other tests seldom hit: the start, an evaluation, a checkpoint, the last step."""
 
 
 def parts_of(engine: str, groups_per_step: int) -> dict[str, str]:
-    """Words of the command lines of a run's processes, by part, with stores on hosts."""
+    """Words of the command lines of a run's processes, by part. The run has stores on hosts."""
     parts = {
         "worker": "ray::RolloutWorker",
         "store": "--store ",
@@ -223,7 +224,7 @@ def assert_it_ends_right(
 ) -> None:
     """Wait for the end of a run with faults, and check its results.
 
-    If the run keeps its snapshots, every ``every``-th sample is recomputed; 0 recomputes none.
+    Every ``every``-th sample is recomputed from the run's snapshots. 0 recomputes none, and needs no snapshots.
     """
     run.remember_family()
     shared_memory = shared_memory_of(run.family.values())

@@ -87,7 +87,10 @@ def assert_the_lineage_is_right(run, lineage):
 
 
 def is_lost_on_a_full_disk(bad, lineage):
-    """Whether an engine lost this receipt: its life ended on the full disk, and the engine's log says so."""
+    """Whether a full disk explains this missing receipt of an engine.
+
+    A rollout log of this life or of an earlier life must say that a ``sampled`` receipt is not written.
+    """
     if (bad.what, bad.found) != (ENGINE_RECEIPT, "none"):
         return False
     logs = [path for life in lineage.lives if life <= bad.life for path in life.glob("logs/rollout-*.log")]
@@ -97,7 +100,7 @@ def is_lost_on_a_full_disk(bad, lineage):
 def assert_the_metrics_lack_only_steps_of_killed_lives(run, lives):
     """Check that the reported steps increase.
 
-    Returns the steps without a line: at most the last two before a checkpoint.
+    Returns the steps without a line. They must be among the last two steps before the first step of a life.
     """
     steps = [record["step"] for record in run.records]
     assert steps == sorted(set(steps))
@@ -137,7 +140,7 @@ def assert_each_prompt_is_finished_once_or_still_there(run, lives, checkpoint):
 
 
 def consumed_groups(lives):
-    """The groups of the last plan of each step before the checkpoint that the next life continues."""
+    """The groups of each step's last plan. A life's steps count up to the checkpoint that the next life continues."""
     by_step = {}
     for life in lives:
         by_step = {step: groups for step, groups in by_step.items() if step < life.record.first_step}

@@ -91,7 +91,7 @@ def test_a_colocated_run_outlives_the_death_of_a_rank_in_each_phase(started, eng
 
 
 def test_colocated_roles_outlive_the_death_of_a_rank_and_leave_the_device_each_time(started):
-    """Actor, critic and reference in each of two sequence-parallel ranks, on the devices of two engines."""
+    """Each of two sequence-parallel ranks has actor, critic and reference. Ranks and engines share two devices."""
     run = started("transformers", 2, "learner.sp_size=2", "algorithm.advantage=gae", "algorithm.kl_coef=0.01")
     wait_for_phase(run, "hands over")
     os.kill(run.pids_at("ray::FusedWorker")[-1], signal.SIGKILL)

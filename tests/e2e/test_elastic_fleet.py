@@ -141,7 +141,7 @@ def steps_after(run):
 
 @contextmanager
 def cluster():
-    """A Ray node for the run, and a function that starts more nodes. Each further node has a CPU for one engine."""
+    """A Ray cluster with one node for the run. A test adds nodes; each further node has a CPU for one engine."""
     from ray.cluster_utils import Cluster
 
     before = {name: os.environ.get(name) for name in ENVIRONMENT}

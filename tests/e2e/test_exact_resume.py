@@ -38,7 +38,7 @@ TRAINED = ("reward", "response_length", "learner.loss", "learner.grad_norm")
 
 
 def trained(run_dir):
-    """The trained samples, step by step, and the bits of the policy after the last step."""
+    """The metrics `TRAINED` of each step, and the bits of the policy after the last step."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(STEPS)), "the metrics have all steps of all lives"
     assert all(line["learner.grad_norm"] > 0 for line in lines), "the policy changes at each step"

@@ -1,4 +1,4 @@
-"""Tests every row of the table in `tests.e2e.faults`. The run ends as expected and leaves nothing behind.
+"""Tests every row of the tables in `tests.e2e.faults`. The run ends as expected and leaves nothing behind.
 
 These tests are slow. In every session, `test_own_parts.py` kills a supervisor, `test_resume.py` interrupts a run, and
 the tests of the parts kill workers, Ray's daemons and engines.

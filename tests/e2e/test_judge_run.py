@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 4
 VERDICTS = [json.dumps({"name": "grade", "arguments": {"score": score}}) for score in (3, 7)]
-"""The model says them most often; each is one token."""
+"""The verdicts that the judge samples most often. Each verdict is one token."""
 
 
 def asked_of(tokenizer, response):
@@ -38,7 +38,7 @@ def save_judge(folder):
     with torch.no_grad():
         hidden = torch.stack([model.model(ids).last_hidden_state[0, -1] for ids in asked])
         spread = torch.linalg.svd(hidden - hidden.mean(0))
-        # the direction in which the questions differ most
+        # the direction in which the hidden states of the prompts differ most
         taste = spread.Vh[0] * 0.5 / (spread.S[0] / len(asked) ** 0.5)
         taste -= taste @ hidden.mean(0) / hidden.mean(0).square().sum() * hidden.mean(0)
         base = model.lm_head.weight[tokens[0]].clone()

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 STEPS = 16
 AGENT_PROCESS, ENGINE, WORKER = "environment_child", "sglang::scheduler", "ray::RolloutWorker"
 KILLED = (AGENT_PROCESS, ENGINE, WORKER)
-"""The parts that are killed, in this order, two steps after the part before is up again."""
+"""The parts that the test kills, in this order. It waits for two steps before each kill."""
 WHAT_HAPPENED = [
     *("episode.branches", "episode.repeated_requests", "episode.replayed_tokens", "episode.retokenised_tokens"),
     *("compactions",),

@@ -18,7 +18,7 @@ STEPS = 400
 
 
 def rows():
-    """A row of the table: words of the command line, and the address on which the process listens."""
+    """The rows of the table. Each has words of the command line, and the address on which the process listens."""
     page = (ROOT / "docs" / "guarantees.md").read_text()
     section = page.partition("## Sockets of a run on one host")[2].partition("\n## ")[0]
     cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ") and "`" in line]

@@ -56,7 +56,7 @@ def test_a_learner_on_one_host_and_engines_on_both_train_and_nothing_is_left(out
 
 @pytest.fixture
 def on_two_hosts(out):
-    """Start a run on two hosts. The fixture ends its remaining processes later."""
+    """Return a function that starts a run on two hosts. The fixture ends the run's remaining processes later."""
     runs = []
 
     def start(*arguments):

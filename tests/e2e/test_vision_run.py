@@ -21,7 +21,7 @@ STEPS = 120
 
 @pytest.fixture(scope="module")
 def images():
-    """PNG files by row."""
+    """The PNG file of each row."""
     return [as_png(coloured(colour, seed)) for seed in range(4) for colour in COLOURS]
 
 

@@ -50,7 +50,7 @@ RIGHT = "pass"
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Adds package files to the import path until the test ends."""
+    """Return a function that adds package files to the import path until the test ends."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def make(**files: str) -> None:
@@ -183,7 +183,7 @@ def test_attention_by_blocks_is_attention_with_a_dense_mask(window, has_sinks):
 
 @pytest.mark.parametrize(("window", "has_sinks"), [(7, False), (None, True)])
 def test_sdpa_gets_a_mask_only_with_keys_for_every_head(window, has_sinks, monkeypatch):
-    """With a mask and fewer key heads, SDPA on CUDA would keep the weights of all pairs of tokens."""
+    """With a mask and fewer key heads, SDPA on CUDA would store the attention weights of all pairs of tokens."""
     calls = []
 
     def record(q, k, v, attn_mask=None, **options):

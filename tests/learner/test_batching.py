@@ -35,7 +35,7 @@ def split(plan: Plan, num_shards: int, num_mini_batches: int = 1, **options: boo
 
 
 def loads(plan: Plan, batches: list[RankBatch], num_mini_batches: int = 1) -> np.ndarray:
-    """The [ranks, mini-batches] costs."""
+    """The cost of each rank's mini-batches, [ranks, mini-batches]."""
     costs = {group.group_id: group_cost(group) for group in plan.groups}
     table = np.zeros((len(batches), num_mini_batches))
     for rank, batch in enumerate(batches):

@@ -52,7 +52,7 @@ def with_advantages(sequences: list[TokenSequence]) -> list[TokenSequence]:
 
 
 def by_trajectory(model_path: str) -> tuple[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor, float]]]:
-    """Transformers' model. For each trajectory: its log-probs, its log-probs at sampling, and its advantage."""
+    """Return transformers' model, and for each trajectory: log-probs, log-probs at sampling, and advantage."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
     parts: dict = {key: ([], []) for key in ADVANTAGE}
     for sequence in group_sequences(GROUP):
@@ -89,7 +89,7 @@ def test_gspo_uses_the_ratio_of_the_whole_trajectory(model_path):
     losses = []
     for own, behavior, advantage in trajectories:
         mean = (own - behavior).detach().mean()
-        # equation 13 has the value of the trajectory and the gradient of the token
+        # in equation 13, the value is the trajectory's ratio, and the gradient is that of the token's log-prob
         ratio = (mean + own - own.detach()).exp()
         clipped = ratio.clamp(1 - 0.04, 1 + 0.05)
         losses.append(-torch.minimum(ratio * advantage, clipped * advantage).mean())

@@ -324,12 +324,8 @@ WRONG_PARTS = {
     "no-folder": ("", lambda part, _: shutil.rmtree(part), "no checkpoint at '.*v00000001'"),
 }
 LOADED_ANYWAY = ("no-model",)  # only an export reads the model's folder
-EXPORTED_ANYWAY = (
-    "no-random-state",
-    "code-in-random-state",
-    "changed-random-state",
-    "another-record",
-)  # a model has none
+RANDOM_STATES = ("no-random-state", "code-in-random-state", "changed-random-state")
+EXPORTED_ANYWAY = (*RANDOM_STATES, "another-record")  # an exported model has none of these
 
 
 @pytest.mark.parametrize("wrong", WRONG_PARTS)

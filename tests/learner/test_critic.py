@@ -37,7 +37,7 @@ def critic_of(path: str, config: LearnerConfig = CONFIG, total_updates: int = 4)
 
 
 def save_classifier(directory: Path, family: str, auto_class: type) -> str:
-    """A classifier whose head is far from zero."""
+    """Save a classifier whose head has large weights. Returns its folder."""
     backbone = save_tiny_model(directory / "causal", family)
     torch.manual_seed(1)
     model = auto_class.from_pretrained(backbone, num_labels=1)
@@ -49,7 +49,7 @@ def save_classifier(directory: Path, family: str, auto_class: type) -> str:
 
 
 def with_returns(sequences: list[TokenSequence]) -> list[TokenSequence]:
-    """Old values and returns of many magnitudes."""
+    """The sequences with old values and returns of many magnitudes."""
     rng = np.random.default_rng(5)
     return [
         replace(
@@ -199,7 +199,7 @@ def test_a_value_inside_the_interval_is_never_counted_as_clipped():
     generator = torch.Generator().manual_seed(3)
     old = -0.18 * torch.rand(100_000, generator=generator)
     values = 0.02 * torch.rand(100_000, generator=generator)
-    assert (old + (values - old) != values).float().mean() > 0.05  # rounding is there
+    assert (old + (values - old) != values).float().mean() > 0.05  # rounding does occur
     returns = 3 * torch.randn(100_000, generator=generator)
     loss, clipped = value_loss(values, old, returns, clip=0.2)
     assert not clipped.any()
@@ -217,7 +217,7 @@ def step_on(path: str, config: LearnerConfig, num_sequences: int) -> tuple[list[
 
 
 def on_each_mesh(path: str, meshes: list[tuple[LearnerConfig, int]]) -> list:
-    """One start of the ranks tests several meshes. From the second mesh on, every layer is an FSDP unit."""
+    """Test several meshes with one start of the ranks. From the second mesh on, every layer is an FSDP unit."""
     outcomes = []
     for config, num_sequences in meshes:
         outcomes.append(step_on(path, config, num_sequences))

@@ -47,7 +47,7 @@ def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.n
 def packed(
     model_path: str, num_ranks: int, sp_size: int, **options: Any
 ) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
-    """The learner's results for the same update. Log-probs are None for sequences of other ranks."""
+    """The learner's results for the same update. The log-probs are those of this rank's sequences."""
     optimizer = OptimizerConfig(lr=LR, eps=EPS, weight_decay=DECAY, clip_grad_norm=MAX_NORM)
     config = LearnerConfig(
         num_ranks=num_ranks,
@@ -118,7 +118,7 @@ def test_layers_that_carry_a_state_are_recomputed_on_the_same_sequences(family, 
 def test_layers_are_recomputed_without_their_attention(family, paths, monkeypatch):
     """Recomputation gives the same update, and attention is called as often as without recomputation.
 
-    With sinks it is called twice as often.
+    With sinks, attention is called twice as often.
     """
     calls, attended = [], attention._attended
 
@@ -137,9 +137,9 @@ def test_layers_are_recomputed_without_their_attention(family, paths, monkeypatc
 
 
 FEW = ["qwen3", "qwen3_next"]
-"""Attention alone, and with a state and experts."""
+"""A family with attention only, and a family that also has layers with a state, and experts."""
 OF_EACH_KIND = [*FEW, "lfm2", "gpt_oss", "deepseek_v3", "llama4_text", "minimax", "granitemoehybrid"]
-"""Also sinks and windows, latent attention, chunks, and the other kinds of states."""
+"""These also cover sinks, windows, latent attention, chunks, and the other kinds of states."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sharding options change the reading rank, the place of weights, and compilation, but not the results."""
+"""Sharding options change which rank reads weights, where weights are, and compilation. They do not change results."""
 
 import contextlib
 import itertools
@@ -223,7 +223,7 @@ def reductions(model_path: str) -> dict[str, tuple[int, dict[str, float]]]:
 
 
 def fail_once(trainer: Trainer, sequences: list) -> None:
-    """An update that fails in its second micro-batch on all ranks."""
+    """Make an update that fails in its second micro-batch on all ranks."""
     losses = iter([False, True])
 
     def loss(inputs: LossInputs) -> LossTerms:
@@ -245,5 +245,5 @@ def test_gradients_are_summed_over_the_ranks_once_per_update(model_path):
         assert metrics["num_micro_batches"] >= 3
         assert metrics["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4), name
         assert metrics["again"] == pytest.approx(second["grad_norm"], rel=1e-4), name
-        once = not name.startswith("micro_batch")  # auto on a CPU too
+        once = not name.startswith("micro_batch")  # on a CPU, ``auto`` sums once too
         assert count == 2 if once else count >= 6, (name, count)  # one FSDP unit, two updates

@@ -15,7 +15,8 @@ from tests.support.ranks import run_on_ranks
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml") if path.stem != "custom")
 ALWAYS = ("dapo_math_30b_a3b", "dapo_math_8_nodes", "gsm8k_lora")
-"""Experts, copies of the shards with sequence parallelism, adapters. The other experiments combine less."""
+"""These experiments run in every session. They have experts, copies of the shards with sequence parallelism, and
+adapters. The other experiments combine less."""
 LAYERS = 2
 SMALL = {**QUICKSTART, "num_hidden_layers": LAYERS}
 
@@ -95,7 +96,7 @@ def waits_with(change: str) -> list[str]:
             batch.input_ids.max().item()
         return replace(original(batch, device), columns={name: each.cpu() for name, each in batch.columns.items()})
 
-    MicroBatch.to = to  # in a separate process
+    MicroBatch.to = to  # affects only this separate process
     return fake_update(SMALL, LearnerConfig(max_tokens_per_micro_batch=64)).waits
 
 

@@ -41,7 +41,8 @@ def trained(trainer: Trainer, num_steps: int = 2) -> list[dict[str, float]]:
 
 
 MIXTURES = ["qwen2_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "llama4_text", "granitemoehybrid"]
-"""Beside ``qwen3_moe``: their experts are stacked tensors, most have dense layers or a shared expert too."""
+"""Families whose experts are stacked tensors, like those of ``qwen3_moe``. Most also have dense layers or a shared
+expert."""
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])

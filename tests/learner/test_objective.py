@@ -106,7 +106,10 @@ def test_weights_stay_finite_for_very_different_policies(log_weights, weight, ca
 
 
 def test_masks_alone_leave_the_clip_at_the_behavior_policy():
-    """With one update per step, the clip of policy ÷ behavior works with a mask, but not with a proximal anchor."""
+    """With one update per step, the loss clips policy ÷ behavior if it only masks tokens.
+
+    With a proximal anchor it clips nothing.
+    """
     columns = {"behavior_logprobs": [math.log(0.2)] * 2, "advantages": [1.0, 1.0]}
     given_inputs = inputs([math.log(0.3), math.log(0.21)], **columns)
     masked = AlgorithmConfig(masks=[Mask.token], token_band=(0.5, 2.0))

@@ -17,7 +17,7 @@ LENGTHS = st.lists(st.integers(1, 40), max_size=30)
 
 
 def sequences_of(lengths: list[int]) -> list[TokenSequence]:
-    """Each token id is unique in the batch, so its packed position can be found."""
+    """Sequences of these lengths. Each token id is unique in the batch, so a test can find its packed position."""
     ids = iter(range(1_000_000))
     return [
         TokenSequence(
@@ -36,7 +36,7 @@ def test_every_token_is_packed_once_within_the_budget(lengths, budget, extra):
     batches = Packer(max_tokens=budget).pack(sequences, agree=lambda own: own + extra)
     assert len(batches) == needed + extra
     assert all(len(batch.input_ids) == sum(batch.lengths) <= budget for batch in batches)
-    for batch in batches:  # the longest first; sequences of equal length keep their order
+    for batch in batches:  # longest sequences first; sequences of equal length keep their order
         assert list(batch.source) == sorted(batch.source, key=lambda index: (-lengths[index], index))
         assert list(batch.lengths) == [lengths[index] for index in batch.source] or not batch.source
     packed = sorted(index for batch in batches for index in batch.source)

@@ -70,7 +70,7 @@ CASES = [
     )
     for index, loss in enumerate(sorted(LOSSES.names()) * 2)
 ]
-"""Each loss twice, each time with the next aggregation, weight and masks."""
+"""Each loss occurs twice. From case to case, the aggregation and the correction (weight and masks) change."""
 
 
 def train(
@@ -90,7 +90,7 @@ def train(
 
 
 def assert_same(left: list, right: list) -> None:
-    """Compare all cases in ``left``."""
+    """Compare all cases of ``left`` with the same cases of ``right``."""
     for case, (metrics, weights, _), (want_metrics, want_weights, _) in zip(CASES, left, right, strict=False):
         for got, want in zip(metrics, want_metrics, strict=True):
             for name in want.keys() - {"num_micro_batches"}:
@@ -101,7 +101,7 @@ def assert_same(left: list, right: list) -> None:
 
 
 def on_each_mesh(model_path: str, meshes: list[tuple[LearnerConfig, int]]) -> list[list]:
-    """One start of the ranks tests several meshes.
+    """Test several meshes with one start of the ranks.
 
     Each loss runs twice on the first mesh, and once on the other meshes. From the second mesh on, every layer is an
     FSDP unit.

@@ -1,4 +1,4 @@
-"""The thread that prepares batches: the batches that it begins, their order, and the fate of a withdrawn batch."""
+"""The thread that prepares batches: which batches it begins, in which order, and what happens to a withdrawn batch."""
 
 import threading
 from collections.abc import Callable

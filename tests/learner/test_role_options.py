@@ -243,7 +243,10 @@ WITHOUT_KL = replace(ALGORITHM, kl_coef=0.0, kl_reward_coef=0.0)
 
 
 def a_batch_that_the_actor_loses(directory: str) -> tuple[set[int], int]:
-    """The critic has fetched its groups before they are lost in the buffer. The actor needs other groups."""
+    """The critic has fetched its groups before they are lost in the buffer. The actor needs other groups.
+
+    Returns the lost groups and the critic's number of updates.
+    """
     config = replace(with_own("critic", sp_size=2), num_ranks=4)
     process = Process(directory, config, ["critic", "actor"], WITHOUT_KL)
     actor, critic = process.roles["actor"], process.roles["critic"]
@@ -296,7 +299,7 @@ def test_each_role_offloads_by_its_own_options_and_all_at_the_hand_over(director
         assert started["ref"] == 0 < weights
         assert used["ref"] == 0
         assert used["actor"] == pytest.approx(3 * weights, rel=0.01)
-        assert used["critic"] == started["critic"] == generating["critic"]  # offload after each use has priority
+        assert used["critic"] == started["critic"] == generating["critic"]  # the critic's own options have priority
         assert (generating["ref"], generating["actor"]) == (0, 0)
         assert training["actor"] == used["actor"]
 

@@ -57,9 +57,9 @@ def estimated(
     mask_truncated: bool = False,
     **options: object,
 ) -> dict[tuple[int, int, int], tuple[float, float]]:
-    """Advantage and return by group, sample and place of the turn.
+    """Return (advantage, return) by group, sample and index of the turn in its trajectory.
 
-    They are equal for all tokens of a turn. ``values`` has the critic's values before each turn. The values inside a
+    Both are equal for all tokens of a turn. ``values`` has the critic's values before each turn. The values inside a
     turn must not be read.
     """
     sequences, rewards = [], {}
@@ -89,7 +89,7 @@ def estimated(
 
 
 def place(groups: Sequence[Sequence[Trajectory]], sequence: TokenSequence, turn: int) -> int:
-    """The place of a turn of the group in its trajectory."""
+    """The index of a turn in its trajectory, from its index in the group."""
     group_id, sample = sequence.trajectory
     return turn - sum(len(one.turns) - 1 for one in groups[group_id][:sample])
 
@@ -141,9 +141,9 @@ def test_a_turn_that_no_other_trajectory_reaches_has_the_advantage_of_the_turn_b
 
 
 def test_the_outcome_of_long_and_short_trajectories_is_compared_at_every_index_that_two_reach():
-    """Only the outcome has a reward.
+    """All turn rewards are 0.
 
-    If all trajectories have a turn with this index, these turns have GRPO's advantage.
+    At an index that all trajectories reach, the turns have GRPO's advantage.
     """
     group = [chain([0.0] * count, outcome) for count, outcome in ((3, 1.0), (3, 0.0), (5, 0.0), (4, 2.0))]
     got = advantages(estimated([group], advantage="turn_grpo"))
@@ -312,7 +312,7 @@ def test_a_group_that_the_filter_of_equal_rewards_drops_has_no_turn_advantage(fi
 
 
 class Plain:
-    """The turns of a trajectory by plain recursion."""
+    """Computes returns and advantages of a trajectory's turns by plain recursion."""
 
     def __init__(self, one: Trajectory) -> None:
         self.turns = one.turns

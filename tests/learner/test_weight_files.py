@@ -95,7 +95,10 @@ def test_ranks_that_cannot_divide_the_experts_divide_their_rows(family: str, opt
 
 
 def loaded_with_shards(model_path: str, num_ranks: int) -> tuple[dict[str, np.ndarray], dict[str, int], dict]:
-    """The whole weights. For each parameter: its sharded dimension, its number of values on this rank, and in total."""
+    """The whole weights. For each parameter, its sharded dimension, and facts about this rank's shard.
+
+    The facts are: number of values in the shard, number of values in total, and whether the shard is contiguous.
+    """
     trainer = Trainer(replace(CONFIG, num_ranks=num_ranks), model_path=model_path, total_updates=1)
     parameters = {name.removeprefix("pretrained."): each for name, each in trainer.head.named_parameters()}
     dimensions = {name: each.placements[0].dim for name, each in parameters.items()}

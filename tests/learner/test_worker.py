@@ -118,7 +118,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def outcomes(directory: str) -> list[tuple[dict[str, float], str]]:
-    """The batches of one step on two ranks."""
+    """The metrics of one step on two ranks, and the folder of the published weights."""
     return run_on_ranks(2, one_step, directory, 2)
 
 
@@ -332,7 +332,7 @@ def test_worker_modes_offload_and_load(directory):
 
 
 def slow_offload(directory: str) -> dict[str, float]:
-    """The times at which this rank offloaded and offered a version."""
+    """Offload slowly on rank 1. Returns the times at which this rank offloaded and offered the version."""
     times: dict[str, float] = {}
 
     class Buffer(ScriptedBuffer):

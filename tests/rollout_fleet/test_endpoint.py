@@ -50,7 +50,7 @@ async def endpoint():
 
 @pytest.fixture
 async def talk(endpoint, renderer):
-    """Open an episode whose turns are these texts. Returns the episode and an openai client."""
+    """Return a function that opens an episode with scripted turns, and returns its `Talk` and an openai client."""
     clients = []
 
     def begin(*texts, **options):

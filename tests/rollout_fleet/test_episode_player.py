@@ -1,6 +1,6 @@
 """Episodes in one worker with its loop, endpoint, environment processes and rewards. Only the engine is scripted.
 
-Some agents hang, leak, use a wrong key or lose their client, and some rewards crash, each the first time.
+Some agents hang, leak, use a wrong key or lose their client, and some rewards crash. Most faults occur only once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.support.rollout import InMemoryBuffer, ready_member, update
 pytestmark = pytest.mark.timeout(900)
 GROUP_SIZE = 4
 BYTES = 256
-"""The first tokens of the tokenizer are bytes and a few merges."""
+"""The tokenizer's tokens below this id are bytes and a few merges."""
 AGENTS = '''
 import asyncio, json, os, subprocess
 from pathlib import Path

@@ -550,7 +550,7 @@ async def test_an_engine_without_weights_loads_them_before_the_learners_turn_unl
 async def test_a_group_that_outlives_the_drain_deadline_is_aborted_and_continued_after_the_next_load(make_buffer):
     buffer = make_buffer(2, groups_per_step=1, max_lag=4)
     async with running_loop(buffer, writes(60), drain_timeout_s=0.1) as (loop, engine, run):
-        await asyncio.sleep(0.05)  # it has begun
+        await asyncio.sleep(0.05)  # time for the groups to begin
         await loop.release_device()
         assert engine.released
         assert not buffer.groups
@@ -569,7 +569,7 @@ async def test_nobody_waits_for_admission_after_a_stop_that_came_while_a_request
         try:
             await asyncio.Event().wait()
         finally:
-            asking.cancel()  # the stop
+            asking.cancel()  # stops the loop
             await asyncio.sleep(0)
 
     buffer.lease = be_slow_to_withdraw
@@ -606,7 +606,7 @@ async def test_groups_that_an_engine_does_not_abort_continue_and_keep_the_device
     buffer = make_buffer(2, groups_per_step=1, max_lag=4)
     options = {"drain_timeout_s": 0.05, "load_timeout_s": 0.1, "stop_timeout_s": 0.1}
     async with running_loop(buffer, writes(60), **options) as (loop, engine, run):
-        await asyncio.sleep(0.05)  # it has begun
+        await asyncio.sleep(0.05)  # time for the groups to begin
 
         async def ignore(request_ids):
             return
@@ -632,7 +632,7 @@ async def test_a_buffer_that_takes_no_lease_back_does_not_hold_up_the_stop(make_
         await asyncio.Event().wait()
 
     async with running_loop(buffer, writes(300), stop_timeout_s=0.1) as (loop, _, run):
-        await asyncio.sleep(0.05)  # it has begun
+        await asyncio.sleep(0.05)  # time for the groups to begin
         buffer.release = release
         await asyncio.wait_for(loop.stop(), 5)
         counters = await run
@@ -643,7 +643,7 @@ async def test_a_buffer_that_takes_no_lease_back_does_not_hold_up_the_stop(make_
 async def test_an_engine_that_fails_while_it_is_stopped_still_gives_the_leases_back(make_buffer, monkeypatch, caplog):
     buffer = make_buffer(2)
     async with running_loop(buffer, writes(300)) as (loop, engine, run):
-        await asyncio.sleep(0.05)  # it has begun
+        await asyncio.sleep(0.05)  # time for the groups to begin
 
         async def refuse(request_ids):
             raise EngineError("no aborts today")

@@ -1,4 +1,7 @@
-"""The guard with a fake server: a parent and a child in one process group, which ignore SIGTERM and hold memory."""
+"""The guard with a fake server: a parent and a child in one process group.
+
+The child ignores SIGTERM, and the parent may. They hold shared memory.
+"""
 
 import asyncio
 import contextlib

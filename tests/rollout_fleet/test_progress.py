@@ -238,7 +238,7 @@ async def test_a_worker_that_leaves_withdraws_the_request_that_waits_for_admissi
 
 @pytest.fixture
 def slow_rewards(monkeypatch):
-    """Rewards that take an hour, unless the test calls the returned function."""
+    """Rewards take an hour until the test calls the returned function."""
     score, is_slow = WeightedRewards.score, [True]
 
     async def hour_long(self, *arguments, **options):

@@ -21,7 +21,7 @@ def prompt_with(truth, **extra):
 
 
 async def score(reward, truth, text, *, options=None, **extra):
-    """One answer of a reward in this process: a number, or the description of a failure."""
+    """Score one rollout in this process. Returns the reward, or the description of a failure."""
     bound = BoundReward(reward, options)
     rollout = text if isinstance(text, Rollout) else Rollout.answer(text)
     (answer,) = [one async for one in bound.answers(prompt_with(truth, **extra), [rollout])]

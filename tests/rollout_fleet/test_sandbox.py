@@ -23,7 +23,7 @@ ISOLATING = (SandboxKind.bubblewrap, SandboxKind.namespaces)
 
 
 def _sandbox(kind: SandboxKind, **options) -> Sandbox:
-    # Without namespaces a program of root runs as another user, who may not enter the interpreter's folder.
+    # Without namespaces, root's programs run as another user. This user may not enter the interpreter's folder.
     python = SYSTEM_PYTHON if kind is SandboxKind.limits and os.path.exists(SYSTEM_PYTHON) else ""
     return Sandbox(kind=kind, python=python, **options)
 

@@ -20,7 +20,7 @@ from tests.support.offers import bare_offer
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 LOAD = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/update_weight_version"]
 SENT_WITH = {"/end_weight_update": ["/update_weight_version"]}
-"""Calls that do not wait for the answer to another one; `/continue_generation` waits for all."""
+"""Calls that the engine sends with the named call, before it has the answer. `/continue_generation` waits for all."""
 
 
 class RecordedServer:

@@ -20,7 +20,7 @@ from rollout_fleet.engines.sglang_server import SERVER_KEEP_ALIVE_S, SGLangClien
 
 
 class ResettingServer:
-    """A server that answers the first request of every connection with ``{}``, and then resets the connection."""
+    """A server that answers the first request of a connection with ``{}``, and resets the connection at the second."""
 
     def __init__(self) -> None:
         self.requests: list[str] = []
@@ -58,7 +58,7 @@ async def client(server, tmp_path, monkeypatch):
     owner = SGLangServer(
         RolloutFleetConfig(), model_path="", device=EngineDevice.cpu, rank=0, log_dir=str(tmp_path), seed=0
     )
-    monkeypatch.setattr(owner, "wait_exit", asyncio.Event().wait)  # the server lives
+    monkeypatch.setattr(owner, "wait_exit", asyncio.Event().wait)  # the server process never exits
     monkeypatch.setattr(SGLangServer, "url", await server.start())
     client = SGLangClient(owner)
     await client.open()

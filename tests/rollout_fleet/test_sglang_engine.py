@@ -280,7 +280,7 @@ async def test_no_prefix_computed_under_old_weights_is_used_after_an_update(engi
 
 @pytest.fixture
 def publish_next(engine, model_path, tmp_path):
-    """Return a function that publishes the next version. Its attribute ``paths`` maps versions to offers."""
+    """Return a function that publishes the next version. Its attribute ``paths`` maps versions to folders."""
 
     def publish(scale):
         offer = publish_weights(model_path, tmp_path, engine.version + 1, scale)

@@ -91,7 +91,7 @@ def make_requests(reader, name):
 
 
 async def check_answers(engine, folder, reader, name, *, atol):
-    """Each answer has the log-probs of a forward with the weights of the folder."""
+    """Check that each answer has the log-probs of a forward with the weights of the folder."""
     requests = make_requests(reader, name)
     answers = {request.id: output async for request, output in engine.generate(requests)}
     model, differences = AutoModelForImageTextToText.from_pretrained(folder), []

@@ -51,7 +51,7 @@ STEPS = [
     "/continue_generation",
 ]
 TOGETHER = {"/end_weight_update": {"/update_weight_version"}}
-"""Calls that are made with another, before that is answered."""
+"""Calls that the engine sends with the named call, before it has the answer."""
 DEADLINE_S = 3.0
 GRACE_S = 5.0
 MAX_ENDS = 5
@@ -76,7 +76,7 @@ ROWS = [
 ]
 LOAD = "/update_weights_from_tensor"
 HELD_ROWS = [*itertools.product(["engine", "rank 0", "rank 1"], ["before", "during"], SIGNALS)]
-"""Which process is signalled, when, while a server loads weights that learner ranks send."""
+"""Process, moment and signal. The signal comes while a server loads weights that learner ranks send."""
 _VERSIONS = itertools.count(1)
 
 
@@ -119,9 +119,9 @@ class Servers:
     async def _end_session(self):
         """End the open update of the failed load. A stopped server may begin this update only when it continues."""
         for _ in range(MAX_ENDS):
-            with contextlib.suppress(AsyncRLError):  # there is none
+            with contextlib.suppress(AsyncRLError):  # no update is open
                 await self.owner._post("/end_weight_update", {})
-            with contextlib.suppress(AsyncRLError):  # there is one again
+            with contextlib.suppress(AsyncRLError):  # an update is open again
                 await self.owner._order("/begin_weight_update", {}, success=True)
                 await self.owner._order("/end_weight_update", {}, success=True)
                 await self.owner._post("/continue_generation", {})  # the failed engine left the server paused

@@ -35,14 +35,14 @@ async def until_written(loop: RolloutLoop, num_tokens: int) -> None:
 
 
 def check_balance(stats: BufferStats, counters: FleetCounters) -> None:
-    """The account of a run with one worker that has these counters. Raises `AccountError` if it does not balance."""
+    """Check the account of a run with one worker. Raises `AccountError` if the account does not balance."""
     balanced_account(stats, counters)
 
 
 async def test_a_buffer_that_stands_still_while_a_worker_stops_leaves_a_balanced_account(tmp_path: Path):
-    """The server processes the releases after it continues.
+    """The stopped server processes the releases only after it continues.
 
-    The worker does not get the answer, so the controller declares it dead and reports its token count.
+    The worker gets no answer, so the controller declares the worker dead and reports its token count.
     """
     async with buffer_process(tmp_path) as (process, control):
         await control.enqueue(make_prompts(4))

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
 @pytest.fixture
 def working(monkeypatch, tmp_path):
-    """Return a context manager of a worker that runs with a buffer and an engine."""
+    """Return a function that makes a context manager of a running worker with a buffer and an engine."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(answering, "load_decoder", lambda path: str)

@@ -56,7 +56,7 @@ CHATML = """\
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
-"""Append only, without reasoning; no renderer of the library renders it."""
+"""The template only appends, and has no reasoning. The library ``renderers`` has no renderer for it."""
 
 LLAMA = """\
 {{- bos_token }}
@@ -87,7 +87,7 @@ GLM = """\
 {%- else %}{{- '<|' + m.role + '|>\\n' + m.content }}{%- endif %}
 {%- endfor %}
 {{- '<|assistant|>' if add_generation_prompt }}"""
-"""An assistant's message has no close: the model samples the marker of the next message."""
+"""An assistant's message has no end marker. The model samples the marker of the next message."""
 
 DEEPSEEK = """\
 {{- bos_token }}
@@ -103,7 +103,7 @@ DEEPSEEK = """\
 {%- else %}{{- m.content }}{%- endif %}
 {%- endfor %}
 {{- '<think>\\n' if add_generation_prompt }}"""
-"""Never renders reasoning of the history, and begins it in the prompt of each turn."""
+"""The template never renders reasoning of earlier messages. It begins the reasoning in the prompt of each turn."""
 
 TEMPLATES = {"qwen3": QWEN3, "chatml": CHATML, "llama": LLAMA, "glm": GLM, "deepseek": DEEPSEEK, "plain": ""}
 

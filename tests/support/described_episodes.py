@@ -4,7 +4,10 @@ from typing import Any
 
 
 def turn(index, parent, text, *, at=None, reward=None, finish_reason="stop", version=11) -> dict[str, Any]:
-    """A turn that two versions sampled. ``at`` has the times of its request, its first token and its end."""
+    """A turn that two versions sampled, or a given turn without ``at``.
+
+    ``at`` has the times of the turn's request, its first token and its end.
+    """
     half = len(text) // 2
     pieces = [[version - 1, text[:half]], [version, text[half:]]] if at else [[-1, text]]
     asked, first, ended = at or (None, None, None)

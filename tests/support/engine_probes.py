@@ -61,7 +61,7 @@ _NUMBERS = itertools.count()
 
 
 def requests_of(num_prompts: int, num_samples: int = 4, name: str = "", **sampling: Any) -> list[SampleRequest]:
-    """Samples of prompts with 2, 3, ... tokens, prompt by prompt.
+    """Requests for samples of prompts with 2, 3, ... tokens, prompt by prompt.
 
     Each call uses new ids, as in a run. Otherwise a server that notices a closed stream late would abort running
     requests with the same ids.
@@ -152,7 +152,7 @@ def forward_by_versions(
 
 
 async def assert_continues(engine: Any, model_path: str, atol: float) -> None:
-    """Cut off a greedy sample after two tokens, and check that its continuation equals the uncut sample."""
+    """Request greedy samples again after their first two tokens, and check that the engine writes the same rest."""
     requests = requests_of(3, temperature=0.0)
     whole = await answer(engine, requests)
     begun = [

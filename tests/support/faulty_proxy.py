@@ -17,7 +17,7 @@ ANSWERS = {
     "truncated": b'HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n{"success": true',
     "stalls": b"",
 }
-"""What the engine is answered; nothing follows ``stalls``, whose connection stays open."""
+"""The answers to the engine. ``stalls`` sends nothing, and the connection stays open."""
 
 
 class FaultyProxy(RunningServer):

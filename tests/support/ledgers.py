@@ -1,7 +1,4 @@
-"""For tests of the ledger and its bound.
-
-Has a ledger that is driven by calls instead of commands, and summaries of groups.
-"""
+"""A ledger that is driven by calls instead of commands, and summaries of groups, for tests of the ledger."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -68,7 +68,7 @@ def shared_memory_of(processes: Iterable[psutil.Process]) -> set[int]:
 
 
 def left_in_shared_memory(inodes: set[int]) -> list[str]:
-    """The names of those of these inodes that still exist."""
+    """The names of the files in shared memory that have one of these inodes."""
     return [entry.name for entry in os.scandir("/dev/shm") if entry.inode() in inodes]
 
 

@@ -37,7 +37,7 @@ class OffersInMemory:
         return self.log.oldest()
 
     async def withdraw_offers(self) -> None:
-        """Restart the learner. Its earlier offers are no longer shown."""
+        """Forget all earlier offers, as after a restart of the learner."""
         self.log = OfferLog()
         await self._notify()
 

@@ -1,7 +1,7 @@
 """Resolves SGLang's arguments for each kind of GPU: ``python pretended_card.py < ARGUMENT_LISTS``.
 
 Reads a JSON list of argument lists, and writes the resolved arguments as a JSON list per card. It runs in a separate
-process and forks one process per card. There torch is patched to report the card, and empty modules replace the
+process and forks one process per card. In each, torch is patched to report the card, and empty modules replace the
 packages with compiled kernels.
 """
 
@@ -18,7 +18,7 @@ CARDS = {"A100": ((8, 0), 80), "H100": ((9, 0), 80), "B200": ((10, 0), 180)}
 """Compute capability and GiB of memory."""
 COMPILED = ("flashinfer", "sgl_kernel", "deep_gemm", "torch_memory_saver", "flash_attn")
 VERSIONS = {"flashinfer_python": "0.6.18", "sglang-kernel": "0.4.7"}
-"""What SGLang 0.5.21 requires."""
+"""The versions that SGLang 0.5.21 requires."""
 
 
 class Absent:

@@ -70,7 +70,7 @@ class ProcessOutput:
             time.sleep(0.05)
 
     num_steps: int
-    """How many steps of its run are made, and not lost."""
+    """Number of steps of the run that were made and not lost."""
 
     def wait_for_step(self, number: int, timeout_s: float = 240.0) -> None:
         """Wait for a number of steps."""
@@ -86,7 +86,7 @@ class ProcessOutput:
         print(f"{what} at step {before}: two steps in {time.monotonic() - began_s:.1f} s")  # noqa: T201
 
     def _check_end(self) -> None:
-        """Called if the process has ended too early. A subclass may skip the test."""
+        """`wait_for_line` calls this if the process ends before the line. A subclass may skip the test."""
 
     def finish(self, timeout_s: float) -> int:
         """Wait for the end of the process. Returns the exit status."""

@@ -38,9 +38,10 @@ def publish_bytes(
     item_bytes: int = 2,
     num_files: int = 2,
 ) -> WeightOffer:
-    """Publish an image as one tensor, in delta files or in one data file, in pieces of 16 KiB.
+    """Publish an image as one tensor, in pieces of 16 KiB.
 
-    With ``frozen`` the manifest names it as an adapter of these weights.
+    With ``base``, the image is written as delta files, otherwise as one data file. With ``frozen``, the manifest names
+    the image as an adapter of these weights.
     """
     target = folder / ("frozen" if version == FROZEN else f"v{version:08d}")
     target.mkdir(parents=True)

@@ -29,7 +29,7 @@ VOCABULARY = ["<pad>", "<eos>", "<bos>", *"0123456789", *">+=- r"]
 LEASE_S = 60.0
 OTHERS = 1_000_000  # ids of other workers' groups
 WRITTEN = 14
-"""A token that no prompt of `make_prompts` holds."""
+"""A token that no prompt of `make_prompts` contains."""
 
 
 class InMemoryBuffer(OffersInMemory):
@@ -39,8 +39,8 @@ class InMemoryBuffer(OffersInMemory):
         groups: The groups put so far.
         released: Group id, tokens and reason of every release.
         progress: Last saved progress by group id.
-        leases_asked: Engine version and number of groups of every request for leases. renewals: Number of leases
-            renewed so far.
+        leases_asked: Engine version and number of groups of every request for leases.
+        renewals: Number of leases renewed so far.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, groups_per_step: int = 1000, max_lag: int = 0) -> None:
@@ -80,7 +80,7 @@ class InMemoryBuffer(OffersInMemory):
         return sum(group.summary.num_tokens for group in self.groups)
 
     async def commit(self) -> None:
-        """Consume a batch when the required running groups have arrived. The learner's version increases by one."""
+        """Wait until a batch can be planned, and consume it. The learner's version increases by one."""
         version = self.ledger.learner_version
         async with asyncio.timeout(20), self._changed:
             await self._changed.wait_for(lambda: self.ledger.apply(PlanBatch(version=version)).group_ids)

@@ -14,7 +14,7 @@ from rollout_fleet.episodes import ChatRequest, Episode, EpisodeBudget, SampleOp
 USER = {"role": "user", "content": "How warm is it?"}
 
 Script = Callable[[np.ndarray, SamplingConfig], Sequence[int]]
-"""Tokens of a turn, from the engine's prompt and the sampling. A turn that has all its tokens ends by length."""
+"""A script returns the tokens of a turn, given the engine's prompt and the sampling options."""
 
 
 class ScriptedTurns:

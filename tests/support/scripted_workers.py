@@ -22,17 +22,17 @@ from rollout_fleet.metrics import FleetMeter
 
 
 class Workers:
-    """Stands in for places and workers. A call takes ``takes_s``. A worker in ``hangs`` never answers `counters`.
+    """Stands in for places and workers. A call takes ``takes_s``. With ``hangs``, `counters` takes 60 s.
 
     Attributes:
         deaths: Error that ends the worker's life, by rank.
         replaced: Ranks in the order of their replacements.
-        full: Whether no node has room. `make_room` ends this.
+        full: An event while no node has room, otherwise None. A test sets the event when there is room again.
         closed: Ranks with released places.
         made_with: Arguments of the last worker, without its seed.
         engine_seeds: Seeds of the engines in the order of their starts.
         calls: Rank and method of every call except `counters`.
-        keeps_leases: Ranks that cannot give everything back when they end.
+        keeps_leases: Ranks that cannot give all leases back when they end.
         run_errors: The error that `run` raises, by rank. ``run_error`` is raised by every rank.
     """
 

@@ -17,10 +17,10 @@ _CONTROLLER = b"controller"
 _GATHER_S = 0.02
 _CUT_S = 0.01
 _RESUME_S = 0.05
-"""What it takes an engine to compute the cache of a group that it goes on with."""
+"""Seconds that an engine needs to compute the KV cache of a group that it continues."""
 
 Speed = Callable[[float], float]
-"""Tokens per second of one group, by the time."""
+"""Tokens per second of one group, as a function of the time in seconds."""
 
 
 @dataclass(kw_only=True)
@@ -157,10 +157,10 @@ class SimulatedFleet:
     """Engines with given speeds, and a learner that needs ``step_s`` per step and publishes at once.
 
     Args:
-        speeds: Tokens per second of one group on each engine. A function of time if the speed changes.
+        speeds: Tokens per second of one group, per engine. An entry is a function of time if the speed changes.
         num_places: Largest number of groups on each engine.
-        groups_per_step: B.
-        max_lag: η.
+        groups_per_step: Number of groups per learner step.
+        max_lag: ``buffer.max_lag``.
         step_s: Seconds per learner step.
         length_of: Number of tokens of a group, by its id.
         pace_of: A group takes this many times longer per token, by its id, for example because it waits for a tool.

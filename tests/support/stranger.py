@@ -14,7 +14,7 @@ NOBODY = 65534
 def as_stranger(function: Callable[[], Any]) -> Any:
     """Return the JSON result of a function that runs in a child process of user `NOBODY`.
 
-    Skips the test if this user is not root.
+    Skips the test if this process does not run as root.
     """
     if os.geteuid() != 0:
         pytest.skip("only root may become another user")
@@ -45,7 +45,7 @@ def refusals(paths: list[str]) -> dict[str, str]:
     """Connect to Unix sockets.
 
     Returns the error's name per socket, ``closed`` if the server ends the connection at once, and an empty string if
-    the server continues. A name that begins with @ has no path.
+    the server continues. A name that begins with @ is an abstract socket.
     """
     found = {}
     for path in paths:

@@ -120,7 +120,8 @@ FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
 """Families without anything unusual."""
 
 TRAINED_FAMILIES = [*list(_FAMILIES)[: list(_FAMILIES).index("minimax") + 1]]
-"""Families that the learner trains, with and without sequence parallelism; the others it refuses, or runs otherwise."""
+"""Families that the learner trains with and without sequence parallelism. It refuses the others, or runs them
+differently."""
 
 
 def tiny_config(family: str, *, initializer_range: float, **options: Any) -> PreTrainedConfig:

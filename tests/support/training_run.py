@@ -42,7 +42,8 @@ FOREIGN_VARIABLES = {
     **{"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"},
     "COLUMNS": "0",
 }
-"""Variables that batch systems and companies set. They must not change a run: no rank, proxy or terminal is there."""
+"""Variables that batch systems and companies set. They must not change a run, although they name ranks and proxies
+that do not exist."""
 
 
 def _words_of(process: psutil.Process) -> str:
@@ -116,7 +117,7 @@ class RunningTraining(ProcessOutput):
                 process.send_signal(number)
 
     def pid_of(self, words: str) -> int:
-        """Pid of the first process of the run with ``words`` in its name or command. Further arguments are ignored."""
+        """Pid of the first process of the run with ``words`` in its name or in the first four words of its command."""
         self.remember_family()
         for child in self.family.values():
             if child.is_running() and words in child.name() + " " + " ".join(child.cmdline()[:4]):
@@ -144,7 +145,7 @@ class RunningTraining(ProcessOutput):
         return pids[0]
 
     def pids_at(self, words: str) -> list[int]:
-        """Pids of all such running processes."""
+        """Pids of all processes of the run with ``words`` in their name or whole command line."""
         self.remember_family()
         return [child.pid for child in self.family.values() if words in _words_of(child)]
 

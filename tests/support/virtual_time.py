@@ -18,7 +18,7 @@ async def virtual_time(monkeypatch):
 
     def select_or_jump(timeout):
         nonlocal now
-        if timeout is None:  # without a timer, no event can happen
+        if timeout is None:  # there is no timer to jump to
             return select(None)
         now += timeout
         return select(0)

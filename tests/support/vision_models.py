@@ -19,7 +19,7 @@ SPECIAL = (
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
 )
 COLOURS = {"r": (230, 30, 30), "g": (30, 200, 60), "b": (40, 60, 220)}
-"""The answer to each colour."""
+"""The RGB value of each colour. The key is the right answer for the colour."""
 
 CHAT_TEMPLATE = """\
 {%- for m in messages %}

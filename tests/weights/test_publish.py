@@ -39,7 +39,7 @@ from tests.support.whole_weights import gather_weights, save_whole
 
 CONFIG = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=1e-2))
 THREE_EXPERTS = "qwen3_moe with three experts"
-"""Two ranks share the experts' second dimension, because they cannot divide three experts."""
+"""Two ranks cannot divide three experts, so they divide the experts' second dimension."""
 IN_BOTH_TYPES = ("qwen3", "qwen3_moe", "qwen3_next")
 
 
@@ -202,7 +202,7 @@ def test_weights_that_two_ranks_stream_equal_the_gathered_weights(family, option
 
 
 def adapters_of_a_rank(config, path, folder, hosts):
-    """Return the weights that an engine merges from two published adapters, and the gathered weights."""
+    """Return what an engine merges from two published adapters, the published folders, and the gathered weights."""
     trainer = Trainer(config, model_path=path, total_updates=2)
     rank, directory = trainer.mesh.rank, Path(folder, f"host-{hosts[trainer.mesh.rank]}")
     options = PublishOptions(adapters=True)
@@ -230,7 +230,7 @@ async def merged_by_an_engine(stager, offer):
 
 
 def merged_from(offer):
-    """Return the file of the frozen weights, and the merged weights."""
+    """Return the inode of the frozen weights' manifest, and the merged weights."""
     adapter = PublishedAdapter(offer)
     frozen = FileWeights(adapter.base)
     frozen.verify()
@@ -367,7 +367,7 @@ def test_writing_a_prepared_file_causes_no_page_faults():
 
 
 def test_a_version_is_offered_only_after_fsync(tmp_path, publisher_of, monkeypatch):
-    """If a file were reused, another host that shares the directory could read old bytes."""
+    """The publisher syncs the data file once, before it writes the manifest."""
     publisher = publisher_of(Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1), tmp_path)
     synced, fsync = [], os.fsync
 

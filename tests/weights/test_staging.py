@@ -278,7 +278,7 @@ class AdapterLearner(Learner):
 
 
 def base_of(offer):
-    """Return the frozen weights of a staged adapter."""
+    """Return the offer of a staged adapter's frozen weights."""
     return read_manifest(offer).base
 
 
@@ -342,7 +342,7 @@ async def test_a_stream_sends_the_frozen_weights_once_and_then_adapters_alone(ma
 
 
 class NetworkLearner(Learner):
-    """Sends its versions over loopback as one rank. Records the rounds that sent a delta."""
+    """Sends its versions over loopback as one rank. Records for each round whether it sent a delta."""
 
     def __init__(self, folder):
         super().__init__(folder)

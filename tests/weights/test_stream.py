@@ -253,7 +253,7 @@ def test_a_stopped_rank_ends_a_round_by_the_deadline_and_sends_after_it_continue
             with pytest.raises(WeightsError, match=r"version 1 was not received from 127.0.0.1:\d+ in 3 rounds"):
                 receiver.answer(20.0)
         senders[1].signal(signal.SIGCONT)
-        for receiver in receivers:  # leaves time for the rank to see that its round has ended
+        for receiver in receivers:  # 5 s leave the rank time to see that its round has ended
             receiver.ask(receive, offered, str(tmp_path / "received"), 5.0)
         for receiver in receivers:
             assert_holds(receiver.answer()[0], 1)
