@@ -114,7 +114,7 @@ def ask_for_keys(run_dir: Path, *, timeout_s: float) -> Path:
         KEYS,
         timeout_s=timeout_s,
         late="replace its keys",
-        remedy="the old keys are still accepted; look into its log, and call the command again",
+        remedy="every client can still connect; look into its log, and call the command again",
     )
 
 
