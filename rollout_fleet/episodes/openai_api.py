@@ -1,7 +1,7 @@
 """OpenAI's chat completions and completions: converts JSON to requests of a session, and answers to JSON.
 
-A field that the engine or the learner does not support is refused by name, never ignored. Fields that do not change the
-tokens are accepted.
+A field that the engine or the learner does not support is refused by name, or counted as overridden
+(`SampleOptions.other`). Fields that do not change the tokens are accepted.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _OTHER = (
     "reasoning_effort",
     "tool_choice",
     "parallel_tool_calls",
+    "best_of",
+    "verbosity",
 )
 _COMMON = {
     "model",
@@ -50,8 +52,6 @@ _WITHOUT_EFFECT = {
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "verbosity",
-    "best_of",
     "prediction",
     "client_metadata",
 }
@@ -117,6 +117,8 @@ def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str =
     other = {name: body[name] for name in (*_OTHER, "hosted_tools") if body.get(name) is not None}
     if other.get("tool_choice") == "none":
         del other["tool_choice"]
+    if other.get("best_of") == (body.get("n") or 1):
+        del other["best_of"]
     if not body.get("tools"):
         other.pop("parallel_tool_calls", None)
     return SampleOptions(

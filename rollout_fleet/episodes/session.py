@@ -53,6 +53,7 @@ NEUTRAL: Mapping[str, Any] = {
     "logit_bias": {},
     "tool_choice": "auto",
     "parallel_tool_calls": True,
+    "verbosity": "medium",
     "hosted_tools": [],
 }
 """Options that the policy's turns cannot follow, and their values without effect."""

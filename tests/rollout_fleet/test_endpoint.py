@@ -190,6 +190,8 @@ ANTHROPIC_TOOL = {"name": "weather", "description": FUNCTION["description"], "in
         ("/chat/completions", {"tools": [TOOL], "parallel_tool_calls": False}, ["parallel_tool_calls"]),
         ("/chat/completions", {"tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": True}, []),
         ("/chat/completions", {"parallel_tool_calls": False}, []),
+        ("/chat/completions", {"best_of": 3, "verbosity": "low"}, ["best_of", "verbosity"]),
+        ("/chat/completions", {"best_of": 1, "verbosity": "medium"}, []),
         ("/chat/completions", {"tools": [TOOL, {"type": "web_search"}]}, ["hosted_tools"]),
         ("/responses", {"tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"}, ["tool_choice"]),
         ("/responses", {"tools": [{"type": "function", **FUNCTION}, {"type": "web_search"}]}, ["hosted_tools"]),
