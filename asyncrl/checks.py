@@ -82,7 +82,8 @@ def check_options(config: RunConfig) -> None:
     if config.weights.publish_every > config.buffer.max_lag + 1:
         raise ValueError(
             f"weights.publish_every must be at most buffer.max_lag + 1 = {config.buffer.max_lag + 1}, got "
-            f"{config.weights.publish_every}: the learner would wait for rollouts under weights that are not published"
+            f"{config.weights.publish_every}: the learner would wait forever for rollouts of a version that is never "
+            "published; lower the first or raise the second"
         )
     if config.stop_timeout_s < (needed_s := stop_deadlines(config).total_s):
         raise ValueError(

@@ -384,7 +384,11 @@ class WeightsConfig:
 
     @property
     def copies(self) -> bool:
-        """Whether each engine keeps an image of its version in shared memory."""
+        """Whether engines keep a copy of the weights that they serve in shared memory.
+
+        They apply deltas to the copy, or load from it. With ``transport=collective`` into hosts, the engines of a host
+        share one copy.
+        """
         return self.full_every > 1 or self.copy_to_memory
 
     @property

@@ -34,9 +34,9 @@ class Mark(Row, frozen=True, kw_only=True):
         is_reached: Whether the steps before ``version`` are committed. The totals are valid only if this is true.
         finished: Groups that were consumed or dropped, as sorted ranges [start, end).
         tokens_trained: Policy tokens of the consumed groups.
-        lags: Pairs of a lag in learner steps and the number of uses of groups with this lag.
-        tokens_reused: Policy tokens of the uses after the first.
-        groups_reused: Number of uses after the first use of a group.
+        lags: Pairs (lag in learner steps, how often a group of this lag was in a batch).
+        tokens_reused: Policy tokens of groups in a second or later batch, counted once per such batch.
+        groups_reused: How often a group was in a second or later batch.
     """
 
     version: int

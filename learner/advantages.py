@@ -493,7 +493,10 @@ class BatchAdvantages:
 
 
 def _rewards_of_turns(sequences: Sequence[TokenSequence]) -> Tensor:
-    """Return the rewards of turns at the tokens in the loss, [M] float64."""
+    """Return one value per token in the loss, [M] float64.
+
+    The value is the turn's reward at the last token of a turn, and 0 at all other tokens.
+    """
     rewards = (np.zeros(len(s.input_ids)) if s.token_rewards is None else s.token_rewards for s in sequences)
     return _end_to_end(values[s.loss_mask] for s, values in zip(sequences, rewards, strict=True))
 

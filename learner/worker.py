@@ -389,7 +389,8 @@ class ModelWorker(Worker):
         """Write model and tokenizer to ``directory`` in Hugging Face layout."""
         from .model_folder import save_policy
 
-        with self._offload.persisting(optimizer=False):  # colocated engines may have the device
+        # the model may be offloaded, because colocated engines use the device; load it for the save
+        with self._offload.persisting(optimizer=False):
             save_policy(self._model, directory)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

@@ -47,9 +47,9 @@ class Roster:
     """The ranks of a fleet of ``fewest`` to ``most`` engines.
 
     At least ``needed`` engines must stay. At first ``fewest`` engines are present. If ``most`` is None, the fleet has a
-    fixed size, and no engine joins or leaves. The run keeps the places of the ranks below ``fewest`` in the cluster,
-    and reuses such a rank when its engine has left. Every other rank is used once, so that the logs and counters of the
-    rank belong to one engine.
+    fixed size, and no engine joins or leaves. Ray resources for the ranks below ``fewest`` stay reserved for the whole
+    run. When the engine of such a rank has left, a new engine can get this rank. Every other rank is used once, so that
+    the logs and counters of the rank belong to one engine.
     """
 
     def __init__(self, *, fewest: int, most: int | None, needed: int) -> None:

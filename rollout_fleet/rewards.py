@@ -69,7 +69,9 @@ class RewardProcesses:
         self._variables: Mapping[str, str] = {}
 
     async def start(self, variables: Mapping[str, str] | None = None) -> None:
-        """Start the processes of a user's function. ``variables`` are added to their environment variables.
+        """Start the processes of a user's function, or of a built-in that can hang. Other built-ins need none.
+
+        ``variables`` are added to the environment variables of the processes.
 
         Raises `WorkerDiedError` or `DeadlineError` if a process does not start.
         """

@@ -291,7 +291,8 @@ class Sandbox:
         if _unused_uid() is None:
             command += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
         for entry, target, source in [*self._root, ("ro-bind", _INIT_INSIDE, _INIT)]:
-            for folder in reversed(Path(target).parents[:-1]):  # other users must be able to enter the folders
+            # if this process is root, the sandboxed program runs as another user and must be able to enter the folders
+            for folder in reversed(Path(target).parents[:-1]):
                 command += ["--perms", "755", "--dir", str(folder)]
             command += [f"--{entry}", source, target]
         command += ["--proc", "/proc", "--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]

@@ -1,9 +1,10 @@
-"""The first process of a sandbox: builds the isolation, runs one program under limits, and ends all its processes.
+"""The first process of a sandbox: builds the isolation, runs one job under limits, and kills all processes of the job.
 
 Usage: ``sandbox_init.py KIND OWNER_PID REPORT_FD`` with a job in JSON on standard input. KIND is ``namespaces`` (this
-program makes the namespaces), ``bubblewrap`` (this program runs inside bubblewrap's namespaces) or ``limits`` (there
-are no namespaces). The program writes one JSON object to REPORT_FD. It needs only the standard library. It waits in
-``sigtimedwait`` for the end of its children and for SIGTERM, and checks their use of resources every `POLL_S` seconds.
+script makes the namespaces), ``bubblewrap`` (this script runs inside bubblewrap's namespaces) or ``limits`` (there are
+no namespaces). This script writes one JSON object (the report) to REPORT_FD. The script needs only the standard
+library. It waits in ``sigtimedwait`` for the end of its children and for SIGTERM, and checks their use of resources
+every `POLL_S` seconds.
 """
 
 import base64

@@ -59,8 +59,8 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
     """Compose a run from ``configs/run.yaml`` and Hydra overrides.
 
     Args:
-        overrides: In Hydra's override grammar. Example: ``["experiment=quickstart", "buffer.max_lag=4"]``. An
-            experiment is the name of a built-in experiment, or the path of the user's file.
+        overrides: Overrides in Hydra's grammar. Example: ``["experiment=quickstart", "buffer.max_lag=4"]``. The value
+            of ``experiment`` is the name of a built-in experiment or the path of a user's YAML file.
 
     Raises:
         ValueError: an option is unknown, has the wrong type or is out of range; the message names the option.

@@ -175,11 +175,12 @@ class ControlBuffer(Protocol):
         ...
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
-        """Keep up to ``num_engines`` engines on ``version`` until `unpin` or the next pin; call it before the offer.
+        """Keep up to ``num_engines`` engines on ``version`` until `unpin` or the next `pin`.
 
-        The first engines that request the version keep it. The buffer offers it until ``num_engines`` engines serve it,
-        even if newer versions exist. The other engines load newer versions. Waits until the set of engines that serve
-        it differs from ``known``, and returns that set.
+        Call this method before the version is offered. The first engines that request the version stay on it. The
+        buffer offers the version until ``num_engines`` engines serve it, even if newer versions exist. The other
+        engines load newer versions. Waits until the set of engines that serve the version differs from ``known``, and
+        returns that set.
 
         Raises:
             WeightsGone: no engine serves the version, and it is no longer offered.

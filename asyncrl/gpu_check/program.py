@@ -45,7 +45,7 @@ _OTHER_KERNEL = "rollout_fleet.sglang.extra_args=[--attention-backend,triton]"
 
 
 class State(StrEnum):
-    """The result of a check."""
+    """The outcome of one `Result`."""
 
     passed = "PASS"
     failed = "FAIL"

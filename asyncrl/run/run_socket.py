@@ -30,10 +30,10 @@ _CONNECT_S = 5.0
 
 @asynccontextmanager
 async def answered_requests(run_dir: Path, **work: Callable[[], Awaitable[Path]]) -> AsyncIterator[None]:
-    """Answer requests while the block runs. No effect on a host without shared memory.
+    """Answer requests while the block runs. Without shared memory on the host, this has no effect.
 
-    ``work`` maps the name of a request to the function that carries it out. The function returns the folder that the
-    command prints.
+    ``work`` maps the name of a request to the function that carries it out. The function returns a folder, which the
+    command that sent the request (``asyncrl checkpoint`` or ``asyncrl keys``) prints.
     """
     if not SHARED_MEMORY.is_dir():
         yield

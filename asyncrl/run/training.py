@@ -170,9 +170,10 @@ class Training:
         unfinished.rename(self._run_dir / "policy")
 
     async def _keep(self, training: Awaitable[None], before: Evaluation | None) -> None:
-        """Finish the queued steps, and write checkpoint, policy and summary of a training that a signal stops.
+        """After a signal, stop the training and finish the queued steps.
 
-        If this life has made no step, only the checkpoint is written.
+        Then save a checkpoint if ``checkpoint.at_stop`` is set, all ranks share the folder of checkpoints, and steps
+        remain. Then write the policy and the summary if this life made a step.
         """
         timeout_s = self._config.save_timeout_s
         self._controller.stop()

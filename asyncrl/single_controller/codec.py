@@ -468,7 +468,12 @@ def record_parts(array: np.ndarray) -> list[Any] | None:
 
 
 def record_of(parts: list[Any]) -> np.ndarray:
-    """The structured array of `record_parts`. Raises `WireError` if the columns do not fit together."""
+    """Rebuild the structured array from the parts that `record_parts` returned.
+
+    Raises `WireError` if the shape is not valid, a column is not an array or its shape does not begin with the array's
+    shape, or the dtype would consist mostly of padding. Other damage raises other errors, such as `ValueError` for
+    different numbers of names and columns. `decode` turns them into `WireError`.
+    """
     shape, is_aligned, names, columns = parts
     shape = checked_shape(shape)
     if not isinstance(columns, list) or not all(isinstance(column, np.ndarray) for column in columns):

@@ -479,9 +479,10 @@ class RayWorkerGroup(WorkerGroup):
     def shutdown(self) -> None:
         """Kill the workers.
 
-        The last group of a pool also releases the pool's reservation. Groups that were spawned from this group, or that
-        attached to its workers, end too. A running call raises `WorkerDiedError`. After a shutdown of Ray, only
-        detached workers still run; another group can attach to them with ``worker_names``.
+        The last group of a pool that shuts down also releases the reservation. Groups that were spawned from this
+        group, or that attached to its workers, end too. A running call raises `WorkerDiedError`. If Ray was shut down
+        before this call, the call kills no worker. Detached workers then still run, and another group can attach to
+        them with ``worker_names``.
         """
         self.stop_worker_aliveness_check()
         has_ended = any(worker._ray_cluster_and_job != current_cluster() for worker in self._workers)

@@ -232,7 +232,8 @@ class Engine(ABC):
                         del running[request.id]
                         self._running.pop(request.id, None)
                         yield request, _kept(request, output)
-            if tasks:  # a connection cannot be used again if it is closed before its stream has ended
+            if tasks:
+                # wait for the end of the streams, because a connection can be reused only after its stream has ended
                 await asyncio.wait(tasks, timeout=STREAM_END_S)
         finally:
             for request_id, sample in running.items():

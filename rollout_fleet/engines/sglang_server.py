@@ -130,7 +130,10 @@ class SGLangServer:
 
     @property
     def weight_order(self) -> Path:
-        """The file that tells `server_hooks.load` which weights to load. The reports are in the same folder."""
+        """The file that tells `server_hooks.load` which weights to load.
+
+        After the load, each rank of the server writes a report to the same folder.
+        """
         assert self._scratch is not None
         return self._scratch / "weights.json"
 

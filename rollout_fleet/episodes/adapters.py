@@ -1,8 +1,8 @@
-"""Adapters that use other agents and environments as environments. Each adapter imports its package at its first use.
+"""Adapters that make agents and environments of other packages usable as environments of this project.
 
-`FunctionEnvironment` calls a function, ``command`` runs a program. ``gym`` and ``openenv`` play a game with ``reset``
-and ``step``. ``mcp`` gives the tools of MCP servers to the policy. ``verifiers`` runs an environment of that package.
-docs/agents.md has a section on each.
+Each adapter imports its package at its first use. `FunctionEnvironment` calls a function, and ``command`` runs a
+program. ``gym`` and ``openenv`` play a game with ``reset`` and ``step``. ``mcp`` gives the tools of MCP servers to the
+policy. ``verifiers`` runs an environment of that package. docs/agents.md has a section on each.
 """
 
 from __future__ import annotations

@@ -145,7 +145,10 @@ class Episode:
 
     @property
     def num_waiting(self) -> int:
-        """Number of recorded tokens that no request has used yet."""
+        """Number of sampled tokens from an earlier attempt that wait for their replay.
+
+        The environment has not requested their turns again.
+        """
         return sum(len(node.turn.token_ids) for node in self._nodes if self._waits(node))
 
     @property

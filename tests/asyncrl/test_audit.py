@@ -80,7 +80,7 @@ def write_life(folder, steps, *, resumed=None, before=()):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of two lives with groups of two engines.
+    """A run of two lives. Two engines sampled the groups of attempt 1; one engine sampled the others.
 
     The first life made three steps, and its last step was lost. The second life made two steps.
     """

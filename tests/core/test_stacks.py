@@ -1,4 +1,4 @@
-"""The stacks that a missed deadline leaves in the run's folder."""
+"""The stack traces that the processes of a run write to the run's folder when a deadline is missed."""
 
 import asyncio
 import os

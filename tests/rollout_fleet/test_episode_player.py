@@ -99,9 +99,9 @@ Next = Callable[[list[int]], int]
 
 
 def by_context(num_tokens: int, stop_id: int, calls: Sequence[int] = ()) -> Next:
-    """Each token is computed from the tokens before it.
+    """Return a function that computes the next token from the tokens before it.
 
-    Decoding the written tokens and encoding the text again gives other tokens.
+    If the written tokens are decoded and encoded again, the result differs.
     """
 
     def next_token(context: list[int]) -> int:

@@ -251,7 +251,11 @@ LARGE = [b"\xff" * 8, b"\xff" * 7 + b"\x7f", b"\0" * 8, struct.pack("<q", 2**62)
 
 @st.composite
 def mutated(draw):
-    """A valid message after a few changes: bit flips, cuts, insertions, splices, lost frames and added frames."""
+    """A valid message after a few changes.
+
+    The changes are bit flips, cuts, insertions, splices, eight bytes replaced by an extreme integer, lost frames and
+    added frames.
+    """
     frames = [bytearray(frame) for frame in draw(st.sampled_from(MESSAGES))]
     for _ in range(draw(st.integers(1, 4))):
         frame = frames[draw(st.integers(0, len(frames) - 1)) if draw(st.booleans()) else 0]
