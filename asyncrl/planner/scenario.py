@@ -269,7 +269,7 @@ class Scenario:
         if self.publish_every > self.max_lag + 1:
             raise ValueError(
                 f"publish_every must be at most max_lag + 1 = {self.max_lag + 1}, got {self.publish_every}: the "
-                "learner would wait for rollouts under weights that are not published"
+                "learner would wait forever for rollouts of a version that is never published"
             )
 
     def to_dict(self) -> dict[str, Any]:
