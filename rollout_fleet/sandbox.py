@@ -426,7 +426,7 @@ def _unused_uid() -> int | None:
 
 
 def _num_own_threads(kind: SandboxKind, uid: int | None) -> int:
-    """Return the number of threads that the kernel counts in addition to the program's own threads."""
+    """Return how many threads of the sandbox itself the kernel counts against the program's limit."""
     if uid is not None:
         return 0
     kernel = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])

@@ -419,7 +419,7 @@ def paused_rank_bytes(config: RunConfig, model: ModelSize, *, card_bytes: int = 
 
 
 def _role_uses(config: RunConfig, pool: str, model: ModelSize, card_bytes: int) -> dict[str, dict[str, int]]:
-    """Peak memory of each role of a pool without the other roles, as role → kind → bytes."""
+    """Return the peak memory that each role of a pool needs alone, as role → kind → bytes."""
     uses = {}
     for role in (role for role, its_pool in learner_roles(config).items() if its_pool == pool):
         path = role_model(config, role)
