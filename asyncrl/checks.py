@@ -50,28 +50,10 @@ _READ_AS_JSON = {"config.json", "generation_config.json", "tokenizer_config.json
 
 def check_options(config: RunConfig) -> None:
     """Check the options that do not depend on files; `check_files` checks the others."""
-    algorithm = config.algorithm
-    compared = GROUP_ADVANTAGES & {algorithm.advantage, *algorithm.advantage_by_source.values()}
-    if algorithm.samples_per_prompt < 2 and compared:
-        raise ValueError(
-            "algorithm.samples_per_prompt must be >= 2 for a group advantage, "
-            f"got {algorithm.samples_per_prompt} with algorithm.advantage={min(compared)}"
-        )
-    drops = config.rollout_fleet.on_reward_failure is OnRewardFailure.drop_trajectory
-    if drops and algorithm.greedy_baseline:
-        raise ValueError(
-            "rollout_fleet.on_reward_failure must be retry_group with algorithm.advantage=remax, got drop_trajectory: "
-            "a group needs the reward of its greedy response as its baseline"
-        )
     _check_roles(config)
     options = {role: role_options(config, role) for role in learner_roles(config)}
+    _check_groups(config, options)
     _check_budgets(config, options)
-    dp_size = max(own.num_ranks // own.sp_size for own in options.values())
-    if algorithm.groups_per_step < dp_size:
-        raise ValueError(
-            f"algorithm.groups_per_step must be >= the {dp_size} data-parallel learner ranks, "
-            f"got {algorithm.groups_per_step}; raise it or lower learner.num_ranks"
-        )
     _check_sampling(config)
     if config.rollout_fleet.renew_every_s > config.buffer.lease_s / 2:
         raise ValueError(
@@ -98,6 +80,28 @@ def check_options(config: RunConfig) -> None:
     if config.rollout_fleet.engine is EngineKind.scripted:
         raise ValueError(
             "rollout_fleet.engine must be sglang or transformers, got scripted; the scripted engine is for tests"
+        )
+
+
+def _check_groups(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
+    algorithm = config.algorithm
+    compared = GROUP_ADVANTAGES & {algorithm.advantage, *algorithm.advantage_by_source.values()}
+    if algorithm.samples_per_prompt < 2 and compared:
+        raise ValueError(
+            "algorithm.samples_per_prompt must be >= 2 for a group advantage, "
+            f"got {algorithm.samples_per_prompt} with algorithm.advantage={min(compared)}"
+        )
+    drops = config.rollout_fleet.on_reward_failure is OnRewardFailure.drop_trajectory
+    if drops and algorithm.greedy_baseline:
+        raise ValueError(
+            "rollout_fleet.on_reward_failure must be retry_group with algorithm.advantage=remax, got drop_trajectory: "
+            "a group needs the reward of its greedy response as its baseline"
+        )
+    dp_size = max(own.num_ranks // own.sp_size for own in options.values())
+    if algorithm.groups_per_step < dp_size:
+        raise ValueError(
+            f"algorithm.groups_per_step must be >= the {dp_size} data-parallel learner ranks, "
+            f"got {algorithm.groups_per_step}; raise it or lower learner.num_ranks"
         )
 
 

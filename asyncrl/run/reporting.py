@@ -200,8 +200,10 @@ class Reporter:
         for name, value in (metric for group in groups for metric in group.metrics):
             metrics.setdefault(name, []).append(value)
         for group in groups:
-            for name, values in self._numbers_of_source(group).items():
-                metrics.setdefault(f"source.{group.data_source}.{name}", []).extend(values)
+            if group.data_source:
+                source = f"source.{group.data_source}"
+                metrics.setdefault(f"{source}.reward", []).extend(group.rewards[self._trained])
+                metrics.setdefault(f"{source}.response_length", []).extend(group.response_lengths[self._trained])
         return {
             "reward": statistics.fmean(rewards),
             "reward_std": statistics.pstdev(rewards),
@@ -218,12 +220,6 @@ class Reporter:
             "lag_max": max(lags),
             "lags": dict(Counter(lags)),
         }
-
-    def _numbers_of_source(self, group: GroupSummary) -> dict[str, Sequence[float]]:
-        """Return the numbers of a group that are reported by data source; empty if the group has no source."""
-        if not group.data_source:
-            return {}
-        return {"reward": group.rewards[self._trained], "response_length": group.response_lengths[self._trained]}
 
     def _learner_numbers(self, plan: Plan, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Return the fields of a record that the learner's step determines."""

@@ -276,7 +276,8 @@ def register(
         materialize_futures: Whether the worker fetches each `DataProtoFuture` among the arguments first.
     """
     _check_dispatch_mode(dispatch_mode)
-    _check_execute_mode(execute_mode)
+    if not isinstance(execute_mode, Execute):
+        raise UsageError(f"execute_mode must be an Execute, got {execute_mode!r}")
     attrs = {
         "dispatch_mode": dispatch_mode,
         "execute_mode": execute_mode,
@@ -344,11 +345,6 @@ def _check_dispatch_mode(dispatch_mode: Any) -> None:
             raise UsageError(f"dispatch_mode lacks {sorted(missing)}; give both dispatch_fn and collect_fn")
     elif not isinstance(dispatch_mode, Dispatch):
         raise UsageError(f"dispatch_mode must be a Dispatch or a dict of its two functions, got {dispatch_mode!r}")
-
-
-def _check_execute_mode(execute_mode: Any) -> None:
-    if not isinstance(execute_mode, Execute):
-        raise UsageError(f"execute_mode must be an Execute, got {execute_mode!r}")
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

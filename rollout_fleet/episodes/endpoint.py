@@ -274,11 +274,10 @@ class Endpoint:
 
         If the client has disconnected, count the turns as lost.
         """
-        ask = session.chat(asked) if isinstance(asked, ChatRequest) else session.complete(asked)
-        work = asyncio.ensure_future(ask)
+        work = session.chat(asked) if isinstance(asked, ChatRequest) else session.complete(asked)
         try:
             if stream is not None:
-                return await self._send_stream(request, work, stream)
+                return await self._send_stream(request, asyncio.ensure_future(work), stream)
             answers = await work
             if request.transport is None or request.transport.is_closing():
                 raise ConnectionResetError("the client is gone")

@@ -306,7 +306,8 @@ class EnvironmentProcesses:
         process, number = None, next(self._numbers)
         answer: dict[str, Any]
         try:
-            process = await self._process(self._least_loaded())
+            least = min(range(len(self._slots)), key=lambda slot: len(p.answers) if (p := self._slots[slot]) else 0)
+            process = await self._process(least)
             if on_tool is not None:
                 process.listeners[number] = on_tool
             async with asyncio.timeout(self._options.episode_timeout_s):
@@ -339,9 +340,6 @@ class EnvironmentProcesses:
         if process is not None and process.is_retiring and not process.answers:
             await process.end("was replaced")
             self._retiring.discard(process)
-
-    def _least_loaded(self) -> int:
-        return min(range(len(self._slots)), key=lambda slot: len(p.answers) if (p := self._slots[slot]) else 0)
 
     def _retire(self, process: _EnvironmentProcess) -> None:
         """Stop giving episodes to the process, because it has too many threads and tasks that cannot be ended."""

@@ -13,10 +13,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from asyncrl.core.image_files import is_image
 
 Message = Mapping[str, Any]
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_DECODER = json.JSONDecoder(parse_constant=str)  # orjson writes NaN and infinity as null
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
@@ -112,7 +115,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     }
 
 
-def canonical(message: Message, call_places: Mapping[str, int]) -> str:
+def canonical(message: Message, call_places: Mapping[str, int]) -> bytes:
     """Return a text that is the same for all messages that count as equal. Reasoning is left out.
 
     ``call_places`` maps the id of each earlier tool call to its place. The text identifies results by these places, not
@@ -125,16 +128,19 @@ def canonical(message: Message, call_places: Mapping[str, int]) -> str:
     for call in message.get("tool_calls", ()):
         function = call["function"]
         try:
-            arguments = json.loads(function["arguments"] or "{}")
+            arguments = _DECODER.decode(function["arguments"] or "{}")
         except ValueError:
             arguments = function["arguments"].strip()
         form += [function["name"], arguments]
-    return json.dumps(form, sort_keys=True, ensure_ascii=False)
+    try:
+        return orjson.dumps(form, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # integers of more than 64 bits, or invalid Unicode
+        return json.dumps(form, sort_keys=True).encode()
 
 
 def follow(digest: bytes, message: Message, call_places: Mapping[str, int]) -> bytes:
     """Extend the digest of messages by one message. ``call_places`` is as in `canonical`."""
-    return hashlib.blake2b(digest + canonical(message, call_places).encode(), digest_size=16).digest()
+    return hashlib.blake2b(digest + canonical(message, call_places), digest_size=16).digest()
 
 
 def chain(messages: Sequence[Message]) -> list[bytes]:

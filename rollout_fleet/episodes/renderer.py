@@ -224,11 +224,11 @@ class _PromptTexts:
 class TemplateRenderer(ChatRenderer):
     """Renders with the model's chat template. ``tool_parser`` names the parser of tool calls.
 
-    A short conversation is rendered with and without the new messages. The difference is encoded and gives the new
-    tokens. The whole conversation is rendered too, to check that the template appends exactly this text and keeps the
-    reasoning. The text of the turn's prompt is known from the previous request, so the history is not rendered a second
-    time. ``keeps_reasoning`` skips the check of the whole conversation. Then sampled reasoning stays in the context
-    even if the template drops it.
+    After each turn the whole conversation is rendered. If the text begins with the text of the turn's path, the rest is
+    encoded and gives the new tokens. Otherwise a short conversation is rendered with and without the new messages, and
+    the difference gives the new tokens. The whole text must then end with this difference and contain all reasoning.
+    ``keeps_reasoning`` skips the whole conversation: sampled reasoning stays in the context even if the template drops
+    it.
     """
 
     def __init__(
@@ -270,27 +270,30 @@ class TemplateRenderer(ChatRenderer):
     ) -> list[int] | None:
         """See `ChatRenderer.extend`."""
         messages, num_old = _prepared([*history, *new_messages]), len(history)
-        answer = {**messages[num_old - 1], "content": _SENTINEL}
-        answer.pop("reasoning_content", None)
-        before = self._prepared_text([_USER, answer], (), prompts=False)
-        after = self._prepared_text([_USER, answer, *messages[num_old:]], (), prompts=True)
-        if not after.startswith(before):
-            return None
-        added, whole = after[len(before) :], ""
-        if not self._keeps_reasoning:
-            whole = self._prepared_text(messages, tools, prompts=True)
-            prompt = self._texts.of(prompt_ids)
-            is_continued = prompt and whole.startswith(prompt) and whole.endswith(added, len(prompt))
-            # the whole text begins with the prompt's text, so the old messages need not be rendered alone
-            if is_continued:
-                old = whole.removesuffix(added)
-            else:
-                old = self._prepared_text(messages[:num_old], tools, prompts=False)
-            reasoning = (str(message.get("reasoning_content") or "").strip() for message in history)
-            num_ends = self._num_reasoning_ends([*prompt_ids, *sampled_ids])
-            is_kept = all(text in whole for text in reasoning) and num_ends == old.count(REASONING_END)
-            if whole != old + added or not is_kept:
+        whole = "" if self._keeps_reasoning else self._prepared_text(messages, tools, prompts=True)
+        prompt = self._texts.of(prompt_ids) if whole else ""
+        path = prompt + self.tokenizer.decode(self.without_stop(sampled_ids)) + self._close if prompt else ""
+        if path and whole.startswith(path):  # the template writes exactly the text of the path
+            added = whole[len(path) :]
+        else:
+            answer = {**messages[num_old - 1], "content": _SENTINEL}
+            answer.pop("reasoning_content", None)
+            before = self._prepared_text([_USER, answer], (), prompts=False)
+            after = self._prepared_text([_USER, answer, *messages[num_old:]], (), prompts=True)
+            if not after.startswith(before):
                 return None
+            added = after[len(before) :]
+            if whole:
+                # if the whole text begins with the prompt's text, the old messages need not be rendered alone
+                if prompt and whole.startswith(prompt) and whole.endswith(added, len(prompt)):
+                    old = whole.removesuffix(added)
+                else:
+                    old = self._prepared_text(messages[:num_old], tools, prompts=False)
+                reasoning = (str(message.get("reasoning_content") or "").strip() for message in history)
+                num_ends = self._num_reasoning_ends([*prompt_ids, *sampled_ids])
+                is_kept = all(text in whole for text in reasoning) and num_ends == old.count(REASONING_END)
+                if whole != old + added or not is_kept:
+                    return None
         text = self._after_stop(sampled_ids, self._close + added)
         if text is None:
             return None

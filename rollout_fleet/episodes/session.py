@@ -256,7 +256,7 @@ class Session:
         self._on_calls = on_calls
         self._histories: dict[bytes, list[_History]] = defaultdict(list)
         self._seen: set[bytes] = set()
-        self._answers: dict[str, list[int]] = defaultdict(list)
+        self._answers: dict[bytes, list[int]] = defaultdict(list)
         self._texts: list[tuple[str, int]] = []
         self._children: dict[int, dict[int, None]] = {ROOT: {PROMPT: None}}
         self._by_key: dict[str, _Call] = {}
