@@ -1,8 +1,7 @@
 """``asyncrl evaluate MODEL_OR_RUN``: evaluate a policy on held-out prompts with one engine.
 
 The policy is a model in Hugging Face layout, a checkpoint, or the policy of a run. For a run, the command uses the
-run's options. The command starts one engine, in this process or as a server; it does not need Ray, a buffer or a
-learner. Ctrl-C and SIGTERM stop the engine and end the command.
+run's options. It does not need Ray, a buffer or a learner.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def find_policy(path: Path) -> EvaluatedPolicy:
 
 
 def _version_of(run_dir: Path | None) -> int:
-    """The final policy version of a run; 0 if there is no summary."""
+    """Return the final policy version of a run; 0 if there is no summary."""
     summary = read_json(run_dir / "summary.json", "policy_version") if run_dir is not None else None
     return summary["policy_version"] if summary is not None else 0
 
@@ -177,7 +176,7 @@ async def _until_done_or_stopped(config: RunConfig, folder: Path, version: int) 
 
 
 async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
-    """Evaluate ``model.path``, which has policy version ``version``; write logs and samples to ``folder``.
+    """Evaluate ``model.path`` as policy version ``version``; write logs and samples to ``folder``.
 
     Raises:
         ValueError: an option or a file is wrong; the message names it.
@@ -225,7 +224,7 @@ def _held_out_prompts(config: RunConfig) -> list[Prompt]:
 
 
 class OneEngine:
-    """A fleet with one engine; implements `AnsweringFleet`.
+    """A fleet with one engine.
 
     Attributes:
         failure: The engine's last error; None if there was none.

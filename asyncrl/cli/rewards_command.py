@@ -1,7 +1,6 @@
 """``asyncrl rewards try REWARD DATA``: score given responses with the rewards of a run, before the run.
 
-The responses are a column of the data, or the samples of an earlier run. The rewards run in scoring processes, as in a
-rollout worker.
+The responses are a column of the data, or the samples of an earlier run.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class TriedResponse:
     """One scored response.
 
     Attributes:
-        name: The name of the prompt; see `GivenResponses`.
+        name: Name of the prompt in the table.
         reward: Weighted sum of all rewards, including the rewards of turns; None after a failure.
         parts: Value of each reward by name, if there are several rewards.
         turn_rewards: Weighted rewards of turns, by the index of the turn; ``reward`` includes them.
@@ -191,7 +190,7 @@ def _of_rows(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenRe
 
 
 def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenResponses]:
-    """Yield the samples of a run by prompt: those of evaluations if DATA has held-out prompts, else of training."""
+    """Yield the samples of a run by prompt. If DATA has held-out prompts, they are samples of evaluations."""
     held_out = [str(Path(file).resolve()) for file in config.data.eval_files]
     is_held_out = str(Path(options.data).resolve()) in held_out
     pattern = "samples/[sg]*-v*.parquet" if is_held_out else "samples/train-v*.parquet"

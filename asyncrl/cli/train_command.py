@@ -1,7 +1,6 @@
 """``asyncrl train``: train a policy asynchronously. ``--help`` explains the options.
 
 Ctrl-C or SIGTERM cancels the run: the run writes its policy and stops its processes. A second signal kills all
-processes. If the controller ends in another way, the supervisor (`asyncrl.cli.supervisor`) kills the remaining
 processes.
 """
 
@@ -106,7 +105,7 @@ def _train(config: RunConfig, overrides: Sequence[str]) -> int:
 
 
 def _why_it_ended(ending: Ending, config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> str:
-    """The supervisor's message for a controller that did not end by itself."""
+    """Return the supervisor's message for a controller that did not end by itself."""
     if ending.fault:
         return f"{ending.fault} (the controller ended before it had stopped all processes; the others were killed)\n"
     if ending.late:
@@ -195,7 +194,7 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
     try:
         checkpoint = newest_checkpoint(RunPaths.checkpoints_of(config, run_dir))
         life = read_life(run_dir)
-    except (OSError, ValueError) as error:  # only logged: the user must see why the run ended
+    except (OSError, ValueError) as error:  # only logged, because the user must see why the run ended
         logging.getLogger(__name__).warning("no checkpoint to continue: %s", error)
         return ""
     if checkpoint is None and life is not None and life.resumed:
@@ -210,8 +209,8 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
 def _last_words(error: BaseException, run_dir: Path, continuing: str = "") -> str:
     """Return the last message of a failed run.
 
-    It has the complete message of the cause, then the command that continues the run. The last line repeats the first
-    line of the cause.
+    The message is the text of the cause and the command that continues the run. The last line repeats the first line of
+    the cause.
     """
     cause = root_cause(error)
     if isinstance(cause, OSError) and cause.errno in _FULL:
@@ -235,7 +234,7 @@ def _with_remedy(error: OSError, run_dir: Path | None = None) -> str:
 
 
 def _headline(message: str) -> str:
-    """Return the first line of a message. If it ends with a colon, a log follows: add the last line of the log."""
+    """Return the first line of a message. If it ends with a colon, add the last line of the log that follows."""
     first, _, rest = message.partition("\n")
     return f"{first} … {rest.splitlines()[-1]}" if first.endswith(":") and rest else first
 

@@ -12,48 +12,45 @@ The five loops of `Controller`, what each waits for, and who wakes it::
 
     prompts ─feed─▶ buffer ─plan─▶ [at most 2 steps] ─complete─▶ buffer (commits)
 
-While the learner computes step v, the fleet generates. At the same time:
+While the learner computes step v:
 
+- the fleet generates;
 - the controller plans step v + 1, and queues it behind step v on the ranks;
 - threads of the ranks fetch and pack the batch of step v + 1;
 - the learner sends the weights of version v.
 
-No step waits until the engines have loaded weights. Rank 0 offers a version to the buffer. After the commit of the step
-that made this version, the buffer shows it to the rollout workers, and each worker loads the newest version when it
-can. If loading is slower than training, workers skip versions. Admission then slows generation down, because it
-compares the engine's version with the learner's. During an evaluation, a few engines keep the evaluated version until
-the evaluation ends.
+No step waits until the engines have loaded weights. After the commit of the step that made a version, the buffer offers
+the version to the rollout workers. Each worker loads the newest version when it can. If loading is slower than
+training, workers skip versions. Admission then slows generation down, because it compares the engine's version with the
+learner's.
 
 A signal stops a training between two steps: `_Training.stop` cancels feed, follow and examine, and the plan loop ends.
-The complete loop then commits and reports the steps that are queued on the ranks, and the run saves a checkpoint.
+The complete loop commits and reports the steps that are queued on the ranks. Then the run saves a checkpoint.
 
 A deadlock needs a cycle of loops that wait for each other:
 
-- feed and plan wait for the buffer. complete waits for the learner. follow waits for the buffer.
-- examine waits for the buffer and for the answers of engines. Engines wait for no loop.
+- feed, plan and follow wait for the buffer. complete waits for the learner.
+- examine waits for the buffer and for the answers of engines. Engines do not wait for a loop.
 - Admission waits for commits (complete) and for engines to load newer weights. Engines wait for commits, and pinned
   engines also for the end of their evaluation.
 
 So the only cycle is plan → rollouts → admission → complete → plan. This cycle cannot block, because a batch at the
 learner's version is admitted without a further commit (docs/staleness.md).
 
-The plan loop queues a checkpoint on the ranks between two updates (asyncrl/run/resume.py); the ranks write it while
-they train. After the death of a rank the loops end, and begin again at the newest checkpoint
-(asyncrl/run/learner_restarts.py). If a store dies with a batch before the ranks have fetched it, no rank makes the
-step. The loops then begin again at that step, with a new plan.
+The plan loop queues a checkpoint on the ranks between two updates; the ranks write it while they train. After the death
+of a rank the loops end, and begin again at the newest checkpoint. If a store dies with a batch before the ranks have
+fetched it, the loops begin again at that step, with a new plan.
 
-`ColocatedController` is for pools that share devices. Beside feed it has one loop. Each action in it waits for the
-previous one::
+`ColocatedController` is for pools that share devices. It has feed and one other loop. Each action of that loop waits
+for the previous action::
 
     buffer fills a batch ─▶ engines finish, and release the device ─▶ learner loads, and updates
           ▲                                                                             │
           └── engines load the weights, and go on ◀── learner publishes them, and offloads
 
-The death of a rank ends the loop at any point of this cycle. The engines then release the devices, and the loop begins
-again at the newest checkpoint. An engine that restarts waits until it is the engines' turn.
-
-The buffer's ledger bounds staleness here too. Groups that still run when a batch is full finish under the old weights.
-The buffer stores them, and the learner trains on them with a lag of one step or more.
+After the death of a rank, the engines release the devices, and the loop begins again at the newest checkpoint. An
+engine that restarts waits until the engines have the devices. Groups that still run when a batch is full finish under
+the old weights. The learner trains on them with a lag of one step or more.
 """
 
 from __future__ import annotations
@@ -99,7 +96,7 @@ _PIPELINE_STEPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class _QueuedStep:
-    """A learner step that is queued on the ranks: its batch, and the pending results of its calls."""
+    """A learner step that is queued on the ranks."""
 
     plan: Plan
     plan_wait_s: float
@@ -111,7 +108,7 @@ class _QueuedStep:
 
 
 class _Training(ABC, Generic[LearnerT, FleetT]):
-    """The base of both controllers: feeds prompts, runs the loops to the last step, and closes the account."""
+    """The base of both controllers: feeds prompts, runs the loops to the last step, and closes the token account."""
 
     def __init__(
         self,
@@ -127,11 +124,20 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         last: StepRecord | None = None,
         earlier: BufferStats | None = None,
     ) -> None:
-        """The caller must have started all parts, with learner, buffer and engines at the version of ``resumed``.
+        """Prepare the loops. Learner, buffer and engines must have started at the version of ``resumed``.
 
-        The controller calls ``evaluate`` with the version, every ``evaluation.every_steps`` steps. `Controller` also
-        passes the function that waits for the engines pinned to the version. ``last`` is the record of the last step
-        before ``resumed``. ``earlier`` are the totals of the ledger at the beginning of this life; None for a new run.
+        Args:
+            config: The run.
+            buffer: The buffer.
+            learner: The learner.
+            fleet: The rollout fleet.
+            prompts: The training prompts.
+            on_step: Gets the record of each finished step.
+            evaluate: Called with a version every ``evaluation.every_steps`` steps. `Controller` also passes a function
+                that waits for the engines pinned to the version.
+            resumed: State at which the training begins; None for a new run.
+            last: Record of the last step before ``resumed``.
+            earlier: Totals of the ledger at the beginning of this life; None for a new run.
         """
         resumed = resumed or RunState()
         self._evaluate = evaluate
@@ -162,12 +168,12 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         """Train to the last step and publish its weights; `stop` ends the training earlier.
 
         Call it again after a `LearnerDiedError` and `rewind`, or after a `BatchLost` and `replan`. Raises an
-        `ExceptionGroup` with the `AsyncRLError` of a part that died or missed a deadline.
+        `ExceptionGroup` with each `AsyncRLError`.
         """
         self._reporter.begin()
 
         async def feed() -> None:
-            """Queue the stream's prompts. Start with the prompts that a cancelled call did not queue."""
+            """Queue the next prompts. Start with the prompts that a cancelled call did not queue."""
             while True:
                 self._unqueued = self._unqueued or self._prompts.take(self._config.algorithm.groups_per_step)
                 wants_outcomes = self._prompts.wants_outcomes
@@ -207,15 +213,15 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return self._queued_version == self._versions.stop
 
     async def save_stopped(self) -> str:
-        """Stop all work of the fleet, and save a checkpoint of a training that `stop` ended; returns its folder.
+        """Stop all work of the fleet, save a checkpoint, and return its folder. Call this after `stop`.
 
-        The fleet saves the tokens of running groups in the buffer first.
+        First, the fleet saves the tokens of running groups in the buffer.
         """
         await self._fleet.drain()
         return await (await self._checkpointer.save(self._queued_version, wait=True))
 
     async def checkpoint(self) -> Path:
-        """Save a checkpoint with the next learner step; returns its folder when the checkpoint is complete."""
+        """Save a checkpoint with the next learner step; return its folder when the checkpoint is complete."""
         return await self._checkpointer.requested()
 
     async def _unless_stopped(self, work: Callable[[], Awaitable[T]]) -> T | None:
@@ -236,10 +242,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return self._checkpointer.newest(folder)
 
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
-        """Reset the buffer and this controller to a checkpoint; the learner continues as ``incarnation``.
+        """Reset the buffer and this controller to a checkpoint. The learner continues as ``incarnation``.
 
-        If the checkpoint is ahead of the ledger, the buffer first commits the missing steps. Returns the groups that
-        are finished at the checkpoint, as sorted ranges [start, end).
+        If the ledger is behind the checkpoint, the buffer first commits the missing steps. Returns the ids of the
+        groups that are finished at the checkpoint, as sorted ranges [start, end).
         """
         await self._commit_before(state.version)
         await self._buffer.rewind(state.version, incarnation=incarnation)
@@ -276,21 +282,20 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     @abstractmethod
     def step_loops(self) -> Sequence[Loop]:
-        """Return the loops that make the steps. They end after the last step; after `stop`, after the queued steps."""
+        """Return the loops that make the steps. They end after the last step, or after `stop` and the queued steps."""
 
     def following_loops(self) -> Sequence[Loop]:
         """Return the other loops. They end when the engines serve the last version; `stop` cancels them."""
         return ()
 
     async def _follow_fleet(self) -> None:
-        """Wait until all engines serve newer weights."""
         version, took_s = await self._buffer.served(
             self._reporter.engine_version, self._config.rollout_fleet.min_engines
         )
         self._reporter.published(version, took_s)
 
     def _next_evaluated(self, after: int) -> int | None:
-        """The first published version above ``after`` that is due for evaluation; None if training ends first."""
+        """Return the first published version above ``after`` that is due for evaluation; None if there is none."""
         steps = self._config.evaluation.every_steps
         if not (steps and self._config.evaluation.enabled) or self._evaluate is None:
             return None
@@ -311,13 +316,13 @@ class Controller(_Training[LearnerPort, FleetPort]):
     """Generates and trains at the same time."""
 
     def __init__(self, config: RunConfig, **parts: Any) -> None:
-        """Takes the same arguments as `_Training`."""
+        """Take the same arguments as `_Training`."""
         super().__init__(config, **parts)
         self._steps: asyncio.Queue[_QueuedStep | BatchLost | None] = asyncio.Queue()
         self._places = asyncio.Semaphore(_PIPELINE_STEPS)
 
     def _go_on_from(self, version: int) -> None:
-        """As in the base class. Also forget the steps that were queued on the ranks."""
+        """Do the same as the base class, and forget the steps that were queued on the ranks."""
         self._steps, self._places = asyncio.Queue(), asyncio.Semaphore(_PIPELINE_STEPS)
         super()._go_on_from(version)
 
@@ -386,7 +391,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             await self._follow_fleet()
 
     async def _examine(self) -> None:
-        """Evaluate versions in turn. A few engines keep the version until its evaluation ends."""
+        """Evaluate one version after the other. A few engines keep the version until its evaluation ends."""
         due = self._next_evaluated(self._queued_version)
         while (version := self._next_evaluated(self._queued_version)) is not None and self._evaluate is not None:
             if version != due:
@@ -408,14 +413,14 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
         return (self._take_turns,)
 
     async def save_stopped(self) -> str:
-        """As in the base class. The learner has the devices at that time."""
+        """Do the same as the base class, after the engines have released the devices."""
         await self._fleet.drain()
         await self._fleet.release_device()
         await self._learner.trainer_mode()
         return await super().save_stopped()
 
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
-        """As in the base class. Then the engines release their devices for the learner's new ranks."""
+        """Do the same as the base class. Then the engines release their devices for the new ranks."""
         await self._commit_before(state.version)
         # The checkpoint includes this unreported step.
         if self._trained is not None and self._trained[0].version < state.version:

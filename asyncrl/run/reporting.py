@@ -1,8 +1,8 @@
 """The reports of a run: a `StepRecord` per learner step, the token account at the end, and their display.
 
-A failure of the terminal, a tracker, the dashboard or the advice does not end the run. The dashboard is a separate
-process. A task computes the use of the pools from the run's record, in a thread. `Watching.step` wakes the task. After
-each computation the task pauses for 100 times its duration. The planner looks for advice once, after the last step.
+A failure of the terminal, a tracker, the dashboard or the advice does not end the run. A task computes the use of the
+pools from the run's record, in a thread; `Watching.step` wakes it. After each computation the task pauses for 100 times
+its duration.
 """
 
 from __future__ import annotations
@@ -61,10 +61,9 @@ class Reporter:
         samples_per_prompt: Trained samples per group; a greedy baseline may follow them.
         store_bytes: Bytes of groups that all stores may hold together.
         on_step: Receives each record.
-        version: The version that every engine serves.
+        version: The version that every engine serves at the beginning.
         earlier: The ledger's totals of the earlier lives of the run; None for a new run.
-        last: The record of the last step of the earlier life. Time, tokens and failures continue from its values. None
-            for a new run.
+        last: The last record of the earlier lives, whose time, tokens and failures continue; None for a new run.
 
     Attributes:
         engine_version: Every engine serves this version or a later one.
@@ -110,7 +109,7 @@ class Reporter:
     def planned(self, plan: Plan) -> None:
         """Write the receipt of a step's batch before the ranks train on it.
 
-        A receipt after the commit could be too late: a checkpoint with the step may be complete before the commit.
+        The commit would be too late, because a checkpoint with the step may be complete before the commit.
         """
         receipts.note(receipts.Act.planned, step=plan.version, groups=[_planned(group) for group in plan.groups])
 
@@ -191,7 +190,6 @@ class Reporter:
         return [len(group.rewards[self._trained]) for group in plan.groups]
 
     def _batch_numbers(self, plan: Plan) -> dict[str, Any]:
-        """Return the fields of a record that the batch determines."""
         groups = [group for group in plan.groups if group.is_scored]
         lags = [plan.version - group.oldest_version for group in plan.groups]
         rewards = [reward for group in groups for reward in group.rewards[self._trained]]
@@ -226,7 +224,6 @@ class Reporter:
         return {"reward": group.rewards[self._trained], "response_length": group.response_lengths[self._trained]}
 
     def _learner_numbers(self, plan: Plan, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Return the fields of a record that the learner's step determines."""
         update_s = metrics["ended_at"] - metrics["started_at"]
         num_tokens = sum(group.num_tokens for group in plan.groups)
         return {
@@ -238,7 +235,6 @@ class Reporter:
         }
 
     def _buffer_numbers(self, stats: BufferStats) -> dict[str, Any]:
-        """Return the fields of a record that the ledger determines."""
         return {
             "groups": stats.groups,
             "tokens_dropped_by_reason": stats.tokens_dropped,
@@ -266,9 +262,10 @@ def _planned(group: GroupSummary) -> dict[str, Any]:
 
 
 def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:
-    """The new tokens of the slowest engine, divided by those of the median engine; 1 with fewer than two engines.
+    """Return the new tokens of the slowest engine, divided by those of the median engine.
 
-    Engines that are not in ``before`` are left out. Example: 100, 100 and 25 new tokens give 0.25.
+    Engines that are not in ``before`` are left out. With fewer than two engines the result is 1. Example: 100, 100 and
+    25 new tokens give 0.25.
     """
     new = [tokens - before[engine] for engine, tokens in now.items() if engine in before]
     middle = statistics.median(new) if len(new) > 1 else 0
@@ -351,7 +348,7 @@ class Watching:
             self._view.say(f"trackers that failed, and how often: {failed}; logs/controller.log says why")
 
     async def _start_dashboard(self) -> str:
-        """Start the dashboard. Returns a line for the user with its address, or a line that says that it did not start.
+        """Start the dashboard. Returns a line for the user with its address or a failure.
 
         The process exits when its stdin closes, so it cannot outlive this process.
         """
@@ -376,7 +373,7 @@ class Watching:
     def examine(self, record: StepRecord) -> StepRecord:
         """Show the alarms that begin or end with a step.
 
-        Returns the record of the step with the metrics ``alarm.NAME`` and the free bytes of the disk.
+        Returns the record with the metrics ``alarm.NAME`` and the free bytes of the disk.
         """
         record = replace(record, free_disk_bytes=shutil.disk_usage(self._run_dir).free)
         self._show(self._alarms.step(record))
@@ -433,7 +430,7 @@ class Watching:
 async def look_for_advice(run_dir: Path) -> None:
     """Simulate a finished training with other options, for the advice and the frontier in the report.
 
-    ``asyncrl plan --only-advice`` runs at nice 19 for at most `_ADVICE_S`. A failure only logs a warning.
+    The simulation runs at nice 19 for at most 20 s. A failure only logs a warning.
     """
     command = ["nice", "-n", "19", sys.executable, "-m", "asyncrl", "plan", str(run_dir)]
     with (run_dir / "logs" / "advice.log").open("ab") as log:

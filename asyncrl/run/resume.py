@@ -1,10 +1,8 @@
 """The state of a run at a checkpoint, and how a run continues from it.
 
-A checkpoint of policy version v contains the steps before v. It has two parts. The part of the ranks includes the
-`RunState`. The part of the buffer has the ledger, the stored groups, the prompts and the saved prefixes. A run that
-resumes opens both parts. The ledger then commits the steps before v and returns to v, as it does after a death of the
-learner (`asyncrl.run.learner_restarts`). Thus the token account, the finished prompts and the lags continue over all
-lives of a run.
+A checkpoint of policy version v contains the steps before v. The ranks write the weights and the `RunState`. The buffer
+writes the ledger, the stored groups, the prompts and the saved prefixes. At a resume, the ledger commits the steps
+before v and returns to v. Thus the token account, the finished prompts and the lags continue over all lives of a run.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class RunState:
 
     Attributes:
         version: Learner version: the number of committed steps.
-        key: Random name of the checkpoint. Both parts of the checkpoint have the same key.
+        key: Random name of the checkpoint, which the ranks' part and the buffer's part share.
         lineage: Random name of the run, which is the same in all its lives.
         prompts: State of the prompt stream; its ``position`` is the number of prompts that were handed out.
         tokens_generated: Tokens that the fleets of all lives have generated.
@@ -73,7 +71,7 @@ class RunState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunState:
-        """Make the state from the values of `to_dict`. Raises `ValueError` if the values are not the state of a run."""
+        """Make the state from the values of `to_dict`. Raises `ValueError` for other values."""
         names = sorted(cls.__dataclass_fields__)
         if sorted(values) != names:
             raise ValueError(
@@ -114,7 +112,10 @@ def learning_options(config: RunConfig) -> dict[str, str]:
 class Resumed:
     """A checkpoint's folder, and the state of the run there.
 
-    ``earlier`` are the ledger's totals when this life begins; None before `take_up`.
+    Attributes:
+        checkpoint: The folder of the ranks' part.
+        state: The state of the run.
+        earlier: The ledger's totals when this life begins; None before `take_up`.
     """
 
     checkpoint: Path
@@ -130,9 +131,8 @@ class Resumed:
 class Checkpointer:
     """Saves the checkpoints of a run when they are due.
 
-    A save is queued on the ranks directly after the update that makes the version. The ledger can return only to recent
-    checkpoints. So while the buffer still writes its parts of `MAX_WRITING` checkpoints, the next save waits for a
-    later step.
+    The ledger can return only to recent checkpoints. So while the buffer still writes its parts of `MAX_WRITING`
+    checkpoints, the next save waits for a later step.
     """
 
     def __init__(
@@ -165,10 +165,10 @@ class Checkpointer:
         self._answer_requests()
 
     async def requested(self) -> Path:
-        """Save a checkpoint with the next learner step; returns its folder when the checkpoint is complete.
+        """Save a checkpoint with the next learner step; return its folder when the checkpoint is complete.
 
-        The ranks write the checkpoint while they train. This call returns with the first commit after they have written
-        it. Raises `CheckpointError` if the nodes may not share the folder of the checkpoints.
+        The ranks write the checkpoint while they train. This call returns with the first commit after that. Raises
+        `CheckpointError` if the nodes may not share the folder of the checkpoints.
         """
         if not self._config.shares_checkpoints:
             raise CheckpointError(
@@ -207,7 +207,7 @@ class Checkpointer:
         return await self.save(version, wait=is_last)
 
     async def save(self, version: int, *, wait: bool) -> Awaitable[str]:
-        """Queue a checkpoint of ``version``. The ranks reach this version with the calls that are queued so far.
+        """Queue a checkpoint of ``version``, directly after the update that makes this version.
 
         The awaited result is its folder. With ``wait``, the result also waits for the buffer's part.
         """
@@ -333,12 +333,12 @@ def check_keys(folder: Path) -> None:
 
 
 def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
-    """Return the buffer's options of a run that resumes: the buffer begins with its part of the checkpoint.
+    """Return the buffer's options of a run that resumes from the buffer's part of a checkpoint.
 
     If the journal of the earlier life includes the checkpoint, the buffer begins with this journal instead, because it
-    holds more groups. With a sampler the journal is not used, because the restored sampler may choose other prompts
-    than those in the journal. An unused journal's folder is renamed, not deleted. Raises `ValueError` if the checkpoint
-    has no part of the buffer.
+    holds more groups. A run with a sampler does not use the journal, because the restored sampler may choose other
+    prompts. An unused journal's folder is renamed, not deleted. Raises `ValueError` if the checkpoint has no part of
+    the buffer.
     """
     state, part = resumed.state, resumed.buffer_part
     if not part.is_dir():
@@ -361,8 +361,9 @@ def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
 async def take_up(buffer: ControlBuffer, resumed: Resumed) -> Resumed:
     """Set the ledger of an earlier life back to a checkpoint, before anything else runs.
 
-    Groups and saved prefixes without a token of a later version are kept. Returns the state in which this life begins.
-    Its ``tokens_generated`` is the ledger's count, because the journal may count more tokens than the checkpoint.
+    The ledger keeps groups and saved prefixes without a token of a later version. Returns the state at which this life
+    begins. Its ``tokens_generated`` is the ledger's count, because the journal may count more tokens than the
+    checkpoint.
     """
     state = resumed.state
     for version in range((await buffer.stats()).learner_version, state.version):
@@ -379,7 +380,8 @@ class RepeatedPrompts:
         stream: The prompt stream.
         resumed: The state to resume from; the stream continues at its position.
 
-    Raises `ValueError` if the files or options of the stream differ from those of the stream in ``resumed``.
+    Raises:
+        ValueError: the stream's files or options differ from those in ``resumed``.
     """
 
     def __init__(self, stream: PromptStream, resumed: RunState | None = None) -> None:

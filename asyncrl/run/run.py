@@ -1,8 +1,7 @@
-"""The life of a run: start every part, train (`asyncrl.run.training`), stop.
+"""One run from start to stop: starts buffer, Ray, learner and fleet, trains, and stops them in reverse order.
 
-A part that dies ends the run: its watcher raises, and everything else is cancelled. At any end of a run, its parts are
-stopped in the reverse order of their start. The buffer server is restarted up to ``buffer.restarts`` times before its
-death ends the run, and the learner's ranks up to ``learner.restarts`` times.
+A death of any of them ends the run: its watcher raises, and all other work is cancelled. But the buffer is first
+restarted up to ``buffer.restarts`` times, and the learner's ranks up to ``learner.restarts`` times.
 """
 
 from __future__ import annotations
@@ -73,11 +72,15 @@ class Run:
         view: TerminalView,
         on_fault: Callable[[BaseException], None],
     ) -> None:
-        """The caller must have checked the options.
+        """Keep the checked options.
 
-        ``prompts`` are the training prompts and the held-out prompts. ``warming`` makes the first policy. The caller
-        has already begun it, unless it may compute on a GPU. After a fault, the run first calls ``on_fault`` and then
-        stops the parts, so that the caller can set a deadline.
+        Args:
+            config: The run.
+            run_dir: The run's folder.
+            prompts: The training prompts and the held-out prompts.
+            warming: Makes the first policy. It must have begun, unless it may compute on a GPU.
+            view: The terminal.
+            on_fault: Called after a fault, before the run stops everything, so that the caller can set a deadline.
         """
         config = with_time_to_read(config)
         self._config = replace(config, profile=replace(config.profile, directory=str(run_dir / "profile")))
@@ -97,8 +100,8 @@ class Run:
     async def run(self) -> None:
         """Run to the end and write the summary.
 
-        Raises `ValueError` for a wrong option or file, and `AsyncRLError` if a part fails. Errors of a task group are
-        in an `ExceptionGroup`.
+        Raises `ValueError` for a wrong option or file, and `AsyncRLError` for a failure of a process. Errors of a task
+        group are in an `ExceptionGroup`.
         """
         self._resumed = find_checkpoint(self._config)
         begin_life(self._run_dir, self._resumed and self._resumed.checkpoint)
@@ -159,7 +162,10 @@ class Run:
         return options
 
     def _host_stores(self, stack: AsyncExitStack, options: BufferConfig, buffer: BufferConnection) -> HostStores:
-        """The stores on the hosts of rollout workers. A store starts when the first worker of its host connects."""
+        """Return the stores on the hosts of rollout workers.
+
+        A store starts when the first worker of its host connects.
+        """
         if options.directory:
             options = replace(options, directory=str(Path(options.directory).absolute()))
         timeout_s = options.request_timeout_s
@@ -220,10 +226,9 @@ class Run:
     async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
         """Start fleet and learner at the same time, during the warm start.
 
-        The exit of ``stack`` stops them. Engines take the longest to start, so they begin with the weights of
-        ``model.path``, which have the shapes of the policy. The learner then publishes the weights of the warm start or
-        of a checkpoint, and the engines load these weights like later versions. On shared devices the learner starts
-        first, and then releases the devices to the engines.
+        Engines take the longest to start, so they begin with the weights of ``model.path``. The learner then publishes
+        the weights of the warm start or of a checkpoint, and the engines load them. On shared devices the learner
+        starts first, and then releases the devices to the engines.
         """
         paths, timeout_s = RunPaths.of(self._config, self._run_dir), self._config.ray.start_timeout_s
 

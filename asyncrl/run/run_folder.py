@@ -63,7 +63,7 @@ class RunPaths:
     Attributes:
         logs: One log per process.
         snapshots: Published weights; every engine of the host can read them.
-        staging: Images of the weights that engines keep; in shared memory, if the host has it.
+        staging: Weight images of the engines; in shared memory, if the host has it.
         samples: Decoded samples for the user.
         trajectories: Consumed trajectories; None if they are not recorded.
         tokens: A few trajectories for the user, token by token, with the learner's log-probs.
@@ -99,7 +99,7 @@ class RunPaths:
 
 
 def has_begun_training(run_dir: Path) -> bool:
-    """Whether all parts of a run have started. From then on, a signal makes the run save a checkpoint."""
+    """Return whether a run has begun to train. From then on, a signal makes the run save a checkpoint."""
     return (run_dir / "metrics.jsonl").is_file()
 
 
@@ -114,8 +114,7 @@ def shared_folder(run_dir: Path) -> Path:
 def hold_shared_folder(run_dir: Path) -> int | None:
     """Make the run's folder in shared memory, and lock it until this process and all its forks have ended.
 
-    The lock keeps other runs from sweeping the folder (`sweep_shared_memory`). The folder of a killed run is removed
-    first.
+    The lock keeps other runs from removing the folder. The folder of a killed run is removed first.
 
     Returns:
         The descriptor that holds the lock; None if shared memory cannot be written.
@@ -141,9 +140,7 @@ def hold_shared_folder(run_dir: Path) -> int | None:
 
 
 def join_shared_folder(folder: Path) -> int:
-    """Make and lock the run's folder (`shared_folder`) in the shared memory of another host of the run.
-
-    The folder may exist already.
+    """Make and lock the run's folder in the shared memory of another host of the run. The folder may exist.
 
     Returns:
         The descriptor that holds the lock until this process ends.
@@ -173,7 +170,7 @@ def _locked(folder: Path) -> int | None:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process holds the lock of a run's folder in shared memory. If so, the run has not ended."""
+    """Return whether a process holds the lock of a run's folder in shared memory. If so, the run has not ended."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
     except OSError:  # there is no folder, or it belongs to another user
@@ -188,10 +185,7 @@ def is_in_use(folder: Path) -> bool:
 
 
 def sweep_shared_memory() -> list[Path]:
-    """Remove the folders of this user's killed runs from shared memory, and return them.
-
-    Locked folders are in use and are kept. Folders of other users are kept too.
-    """
+    """Remove the unlocked folders of this user's killed runs from shared memory, and return them."""
     return [folder for folder in sorted(SHARED_MEMORY.glob(f"{_SHARED_PREFIX}*")) if _is_swept(folder)]
 
 
@@ -214,7 +208,7 @@ def _is_swept(folder: Path) -> bool:
 
 
 def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
-    """Make the folder of published weights according to ``weights.transport``. Raises the errors of `check_memory`.
+    """Make the folder of published weights. Raises the errors of `check_memory`.
 
     The run removes a folder in shared memory at its end. If the run is killed, its supervisor removes the folder.
     """
@@ -234,7 +228,7 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
 
 
 def _warn_of_disk(folder: Path, missing: str, num_bytes: int) -> None:
-    """Warn that the learner publishes weights to a disk. The warning says how many seconds one version takes."""
+    """Warn that the learner publishes weights to a disk, and how many seconds one version takes."""
     with tempfile.TemporaryFile(dir=folder) as probe:
         began = time.monotonic()
         probe.write(os.urandom(_PROBE_BYTES))
@@ -290,11 +284,12 @@ def weight_bytes(config: RunConfig) -> int:
 def _num_versions(config: RunConfig) -> int:
     """Return the largest number of versions in shared memory at a time. A delta counts as a full version.
 
-    - The learner keeps ``keep_snapshots`` versions, or all versions that may still be offered to engines if these are
-      more. The next evaluation keeps one version while the learner continues. The full version before the oldest delta
-      is kept too.
-    - One version is being written, and an engine still reads another.
-    - Adapters are small. If they are published alone, only the frozen weights count.
+    These versions are:
+
+    - ``keep_snapshots`` versions, or all versions that engines may still load if these are more;
+    - the full version before the oldest delta, and a version that the next evaluation needs;
+    - one version that is being written, and one that an engine still reads;
+    - with adapters, only the frozen weights, because adapters are small.
     """
     full_every = config.weights.full_every
     num_kept = max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + full_every - 1

@@ -1,7 +1,6 @@
 """The lives of runs on disk. A life is one process of ``asyncrl train`` in its folder; a resumed run has several.
 
-Each folder has the record of its life (`asyncrl.metrics.life_record`). The records show which lives belong to one run.
-This module loads neither Ray nor torch.
+Importing this module does not load Ray or torch.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Life:
         folder: Folder of the life.
         record: Record of the life.
         state: State of the life.
-        num_steps: Learner steps that the run had made at the newest step of this life, including earlier lives.
+        num_steps: Learner steps up to the newest step of this life, including earlier lives.
         total_steps: ``total_steps`` in the configuration of the life.
         checkpoints: Checkpoints of the life on disk, oldest first.
         num_bytes: Bytes in the folder, including checkpoints; a file with several links counts once.
@@ -62,7 +61,7 @@ class Life:
 
 
 def begin_life(run_dir: Path, resumed: Path | None) -> None:
-    """Write the record of a life at its beginning."""
+    """Write the record of a new life; ``resumed`` is the checkpoint that it continues."""
     record = LifeRecord(host=socket.gethostname(), began_s=time.time())
     if resumed is not None:
         before = history_folder(resumed, read_progress(resumed).life).resolve()
@@ -71,7 +70,7 @@ def begin_life(run_dir: Path, resumed: Path | None) -> None:
 
 
 def end_life(run_dir: Path, status: int) -> None:
-    """Write the exit status of a life into its record. No effect if the life ended before it had a record."""
+    """Write the exit status of a life into its record. No effect if the life has no record."""
     if (record := read_life(run_dir)) is not None:
         write_life(run_dir, replace(record, ended_s=time.time(), status=status))
 
@@ -79,8 +78,7 @@ def end_life(run_dir: Path, status: int) -> None:
 def find_runs(folder: Path) -> list[list[Life]]:
     """Return the runs below a folder, in the order of their start. A run is a list of its lives, oldest first.
 
-    A life that continues a checkpoint of an earlier life belongs to the same run as that life. This is also true if two
-    lives continue the same life.
+    A life that continues a checkpoint of an earlier life belongs to the same run. Several lives may continue one life.
     """
     found = [(path, record) for path in life_records(folder) if (record := read_life(path)) is not None]
     runs: dict[Path, list[Life]] = {}
