@@ -202,7 +202,6 @@ def check_model(config: RunConfig) -> None:
 
 
 def _check_whole(option: str, model: Path) -> None:
-    """Check that each file is complete: the header of a weight file contains the file's length."""
     for file in sorted(model.iterdir()):
         try:
             if file.suffix == ".safetensors":
@@ -285,7 +284,7 @@ def _check_layout(config: RunConfig, role: str, pool: str, size: int) -> None:
 def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
     """Check that the longest sequence fits into a micro-batch of each role.
 
-    Without ``max_context``, the longest path of an episode depends on the model; `check_files` then checks it.
+    Without ``max_context``, only `check_files` can check the longest path of an episode.
     """
     environment, prompt = config.rollout_fleet.environment, config.data.max_prompt_tokens
     if not has_environment(config):
@@ -387,7 +386,6 @@ def check_devices(config: RunConfig) -> None:
 
 
 def _check_nodes(config: RunConfig) -> None:
-    """Check the options that a run on several nodes needs."""
     placement, buffer = config.placement, config.buffer
     if placement.num_nodes == 1:
         return

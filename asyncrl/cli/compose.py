@@ -130,10 +130,6 @@ def _check_form(overrides: Sequence[str]) -> None:
 
 
 def _check_addition(override: str, options: Mapping[str, tuple[str, Any]]) -> None:
-    """Check an override that adds (``+``) or removes (``~``) an option.
-
-    Only an entry of a dictionary option, or a group of configurations, can be added or removed.
-    """
     name, value = override.lstrip("+~").partition("=")[::2]
     if (CONFIG_DIR / name).is_dir():
         return
@@ -268,7 +264,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def _nearest(option: str) -> str:
-    """Suggest similar options, first those with the same last component: learner.optimizer.lr for learner.lr."""
+    """Suggest similar options, first those with the same last component."""
     names = list(describe(RunConfig()))
     namesakes = [name for name in names if name.rpartition(".")[2] == option.rpartition(".")[2]]
     near = difflib.get_close_matches(option, namesakes, n=3, cutoff=0.5) or difflib.get_close_matches(

@@ -140,7 +140,6 @@ def find_policy(path: Path) -> EvaluatedPolicy:
 
 
 def _version_of(run_dir: Path | None) -> int:
-    """Return the final policy version of a run; 0 if there is no summary."""
     summary = read_json(run_dir / "summary.json", "policy_version") if run_dir is not None else None
     return summary["policy_version"] if summary is not None else 0
 
@@ -157,7 +156,6 @@ def _make_folder(policy: EvaluatedPolicy, config: RunConfig) -> Path:
 
 @contextmanager
 def _as_model(policy: EvaluatedPolicy, folder: Path) -> Iterator[Path]:
-    """Yield the policy in Hugging Face layout; a checkpoint is exported to a temporary folder."""
     if policy.checkpoint is None:
         assert policy.model is not None
         yield policy.model

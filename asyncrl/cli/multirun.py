@@ -61,7 +61,6 @@ def multirun(overrides: Sequence[str]) -> int:
 
 
 def _check_combinations(overrides: Sequence[str]) -> RunConfig:
-    """Compose and check all combinations before the first run; return the first configuration."""
     own = [override for override in overrides if not _split(override)[0].startswith("hydra")]
     try:
         # This checks only a sweep over given values. If a sweeper chooses values later, each run checks its options.

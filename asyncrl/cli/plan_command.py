@@ -124,8 +124,6 @@ def _at_least(low: int) -> Callable[[str], int]:
 
 
 class _Progress:
-    """Writes the progress to stderr, at most one line every `_PROGRESS_EVERY_S` seconds."""
-
     def __init__(self) -> None:
         self._written_at = time.monotonic()
 
@@ -175,7 +173,7 @@ def _advised(run_dir: Path, calibration: Calibration, options: argparse.Namespac
 
 
 def _write_advice_only(run_dir: Path, options: argparse.Namespace) -> int:
-    """Write only the advice, after the last step of a run. The kernel limits the CPU seconds of this process."""
+    """Write only the advice. The kernel limits the CPU seconds of this process."""
     resource.setrlimit(resource.RLIMIT_CPU, (options.only_advice, options.only_advice))
     num_bytes = sum(path.stat().st_size for path in (run_dir / FOLDER).glob("*.msgpack"))
     if num_bytes > _MAX_RECORD_BYTES:
@@ -191,7 +189,7 @@ def _write_advice_only(run_dir: Path, options: argparse.Namespace) -> int:
 
 
 def _write_frontier(run_dir: Path, calibration: Calibration, options: argparse.Namespace) -> None:
-    """Write ``plan.json`` for the report, with one prediction per bound and all other options unchanged."""
+    """Write ``plan.json`` for the report, with one prediction per bound."""
     plan = make_plan(
         calibration.scenario,
         Choices(max_lag=options.max_lag, publish_every=(), on_stale=()),
@@ -209,7 +207,6 @@ def _write_frontier(run_dir: Path, calibration: Calibration, options: argparse.N
 
 
 def _print_fit(options: argparse.Namespace) -> int:
-    """Print the layouts of ranks and engines that fit on the GPUs, with the memory of each kind."""
     name, _, count = options.gpu.partition(":")
     if not (count or "1").isdecimal() or not int(count or "1"):
         raise ValueError(f"--gpu must be NAME:COUNT, for example H100:8, got {options.gpu!r}")

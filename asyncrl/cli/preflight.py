@@ -157,7 +157,7 @@ def check_folder(option: str, folder: str) -> None:
 
 
 def _why_not_writable(folder: Path) -> str:
-    """Return why no file can be created in a folder or its nearest existing parent; empty if that is possible."""
+    """Return why no file can be created in a folder or its nearest existing parent; empty if it can."""
     try:
         place = next(place for place in (folder, *folder.parents) if place.exists())
         with tempfile.TemporaryFile(dir=place):
@@ -327,7 +327,6 @@ def dry_run(config: RunConfig) -> DryRun:
 
 
 def _memory(config: RunConfig, problems: list[str]) -> Iterator[str]:
-    """Yield lines with the memory of each kind of device, and the visible GPU's memory or the known GPUs that fit."""
     try:
         model = policy_size(config)
     except ValueError as error:
@@ -348,7 +347,7 @@ def _memory(config: RunConfig, problems: list[str]) -> Iterator[str]:
 
 
 def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
-    """Yield lines with the placement. ``asked`` has the configured devices, ``config`` has the resolved devices."""
+    """Yield lines about the placement. The devices of ``config`` are resolved."""
     fleet, learner = config.rollout_fleet, config.learner
     roles = learner_roles(config)
     named = ((asked.learner.device, learner.device), (asked.rollout_fleet.device, fleet.device))
@@ -383,7 +382,6 @@ def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
 
 
 def _device(asked: str, resolved: str) -> str:
-    """Return the name of a device for the user. On a cluster, ``auto`` is resolved when the run joins it."""
     if asked != "auto":
         return asked
     return "what the cluster has" if resolved == "auto" else f"{resolved} (auto)"
@@ -413,7 +411,6 @@ def _tokens(config: RunConfig) -> Iterator[str]:
 
 
 def _longest_trajectory(config: RunConfig) -> int:
-    """Return the largest number of tokens of a trajectory, with its prompt. An episode with branches may have more."""
     return max(longest_sequence(config), config.rollout_fleet.environment.max_tree_tokens * may_play_episodes(config))
 
 

@@ -155,7 +155,6 @@ def _assets_in(directory: Path) -> QuickstartAssets:
 
 
 def _settings_of(directory: Path) -> dict[str, Any] | None:
-    """Read the arguments that made the assets in ``directory``; None if a file is missing or damaged."""
     assets = _assets_in(directory)
     expected = [assets.train, assets.held_out, assets.demonstrations, assets.model / "model.safetensors"]
     try:
@@ -209,7 +208,6 @@ def _with_mistakes(digits: str, settings: Mapping[str, Any], rng: np.random.Gene
 
 
 def _distinct_numbers(rng: np.random.Generator, count: int) -> list[str]:
-    """Draw distinct digit strings in random order. The lengths are drawn uniformly."""
     numbers: dict[str, None] = {}
     low, high = DIGIT_COUNTS
     while len(numbers) < count:
@@ -257,7 +255,7 @@ def _write_model(directory: Path, config: Mapping[str, Any], rng: np.random.Gene
 
 
 def _weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all weights by name, as in transformers' Qwen3: matrices [out, in], norms [size]."""
+    """Return the shapes of all weights by name: matrices [out, in], norms [size]."""
     c = config
     hidden, mlp, head_dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     query, key = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim

@@ -144,7 +144,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
-    """Return the options of the command line, or of the run in ``--samples``, with the rewards to try."""
     if not options.samples:
         config = compose_run(overrides)
     elif overrides:
@@ -234,7 +233,6 @@ def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[Give
 
 
 def _summary(tried: Sequence[TriedResponse]) -> dict[str, Any]:
-    """Return the numbers of responses and failures, and the mean reward (None if there are no rewards)."""
     rewards = [one.reward for one in tried if one.reward is not None]
     mean = sum(rewards) / len(rewards) if rewards else None
     return {"num_responses": len(tried), "num_failed": len(tried) - len(rewards), "mean_reward": mean}

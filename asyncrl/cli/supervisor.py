@@ -168,7 +168,7 @@ def _run_in_child(work: Callable[[], int], parent: int) -> int:
 
 
 def _stop_before_start(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle a signal that arrives before `Stopping` listens. The run has not started anything yet."""
+    """Handle a signal that arrives before `Stopping` listens."""
     _report(_OWN_END)
     stop_early(number, frame)
 
@@ -204,7 +204,6 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _is_caretaker(process: psutil.Process) -> bool:
-    """Return whether a process is a caretaker: it ignores Ctrl-C, or is Python's resource tracker."""
     with contextlib.suppress(OSError, psutil.Error):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
         ignored = next(int(line.split(":")[1], 16) for line in lines if line.startswith("SigIgn"))
@@ -231,10 +230,10 @@ class Stopping:
         """Prepare to stop a run.
 
         Args:
-            run: The task of the run. The first signal cancels it.
+            run: The task of the run; the first signal cancels it.
             say: Writes a line to the terminal.
-            timeout_s: Returns the seconds that stopping may take. After this time, ``give_up`` is called.
-            give_up: Ends the process. It is called in its own thread.
+            timeout_s: Returns the seconds that stopping may take.
+            give_up: Ends the process after this time, in its own thread.
         """
         self.cause = "cancellation"
         self.status = EXIT_FAILED

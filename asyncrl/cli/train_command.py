@@ -105,7 +105,6 @@ def _train(config: RunConfig, overrides: Sequence[str]) -> int:
 
 
 def _why_it_ended(ending: Ending, config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> str:
-    """Return the supervisor's message for a controller that did not end by itself."""
     if ending.fault:
         return f"{ending.fault} (the controller ended before it had stopped all processes; the others were killed)\n"
     if ending.late:
@@ -207,11 +206,7 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
 
 
 def _last_words(error: BaseException, run_dir: Path, continuing: str = "") -> str:
-    """Return the last message of a failed run.
-
-    The message is the text of the cause and the command that continues the run. The last line repeats the first line of
-    the cause.
-    """
+    """Return the cause of a failed run and the command that continues the run. Repeat the headline at the end."""
     cause = root_cause(error)
     if isinstance(cause, OSError) and cause.errno in _FULL:
         cause = ValueError(_with_remedy(cause, run_dir))
@@ -223,7 +218,6 @@ def _last_words(error: BaseException, run_dir: Path, continuing: str = "") -> st
 
 
 def _with_remedy(error: OSError, run_dir: Path | None = None) -> str:
-    """Explain a failed write: path, reason and remedy. If the error has no file name, the path is the run's folder."""
     if error.errno is None:
         return str(error)
     where = error.filename or run_dir or "the run's folder"
@@ -253,7 +247,6 @@ async def _run(
     view: TerminalView,
     on_fault: Callable[[BaseException], None],
 ) -> None:
-    """Check the run, then run it. Import Ray only after a warm start on the CPU has begun."""
     if foreign := forget_process_group():
         view.say(
             f"the variables {', '.join(foreign)} are ignored: the run describes the groups of its processes itself"
@@ -282,8 +275,6 @@ async def _run(
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that reports the first write error in one line; the run continues."""
-
     _failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:

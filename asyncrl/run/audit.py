@@ -242,7 +242,6 @@ def _steps_faults(lives: Sequence[LifeReceipts], kept: Mapping[int, LifeReceipts
 
 
 def _step_faults(life: LifeReceipts, step: int, trained: Mapping[int, Line]) -> Iterator[BadReceipt]:
-    """Find groups with other trained tokens than planned."""
     planned = {group["group"]: group for group in life.committed[step]["groups"] if group["is_scored"]}
     for group_id in sorted(planned.keys() | trained.keys()):
         plan, own = planned.get(group_id), trained.get(group_id)
@@ -269,7 +268,6 @@ def _lag_faults(life: LifeReceipts, step: int, trained: Mapping[int, Line]) -> I
 
 
 def _engine_faults(lives: Sequence[LifeReceipts], life: LifeReceipts, step: int, own: Line) -> Iterator[BadReceipt]:
-    """Find tokens without an engine's receipt, or sampled with weights that were not verified as published."""
     wanted, attempt = own["versions"], own["attempt"]
     at: dict[str, Any] = {"life": life.folder, "step": step, "group": own["group"]}
     known = [(one, line) for one in lives for line in one.sampled.get(own["group"], ())]
@@ -297,7 +295,6 @@ def _engine_faults(lives: Sequence[LifeReceipts], life: LifeReceipts, step: int,
 
 
 def _check_loss(result: Audit, newest: LifeReceipts, kept: Mapping[int, LifeReceipts]) -> None:
-    """Compare the receipts' tokens in the loss with the tokens that the learner counted in its micro-batches."""
     path = newest.folder / "metrics.jsonl"
     lines = _lines([path] if path.is_file() else [])
     counted = {line["step"]: line["learner.num_tokens"] for line in lines if "learner.num_tokens" in line}
@@ -315,7 +312,6 @@ def _check_loss(result: Audit, newest: LifeReceipts, kept: Mapping[int, LifeRece
 def _check_account(
     result: Audit, newest: LifeReceipts, kept: Mapping[int, LifeReceipts], lags: Mapping[int, int]
 ) -> None:
-    """Compare ``summary.json`` of the newest life with the receipts of all lives."""
     path = newest.folder / "summary.json"
     if not path.is_file():
         result.unchecked.append(f"the account: {path} does not exist, because the life runs or was killed")

@@ -131,8 +131,8 @@ def warning_of_open_cluster(config: RunConfig) -> str:
 def _checked_against_cluster(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
     """Resolve the devices, and check a joined cluster.
 
-    With ``placement.autoscale`` there is no check, because nodes may join later. The device ``auto`` is then ``cuda``
-    if any node has a GPU.
+    With ``placement.autoscale``, nodes may join later, so there is no check. ``auto`` is then ``cuda`` if any node has
+    a GPU.
     """
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     if config.placement.num_nodes == 1:
@@ -337,10 +337,7 @@ class EnginePlaces:
     def __init__(
         self, config: RunConfig, *, worker: RayClassWithInitArgs, logs: Path, pool: RayResourcePool | None = None
     ) -> None:
-        """Start the first workers in a new pool, or on the devices of ``pool``.
-
-        Raises the errors of `RayWorkerGroup`.
-        """
+        """Start the first workers in a new pool, or on the devices of ``pool``."""
         self._config = config
         self._worker = worker
         in_process = config.rollout_fleet.engine is EngineKind.transformers
@@ -414,5 +411,4 @@ class EnginePlaces:
         self.first.shutdown()
 
     def _group_of(self, rank: int) -> tuple[RayWorkerGroup, int]:
-        """Return the group of a rank and the rank's index in it."""
         return (self.first, rank) if rank < self._num_first else (self._groups[rank], 0)

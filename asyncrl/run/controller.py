@@ -126,18 +126,9 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     ) -> None:
         """Prepare the loops. Learner, buffer and engines must have started at the version of ``resumed``.
 
-        Args:
-            config: The run.
-            buffer: The buffer.
-            learner: The learner.
-            fleet: The rollout fleet.
-            prompts: The training prompts.
-            on_step: Gets the record of each finished step.
-            evaluate: Called with a version every ``evaluation.every_steps`` steps. `Controller` also passes a function
-                that waits for the engines pinned to the version.
-            resumed: State at which the training begins; None for a new run.
-            last: Record of the last step before ``resumed``.
-            earlier: Totals of the ledger at the beginning of this life; None for a new run.
+        ``on_step`` gets the record of each finished step. `Controller` passes to ``evaluate`` a version, and a function
+        that waits for engines pinned to this version. ``last`` is the record of the last step before ``resumed``.
+        ``earlier`` has the ledger's totals at the beginning of this life.
         """
         resumed = resumed or RunState()
         self._evaluate = evaluate
@@ -173,7 +164,6 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._reporter.begin()
 
         async def feed() -> None:
-            """Queue the next prompts. Start with the prompts that a cancelled call did not queue."""
             while True:
                 self._unqueued = self._unqueued or self._prompts.take(self._config.algorithm.groups_per_step)
                 wants_outcomes = self._prompts.wants_outcomes
@@ -225,7 +215,6 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return await self._checkpointer.requested()
 
     async def _unless_stopped(self, work: Callable[[], Awaitable[T]]) -> T | None:
-        """Return the result of ``work``; None if `stop` was called before ``work`` ended."""
         if self.is_stopped:
             return None
         task, stopping = asyncio.ensure_future(work()), asyncio.create_task(self._stopping.wait())
@@ -266,7 +255,6 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return version, group_ids
 
     def _go_on_from(self, version: int) -> None:
-        """Continue at step ``version``; forget later steps and checkpoints."""
         self._versions = range(version, self._versions.stop)
         self._queued_version = version
         self._checkpointer.rewind(version)
@@ -295,7 +283,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._reporter.published(version, took_s)
 
     def _next_evaluated(self, after: int) -> int | None:
-        """Return the first published version above ``after`` that is due for evaluation; None if there is none."""
+        """Return the next version after ``after`` to evaluate during training; None if there is none."""
         steps = self._config.evaluation.every_steps
         if not (steps and self._config.evaluation.enabled) or self._evaluate is None:
             return None
@@ -316,13 +304,11 @@ class Controller(_Training[LearnerPort, FleetPort]):
     """Generates and trains at the same time."""
 
     def __init__(self, config: RunConfig, **parts: Any) -> None:
-        """Take the same arguments as `_Training`."""
         super().__init__(config, **parts)
         self._steps: asyncio.Queue[_QueuedStep | BatchLost | None] = asyncio.Queue()
         self._places = asyncio.Semaphore(_PIPELINE_STEPS)
 
     def _go_on_from(self, version: int) -> None:
-        """Do the same as the base class, and forget the steps that were queued on the ranks."""
         self._steps, self._places = asyncio.Queue(), asyncio.Semaphore(_PIPELINE_STEPS)
         super()._go_on_from(version)
 

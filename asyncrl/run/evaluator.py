@@ -141,14 +141,12 @@ class _Deal:
         self._changed.set()
 
     async def follow(self, engines: set[str], pinned: PinnedEngines) -> None:
-        """Add engines that are pinned while the evaluation runs."""
         with suppress(WeightsGone):  # no more engines can be pinned
             while True:
                 engines = await pinned(engines)
                 self.join(engines)
 
     async def run(self, tasks: asyncio.TaskGroup, answer: Answer) -> None:
-        """Distribute prompts until all are answered or all engines are lost."""
         while True:
             self._changed.clear()
             running = self._num_running
@@ -164,7 +162,6 @@ class _Deal:
             await self._changed.wait()
 
     async def _play(self, engine: str, prompts: Sequence[Prompt], answer: Answer) -> None:
-        """Let an engine answer prompts. Prompts without an answer go back to the queue."""
         answered: list[AnsweredPrompt] = []
         try:
             answered = await answer(engine, prompts)

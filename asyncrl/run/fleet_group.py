@@ -67,14 +67,8 @@ class FleetGroup:
     ) -> None:
         """Start the first workers on the devices of ``pool``, or in a new pool if it is None. Call `start` next.
 
-        Args:
-            config: The run.
-            buffer: The connection to the buffer.
-            paths: The run's folders.
-            say: Shows a line to the user.
-            supply: Takes the id of a node. It copies a worker's files to this node, and returns the model's path there.
-            version: Learner version at the beginning.
-            pool: The learner's pool in a colocated run.
+        ``supply`` copies a worker's files to the node with a given id, and returns the model's path there. The learner
+        begins at ``version``.
         """
         fleet = config.rollout_fleet
         self._config = config
@@ -160,7 +154,6 @@ class FleetGroup:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take_out(self, member: FleetMember, run: asyncio.Future[None]) -> None:
-        """Handle the end of a member. Raises `EngineLost` if too few members remain and no others can join."""
         try:
             run.result()
         except EngineLost as error:
@@ -201,7 +194,6 @@ class FleetGroup:
             self._be_patient(fleet.no_engine_timeout_s)
 
     def _be_patient(self, seconds: float | None) -> None:
-        """Set the timer that ends the run after ``seconds``; None stops the timer."""
         if self._patience is not None:
             self._patience.cancel()
         give_up = self._given_up.set
@@ -244,7 +236,7 @@ class FleetGroup:
     def _bring_up(self, ranks: Sequence[int], *, waits: bool, node: str = "") -> list[asyncio.Task[str]]:
         """Start members in the background, one task per member.
 
-        If ``waits``, a member waits without a deadline for a place, otherwise up to ``ray.start_timeout_s``.
+        With ``waits``, they wait for a place without a deadline.
         """
         tasks = []
         for rank in ranks:
@@ -272,7 +264,6 @@ class FleetGroup:
         return node
 
     def _forget(self, member: FleetMember) -> None:
-        """Remove an ended member; keep its counters."""
         self._departed.append(member.total)
         self._coming.pop(member.rank, None)
         self._leaving.pop(member.rank, None)

@@ -225,7 +225,6 @@ class FleetMember:
             await self._until(lambda _: not self._may_use_device)
 
     async def _free_device(self) -> None:
-        """Kill the worker unless it is dead, so that the learner can use its device."""
         if not self._may_use_device:
             return
         await asyncio.to_thread(self._parts.places.close, self.rank)
@@ -241,7 +240,7 @@ class FleetMember:
         return self.total
 
     async def _is_up(self) -> bool:
-        """Return whether the worker serves. Wait until it serves, waits for a place, or the member has ended."""
+        """Wait until the worker serves, waits for a place, or the member has ended. Return whether it serves."""
         await self._until(lambda member: member.may_lease or member.has_ended or member.state is MemberState.pending)
         return self.member.may_lease
 
@@ -279,7 +278,6 @@ class FleetMember:
             await self._call("stop")
 
     async def _close(self) -> None:
-        """Stop watching the worker, because its end is now expected."""
         await _cancel(*filter(None, (self._keeping, self._counting)))
 
     # One life
@@ -292,9 +290,9 @@ class FleetMember:
         return await within(self._call(method), self._answer_s, what, "buffer.request_timeout_s")
 
     async def _while_answering(self, pending: Awaitable[T], what: str) -> T:
-        """Await a long call, and meanwhile poll the worker's counters. Raises `DeadlineError` if a poll has no answer.
+        """Await a long call, and meanwhile poll the worker's counters.
 
-        The worker itself keeps the deadline of the call.
+        Raises `DeadlineError` if a poll has no answer.
         """
         call, worker = asyncio.ensure_future(pending), self._worker
         try:
@@ -341,12 +339,12 @@ class FleetMember:
             self._changed.notify_all()
 
     async def _until(self, is_true: Callable[[Member], bool]) -> None:
-        """Wait until ``is_true`` holds for the state of the member. `_notify` wakes this call."""
+        """Wait until the state fulfils ``is_true``; `_notify` wakes this call."""
         async with self._changed:
             await self._changed.wait_for(lambda: is_true(self.member))
 
     async def _declare(self, epoch: int, error: Exception) -> None:
-        """Declare that ``error`` has ended the life of ``epoch``. No effect if it has ended, or is not watched yet."""
+        """End the life of ``epoch`` because of ``error``. No effect if it has ended, or is not watched yet."""
         if self._keeping is not None and self.member.fault(epoch, str(raised_in_worker(error)), time.monotonic()):
             self._declared.put_nowait(error)
             await self._notify()
@@ -447,7 +445,6 @@ class FleetMember:
                 logger.warning("%s is not buried yet: %s", self.member.name, error)
 
     async def _come_up(self, node: str = "", place_timeout_s: float = math.inf) -> str:
-        """Wait for a place, start a worker there, and load the newest weights. Returns the id of the node."""
         found = await self._place(node, place_timeout_s)
         model_path = await self._parts.supply(found)
         seed = engine_seed(self._seed, self._parts.version, self.member.epoch)
@@ -461,7 +458,6 @@ class FleetMember:
         return found
 
     async def _place(self, wanted: str, timeout_s: float) -> str:
-        """Wait for a place, and return the id of its node. Tell the user if the wait is long."""
         self.member.unplaced(self.member.epoch)
         await self._notify()
         placing = asyncio.ensure_future(self._parts.places.node_of(self.rank, wanted))

@@ -86,7 +86,7 @@ def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
 
 
 def _gaps(samples: Sequence[StoredSample], stored: Mapping[int, Path]) -> list[float]:
-    """Return the mean absolute difference between each sample's behavior log-probs and the recomputed ones, in nats."""
+    """Return the mean absolute error of each sample's behavior log-probs, in nats."""
     logprobs = [np.zeros(len(sample.row["versions"]), dtype=np.float32) for sample in samples]
     for version in sorted({version for sample in samples for version in sample.versions}):
         with _model(stored[version]) as model:
@@ -102,7 +102,6 @@ def _gaps(samples: Sequence[StoredSample], stored: Mapping[int, Path]) -> list[f
 
 
 def _weights(life: Life) -> Iterator[tuple[int, Path]]:
-    """Yield each version of a life with stored weights, and its folder."""
     for folder in sorted((life.folder / "snapshots").glob("v*")):
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
             yield int(folder.name[1:]), folder
@@ -131,7 +130,6 @@ def _options(life: Life) -> dict[str, Any]:
 
 @contextmanager
 def _model(place: Path) -> Iterator[Any]:
-    """Load a model in float32 from a folder in Hugging Face layout or from a checkpoint."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

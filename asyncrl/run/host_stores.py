@@ -38,7 +38,6 @@ class NodeStore:
     """An actor that runs and restarts the store server of its node."""
 
     def __init__(self, config: BufferConfig, *, num_clients: int, log_path: Path, **options: Any) -> None:
-        """Keep the options of the store server; ``options`` are further options of `BufferSupervisor`."""
         self._config = config_of_node(config, ray.util.get_node_ip_address().strip("[]"))
         self._num_clients = num_clients
         self._log_path = log_path
@@ -160,7 +159,7 @@ class HostStores:
 
 
 class _Gone(Exception):
-    """The store of a host is lost and is not replaced. The host's workers use the other stores."""
+    """The store of a host is lost and is not replaced."""
 
 
 class _HostStore:
@@ -184,14 +183,13 @@ class _HostStore:
         stores.say(f"{what} keeps the rollouts of its host, at {address}")
 
     async def watch(self) -> NoReturn:
-        """Count and report the restarts of the server."""
         while True:
             (line,) = await fetch_async([self._stores.actors[self._number].next_restart.remote()])
             self._stores.num_restarts += 1
             self._stores.say(line)
 
     async def end(self, fault: Exception) -> float:
-        """Drop the store. Its groups are generated again, and later groups of its host go to other stores."""
+        """Drop the store; its groups are generated again."""
         stores, name = self._stores, f"store server {self._number}"
         logger.warning("%s is gone: %s", name, fault)
         if (lost := stores.actors.pop(self._number, None)) is not None:
@@ -209,7 +207,6 @@ class _HostStore:
         return 0.0
 
     async def _dropped(self, store: int) -> int:
-        """Drop the store, again until the buffer answers, and return the number of its groups."""
         while True:
             try:
                 return await self._stores.control.drop_store(store)

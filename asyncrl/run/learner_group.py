@@ -83,7 +83,6 @@ class LearnerGroup:
         self._begin(incarnation=0)
 
     def _begin(self, *, incarnation: int) -> None:
-        """Start the ranks. Restarted ranks use the same reservation."""
         self._batches: tuple[Plan | None, dict[int, list[RankBatch]]] = (None, {})
         self._scores: dict[str, RemoteScores] = {}
         self._announced: dict[str, Awaitable[Any]] = {}  # the newest call of each role
@@ -278,7 +277,7 @@ class LearnerGroup:
                     self._layout.resource_pool_dict.popitem()[1].leave()
 
     def _shares(self, plan: Plan, role: str) -> list[RankBatch]:
-        """Return the `RankBatch` of each data-parallel rank of a role. Roles with equal dp sizes have equal batches."""
+        """Return the batch of each data-parallel rank of a role. Roles with equal dp sizes have equal batches."""
         if self._batches[0] is not plan:
             self._batches = (plan, {})
         shares, dp_size = self._batches[1], self._roles.dp_sizes[role]
@@ -293,15 +292,14 @@ class LearnerGroup:
         return shares[dp_size]
 
     def _announce(self, plan: Plan, roles: Sequence[str]) -> None:
-        """Let the ranks prepare the batches of ``roles``. Queue the calls on these batches next, in the same order."""
+        """Let the ranks prepare batches. Queue the calls on these batches next, in the same order."""
         self._announced |= {role: self._roles[role].announce(self._shares(plan, role)) for role in dict.fromkeys(roles)}
 
     def _reads(self, role: str) -> tuple[str, ...]:
-        """Return the columns that a role's step needs from other roles."""
         return ROLES[role].reads(self._config.algorithm)
 
     def _score(self, column: str, plan: Plan, unsent: list[Awaitable[Any]]) -> RemoteScores:
-        """Queue the scores of a column. If no process needs scores of another process, add the call to ``unsent``."""
+        """Queue the scores of a column. If all readers have them in their own processes, add the call to ``unsent``."""
         role = scored_by(column, self._config.learner).name
         batches = self._shares(plan, role)
         readers = [reader for reader in ("actor", "critic") if reader in self._roles and column in self._reads(reader)]
@@ -312,10 +310,7 @@ class LearnerGroup:
         return RemoteScores(role=role, batches=batches, results=results)
 
     def _step_arguments(self, role: str, plan: Plan) -> list[Sequence[Any]]:
-        """Return the arguments of a role's step: its batches, and the scores per column.
-
-        Scores in the role's own process are None.
-        """
+        """Return the arguments of a role's step: its batches, then the scores per column. None stands for own scores."""
         batches = self._shares(plan, role)
         arguments: list[Sequence[Any]] = [batches]
         for column in self._reads(role):
@@ -333,14 +328,13 @@ class LearnerGroup:
         return await self._first(pending, what, kind=kind)
 
     async def _first(self, pending: Awaitable[list[T]], what: str, *, kind: str = "") -> T:
-        """Return the result of rank 0; metrics are the same on every rank."""
         return (await self._in_time(pending, what, kind=kind))[0]
 
     async def _in_time(self, pending: Awaitable[T], what: str, *, kind: str = "") -> T:
         """Await a call; raise the errors of `_or_death`.
 
-        The deadline of a call with a ``kind`` follows from the longest call of that kind so far. Every other call gets
-        twice ``learner.step_timeout_s``, because it may queue behind a step.
+        The deadline of a call with a ``kind`` follows from the longest call of that kind so far. Other calls may queue
+        behind a step, so they get twice ``learner.step_timeout_s``.
         """
         option = "learner.step_timeout_s"
         if kind:
@@ -433,7 +427,6 @@ class RoleGroups:
         return role in self._groups
 
     def __getitem__(self, role: str) -> Any:
-        """Return the group of a role. The type is Any, because a group gets its worker's methods at run time."""
         if self._is_down:
             raise LearnerDiedError("a learner rank died, and no new ranks have started yet")
         return self._groups[role]

@@ -159,6 +159,5 @@ def _headline(death: LearnerDiedError) -> str:
 
 
 def _with_reason(death: LearnerDiedError, reason: str) -> LearnerDiedError:
-    """Copy the death, with ``reason`` at the end of its first line."""
     _, _, log = str(death).partition("\n")
     return LearnerDiedError(f"{_headline(death)}; {reason}" + (f"\n{log}" if log else ""))

@@ -144,14 +144,10 @@ class NodeFolders:
         known: Collection[str] = (),
         make: Callable[[str], tuple[str, Any]] | None = None,
     ) -> None:
-        """Keep the nodes; call `open` next.
+        """Take the nodes of the run; call `open` next.
 
-        Args:
-            run_dir: The run's folder.
-            nodes: `NodeFiles` actors by address.
-            timeout_s: Deadline of a call to an actor.
-            known: Ids of these nodes and of the controller's node.
-            make: Takes the id of any other node; returns the node's address and a new actor there.
+        ``nodes`` are `NodeFiles` actors by address. ``known`` are the ids of these nodes and of the controller's node.
+        ``make`` takes the id of any other node, and returns the node's address and a new actor there.
         """
         self._run_dir = run_dir
         self._nodes = dict(nodes)
@@ -236,7 +232,6 @@ class NodeFolders:
                 logger.warning("node %s does not hold the run's folder in shared memory: %s", address, reason)
 
     async def _equip(self, addresses: Collection[str]) -> None:
-        """Check that nodes have enough shared memory and see ``weights.directory``. Send keys to nodes without them."""
         if self._image_bytes:
             free = await self._ask(addresses, "free_bytes", str(shared_folder(self._run_dir)))
             if small := [f"{node} has {size >> 20}" for node, size in free.items() if size <= self._image_bytes]:
@@ -358,7 +353,6 @@ class NodeFolders:
             target.rename(path)
 
     async def _send(self, folder: Path, names: Sequence[str], *, to: Sequence[str], mode: int) -> None:
-        """Copy files of a folder to the same path on other nodes. These nodes make the folder with ``mode``."""
         if not to:
             return
         reasons = await self._ask(to, "make", str(folder), mode)
@@ -374,7 +368,7 @@ class NodeFolders:
                 await self._ask(to, "write", str(path), offset, data, mode & 0o666)
 
     async def _ask(self, addresses: Iterable[str], method: str, *args: Any) -> dict[str, Any]:
-        """Call a method on nodes, and return the results by address. Later calls ignore a node that has died."""
+        """Call a method on nodes, and return the results by address. Later calls leave out nodes that have died."""
         asked = [address for address in addresses if address in self._nodes]
         calls = [fetch_async([getattr(self._nodes[address], method).remote(*args)]) for address in asked]
         what = f"nodes {', '.join(asked)}, {method} {args[0]}"
@@ -415,14 +409,13 @@ def _absolute(path: str) -> Path:
 
 
 def _node_actor(node_id: str) -> tuple[str, Any]:
-    """Return the address of a node, and a new actor there."""
     actor = ray.remote(num_cpus=0, runtime_env={"env_vars": WORKER_ENV})(NodeFiles)
     there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     return node_addresses()[node_id], actor.options(scheduling_strategy=there).remote()
 
 
 def _copy_folder(source: Path, target: Path) -> None:
-    """Replace ``target`` by a copy of the files of ``source``, with hard links if the file system allows them."""
+    """Replace ``target`` by a copy of the files of ``source``, with hard links where possible."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():

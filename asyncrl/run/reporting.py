@@ -218,7 +218,6 @@ class Reporter:
         }
 
     def _numbers_of_source(self, group: GroupSummary) -> dict[str, Sequence[float]]:
-        """Return the numbers of a group that are reported by data source; empty if the group has no source."""
         if not group.data_source:
             return {}
         return {"reward": group.rewards[self._trained], "response_length": group.response_lengths[self._trained]}
@@ -250,7 +249,6 @@ class Reporter:
 
 
 def _planned(group: GroupSummary) -> dict[str, Any]:
-    """Return the entry of a planned group in the receipt of its step."""
     return {
         "group": group.group_id,
         "attempt": group.attempt,
@@ -331,7 +329,6 @@ class Watching:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Flush the trackers and stop the dashboard."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
@@ -348,9 +345,9 @@ class Watching:
             self._view.say(f"trackers that failed, and how often: {failed}; logs/controller.log says why")
 
     async def _start_dashboard(self) -> str:
-        """Start the dashboard. Returns a line for the user with its address or a failure.
+        """Start the dashboard; return a line for the user.
 
-        The process exits when its stdin closes, so it cannot outlive this process.
+        It exits when its stdin closes, so it cannot outlive this process.
         """
         log, address = self._run_dir / "logs" / "dashboard.log", self._config.dashboard_address
         command = [sys.executable, "-m", "asyncrl.profile.dashboard", str(self._run_dir), "--with-parent"]

@@ -237,7 +237,6 @@ class Checkpointer:
     async def _copied_by(
         self, saving: Awaitable[str], requests: list[asyncio.Future[Path]], writes: Sequence[Awaitable[Any]]
     ) -> str:
-        """Wait until the ranks have copied their part and ``writes`` are finished. Returns the checkpoint's folder."""
         folder = await saving
         for write in writes:
             await write

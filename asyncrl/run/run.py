@@ -72,15 +72,10 @@ class Run:
         view: TerminalView,
         on_fault: Callable[[BaseException], None],
     ) -> None:
-        """Keep the checked options.
+        """Keep the options, which the caller has checked.
 
-        Args:
-            config: The run.
-            run_dir: The run's folder.
-            prompts: The training prompts and the held-out prompts.
-            warming: Makes the first policy. It must have begun, unless it may compute on a GPU.
-            view: The terminal.
-            on_fault: Called after a fault, before the run stops everything, so that the caller can set a deadline.
+        ``prompts`` are the training prompts and the held-out prompts. ``warming`` makes the first policy; it must have
+        begun, unless it may compute on a GPU. After a fault, the run calls ``on_fault`` before it stops everything.
         """
         config = with_time_to_read(config)
         self._config = replace(config, profile=replace(config.profile, directory=str(run_dir / "profile")))
@@ -141,10 +136,7 @@ class Run:
         self._view.summary(summary, self._run_dir)
 
     def _buffer_options(self) -> BufferConfig:
-        """Return the buffer's options in this run.
-
-        A buffer with a port gets keys. Otherwise it gets Unix sockets in the run's folder in shared memory.
-        """
+        """Return the buffer's options. A buffer with a port gets keys; otherwise it gets private Unix sockets."""
         options = self._config.buffer
         options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])
         if options.host:
@@ -162,10 +154,6 @@ class Run:
         return options
 
     def _host_stores(self, stack: AsyncExitStack, options: BufferConfig, buffer: BufferConnection) -> HostStores:
-        """Return the stores on the hosts of rollout workers.
-
-        A store starts when the first worker of its host connects.
-        """
         if options.directory:
             options = replace(options, directory=str(Path(options.directory).absolute()))
         timeout_s = options.request_timeout_s
@@ -233,7 +221,6 @@ class Run:
         paths, timeout_s = RunPaths.of(self._config, self._run_dir), self._config.ray.start_timeout_s
 
         def make(kind: Callable[..., T], config: RunConfig, **parts: Any) -> Awaitable[T]:
-            """Make a group in a thread. A cancelled call still waits for the thread."""
             return finished_in_thread(partial(kind, config, buffer=buffer, paths=paths, **parts), timeout_s)
 
         if self._config.placement.colocated:
@@ -262,7 +249,6 @@ class Run:
         return fleet
 
     async def _start_learner(self, stack: AsyncExitStack, make: Callable[..., Awaitable[LearnerGroup]]) -> LearnerGroup:
-        """Start the ranks during the warm start. Then load the policy or the checkpoint."""
         policy = await asyncio.to_thread(policy_path, self._config)
         if self._config.placement.num_nodes > 1:  # ranks on other nodes may need a copy of the policy
             policy = await self._nodes.bring(await self._warmed(), "start")
@@ -278,10 +264,7 @@ class Run:
         return learner
 
     async def _warm_up(self) -> None:
-        """Begin the warm start.
-
-        A warm start on a GPU ends before learner and engines start, because they may need the same GPU.
-        """
+        """Begin the warm start. On a GPU, wait for its end, because learner and engines may need the same GPU."""
         if self._config.learner.device is Device.cpu or not needs_fine_tuning(self._config):
             self._warming.begin(self._config)
             return
@@ -290,13 +273,11 @@ class Run:
             await self._warmed()
 
     async def _warmed(self) -> Path:
-        """Wait for the warm start. Returns the folder of the policy with which training begins."""
         with nullcontext() if self._warming.is_done else self._view.waiting_for("warm start"):
             return await self._warming.policy()
 
     @property
     def _state(self) -> RunState:
-        """The state in which the run begins."""
         return self._resumed.state if self._resumed is not None else RunState(lineage=self._lineage)
 
     async def _train(

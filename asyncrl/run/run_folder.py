@@ -156,7 +156,7 @@ def join_shared_folder(folder: Path) -> int:
 
 
 def _locked(folder: Path) -> int | None:
-    """Return a file descriptor that holds a folder's lock; None if the sweep of another run removed the folder."""
+    """Return a descriptor that holds a folder's lock; None if another run removed the folder."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
     except FileNotFoundError:
@@ -190,7 +190,7 @@ def sweep_shared_memory() -> list[Path]:
 
 
 def _is_swept(folder: Path) -> bool:
-    """Remove a folder if it belongs to this user and is not locked. Returns whether it was removed."""
+    """Remove a folder if it belongs to this user and is not locked. Return whether it was removed."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
     except OSError:  # the folder belongs to another user, is a link or a file, or is gone
@@ -210,7 +210,7 @@ def _is_swept(folder: Path) -> bool:
 def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
     """Make the folder of published weights. Raises the errors of `check_memory`.
 
-    The run removes a folder in shared memory at its end. If the run is killed, its supervisor removes the folder.
+    At the end of the run, the run or its supervisor removes a folder in shared memory.
     """
     check_memory(config)
     weights, missing = config.weights, _missing_memory(config, _num_versions(config))
@@ -228,7 +228,6 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
 
 
 def _warn_of_disk(folder: Path, missing: str, num_bytes: int) -> None:
-    """Warn that the learner publishes weights to a disk, and how many seconds one version takes."""
     with tempfile.TemporaryFile(dir=folder) as probe:
         began = time.monotonic()
         probe.write(os.urandom(_PROBE_BYTES))
@@ -268,7 +267,6 @@ def check_memory(config: RunConfig) -> None:
 
 
 def _missing_memory(config: RunConfig, num_versions: int) -> str:
-    """Return why this number of versions does not fit into shared memory; empty if they fit."""
     if not SHARED_MEMORY.is_dir():
         return f"{SHARED_MEMORY} does not exist"
     wanted = 2 * weight_bytes(config) * num_versions
@@ -288,8 +286,9 @@ def _num_versions(config: RunConfig) -> int:
 
     - ``keep_snapshots`` versions, or all versions that engines may still load if these are more;
     - the full version before the oldest delta, and a version that the next evaluation needs;
-    - one version that is being written, and one that an engine still reads;
-    - with adapters, only the frozen weights, because adapters are small.
+    - one version that is being written, and one that an engine still reads.
+
+    With adapters, only the frozen weights count, because adapters are small.
     """
     full_every = config.weights.full_every
     num_kept = max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + full_every - 1

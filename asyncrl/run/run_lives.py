@@ -132,7 +132,6 @@ def _num_bytes(folders: Sequence[Path]) -> int:
 
 
 def _num_steps(run_dir: Path) -> int:
-    """Return the newest step in ``metrics.jsonl``, plus one. The last line may be incomplete."""
     path = run_dir / "metrics.jsonl"
     whole, _, _ = (path.read_text() if path.is_file() else "").rpartition("\n")
     return json.loads(whole.rpartition("\n")[2])["step"] + 1 if whole else 0

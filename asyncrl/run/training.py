@@ -138,8 +138,8 @@ class Training:
     async def _replace_keys(self) -> Path:
         """Replace the keys of the buffer's clients on all nodes; return their folder.
 
-        The old keys stay valid until the last step of the replacement, so after a failure all clients can still
-        connect. Raises `ValueError` if there are no keys, and `AsyncRLError` if a server does not answer.
+        The old keys stay valid until the last step, so after a failure all clients can still connect. Raises
+        `ValueError` if there are no keys, and `AsyncRLError` if a server does not answer.
         """
         if not self._nodes.keys:
             raise ValueError(
@@ -204,7 +204,6 @@ class Training:
             self._summarise(result, before, None, overlap)
 
     async def _evaluate(self, version: int, pinned: PinnedEngines | None = None) -> Evaluation | None:
-        """Evaluate a version on the engines that are ``pinned`` to it, or on all engines."""
         if not self._config.evaluation.enabled:
             return None
         evaluator = self._evaluator
@@ -220,9 +219,9 @@ class Training:
         return evaluation
 
     async def _explain(self) -> dict[str, Any] | None:
-        """Write the overlap report into the run's folder, and return it for the summary; None if there is no record.
+        """Write the overlap report and return it for the summary; None without a record.
 
-        A failure is reported and does not end the run.
+        A failure does not end the run.
         """
         if record.current() is None:
             return None
