@@ -434,7 +434,7 @@ def resolve_devices(config: RunConfig, num_gpus: float, say: Callable[[str], Non
     Args:
         config: The run.
         num_gpus: Number of visible GPUs on this machine, or of GPUs in the cluster that the run joined.
-        say: Shows a line to the user. It gets a message if ``auto`` leaves GPUs unused.
+        say: Gets a message for the user if ``auto`` leaves GPUs unused.
 
     Raises:
         ValueError: the resolved devices contradict another option.

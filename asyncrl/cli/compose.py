@@ -97,7 +97,7 @@ def read_config(run_folder: Path) -> RunConfig:
     if not isinstance(options, DictConfig) or not options:
         raise ValueError(f"{path} must hold the options of the run as YAML, got {got}; restore it from a copy")
     try:
-        for name in REMOVED_OPTIONS:  # an earlier release may have written these options
+        for name in REMOVED_OPTIONS:
             section, _, key = name.rpartition(".")
             (OmegaConf.select(options, section) or {}).pop(key, None)
         config = OmegaConf.to_object(OmegaConf.merge(schema(), options))

@@ -1,7 +1,7 @@
 """``asyncrl evaluate MODEL_OR_RUN``: evaluate a policy on held-out prompts with one engine.
 
-The policy is a model in Hugging Face layout, a checkpoint, or the policy of a run. For a run, the command uses the
-run's options. It does not need Ray, a buffer or a learner.
+The policy is a model in Hugging Face layout, a checkpoint, or the policy of a run. The command does not need Ray, a
+buffer or a learner.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ class EvaluatedPolicy:
 
     Attributes:
         model: Directory in Hugging Face layout; None if the model must be exported from ``checkpoint``.
-        checkpoint: The checkpoint; None if there is a model.
-        run_dir: Folder of the policy's run; None if there is no run.
         version: Policy version; 0 if it is unknown.
     """
 
@@ -160,7 +158,7 @@ def _as_model(policy: EvaluatedPolicy, folder: Path) -> Iterator[Path]:
         assert policy.model is not None
         yield policy.model
         return
-    from learner.checkpoint import export  # this import loads torch, which takes seconds
+    from learner.checkpoint import export  # loads torch, which takes seconds
 
     with tempfile.TemporaryDirectory(prefix=".policy-", dir=folder) as exported:
         export(policy.checkpoint, Path(exported, "policy"))

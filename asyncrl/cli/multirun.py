@@ -1,7 +1,7 @@
 """``asyncrl train --multirun``: one run per combination of option values, with Hydra's sweepers and launchers.
 
-Hydra expands ``buffer.max_lag=0,2,4``. Each run is a process of ``python -m asyncrl train``; the default launcher
-starts one after the other. `run_one` waits for the process without a deadline, because the run has its own deadlines.
+Each run is a process of ``python -m asyncrl train``; the default launcher starts one after the other. `run_one` waits
+for the process without a deadline, because the run has its own deadlines.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def multirun(overrides: Sequence[str]) -> int:
 def _check_combinations(overrides: Sequence[str]) -> RunConfig:
     own = [override for override in overrides if not _split(override)[0].startswith("hydra")]
     try:
-        # This checks only a sweep over given values. If a sweeper chooses values later, each run checks its options.
+        # If a sweeper chooses values later, only each run itself can check its options.
         combinations = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(own), None)[0]
     except HydraException as error:
         if any(_split(override)[0] == "hydra/sweeper" for override in overrides):
@@ -111,9 +111,6 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
 
     Returns the sampled reward of the last evaluation, for sweepers; None without an evaluation.
 
-    Args:
-        own_experiments: Maps the names of the user's experiments to their files.
-
     Raises:
         RuntimeError: the run failed; the message names the options and the folder.
     """
@@ -134,13 +131,13 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
         for process in started:
             process.send_signal(number)
 
-    # Only the main thread may set signal handlers. A launcher with threads handles signals itself.
+    # Only the main thread may set signal handlers.
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, forward) for number in _FORWARDED if is_main}
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl", "train", *options, override_of("run_dir", folder)],
-            start_new_session=True,  # only this process gets Ctrl-C of the terminal; it forwards Ctrl-C once
+            start_new_session=True,  # only this process gets Ctrl-C, and forwards it once
             preexec_fn=lambda: signal_at_parent_death(signal.SIGTERM),
         )
         started.append(process)

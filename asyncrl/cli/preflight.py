@@ -107,16 +107,14 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
 def check_gpu_memory(config: RunConfig, card: int) -> None:
     """Check that a run fits on its GPUs, if the sizes of its model can be read.
 
-    Args:
-        config: The run.
-        card: Memory of a GPU in bytes; 0 if there is none.
+    ``card`` is the memory of a GPU in bytes; 0 if there is none.
 
     Raises:
         ValueError: the run does not fit. The message has the bytes of each device by kind, and options that help.
     """
     try:
         model = policy_size(config)
-    except ValueError:  # the dry run shows this error; `check_files` names a missing folder
+    except ValueError:  # other checks report this error
         return
     if card:
         check_memory_of_devices(config, model, card)
@@ -282,7 +280,7 @@ class DryRun:
 
     Attributes:
         problems: Errors of the checks; empty if the run can start.
-        memory: Lines with the bytes of each kind of device by kind; empty if there is no model.
+        memory: Lines with the bytes per kind of device; empty if there is no model.
         page: The text for the user.
     """
 

@@ -56,13 +56,11 @@ class TriedResponse:
     """One scored response.
 
     Attributes:
-        name: Name of the prompt in the table.
         reward: Weighted sum of all rewards, including the rewards of turns; None after a failure.
         parts: Value of each reward by name, if there are several rewards.
         turn_rewards: Weighted rewards of turns, by the index of the turn; ``reward`` includes them.
         failure: Why there is no reward; empty if there is one.
         seconds: Seconds to score all responses to the prompt.
-        response: Text of the response.
     """
 
     name: str

@@ -8,7 +8,7 @@ Ctrl-C in the terminal reaches only the parent, because the child has its own se
 SIGTERM to every process of a run at once. Only the parent reacts: the child and its processes block SIGINT and SIGTERM,
 and the parent stops the child with other signals (`STOPS`). So all processes live until the run has written the policy.
 
-The child writes each fault, and its own end, to a pipe.
+The child reports each fault, and its own end, through a pipe.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
         if time.monotonic() - passed_on_s < _ONE_STOP_S:
             return
         passed_on_s = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):  # the run has just ended
+        with contextlib.suppress(ProcessLookupError):
             os.kill(child, STOPS[signal.SIGINT if number == signal.SIGINT else signal.SIGTERM])
             signal.setitimer(signal.ITIMER_REAL, stop_timeout_s + _KILL_AFTER_S)
 
     def kill(_: int, __: FrameType | None) -> None:
         nonlocal late
-        with contextlib.suppress(ProcessLookupError):  # the run has just ended
+        with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
             late = True
 
@@ -265,7 +265,7 @@ class Stopping:
     def _on_supervisor_death(self) -> None:
         """Stop the run. From now on this process itself handles SIGINT and SIGTERM."""
         for number in STOPS:
-            signal.signal(number, signal.SIG_IGN)  # discards pending signals from the supervisor's lifetime
+            signal.signal(number, signal.SIG_IGN)  # discards pending signals
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         if not self._stopped:

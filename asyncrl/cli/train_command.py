@@ -187,8 +187,7 @@ async def _until_done_or_stopped(
 def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> str:
     """Return the command that continues a run; empty if there is nothing to continue.
 
-    The command names the newest complete checkpoint of this life. If this life has written no checkpoint, the command
-    names the checkpoint that this life started from.
+    The command names the newest complete checkpoint of this life, otherwise the checkpoint that this life started from.
     """
     try:
         checkpoint = newest_checkpoint(RunPaths.checkpoints_of(config, run_dir))

@@ -39,11 +39,8 @@ from rollout_fleet.config import EngineKind
 
 logger = logging.getLogger(__name__)
 
-# Changed defaults of Ray:
-# - Workers have nice 15, so any other load slows them down.
-# - Idle workers start in advance. A run has few actors, so this costs more time and memory than it saves.
-# - Ray waits a minute for a dead control service, which never comes back on the same machine.
-# - Ray kills the children of a dead worker before they have cleaned up.
+# These defaults of Ray harm a run: workers have nice 15; idle workers cost time and memory; Ray waits a minute for a
+# dead control service; Ray kills the children of a dead worker before they have cleaned up.
 _OWN_CLUSTER_ENV = {
     "RAY_worker_niceness": "0",
     "RAY_enable_worker_prestart": "0",
@@ -58,10 +55,6 @@ T = TypeVar("T")
 @asynccontextmanager
 async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.info) -> AsyncIterator[RunConfig]:
     """Start or join Ray, resolve the run's devices, and check that the run fits. Stop or leave Ray at the end.
-
-    Args:
-        config: The run.
-        say: Shows a line to the user.
 
     Yields:
         The configuration with resolved devices.
@@ -119,7 +112,7 @@ def _start_or_join(config: RunConfig) -> None:
 
 def warning_of_open_cluster(config: RunConfig) -> str:
     """Return a warning if the run joins a cluster of several nodes without a token; otherwise an empty string."""
-    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # Ray sets this variable when it has found a token
+    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # Ray sets it if there is a token
     if not (config.ray.address and config.placement.num_nodes > 1 and is_open):
         return ""
     return (
@@ -314,8 +307,7 @@ def learner_env(config: RunConfig) -> dict[str, str]:
 async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
     """Call ``work`` in a thread and return its result.
 
-    If the call is cancelled, it waits up to ``timeout_s`` for the thread. Otherwise the caller could stop Ray while the
-    thread uses Ray.
+    A cancelled call waits up to ``timeout_s`` for the thread, because the thread uses Ray and the caller may stop Ray.
     """
     working = asyncio.create_task(asyncio.to_thread(work))
     try:

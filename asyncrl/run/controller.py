@@ -19,10 +19,9 @@ While the learner computes step v:
 - threads of the ranks fetch and pack the batch of step v + 1;
 - the learner sends the weights of version v.
 
-No step waits until the engines have loaded weights. After the commit of the step that made a version, the buffer offers
-the version to the rollout workers. Each worker loads the newest version when it can. If loading is slower than
-training, workers skip versions. Admission then slows generation down, because it compares the engine's version with the
-learner's.
+No step waits until the engines have loaded weights. The buffer offers a version after the commit of its step, and each
+worker loads the newest version when it can. If loading is slower than training, workers skip versions, and admission
+slows generation down.
 
 A signal stops a training between two steps: `_Training.stop` cancels feed, follow and examine, and the plan loop ends.
 The complete loop commits and reports the steps that are queued on the ranks. Then the run saves a checkpoint.
@@ -48,9 +47,8 @@ for the previous action::
           ▲                                                                             │
           └── engines load the weights, and go on ◀── learner publishes them, and offloads
 
-After the death of a rank, the engines release the devices, and the loop begins again at the newest checkpoint. An
-engine that restarts waits until the engines have the devices. Groups that still run when a batch is full finish under
-the old weights. The learner trains on them with a lag of one step or more.
+After the death of a rank, the engines release the devices, and the loop begins again at the newest checkpoint. Groups
+that still run when a batch is full finish under the old weights, and the learner trains on them with a lag.
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ Evaluate = Callable[[int, PinnedEngines | None], Awaitable[Any]]
 
 logger = logging.getLogger(__name__)
 
-# The ranks compute one step while another step is queued, so they never wait for the controller.
+# The ranks compute one step while another is queued, so they do not wait for the controller.
 _PIPELINE_STEPS = 2
 
 
@@ -342,7 +340,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 dispatched=dispatched,
                 update=self._learner.update(plan),
                 weights=self._learner.publish(version + 1) if is_published else None,
-                critic=self._learner.update_critic(plan),  # after the publish, which does not wait for the critic
+                critic=self._learner.update_critic(plan),  # queued after the publish, which does not wait for it
                 checkpoint=await self._checkpointer.save_if_due(version + 1),
             )
             await self._steps.put(step)
@@ -433,7 +431,7 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
                 metrics = {**metrics, **await self._learner.update_critic(plan)}
             self._trained = plan, waited_s, metrics
             checkpoint = await self._checkpointer.save_if_due(version + 1)
-            if not self.is_stopped:  # after a stop, the learner needs the devices to save a checkpoint
+            if not self.is_stopped:  # the learner needs the devices for the last checkpoint
                 await self._learner.rollout_mode(version + 1)
                 self._fleet.take_device()
             stats = await self._buffer.commit(version)

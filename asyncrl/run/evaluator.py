@@ -118,12 +118,7 @@ Answer = Callable[[str, Sequence[Prompt]], Awaitable[list[AnsweredPrompt]]]
 
 
 class _Deal:
-    """Distributes prompts to engines, ``size`` prompts per call. Each engine has at most ``calls`` running calls.
-
-    Attributes:
-        answers: One entry per answered prompt.
-        lost: Lost engines by name, each with the reason.
-    """
+    """Distributes prompts to engines, ``size`` prompts per call. Each engine has at most ``calls`` running calls."""
 
     def __init__(self, prompts: Sequence[Prompt], *, size: int, calls: int) -> None:
         self.answers: list[AnsweredPrompt] = []

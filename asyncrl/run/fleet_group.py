@@ -216,8 +216,7 @@ class FleetGroup:
             node: Id of their node; empty for any.
 
         Raises:
-            MembershipRefused: the fleet would be too large, an engine failed to start, or the run is starting or
-                ending.
+            MembershipRefused: the fleet would be too large, an engine failed to start, or the run does not train.
         """
         self._check_open()
         ranks = self._roster.join(num_engines, in_kept_places=not node)
@@ -275,7 +274,7 @@ class FleetGroup:
         """Let a member release its groups and end. Returns when the member has ended.
 
         Raises:
-            MembershipRefused: no such member, too few members would remain, or the run is starting or ending.
+            MembershipRefused: the member does not exist, too few would remain, or the run does not train.
         """
         self._check_open()
         self._roster.leave(rank)

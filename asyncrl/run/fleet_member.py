@@ -1,11 +1,8 @@
 """One member of the fleet: a rollout worker that is replaced when it dies or hangs.
 
-A life is the time of one worker process. The member waits for a place, starts the worker and its engine, and lets the
-engine load the newest weights. A restart waits without a deadline for a place.
-
-Ray wakes every call when the worker answers or dies. If a call that a healthy worker answers at once takes longer than
-``buffer.request_timeout_s``, the worker counts as dead. The first failed call ends the life. Errors that every worker
-would raise (`RUN_ERRORS`) end the run instead.
+A life is the time of one worker process. Ray wakes every call when the worker answers or dies. The first failed call
+ends the life, and so does a quick call that takes longer than ``buffer.request_timeout_s``. Errors that every worker
+would raise (`RUN_ERRORS`) end the run instead. A restart waits without a deadline for a place.
 """
 
 from __future__ import annotations
@@ -59,13 +56,11 @@ class MemberParts:
     """What all members share.
 
     Attributes:
-        places: The places of the workers.
         bury: `ControlBuffer.bury`, which declares a worker dead in the buffer.
         supply: Takes the id of a node, copies the files of a worker there, and returns the model's path on the node.
         version: Learner version at which the run's process began.
         on_change: Called when `FleetMember.is_serving` may have changed.
         may_use_devices: Set while no learner rank uses the devices of the engines. A worker starts only then.
-        say: Shows a line to the user.
     """
 
     places: EnginePlaces
@@ -78,12 +73,7 @@ class MemberParts:
 
 
 class FleetMember:
-    """One worker and its restarts. Call `start` and then `load_first`; in a running fleet, call `join` instead.
-
-    Attributes:
-        rank: Rank of the worker.
-        member: State of this member.
-    """
+    """One worker and its restarts. Call `start` and then `load_first`; in a running fleet, call `join` instead."""
 
     def __init__(self, rank: int, config: RunConfig, parts: MemberParts) -> None:
         fleet = config.rollout_fleet
@@ -142,7 +132,7 @@ class FleetMember:
             The id of the worker's node.
 
         Raises:
-            AsyncRLError, ValueError: no place in time, the node cannot get its files, or the worker does not start.
+            AsyncRLError, ValueError: there is no place in time, or the worker does not start there.
         """
         self._has_process = False
         try:
@@ -220,7 +210,7 @@ class FleetMember:
         is_watched = self.member.may_lease
         releasing = within(self._call("release_device", incarnation), timeout_s, what, option)
         if not await self._tried(self.member.epoch, releasing):
-            if not is_watched:  # the worker is starting, and its start waits until the device is free
+            if not is_watched:  # the worker is starting, and its start waits for the device
                 await self._free_device()
             await self._until(lambda _: not self._may_use_device)
 

@@ -1,8 +1,7 @@
 """Store servers on the hosts of rollout workers: one store server per node with workers.
 
-Trajectories stay in the store of their host until the learner's ranks fetch them. So they cross the network only once.
-A `NodeStore` actor starts on a host when the first worker of the host connects to the buffer. The actor restarts a dead
-store server. If a store is lost, the buffer counts its groups as ``store_lost``, and the fleet generates them again.
+Trajectories stay on their host until the learner's ranks fetch them. So they cross the network only once. If a store is
+lost, the buffer counts its groups as ``store_lost``, and the fleet generates them again.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def config_of_node(config: BufferConfig, address: str) -> BufferConfig:
         return own
     try:
         ip_address(own.host)
-    except ValueError:  # the host is the name of an interface, or stands for every address
+    except ValueError:  # the host is an interface, or stands for every address
         return replace(own, advertised_host=address if own.advertised_host else "")
     return replace(own, host=address, advertised_host="")
 
@@ -102,7 +101,6 @@ class HostStores:
     Args:
         control: Client of the buffer; `stop` closes it.
         make: Makes the `NodeStore` actor of a node from the node's id and the number of the store.
-        start_timeout_s: Deadline to start a store.
         restarts: Largest number of replacements of a host's store.
         say: Shows a line to the user.
 

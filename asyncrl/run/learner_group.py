@@ -79,7 +79,7 @@ class LearnerGroup:
         self.checkpoints = paths.checkpoints
         self._layout = learner_layout(config)
         for pool in self._layout.resource_pool_dict.values():
-            pool.enter()  # the reservation stays when the ranks end; restarted ranks use it again
+            pool.enter()  # restarted ranks use the same reservation
         self._begin(incarnation=0)
 
     def _begin(self, *, incarnation: int) -> None:
@@ -219,7 +219,7 @@ class LearnerGroup:
             )
         await self._in_time(AllOf([*self._announced.values()]), "the announced batches")
         found: set[int] = set()
-        for group in self._roles:  # the ranks have skipped the calls that were queued before this one
+        for group in self._roles:  # the ranks have skipped all earlier calls
             lost = await self._in_time(group.forget_batch(), "the groups of a batch that the ranks did not find")
             found.update(group_id for part in lost for group_id in part)
         self._batches, self._scores, self._announced = (None, {}), {}, {}
@@ -266,7 +266,7 @@ class LearnerGroup:
     async def stop(self, timeout_s: float) -> None:
         """Ask the ranks to stop, kill them after ``timeout_s``, and release the reservation."""
         try:
-            with suppress(Exception):  # an error does not matter, because the ranks are killed next
+            with suppress(Exception):  # the ranks are killed next
                 stopping = AllOf([group.execute_all_async("stop") for group in self._roles])
                 await asyncio.wait_for(stopping, timeout_s)
         finally:
@@ -310,7 +310,7 @@ class LearnerGroup:
         return RemoteScores(role=role, batches=batches, results=results)
 
     def _step_arguments(self, role: str, plan: Plan) -> list[Sequence[Any]]:
-        """Return the arguments of a role's step: its batches, then the scores per column. None stands for own scores."""
+        """Return the arguments of a role's step: batches, then scores per column. None: the role has the scores."""
         batches = self._shares(plan, role)
         arguments: list[Sequence[Any]] = [batches]
         for column in self._reads(role):
@@ -385,12 +385,6 @@ class AllOf:
 
 class RoleGroups:
     """One worker group per role of the run; roles in the same pool share processes.
-
-    Args:
-        config: The run.
-        layout: The pools.
-        connect_buffer: Called in each process; returns its client of the buffer.
-        paths: Folders to which the processes write.
 
     Attributes:
         pools: Name of the pool of each role.

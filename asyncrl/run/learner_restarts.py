@@ -34,13 +34,7 @@ MAX_REPLANS = 3
 class LearnerRestarts:
     """Restarts the learner of one run, at most ``learner.restarts`` times.
 
-    Args:
-        config: The run.
-        controller: The training loops.
-        learner: The learner.
-        prompts: The training prompts.
-        resumed: The checkpoint from which the run began. A restart uses it until the run has saved a checkpoint.
-        say: Shows a line to the user.
+    ``resumed`` is the checkpoint from which the run began. A restart uses it until the run has saved another one.
 
     Attributes:
         num_restarts: Restarts of the learner so far. This number is also the learner's incarnation.
@@ -86,7 +80,7 @@ class LearnerRestarts:
                 return await self._work()
             except Exception as fault:
                 lost = death_in(fault)
-                # Colocated engines have already released the devices, so they cannot generate the batch again now.
+                # Colocated engines have released the devices, so they cannot generate the batch again now.
                 if not isinstance(lost, BatchLost) or self._is_colocated:
                     raise
 
@@ -129,7 +123,7 @@ class LearnerRestarts:
 
     async def begin(self) -> None:
         """Start new ranks from the newest checkpoint."""
-        found = self._newest()  # look again, since a newer checkpoint may be complete by now
+        found = self._newest()  # a newer checkpoint may be complete by now
         assert found is not None, "complete checkpoints are kept"
         finished = await self._controller.rewind(found.state, incarnation=self.num_restarts)
         self._prompts.repeat_unfinished(finished)

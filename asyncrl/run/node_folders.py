@@ -182,7 +182,7 @@ class NodeFolders:
                 shared memory.
         """
         self._model, self.keys, self._weights = config.model.path, keys, config.weights.directory
-        # An engine keeps images of two versions: the one that it serves, and the next one.
+        # An engine keeps images of its version and of the next one.
         self._image_bytes = 2 * weight_bytes(config) if config.weights.keeps_images else 0
         if not self._nodes:
             return config
@@ -216,7 +216,7 @@ class NodeFolders:
 
     async def _admit(self, node_id: str) -> str:
         address, self._nodes[address] = await asyncio.to_thread(self._make, node_id)
-        # The node may have left and come back, so forget what was collected from it.
+        # The node may have left and come back.
         self._collected = {key: value for key, value in self._collected.items() if key[0] != address}
         await self._enter([address])
         await self._equip([address])
@@ -265,7 +265,7 @@ class NodeFolders:
         target = self._run_dir / name
         if target != folder:
             self._copies.append(target)
-            await asyncio.to_thread(_copy_folder, folder, target)  # nodes that share the run's folder see this copy
+            await asyncio.to_thread(_copy_folder, folder, target)  # also for nodes that share the run's folder
         apart = [address for address in self.apart if address in held]
         await self._send(target, sorted(file_prints(target)), to=apart, mode=0o755)
         return target

@@ -1,8 +1,7 @@
 """The reports of a run: a `StepRecord` per learner step, the token account at the end, and their display.
 
 A failure of the terminal, a tracker, the dashboard or the advice does not end the run. A task computes the use of the
-pools from the run's record, in a thread; `Watching.step` wakes it. After each computation the task pauses for 100 times
-its duration.
+pools in a thread; `Watching.step` wakes it. It then pauses for 100 times the duration of the computation.
 """
 
 from __future__ import annotations
@@ -121,14 +120,9 @@ class Reporter:
     def step(
         self, plan: Plan, *, plan_wait_s: float, metrics: Mapping[str, float], stats: BufferStats, counts: FleetCounts
     ) -> None:
-        """Record a finished step.
+        """Record a finished step. ``metrics`` must have ``started_at`` and ``ended_at`` in Unix seconds.
 
-        Args:
-            plan: The batch of the step.
-            plan_wait_s: Seconds that the controller waited for the batch.
-            metrics: The learner's metrics, with ``started_at`` and ``ended_at`` in Unix seconds.
-            stats: The ledger's counts after the commit.
-            counts: The fleet's counters.
+        ``stats`` are the ledger's counts after the commit.
         """
         self._step_span.close()
         self._step_span = record.span(record.SpanKind.step, step=plan.version + 1)
@@ -273,7 +267,7 @@ def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:
 def balanced_account(stats: BufferStats, counts: FleetCounts, *, num_earlier: int = 0) -> TokenAccount:
     """Return the token account of a run over all its lives. Raises `AccountError` if it does not balance.
 
-    ``num_earlier`` are the tokens that the ledger counted when this life began; ``counts`` are of this life.
+    ``num_earlier`` are the tokens of earlier lives; ``counts`` are of this life.
     """
     tokens = TokenAccount(
         generated=num_earlier + counts.tokens_generated,
@@ -292,13 +286,7 @@ def balanced_account(stats: BufferStats, counts: FleetCounts, *, num_earlier: in
 
 
 class Watching:
-    """Shows each step and evaluation of a run on the terminal, in the trackers and in the dashboard.
-
-    Args:
-        config: The run.
-        run_dir: The run's folder.
-        view: The terminal.
-    """
+    """Shows each step and evaluation of a run on the terminal, in the trackers and in the dashboard."""
 
     def __init__(self, config: RunConfig, run_dir: Path, view: TerminalView) -> None:
         self._config = config
@@ -358,7 +346,7 @@ class Watching:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
-                start_new_session=True,  # Ctrl-C must not end the dashboard, which shows the end of the run
+                start_new_session=True,  # Ctrl-C must not end the dashboard
             )
         assert self._dashboard.stdout is not None
         with suppress(TimeoutError):

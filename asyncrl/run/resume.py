@@ -113,8 +113,6 @@ class Resumed:
     """A checkpoint's folder, and the state of the run there.
 
     Attributes:
-        checkpoint: The folder of the ranks' part.
-        state: The state of the run.
         earlier: The ledger's totals when this life begins; None before `take_up`.
     """
 
@@ -131,8 +129,7 @@ class Resumed:
 class Checkpointer:
     """Saves the checkpoints of a run when they are due.
 
-    The ledger can return only to recent checkpoints. So while the buffer still writes its parts of `MAX_WRITING`
-    checkpoints, the next save waits for a later step.
+    While the buffer still writes its parts of `MAX_WRITING` checkpoints, the next save waits for a later step.
     """
 
     def __init__(
@@ -167,8 +164,8 @@ class Checkpointer:
     async def requested(self) -> Path:
         """Save a checkpoint with the next learner step; return its folder when the checkpoint is complete.
 
-        The ranks write the checkpoint while they train. This call returns with the first commit after that. Raises
-        `CheckpointError` if the nodes may not share the folder of the checkpoints.
+        The call returns with the first commit after the ranks have written the checkpoint. Raises `CheckpointError` if
+        the nodes may not share the folder of the checkpoints.
         """
         if not self._config.shares_checkpoints:
             raise CheckpointError(
@@ -217,8 +214,8 @@ class Checkpointer:
         write.add_done_callback(lambda done: done.cancelled() or done.exception())  # `committed` raises the error
         self._writes.add(write)
         await asyncio.sleep(0)  # lets the request be sent
-        await self._buffer.stats()  # now the buffer has the request, and all tokens of its snapshot are counted
-        if self._prompts.wants_outcomes:  # the sampler's state has the outcome of each group in the snapshot
+        await self._buffer.stats()  # now the buffer has the request and has counted all tokens of its snapshot
+        if self._prompts.wants_outcomes:  # the state needs the outcomes of the snapshot's groups
             self._prompts.note(await self._buffer.enqueue((), wants_outcomes=True))
         state = self._queued[version] = RunState(
             version=version,
@@ -334,10 +331,9 @@ def check_keys(folder: Path) -> None:
 def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
     """Return the buffer's options of a run that resumes from the buffer's part of a checkpoint.
 
-    If the journal of the earlier life includes the checkpoint, the buffer begins with this journal instead, because it
-    holds more groups. A run with a sampler does not use the journal, because the restored sampler may choose other
-    prompts. An unused journal's folder is renamed, not deleted. Raises `ValueError` if the checkpoint has no part of
-    the buffer.
+    If the journal of the earlier life includes the checkpoint, the buffer begins with this journal instead. A run with
+    a sampler does not use the journal, because the restored sampler may choose other prompts. An unused journal's
+    folder is renamed. Raises `ValueError` if the checkpoint has no part of the buffer.
     """
     state, part = resumed.state, resumed.buffer_part
     if not part.is_dir():
@@ -361,8 +357,7 @@ async def take_up(buffer: ControlBuffer, resumed: Resumed) -> Resumed:
     """Set the ledger of an earlier life back to a checkpoint, before anything else runs.
 
     The ledger keeps groups and saved prefixes without a token of a later version. Returns the state at which this life
-    begins. Its ``tokens_generated`` is the ledger's count, because the journal may count more tokens than the
-    checkpoint.
+    begins; its ``tokens_generated`` is the ledger's count.
     """
     state = resumed.state
     for version in range((await buffer.stats()).learner_version, state.version):
@@ -374,10 +369,6 @@ async def take_up(buffer: ControlBuffer, resumed: Resumed) -> Resumed:
 
 class RepeatedPrompts:
     """A run's prompts: first the unfinished prompts of ``resumed``, then the next prompts of the stream.
-
-    Args:
-        stream: The prompt stream.
-        resumed: The state to resume from; the stream continues at its position.
 
     Raises:
         ValueError: the stream's files or options differ from those in ``resumed``.

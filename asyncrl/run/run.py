@@ -214,9 +214,8 @@ class Run:
     async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
         """Start fleet and learner at the same time, during the warm start.
 
-        Engines take the longest to start, so they begin with the weights of ``model.path``. The learner then publishes
-        the weights of the warm start or of a checkpoint, and the engines load them. On shared devices the learner
-        starts first, and then releases the devices to the engines.
+        Engines take the longest to start, so they begin with the weights of ``model.path``. Then they load the weights
+        that the learner publishes. On shared devices the learner starts first.
         """
         paths, timeout_s = RunPaths.of(self._config, self._run_dir), self._config.ray.start_timeout_s
 
@@ -250,7 +249,7 @@ class Run:
 
     async def _start_learner(self, stack: AsyncExitStack, make: Callable[..., Awaitable[LearnerGroup]]) -> LearnerGroup:
         policy = await asyncio.to_thread(policy_path, self._config)
-        if self._config.placement.num_nodes > 1:  # ranks on other nodes may need a copy of the policy
+        if self._config.placement.num_nodes > 1:  # other nodes may need a copy of the policy
             policy = await self._nodes.bring(await self._warmed(), "start")
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
         learner = await make(LearnerGroup, config)

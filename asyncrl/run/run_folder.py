@@ -62,11 +62,11 @@ class RunPaths:
 
     Attributes:
         logs: One log per process.
-        snapshots: Published weights; every engine of the host can read them.
+        snapshots: Published weights.
         staging: Weight images of the engines; in shared memory, if the host has it.
         samples: Decoded samples for the user.
         trajectories: Consumed trajectories; None if they are not recorded.
-        tokens: A few trajectories for the user, token by token, with the learner's log-probs.
+        tokens: A few trajectories for the user, with the learner's log-probs.
         checkpoints: Checkpoints of the learner.
     """
 
@@ -193,14 +193,14 @@ def _is_swept(folder: Path) -> bool:
     """Remove a folder if it belongs to this user and is not locked. Return whether it was removed."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
-    except OSError:  # the folder belongs to another user, is a link or a file, or is gone
+    except OSError:  # not a folder of this user
         return False
     try:
         if os.fstat(lock).st_uid != os.geteuid():
             return False
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder)
-    except OSError:  # a run holds the lock, or another sweep removes the folder
+    except OSError:  # it is in use, or another sweep removes it
         return False
     finally:
         os.close(lock)
@@ -220,7 +220,7 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
         folder = Path(weights.directory).resolve() / shared_folder(run_dir).name
         folder.parent.mkdir(parents=True, exist_ok=True)
     if folder == shared_folder(run_dir):
-        return make_private_folder(folder)  # the folder exists: the run has locked it, and it may hold sockets
+        return make_private_folder(folder)  # the run has made and locked this folder
     folder.mkdir(mode=FOLDER_MODE)
     if weights.transport is Transport.auto and missing:
         _warn_of_disk(folder, missing, weight_bytes(config))

@@ -25,10 +25,8 @@ class SavedCheckpoint:
     """A checkpoint on disk.
 
     Attributes:
-        path: Folder of the checkpoint.
-        version: Policy version of the checkpoint.
         num_bytes: Bytes of all parts; a file with several links counts once.
-        missing: Parts that are not complete. A run does not resume from a checkpoint with missing parts.
+        missing: Incomplete parts. A run does not resume from a checkpoint with missing parts.
     """
 
     path: Path
@@ -42,11 +40,7 @@ class Life:
     """A life of a run, read from its folder.
 
     Attributes:
-        folder: Folder of the life.
-        record: Record of the life.
-        state: State of the life.
         num_steps: Learner steps up to the newest step of this life, including earlier lives.
-        total_steps: ``total_steps`` in the configuration of the life.
         checkpoints: Checkpoints of the life on disk, oldest first.
         num_bytes: Bytes in the folder, including checkpoints; a file with several links counts once.
     """

@@ -31,8 +31,7 @@ _CONNECT_S = 5.0
 async def answered_requests(run_dir: Path, **work: Callable[[], Awaitable[Path]]) -> AsyncIterator[None]:
     """Answer requests while the block runs. Without shared memory on the host, this has no effect.
 
-    ``work`` maps the name of a request to a function that carries it out and returns a folder. The command prints the
-    folder.
+    ``work`` maps the name of a request to a function that carries it out and returns a folder for the command.
     """
     if not SHARED_MEMORY.is_dir():
         yield

@@ -52,17 +52,10 @@ class Training:
     """Trains with a started learner, fleet and buffer, and writes metrics and summary.
 
     Args:
-        config: The run.
-        run_dir: The run's folder.
-        buffer: Client of the buffer.
         learner: The learner. Its ranks have the weights of the first version.
         fleet: The fleet. Its engines serve the first version.
-        prompts: The training prompts.
-        evaluator: Evaluates a version on the fleet.
         writer: Writes the metrics; it has the records of the earlier lives of the run.
-        watching: Shows each step and evaluation.
         nodes: Collects samples and the policy from other nodes.
-        view: The terminal.
         resumed: The checkpoint that the run continues from; None for a new run.
         first: The state in which the training begins.
         count_restarts: Returns the number of restarts of buffer and stores, for the summary.
@@ -123,7 +116,7 @@ class Training:
                 await asyncio.shield(training)  # a signal stops the training between two steps
             result = await self._controller.account()
             after = await self._evaluate(result.policy_version)
-            await self._watching.last_advice()  # the report needs the advice
+            await self._watching.last_advice()  # before the report, which shows it
             overlap = await self._explain()
         except asyncio.CancelledError:
             if self._all_answer():
@@ -160,7 +153,7 @@ class Training:
 
     async def _train_and_save(self) -> None:
         """Train, and save the policy at once, so that a later fault cannot lose it."""
-        gc.freeze()  # a garbage collection of all imported objects would pause training for a second
+        gc.freeze()  # collecting all imported objects would pause training for a second
         await unless(self._controller.train(), [self._learner.death()])
         if not self._controller.is_stopped:
             await self._save_policy()
