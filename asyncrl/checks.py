@@ -282,10 +282,7 @@ def _check_layout(config: RunConfig, role: str, pool: str, size: int) -> None:
 
 
 def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
-    """Check that the longest sequence fits into a micro-batch of each role.
-
-    Without ``max_context``, only `check_files` can check the longest path of an episode.
-    """
+    """Check that the longest sequence fits into a micro-batch of each role, as far as no model is needed."""
     environment, prompt = config.rollout_fleet.environment, config.data.max_prompt_tokens
     if not has_environment(config):
         _check_longest(
@@ -319,7 +316,6 @@ def policy_needs_trajectories(config: RunConfig) -> bool:
 
 
 def _check_path(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
-    """Check that the longest path of an episode fits each role, and is longer than the longest prompt."""
     longest, prompt = episode_context(config), config.data.max_prompt_tokens
     derived = " = 0, what the model and a micro-batch hold," * (not config.rollout_fleet.environment.max_context)
     name = f"rollout_fleet.environment.max_context{derived}"

@@ -398,7 +398,7 @@ class WeightsConfig:
 
     @property
     def given(self) -> dict[str, object]:
-        """Options of single transports with a value other than the default."""
+        """Transport-specific options with a value other than the default."""
         names = ("copy_to_memory", "directory", "collective_into", "interface")
         defaults = {one.name: one.default for one in fields(self)}
         return {f"weights.{name}": getattr(self, name) for name in names if getattr(self, name) != defaults[name]}

@@ -112,7 +112,7 @@ def _asked(exported: ExportedGroup, decode: Callable[[np.ndarray], str]) -> dict
 
 
 def _answer(group: TrajectoryGroup, index: int) -> slice | None:
-    """Return the tokens of a complete response without further turns; None for other trajectories."""
+    """Return the tokens of a complete single response; None for other trajectories."""
     turns = group.turns
     own = np.flatnonzero(turns["trajectory"] == index)
     if group.is_baseline[index] or len(own) != 1:

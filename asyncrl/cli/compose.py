@@ -58,8 +58,8 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
     """Compose a run from ``configs/run.yaml`` and Hydra overrides.
 
     Args:
-        overrides: Overrides in Hydra's grammar. The value of ``experiment`` is the name of a built-in experiment or the
-            path of a YAML file. Example: ``["experiment=quickstart", "buffer.max_lag=4"]``.
+        overrides: Overrides in Hydra's grammar; ``experiment`` also accepts the path of a YAML file. Example:
+            ``["experiment=quickstart", "buffer.max_lag=4"]``.
 
     Raises:
         ValueError: an option is unknown, has the wrong type or is out of range; the message names the option.
@@ -289,7 +289,7 @@ def option_lines(config: RunConfig, names: Iterable[str]) -> list[str]:
 
 
 def describe(config: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
-    """Map each option's dotted name to its meaning (from the docstring's Attributes) and its value."""
+    """Map each option's dotted name to its meaning (from the docstring) and its value."""
     meanings: dict[str, str] = {}
     for kind in type(config).__mro__:
         attributes = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]

@@ -187,7 +187,6 @@ def _result_cells(run: Path) -> list[str]:
 
 
 def _leaves(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Return all options by dotted name. Example: ``{"buffer.max_lag": 2}``."""
     if not isinstance(node, DictConfig):
         return {prefix.removesuffix("."): node}
     return {name: value for key in node for name, value in _leaves(node[key], f"{prefix}{key}.").items()}

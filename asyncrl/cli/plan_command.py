@@ -1,8 +1,7 @@
 """``asyncrl plan RUN | SPEC.yaml | --fit MODEL``: predict the effect of other options, or which layouts fit on GPUs.
 
 RUN is the folder of a run, which may still be in progress. SPEC.yaml is a scenario (docs/planning.md). The command
-writes ``plan.json``, the chart ``plan.png`` and, for a run, ``advice.json``. A run starts this command after its last
-step with ``--only-advice``.
+writes ``plan.json``, the chart ``plan.png`` and, for a run, ``advice.json``.
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ def _advised(run_dir: Path, calibration: Calibration, options: argparse.Namespac
 
 
 def _write_advice_only(run_dir: Path, options: argparse.Namespace) -> int:
-    """Write only the advice. The kernel limits the CPU seconds of this process."""
+    """Write only the advice, with a limit on the CPU seconds of this process."""
     resource.setrlimit(resource.RLIMIT_CPU, (options.only_advice, options.only_advice))
     num_bytes = sum(path.stat().st_size for path in (run_dir / FOLDER).glob("*.msgpack"))
     if num_bytes > _MAX_RECORD_BYTES:
@@ -189,7 +188,6 @@ def _write_advice_only(run_dir: Path, options: argparse.Namespace) -> int:
 
 
 def _write_frontier(run_dir: Path, calibration: Calibration, options: argparse.Namespace) -> None:
-    """Write ``plan.json`` for the report, with one prediction per bound."""
     plan = make_plan(
         calibration.scenario,
         Choices(max_lag=options.max_lag, publish_every=(), on_stale=()),

@@ -345,7 +345,6 @@ def _memory(config: RunConfig, problems: list[str]) -> Iterator[str]:
 
 
 def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
-    """Yield lines about the placement. The devices of ``config`` are resolved."""
     fleet, learner = config.rollout_fleet, config.learner
     roles = learner_roles(config)
     named = ((asked.learner.device, learner.device), (asked.rollout_fleet.device, fleet.device))

@@ -4,9 +4,9 @@ A killed run cannot clean up, and neither can a run that Ray ends after the deat
 a child process. The parent adopts every orphan of the run (Linux child subreaper) and ends it. If the parent is killed,
 the run gets SIGHUP, stops, and ends the orphans itself.
 
-Ctrl-C in the terminal reaches only the parent, because the child has its own session. A scheduler or systemd sends
-SIGTERM to every process of a run at once. Only the parent reacts: the child and its processes block SIGINT and SIGTERM,
-and the parent stops the child with other signals (`STOPS`). So all processes live until the run has written the policy.
+A scheduler or systemd sends SIGTERM to every process of a run at once. Only the parent reacts: the child and its
+processes block SIGINT and SIGTERM, and the parent stops the child with other signals (`STOPS`). So all processes live
+until the run has written the policy. Ctrl-C reaches only the parent, because the child has its own session.
 
 The child reports each fault, and its own end, through a pipe.
 """
@@ -168,7 +168,6 @@ def _run_in_child(work: Callable[[], int], parent: int) -> int:
 
 
 def _stop_before_start(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle a signal that arrives before `Stopping` listens."""
     _report(_OWN_END)
     stop_early(number, frame)
 
@@ -184,8 +183,7 @@ def _wait_for(child: int) -> int:
 def _end_orphans(grace_s: float) -> None:
     """Wait ``grace_s`` seconds for the orphans of the run to end. Then kill them, and the caretakers last.
 
-    Caretakers are the guard of an SGLang server and Python's resource tracker. They remove semaphores, shared memory
-    and scratch folders after the other processes have ended.
+    The caretakers (the guard of an SGLang server, and Python's resource tracker) clean up after the other processes.
     """
     release_resource_tracker()
     orphans = psutil.Process().children(recursive=True)

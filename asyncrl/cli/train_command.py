@@ -142,7 +142,6 @@ def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
 async def _until_done_or_stopped(
     config: RunConfig, run_dir: Path, overrides: Sequence[str], view: TerminalView
 ) -> tuple[int, str]:
-    """Run the training; return the exit status and the final message."""
     timeout_s = config.stop_timeout_s
     too_long = f"stopping took longer than stop_timeout_s={timeout_s:g} s; the remaining processes were killed"
 
@@ -205,7 +204,7 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
 
 
 def _last_words(error: BaseException, run_dir: Path, continuing: str = "") -> str:
-    """Return the cause of a failed run and the command that continues the run. Repeat the headline at the end."""
+    """Return the last message of a failed run; its last line repeats the headline."""
     cause = root_cause(error)
     if isinstance(cause, OSError) and cause.errno in _FULL:
         cause = ValueError(_with_remedy(cause, run_dir))

@@ -134,13 +134,7 @@ class LifeReceipts:
 
 @dataclass(kw_only=True)
 class Audit:
-    """The result of an audit.
-
-    Attributes:
-        bad: Receipts that are missing or contradict others.
-        checked: Texts that say what was compared.
-        unchecked: Texts that say what could not be compared, and why.
-    """
+    """The result of an audit: bad receipts, and texts that say what was compared and what was not."""
 
     bad: list[BadReceipt] = field(default_factory=list)
     checked: list[str] = field(default_factory=list)
@@ -166,8 +160,8 @@ def audited_lives(run_dir: Path) -> list[Life]:
 def lives_beside(lives: Sequence[Life]) -> list[Life]:
     """Return the lives that continued one of ``lives`` but are not among them, oldest first.
 
-    Their steps are lost. But a later life of ``lives`` may have taken over their journal, with groups that their
-    engines sampled. Lives that began after the newest of ``lives`` are left out.
+    Their steps are lost. But a later life of ``lives`` may have taken over groups that their engines sampled. Lives
+    that began after the newest of ``lives`` are left out.
     """
     folders = {life.folder for life in lives}
     others = {path.parent.resolve() for folder in folders for path in folder.parent.glob("*/life.json")} - folders
@@ -178,7 +172,7 @@ def lives_beside(lives: Sequence[Life]) -> list[Life]:
 
 
 def audit(lives: Sequence[Life]) -> Audit:
-    """Compare the receipts of ``lives``, all lives of a run. Raises `ValueError` if a life has no receipts."""
+    """Compare the receipts of all lives of a run. Raises `ValueError` if a life has no receipts."""
     beside = lives_beside(lives)
     by_time = sorted([*lives, *beside], key=lambda life: life.record.began_s)
     every = {life.folder: LifeReceipts(life.folder, life.record.first_step) for life in by_time}

@@ -12,19 +12,14 @@ The five loops of `Controller`, what each waits for, and who wakes it::
 
     prompts ─feed─▶ buffer ─plan─▶ [at most 2 steps] ─complete─▶ buffer (commits)
 
-While the learner computes step v:
-
-- the fleet generates;
-- the controller plans step v + 1, and queues it behind step v on the ranks;
-- threads of the ranks fetch and pack the batch of step v + 1;
-- the learner sends the weights of version v.
+While the learner computes step v, it sends the weights of version v, and the fleet generates. The controller queues
+step v + 1 on the ranks, and threads of the ranks fetch and pack its batch.
 
 No step waits until the engines have loaded weights. The buffer offers a version after the commit of its step, and each
 worker loads the newest version when it can. If loading is slower than training, workers skip versions, and admission
 slows generation down.
 
-A signal stops a training between two steps: `_Training.stop` cancels feed, follow and examine, and the plan loop ends.
-The complete loop commits and reports the steps that are queued on the ranks. Then the run saves a checkpoint.
+`_Training.stop` cancels feed, follow and examine, and plan ends. complete then commits and reports the queued steps.
 
 A deadlock needs a cycle of loops that wait for each other:
 
@@ -36,9 +31,9 @@ A deadlock needs a cycle of loops that wait for each other:
 So the only cycle is plan → rollouts → admission → complete → plan. This cycle cannot block, because a batch at the
 learner's version is admitted without a further commit (docs/staleness.md).
 
-The plan loop queues a checkpoint on the ranks between two updates; the ranks write it while they train. After the death
-of a rank the loops end, and begin again at the newest checkpoint. If a store dies with a batch before the ranks have
-fetched it, the loops begin again at that step, with a new plan.
+plan queues a checkpoint on the ranks between two updates; the ranks write it while they train. After the death of a
+rank, the loops begin again at the newest checkpoint. If a store dies with a batch before the ranks have fetched it, the
+loops begin again at that step, with a new plan.
 
 `ColocatedController` is for pools that share devices. It has feed and one other loop. Each action of that loop waits
 for the previous action::
@@ -290,7 +285,6 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return published if published < self._versions.stop else None
 
     async def _planned(self, version: int) -> tuple[Plan, float]:
-        """Return the batch of a step, and the seconds spent waiting for it."""
         asked_s = time.monotonic()
         with record.span(record.SpanKind.plan_wait, lane="/plan", step=version):
             plan = await self._buffer.plan(version)
@@ -375,7 +369,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             await self._follow_fleet()
 
     async def _examine(self) -> None:
-        """Evaluate one version after the other. A few engines keep the version until its evaluation ends."""
+        """Evaluate one version after the other."""
         due = self._next_evaluated(self._queued_version)
         while (version := self._next_evaluated(self._queued_version)) is not None and self._evaluate is not None:
             if version != due:

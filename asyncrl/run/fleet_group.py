@@ -1,7 +1,6 @@
 """The rollout fleet, as the controller's `ColocatedFleetPort`. Members of an elastic fleet may join and leave.
 
-An elastic fleet begins with ``rollout_fleet.num_engines.min`` members. The fleet itself or ``asyncrl join`` adds
-members, and ``asyncrl leave`` removes members.
+An elastic fleet begins with ``rollout_fleet.num_engines.min`` members.
 """
 
 from __future__ import annotations

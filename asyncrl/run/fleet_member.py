@@ -276,7 +276,6 @@ class FleetMember:
         return self._parts.places.execute_rank_async(self.rank, method, *arguments)
 
     async def _answer(self, method: str, what: str) -> Any:
-        """Await a call that a healthy worker answers at once."""
         return await within(self._call(method), self._answer_s, what, "buffer.request_timeout_s")
 
     async def _while_answering(self, pending: Awaitable[T], what: str) -> T:
@@ -329,12 +328,12 @@ class FleetMember:
             self._changed.notify_all()
 
     async def _until(self, is_true: Callable[[Member], bool]) -> None:
-        """Wait until the state fulfils ``is_true``; `_notify` wakes this call."""
+        """Wait until ``is_true``; `_notify` wakes this call."""
         async with self._changed:
             await self._changed.wait_for(lambda: is_true(self.member))
 
     async def _declare(self, epoch: int, error: Exception) -> None:
-        """End the life of ``epoch`` because of ``error``. No effect if it has ended, or is not watched yet."""
+        """End the life of ``epoch`` because of ``error``, if it is running and watched."""
         if self._keeping is not None and self.member.fault(epoch, str(raised_in_worker(error)), time.monotonic()):
             self._declared.put_nowait(error)
             await self._notify()

@@ -86,7 +86,7 @@ def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
 
 
 def _gaps(samples: Sequence[StoredSample], stored: Mapping[int, Path]) -> list[float]:
-    """Return the mean absolute error of each sample's behavior log-probs, in nats."""
+    """Return the mean absolute difference of behavior and recomputed log-probs per sample, in nats."""
     logprobs = [np.zeros(len(sample.row["versions"]), dtype=np.float32) for sample in samples]
     for version in sorted({version for sample in samples for version in sample.versions}):
         with _model(stored[version]) as model:
@@ -110,10 +110,6 @@ def _weights(life: Life) -> Iterator[tuple[int, Path]]:
 
 
 def _samples(lives: Sequence[Life]) -> Iterator[StoredSample]:
-    """Yield the stored samples of all lives.
-
-    A life without files in ``trajectories/`` may have a few in ``tokens/``.
-    """
     for life in lives:
         for part in ("trajectories", "tokens"):
             files = sorted((life.folder / part).glob("step_*.parquet"))

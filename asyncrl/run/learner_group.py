@@ -444,7 +444,7 @@ class RoleGroups:
         return self.pools[one] == self.pools[other]
 
     def keeps_scores_for(self, role: str, reader: str) -> bool:
-        """Return whether each process of ``reader`` also runs ``role``, and so computes the scores that it needs."""
+        """Return whether each process of ``reader`` also runs ``role``, and so has the needed scores."""
         return self.share_a_pool(role, reader) and self.dp_sizes[role] == self.dp_sizes[reader]
 
     def shutdown(self) -> None:

@@ -1,8 +1,8 @@
 """Restarts the learner after the death of a rank: new ranks start from the newest checkpoint, and training continues.
 
-Engines and buffer keep running. The ledger returns to the checkpoint's version with a new *incarnation* of the learner,
-and the versions after the checkpoint are lost. The ledger revokes running attempts and withdraws offered weights. It
-drops stored groups and saved prefixes with a token of a lost version (``rewound``). Engines lease again after they have
+Engines and buffer keep running. The ledger returns to the checkpoint's version with a new *incarnation* of the learner.
+The versions after the checkpoint are lost. The ledger revokes running attempts, withdraws offered weights, and drops
+stored groups and saved prefixes with a token of a lost version (``rewound``). Engines lease again after they have
 loaded the weights of the new ranks. So no token of a lost version is ever trained on.
 
 If a store dies, a batch with groups in that store is lost. No rank has trained on it, so the ranks continue, and the

@@ -59,7 +59,6 @@ class Reporter:
     Args:
         samples_per_prompt: Trained samples per group; a greedy baseline may follow them.
         store_bytes: Bytes of groups that all stores may hold together.
-        on_step: Receives each record.
         version: The version that every engine serves at the beginning.
         earlier: The ledger's totals of the earlier lives of the run; None for a new run.
         last: The last record of the earlier lives, whose time, tokens and failures continue; None for a new run.
@@ -335,7 +334,7 @@ class Watching:
     async def _start_dashboard(self) -> str:
         """Start the dashboard; return a line for the user.
 
-        It exits when its stdin closes, so it cannot outlive this process.
+        The dashboard exits when its stdin closes, so it cannot outlive this process.
         """
         log, address = self._run_dir / "logs" / "dashboard.log", self._config.dashboard_address
         command = [sys.executable, "-m", "asyncrl.profile.dashboard", str(self._run_dir), "--with-parent"]
@@ -358,7 +357,7 @@ class Watching:
     def examine(self, record: StepRecord) -> StepRecord:
         """Show the alarms that begin or end with a step.
 
-        Returns the record with the metrics ``alarm.NAME`` and the free bytes of the disk.
+        Returns the record with the alarms' metrics and the free bytes of the disk.
         """
         record = replace(record, free_disk_bytes=shutil.disk_usage(self._run_dir).free)
         self._show(self._alarms.step(record))

@@ -1,8 +1,8 @@
 """The state of a run at a checkpoint, and how a run continues from it.
 
 A checkpoint of policy version v contains the steps before v. The ranks write the weights and the `RunState`. The buffer
-writes the ledger, the stored groups, the prompts and the saved prefixes. At a resume, the ledger commits the steps
-before v and returns to v. Thus the token account, the finished prompts and the lags continue over all lives of a run.
+writes the ledger, the stored groups, the prompts and the saved prefixes. So the token account, the finished prompts and
+the lags continue over all lives of a run.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def find_checkpoint(config: RunConfig) -> Resumed | None:
 def check_beginning(config: RunConfig) -> None:
     """Check a run's checkpoint, keys and buffer folder before anything starts.
 
-    Raises the `ValueError` of `find_checkpoint` and `check_keys`. Also raises `ValueError` if ``buffer.directory`` or
+    Raises `ValueError` as `find_checkpoint` and `check_keys` do, or if ``buffer.directory`` or
     ``checkpoint.directory`` has files of another run.
     """
     if config.buffer.keys:

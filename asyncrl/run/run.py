@@ -1,7 +1,7 @@
 """One run from start to stop: starts buffer, Ray, learner and fleet, trains, and stops them in reverse order.
 
-A death of any of them ends the run: its watcher raises, and all other work is cancelled. But the buffer is first
-restarted up to ``buffer.restarts`` times, and the learner's ranks up to ``learner.restarts`` times.
+A death of any of them ends the run. But the buffer is first restarted up to ``buffer.restarts`` times, and the
+learner's ranks up to ``learner.restarts`` times.
 """
 
 from __future__ import annotations

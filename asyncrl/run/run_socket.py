@@ -1,7 +1,6 @@
 """The Unix socket of a running training, for ``asyncrl checkpoint RUN`` and ``asyncrl keys RUN``.
 
-The socket is in the run's folder in shared memory, which only the user of the run may open. A request is one line of
-JSON, and so is the answer.
+Only the user of the run may open the socket's folder. A request is one line of JSON, and so is the answer.
 """
 
 from __future__ import annotations
