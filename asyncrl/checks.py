@@ -202,6 +202,7 @@ def check_model(config: RunConfig) -> None:
 
 
 def _check_whole(option: str, model: Path) -> None:
+    """Check that a model's files are complete. Opening a weight file checks its length."""
     for file in sorted(model.iterdir()):
         try:
             if file.suffix == ".safetensors":
