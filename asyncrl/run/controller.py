@@ -24,7 +24,7 @@ slows generation down.
 A deadlock needs a cycle of loops that wait for each other:
 
 - feed, plan and follow wait for the buffer. complete waits for the learner.
-- examine waits for the buffer and for the answers of engines. Engines do not wait for a loop.
+- examine waits for the buffer and for the answers of engines. An answering engine does not wait for a loop.
 - Admission waits for commits (complete) and for engines to load newer weights. Engines wait for commits, and pinned
   engines also for the end of their evaluation.
 
