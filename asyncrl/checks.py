@@ -1,7 +1,6 @@
 """Checks options and files that concern several packages, and resolves the device ``auto``.
 
-A failed check raises a ValueError before any process starts. Each package checks its own options in the
-``__post_init__`` of its dataclasses.
+A failed check raises `ValueError` before any process starts.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _READ_AS_JSON = {"config.json", "generation_config.json", "tokenizer_config.json
 
 
 def check_options(config: RunConfig) -> None:
-    """Check the options that do not depend on files; `check_files` checks the others."""
+    """Check the options that do not depend on files."""
     _check_roles(config)
     options = {role: role_options(config, role) for role in learner_roles(config)}
     _check_groups(config, options)
@@ -137,7 +136,7 @@ def odd_options(config: RunConfig) -> list[str]:
 
 
 def check_files(config: RunConfig) -> None:
-    """Check the model and the data that the run reads."""
+    """Check the model and the data files of the run."""
     check_model(config)
     if not config.data.train_files:
         raise ValueError("data.train_files must name at least one parquet or jsonl file, got none")
@@ -176,7 +175,7 @@ def check_files(config: RunConfig) -> None:
 
 
 def _check_cache(config: RunConfig) -> None:
-    """Check that the KV cache of an engine can hold the longest sequence; SGLang cuts or refuses a longer one."""
+    """Check that an engine's KV cache can hold the longest sequence; SGLang cuts or refuses a longer one."""
     fleet = config.rollout_fleet
     tokens, longest = fleet.sglang.max_total_tokens, longest_sequence(config) + fleet.num_reserved_positions
     if fleet.engine is EngineKind.sglang and 0 < tokens < longest:
@@ -207,7 +206,7 @@ def check_model(config: RunConfig) -> None:
 
 
 def _check_whole(option: str, model: Path) -> None:
-    """Check that a model's files are complete. The header of a weight file tells the file's length."""
+    """Check that a model's files are complete. Opening a weight file checks its length."""
     for file in sorted(model.iterdir()):
         try:
             if file.suffix == ".safetensors":
@@ -222,7 +221,7 @@ def _check_whole(option: str, model: Path) -> None:
 
 
 def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
-    """Check that the machine or cluster has enough CPUs and GPUs for the run. The devices must be resolved."""
+    """Check that the machine or cluster has enough CPUs and GPUs. The run's devices must be resolved."""
     gpus, cpus = requested_gpus(config), requested_cpus(config)
     if gpus > num_gpus:
         fleet = config.rollout_fleet
@@ -241,7 +240,6 @@ def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
 
 
 def _check_roles(config: RunConfig) -> None:
-    """Check that the run uses every pool and every role that the options name."""
     used, learner = learner_pools(config), config.learner
     if idle := sorted(set(config.placement.pools) - set(used)):
         raise ValueError(
@@ -278,7 +276,6 @@ def _check_roles(config: RunConfig) -> None:
 
 
 def _check_layout(config: RunConfig, role: str, pool: str, size: int) -> None:
-    """Check that a role's ``sp_size`` and ``fsdp_size`` divide the processes of its pool."""
     learner = config.learner
     processes = "learner.num_ranks" if pool == LEARNER_POOL else f"placement.pools.{pool}"
     own = {"sp_size": learner.sp_size} | learner.own_options(role)
@@ -290,10 +287,7 @@ def _check_layout(config: RunConfig, role: str, pool: str, size: int) -> None:
 
 
 def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
-    """Check that the longest sequence fits into a micro-batch of each role. ``options`` has the options by role.
-
-    Without ``max_context``, the longest path of an episode depends on the model; `check_files` checks it.
-    """
+    """Check that the longest sequence fits into a micro-batch of each role, as far as no model is needed."""
     environment, prompt = config.rollout_fleet.environment, config.data.max_prompt_tokens
     if not has_environment(config):
         _check_longest(
@@ -320,14 +314,13 @@ def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> N
 
 
 def policy_needs_trajectories(config: RunConfig) -> bool:
-    """Whether the policy's objective reads whole trajectories. This call imports torch, which takes seconds."""
+    """Return whether the policy's objective reads whole trajectories. This imports torch, which takes seconds."""
     from learner.losses import policy_objective
 
     return policy_objective(config.algorithm).needs_trajectories
 
 
 def _check_path(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
-    """Check that the longest path of an episode fits each role, and that a token fits after the longest prompt."""
     longest, prompt = episode_context(config), config.data.max_prompt_tokens
     derived = " = 0, what the model and a micro-batch hold," * (not config.rollout_fleet.environment.max_context)
     name = f"rollout_fleet.environment.max_context{derived}"
@@ -374,7 +367,7 @@ def _check_colocation(config: RunConfig) -> None:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Check the carrier of weights and the devices; called before and after ``auto`` is resolved."""
+    """Check the devices, and whether the transport of weights supports the run's options."""
     learner, fleet = config.learner, config.rollout_fleet
     use = CarrierUse(
         full_every=config.weights.full_every,
@@ -394,7 +387,6 @@ def check_devices(config: RunConfig) -> None:
 
 
 def _check_nodes(config: RunConfig) -> None:
-    """Check that a run on several nodes uses addresses that all nodes can reach."""
     placement, buffer = config.placement, config.buffer
     if placement.num_nodes == 1:
         return
@@ -437,11 +429,13 @@ def _check_autoscaling(config: RunConfig) -> None:
 def resolve_devices(config: RunConfig, num_gpus: float, say: Callable[[str], None]) -> RunConfig:
     """Return the run with ``cpu`` or ``cuda`` in place of each ``auto``.
 
-    ``auto`` becomes ``cuda`` if there are enough GPUs for the whole run, else ``cpu``. Colocated ranks and engines
-    share devices. If one of the two options names a device, the other option then gets the same device.
+    ``auto`` becomes ``cuda`` if there are enough GPUs for the whole run, else ``cpu``. A colocated run uses one kind of
+    device: if one option names it, the other option gets the same.
 
-    ``num_gpus`` is the number of visible GPUs on this machine, or the number of GPUs in the cluster that the run
-    joined. ``say`` gets a message if ``auto`` leaves GPUs unused.
+    Args:
+        config: The run.
+        num_gpus: Number of visible GPUs on this machine, or of GPUs in the cluster that the run joined.
+        say: Gets a message for the user if ``auto`` leaves GPUs unused.
 
     Raises:
         ValueError: the resolved devices contradict another option.

@@ -1,7 +1,6 @@
-"""The configuration of a run: one typed tree over the packages' own options, and values derived from the options.
+"""The configuration of a run: a tree of dataclasses with the options of all packages, and values derived from them.
 
-The dataclasses hold the defaults; the YAML files under ``configs/`` hold only what an experiment changes. Importing
-this module loads neither torch nor ray nor sglang.
+The dataclasses hold the defaults. Importing this module does not load torch, Ray or SGLang.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from rollout_fleet.config import RolloutFleetConfig
 
 LOOPBACK = "lo"
 LEARNER_POOL = "learner"
-"""The pool of the actor, and of every role that has no other pool."""
+"""The pool of the actor, and of every role that names no other pool."""
 
 RAY_SETS_DEVICES = {f"RAY_EXPERIMENTAL_NOSET_{runtime}_VISIBLE_DEVICES": "" for runtime in ("CUDA", "HIP", "ROCR")}
-"""Environment variables that make Ray restrict a process to its own GPUs. They override the user's environment."""
+"""Settings with which Ray shows each process only its own GPUs. They override the user's environment."""
 
-# One thread per process: more threads than cores slow every process down. Ray must not kill the child processes of a
-# worker, because they clean up and exit by themselves.
+# One thread per process: more threads than cores slow every process down. Ray must not kill a worker's child
+# processes, because they clean up and exit by themselves.
 WORKER_ENV = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -42,7 +41,7 @@ WORKER_ENV = {
 }
 """Environment of the workers of every run."""
 _OWN_CLIENTS = 4
-"""Clients of the buffer besides workers and ranks, such as the controller and the inspector."""
+"""Clients of the buffer besides the rollout workers and learner ranks, such as the controller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ class EvaluationConfig:
         every_steps: Learner steps between evaluations during training; 0: none. An evaluation is skipped while the
             previous one is running.
         share: Largest share of the engines, and of their capacity for samples, that an evaluation uses during training.
-            An evaluation uses at least one engine. These engines keep the evaluated version until the evaluation ends.
+            It uses at least one engine. These engines load no newer version until the evaluation ends.
         num_samples: Samples per prompt at the training temperature, besides the greedy answer.
         pass_reward: Smallest reward that counts as a pass in ``pass@k``.
     """
@@ -93,7 +92,7 @@ class StopMetric(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
-    """Supervised fine-tuning: ``asyncrl sft``, and the warm start of a run if ``enabled``.
+    """Supervised fine-tuning: ``asyncrl sft``, and the warm start of a run.
 
     Attributes:
         enabled: Fine-tune ``model.path`` before training, and train the result.
@@ -108,7 +107,7 @@ class WarmStartConfig:
         chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
         system_prompt: A system message before the messages of each row; empty if there is none.
         tools_key: Column of the tools that the template renders, as ``data.tools_key``; empty if there is none.
-        output_path: Directory of the fine-tuned policy: new, empty, or written before with the same settings. Empty:
+        output_path: Directory of the fine-tuned policy: new, empty, or written earlier with the same settings. Default:
             ``<output_dir>/<experiment>/sft/<digest of the settings>``.
         batch_size: Sequences per optimizer update.
         lr: Peak learning rate, with linear decay to zero over ``max_steps``.
@@ -120,8 +119,8 @@ class WarmStartConfig:
         stop_metric: Metric for ``patience``.
         target_accuracy: Stop at this greedy accuracy on ``data.eval_files``; never with a value above 1.
         target_val_loss: Stop at this validation loss, in nats per token; never with 0.
-        patience: Stop after this many evaluations without an improvement of ``stop_metric``, and keep the best policy.
-            0 never stops for this reason, and keeps the last policy.
+        patience: Stop after this many evaluations without a better ``stop_metric``, and keep the best policy. 0: never
+            stop for this reason, and keep the last policy.
         progress_timeout_s: Longest time between two lines of a warm start's log. Each evaluation writes a line.
     """
 
@@ -151,7 +150,7 @@ class WarmStartConfig:
 
     @property
     def validates(self) -> bool:
-        """Whether there is a validation loss."""
+        """Whether the run measures a validation loss."""
         return bool(self.val_files) or self.val_rows > 0
 
     def __post_init__(self) -> None:
@@ -186,12 +185,10 @@ class CheckpointConfig:
     """Checkpoints of a run.
 
     Attributes:
-        every_steps: Learner steps between two checkpoints. The run writes them in the background, and also saves the
-            last step. 0 saves no checkpoints.
-        at_stop: Save a checkpoint when a signal stops the training, within ``save_timeout_s``. A run that resumes from
-            this checkpoint repeats no step. No effect on several nodes, unless ``every_steps`` or ``directory`` is set.
-        keep: Number of checkpoints to keep, including the newest. The run removes older ones with all their parts. -1
-            keeps all.
+        every_steps: Learner steps between two checkpoints. The run also saves the last step. 0 saves no checkpoints.
+        at_stop: Save a checkpoint when a signal stops the training, within ``save_timeout_s``. On several nodes, this
+            needs ``every_steps`` or ``directory``.
+        keep: Number of newest checkpoints to keep; -1 keeps all.
         directory: Folder for checkpoints, on a file system that all learner ranks share. Empty: ``checkpoints/`` in
             the run's folder.
         resume: ``never`` starts from the beginning. ``auto`` continues from the experiment's newest checkpoint, if it
@@ -213,7 +210,7 @@ class CheckpointConfig:
 
 
 class Strategy(StrEnum):
-    """How workers are distributed over nodes: over as few nodes as possible, or over all nodes."""
+    """How workers are distributed over nodes: ``pack`` over as few as possible, ``spread`` over all."""
 
     pack = "pack"
     spread = "spread"
@@ -221,35 +218,33 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    """CPUs, nodes and pools of the workers. A learner rank uses one GPU, an engine uses ``tp_size`` GPUs.
+    """CPUs, nodes and pools of the workers. Each learner rank uses one GPU, each engine ``tp_size`` GPUs.
 
     Attributes:
         num_nodes: Nodes that the Ray cluster must have at the start, unless ``autoscale`` adds them. 1: the run uses
             only the node of the command. More: it uses all nodes; see ``docs/several_hosts.md``.
         ranks_per_node: Learner ranks of a pool per node. 0: all ranks of a pool on one node.
-        engines_per_node: Engines per node. 0: no limit; ``strategy`` distributes the engines.
+        engines_per_node: Largest number of engines per node; 0: no limit.
         strategy: ``pack`` uses as few nodes as possible; ranks and engines may share a node. ``spread`` uses all nodes:
             each group of ``ranks_per_node`` ranks, and of ``engines_per_node`` engines, has a separate node.
         learner_labels: Labels that the learner's nodes must have, as given to ``ray start --labels``.
         engine_labels: Labels that the engines' nodes must have. Example: ``{pool: inference}``.
         interface: Network interface of the learner ranks on every node. Empty: gloo and NCCL choose.
         pools: Further pools of the learner: name and number of processes, one device per process. The pool ``learner``
-            always exists, with ``learner.num_ranks`` processes. Example: ``{critic: 2}``.
+            always has ``learner.num_ranks`` processes. Example: ``{critic: 2}``.
         critic: Pool of the critic. Roles of one pool share its processes; roles of different pools run in parallel.
-        reference: Pool of the reference policy. With LoRA, the actor without its adapters is the reference, and this
-            option has no effect.
+        reference: Pool of the reference policy. No effect with LoRA: the actor without its adapters is the reference.
         reward_model: Pool of the reward model.
         cpus_per_learner_rank: Logical CPUs per process of a learner pool.
         cpus_per_engine: Logical CPUs per rollout worker, including its engine.
-        oversubscribe: If the run starts the Ray cluster (``ray.address`` empty), let the cluster have as many logical
-            CPUs as the run needs, even on a machine with fewer cores. False refuses such a run.
-        autoscale: For an elastic fleet (``rollout_fleet.num_engines={min, max}``): request resources for ``max``
-            engines from the cluster all the time, so that Ray's autoscaler starts nodes. Engines also use nodes that
-            the user adds. If false, the fleet uses only the free resources at the start, and engines of
-            ``asyncrl join``.
+        oversubscribe: If the run starts the Ray cluster, allow more logical CPUs than the machine has cores. False
+            refuses a run that needs them.
+        autoscale: For an elastic fleet (``rollout_fleet.num_engines={min, max}``): keep a request for the resources of
+            ``max`` engines, so that Ray's autoscaler starts nodes. Engines also use nodes that the user adds. If
+            false, the fleet uses the free resources at the start, and engines of ``asyncrl join``.
         colocated: Place a learner rank and an engine on each device; an engine with ``tp_size`` N is on the devices of
-            N ranks. Ranks and engines take turns: the engines fill a batch and release the device, then the learner
-            updates, publishes and offloads (see ``learner.offload_at_transition_only``).
+            N ranks. They take turns: the engines fill a batch and release the devices. Then the learner updates,
+            publishes and offloads.
     """
 
     num_nodes: int = 1
@@ -292,7 +287,10 @@ class PlacementConfig:
                 )
 
     def on_nodes(self, num_processes: int, per_node: int) -> list[int]:
-        """Number of processes on each node, at most ``per_node`` (0: no limit). Example: 5 by 2 gives 2, 2, 1."""
+        """Return the number of processes on each node, at most ``per_node`` (0: no limit).
+
+        Example: 5 processes with ``per_node=2`` give 2, 2, 1.
+        """
         if not per_node:
             return [num_processes]
         full, rest = divmod(num_processes, per_node)
@@ -303,7 +301,7 @@ REMOVED_OPTIONS = {
     "ray.fork_workers": "it was removed: every worker imports its modules itself; leave it out",
     "learner.keep_checkpoints": "its name is checkpoint.keep now",
 }
-"""Options that a release removed, and what to do instead. In the configuration of an old run, they are ignored."""
+"""Removed options, and what to do instead. In the configuration of an old run, they are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,8 +313,8 @@ class RayConfig:
         node_address: This machine's ``--node-ip-address`` in a cluster that the run joins. Empty: Ray detects it.
         object_store_bytes: Shared memory of a cluster that the run starts; weights and batches do not use it.
         start_timeout_s: Deadline to start the cluster, and to reserve the run's CPUs and GPUs.
-        python: Command that runs Python in learner ranks and in-process engines, such as ``nsys profile python``.
-            Empty: the Python of this process.
+        python: Command that runs Python in learner ranks and in-process engines. Empty: the Python of this process.
+            Example: ``nsys profile python``.
     """
 
     address: str = ""
@@ -343,7 +341,7 @@ class Transport(StrEnum):
 
 
 class CollectiveInto(StrEnum):
-    """The receivers of the learner ranks' broadcast."""
+    """What receives the learner ranks' broadcast."""
 
     host = "host"
     engine = "engine"
@@ -355,8 +353,8 @@ class WeightsConfig:
 
     Attributes:
         transport: ``shared_memory``: the ranks write into memory that the engines map. ``file``: the ranks write into a
-            folder. ``auto``: shared memory if it has room for the kept versions, else a folder. If the run keeps all
-            versions: a folder. ``collective``: the ranks broadcast over the network, without a shared folder.
+            folder. ``auto``: ``shared_memory`` if there is room for the kept versions, else ``file``. A run that keeps
+            all versions uses ``file``. ``collective``: the ranks broadcast over the network, without a shared folder.
         directory: Folder of ``file``, on a file system that ranks and engines share. Empty: in the run's folder.
         publish_every: Learner steps between two published versions; the last one is always published.
         collective_into: The receivers of ``collective``. ``host``: the engines' hosts receive into memory while the
@@ -365,12 +363,12 @@ class WeightsConfig:
         interface: Network interface on which ``collective`` reaches learner rank 0. ``lo`` is this host only. On any
             other interface, a process that reaches the host's ports may receive the weights or disturb the transfer.
         full_every: Every ``full_every``-th published version is full. The other versions hold only the exact changes
-            since the previous version. Each engine then keeps an image of its version in shared memory; with
+            since the previous version. Each engine then keeps an image of its version in shared memory. With
             ``collective``, the engines of a host share one image. 1: all versions are full.
-        adapters: With ``learner.lora``, publish the adapters alone, and the frozen weights once; each engine applies
-            the adapters. False publishes merged weights. Without adapters the option has no effect.
+        adapters: With ``learner.lora``, publish only the adapters, and the frozen weights once; each engine applies
+            the adapters. False publishes merged weights.
         copy_to_memory: Each engine copies a version into its host's shared memory while it generates, and loads the
-            copy. Use it if ``directory`` is slow to read.
+            copy. Use this if ``directory`` is slow to read.
     """
 
     transport: Transport = Transport.auto
@@ -384,27 +382,23 @@ class WeightsConfig:
 
     @property
     def copies(self) -> bool:
-        """Whether engines keep a copy of the weights that they serve in shared memory.
-
-        They apply deltas to the copy, or load from it. With ``transport=collective`` into hosts, the engines of a host
-        share one copy.
-        """
+        """Whether engines keep a copy of their weights in shared memory, to apply deltas to it or to load from it."""
         return self.full_every > 1 or self.copy_to_memory
 
     @property
     def keeps_images(self) -> bool:
-        """Whether engines have an image of a version in shared memory: one per engine, or per host with a stream."""
+        """Whether shared memory contains weight images: one per engine, or one per host for a host stream."""
         return self.copies or self.rules.carrier is Carrier.host_stream
 
     @property
     def rules(self) -> CarrierRules:
-        """The capabilities of the chosen carrier."""
+        """The capabilities of the chosen transport."""
         into_engines = self.transport is Transport.collective and self.collective_into is CollectiveInto.engine
         return CARRIERS[f"{self.transport}{', collective_into=engine' if into_engines else ''}"]
 
     @property
     def given(self) -> dict[str, object]:
-        """Carrier-specific options with a value other than the default."""
+        """Transport-specific options with a value other than the default."""
         names = ("copy_to_memory", "directory", "collective_into", "interface")
         defaults = {one.name: one.default for one in fields(self)}
         return {f"weights.{name}": getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
@@ -420,7 +414,7 @@ class WeightsConfig:
 
 
 class QuickstartTask(StrEnum):
-    """Tasks of the quickstarts: digits in reverse, or sums with a calculator (`rollout_fleet.episodes.calculator`)."""
+    """Tasks of the quickstarts: ``reverse`` reverses digits, ``tools`` adds numbers with a calculator."""
 
     reverse = "reverse"
     tools = "tools"
@@ -440,12 +434,12 @@ class RunConfig:
         quickstart_task: What the quickstart's rows ask for.
         dry_run: Check the run and show the resources and deadlines that it needs, without starting it.
         record_trajectories: Write every consumed trajectory to ``trajectories/``, for inspection.
-        save_timeout_s: If a signal stops the training: deadline to finish the queued steps, and to write checkpoint,
-            policy and summary.
-        stop_timeout_s: Deadline to stop all processes. Processes that still run after this time are killed.
+        save_timeout_s: After a signal that stops the training: deadline to finish the queued steps, and to write
+            checkpoint, policy and summary.
+        stop_timeout_s: Deadline to stop all processes; later, the run kills them.
         dashboard: Serve the report of the running training at ``dashboard_address``.
-        dashboard_address: ``host:port``; port 0 is any free port. An address other than loopback needs a secret in the
-            environment variable ``ASYNCRL_DASHBOARD_TOKEN``, and visitors must present it.
+        dashboard_address: ``host:port``; port 0 is any free port. An address other than loopback needs a secret token
+            in the environment variable ``ASYNCRL_DASHBOARD_TOKEN``. Visitors must enter it.
         tracker: Trackers that receive the metrics besides the run's folder: ``wandb``, ``mlflow``, ``prometheus``.
         prometheus_address: ``host:port`` of ``/metrics`` with ``tracker=[prometheus]``.
     """
@@ -481,12 +475,15 @@ class RunConfig:
 
     @property
     def publishes_adapters(self) -> bool:
-        """Whether the run publishes adapters without the frozen weights."""
+        """Whether the run publishes LoRA adapters without the frozen weights."""
         return self.weights.adapters and self.learner.lora.rank > 0
 
     @property
     def shares_checkpoints(self) -> bool:
-        """Whether all ranks share the folder of checkpoints. Several nodes need ``every_steps`` or ``directory``."""
+        """Whether all ranks share the folder of checkpoints.
+
+        On several nodes this needs ``checkpoint.every_steps`` or ``checkpoint.directory``.
+        """
         return self.placement.num_nodes == 1 or bool(self.checkpoint.every_steps or self.checkpoint.directory)
 
     def __post_init__(self) -> None:
@@ -500,7 +497,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StopDeadlines:
-    """Deadlines to stop the parts of a run, one after the other: the fleet, the ranks, then Ray and the buffer."""
+    """Deadlines to stop the fleet, then the learner ranks, then Ray and the buffer."""
 
     fleet_s: float
     learner_s: float
@@ -513,42 +510,42 @@ class StopDeadlines:
 
 
 def stop_deadlines(config: RunConfig) -> StopDeadlines:
-    """Derive the deadlines of the parts from ``rollout_fleet.stop_timeout_s``."""
+    """Return the deadlines that follow from ``rollout_fleet.stop_timeout_s``."""
     fleet = config.rollout_fleet
     return StopDeadlines(fleet_s=fleet.worker_stop_timeout_s, learner_s=fleet.stop_timeout_s)
 
 
 def num_buffer_clients(config: RunConfig) -> int:
-    """Largest number of clients of one buffer server: workers, ranks and `_OWN_CLIENTS`."""
+    """Return the largest number of clients of one buffer server."""
     sizes, roles = learner_pools(config), learner_roles(config)
-    num_ranks = sum(sizes[pool] for pool in roles.values())  # each role of a process has its own client
+    num_ranks = sum(sizes[pool] for pool in roles.values())  # one client per process and role
     return config.rollout_fleet.most_engines + num_ranks + _OWN_CLIENTS
 
 
 def num_store_servers(config: RunConfig) -> int:
-    """Largest number of store servers. They run beside the ledger, or there is one per host of engines."""
+    """Return the largest number of store servers."""
     return num_engine_hosts(config) if keeps_stores_on_hosts(config) else config.buffer.num_store_servers
 
 
 def num_images(config: RunConfig) -> int:
-    """Largest number of weight images in a host's shared memory: one per engine, or two if engines share a stream."""
+    """Return the largest number of weight images in one host's shared memory."""
     if not config.weights.keeps_images:
         return 0
     is_stream = config.weights.rules.carrier is Carrier.host_stream
-    return 2 if is_stream else config.rollout_fleet.most_engines  # 2: the version that engines load, and the next one
+    return 2 if is_stream else config.rollout_fleet.most_engines  # the loaded version and the next one
 
 
 def num_engine_hosts(config: RunConfig) -> int:
-    """Largest number of hosts with engines."""
+    """Return the largest number of hosts with engines."""
     fleet, placement = config.rollout_fleet, config.placement
     if placement.num_nodes == 1:
         return 1
-    per_node = 1 if fleet.is_elastic else placement.engines_per_node or 1  # without a limit, each may have its own host
+    per_node = 1 if fleet.is_elastic else placement.engines_per_node or 1  # no limit: each may have its own host
     return len(placement.on_nodes(fleet.most_engines, per_node))
 
 
 def keeps_stores_on_hosts(config: RunConfig) -> bool:
-    """Whether the hosts of the rollout workers store the trajectories; see ``buffer.stores_on``."""
+    """Return whether the hosts of the rollout workers store the trajectories."""
     buffer = config.buffer
     if buffer.stores_on is StoresOn.auto:
         return config.placement.num_nodes > 1 and not buffer.num_store_servers
@@ -556,7 +553,7 @@ def keeps_stores_on_hosts(config: RunConfig) -> bool:
 
 
 def requested_cpus(config: RunConfig, num_engines: int | None = None) -> float:
-    """Logical CPUs of all learner ranks and of ``num_engines`` engines (default: the engines of the start)."""
+    """Return the logical CPUs of all learner ranks and of ``num_engines`` engines (default: the first engines)."""
     num_engines = config.rollout_fleet.fewest_engines if num_engines is None else num_engines
     placement = config.placement
     learner = sum(learner_pools(config).values()) * placement.cpus_per_learner_rank
@@ -564,7 +561,7 @@ def requested_cpus(config: RunConfig, num_engines: int | None = None) -> float:
 
 
 def requested_gpus(config: RunConfig) -> int:
-    """GPUs of the ranks and engines at the start of the run, if their device is ``cuda``."""
+    """Return the GPUs of the ranks and engines at the start of the run. A device other than ``cuda`` needs none."""
     fleet = config.rollout_fleet
     ranks = sum(learner_pools(config).values()) if config.learner.device == "cuda" else 0
     own_gpus = fleet.device == "cuda" and not config.placement.colocated
@@ -572,7 +569,7 @@ def requested_gpus(config: RunConfig) -> int:
 
 
 def learner_roles(config: RunConfig) -> dict[str, str]:
-    """Return the learner's roles of this run as role → pool, in the order in which they process a batch."""
+    """Return the pool of each learner role, in the order in which the roles process a batch."""
     algorithm, placement = config.algorithm, config.placement
     has_reference = algorithm.needs_reference and not config.learner.lora.rank
     pools = {
@@ -585,15 +582,15 @@ def learner_roles(config: RunConfig) -> dict[str, str]:
 
 
 def learner_pools(config: RunConfig) -> dict[str, int]:
-    """Return the learner's pools of this run as pool → number of processes."""
+    """Return the number of processes of each learner pool that has a role."""
     sizes = {**config.placement.pools, LEARNER_POOL: config.learner.num_ranks}
     return {pool: sizes[pool] for pool in dict.fromkeys(learner_roles(config).values())}
 
 
 def episode_context(config: RunConfig) -> int:
-    """Largest number of tokens on a path of an episode; 0 if no prompt has an environment.
+    """Return the largest number of tokens on a path of an episode; 0 if no prompt has an environment.
 
-    It is ``max_context`` if that option is set, else the limit of the model and of a micro-batch of each role.
+    Without ``max_context``, the model and each role's micro-batch limit the path.
     """
     if not may_play_episodes(config):
         return 0
@@ -604,31 +601,31 @@ def episode_context(config: RunConfig) -> int:
 
 
 def has_environment(config: RunConfig) -> bool:
-    """Whether the run has an environment, which needs the messages of its prompts."""
+    """Return whether the run itself has an environment. The environment needs the messages of the prompts."""
     return bool(config.rollout_fleet.environment.name)
 
 
 def role_options(config: RunConfig, role: str) -> LearnerConfig:
-    """The learner's options of a role of this run; ``num_ranks`` is the number of processes of the role's pool."""
+    """Return the learner options of a role; ``num_ranks`` is the number of processes of the role's pool."""
     return config.learner.of_role(role, num_ranks=learner_pools(config)[learner_roles(config)[role]])
 
 
 def role_model(config: RunConfig, role: str) -> str:
-    """The folder of a role's model in this run. A role without its own path uses the policy's folder."""
+    """Return the folder of a role's model. A role without its own path uses the policy's folder."""
     own = {"critic": config.learner.critic.path, "rm": config.learner.reward_model.path}
     return own.get(role, "") or config.model.path
 
 
 def may_play_episodes(config: RunConfig) -> bool:
-    """Whether the run or a row of its data may have an environment."""
+    """Return whether the run or a row of its data may have an environment."""
     return has_environment(config) or config.data.has_environments
 
 
 def longest_sequence(config: RunConfig) -> int:
-    """Tokens of the longest sequence that the learner may get.
+    """Return the tokens of the longest sequence that the learner may get.
 
-    It is the longest path of an episode. If prompts may have no environment, it is at least the longest prompt plus the
-    longest answer.
+    This is the longest path of an episode. If some prompts may have no environment, it is at least the longest prompt
+    plus the longest response.
     """
     paths = [episode_context(config)] if may_play_episodes(config) else []
     answers = [config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens]
@@ -636,7 +633,7 @@ def longest_sequence(config: RunConfig) -> int:
 
 
 def num_positions(config: RunConfig) -> float:
-    """Longest sequence that the model can be trained on, in tokens; infinite if its config has no limit.
+    """Return the longest sequence that the model can be trained on, in tokens; infinite without a limit.
 
     The limit is ``max_position_embeddings`` or `learner.rope.rope_limit`, whichever is smaller.
     """
@@ -646,16 +643,12 @@ def num_positions(config: RunConfig) -> float:
 
 
 def longest_rollout(config: RunConfig) -> float:
-    """Longest sequence that the engine may sample, in tokens: `num_positions` minus the engine's reserved positions.
-
-    The limit applies to the whole sequence. After a weight update interrupts a rollout, the engine continues it as a
-    new request, and all tokens so far are the prompt of that request.
-    """
+    """Return the longest sequence that an engine may sample, in tokens, without the engine's reserved positions."""
     return num_positions(config) - config.rollout_fleet.num_reserved_positions
 
 
 def why_positions_end(config: RunConfig) -> str:
-    """Explain in a message why `num_positions` is below ``max_position_embeddings``; empty if it is not."""
+    """Return why `num_positions` is below ``max_position_embeddings``, for a message; empty if it is not."""
     settings = model_settings(config.model.path)
     longest, limit = settings.get("max_position_embeddings"), rope_limit(settings)
     if limit is None or (longest is not None and limit >= longest):
@@ -667,16 +660,13 @@ def why_positions_end(config: RunConfig) -> str:
 
 
 def model_settings(path: str) -> dict[str, Any]:
-    """Read the ``config.json`` of a model. The ``text_config`` of a multimodal model overrides the top level."""
+    """Read the ``config.json`` of a model. Values of ``text_config`` (multimodal models) take precedence."""
     settings = json.loads(Path(path, "config.json").read_text())
     return {**settings, **settings.get("text_config", {})}
 
 
 def with_time_to_read(config: RunConfig) -> RunConfig:
-    """Return the options with start deadlines that add a second per 100 MB of model files.
-
-    An engine reads the policy. A rank reads the policy, and the critic and the reward model if they have a path.
-    """
+    """Return the options with longer start deadlines: one second more per 100 MB of model files."""
     learner, fleet = config.learner, config.rollout_fleet
     policy_s = model_bytes(config.model.path) // SLOWEST_LOAD
     others_s = sum(
@@ -690,13 +680,13 @@ def with_time_to_read(config: RunConfig) -> RunConfig:
 
 
 def model_bytes(path: str) -> int:
-    """Bytes of the weight files of a model."""
+    """Return the bytes of a model's weight files."""
     folder = Path(path)
     return sum(file.stat().st_size for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
 
 
 def override_of(option: str, value: object) -> str:
-    """Return an override that sets ``option`` to the text of ``value``; quote the text if Hydra would change it.
+    """Return an override that sets ``option`` to the text of ``value``, with quotes if Hydra needs them.
 
     Example: ``output_dir='/data/Zoë (new)'``.
     """

@@ -30,7 +30,7 @@ _BIDI = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"
 
 
 def read_samples(files: Sequence[Path]) -> list[Sample]:
-    """Read the rows of sample files. Raises `ValueError` if a file is missing, damaged or truncated."""
+    """Read the rows of sample files. Raises `ValueError` if a file is missing or damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -47,14 +47,17 @@ def read_samples(files: Sequence[Path]) -> list[Sample]:
 
 
 class NewSamples:
-    """Reads the training samples of a run that its workers wrote since the last call."""
+    """Reads the new training samples of a run."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "samples"
         self._seen: set[Path] = set()
 
     def extremes(self, count: int) -> list[Sample]:
-        """Return up to ``count`` new samples: half with the lowest, half with the highest rewards, in rising order."""
+        """Return up to ``count`` samples written since the last call, by rising reward.
+
+        If there are more, half have the lowest rewards and half the highest.
+        """
         files = sorted(set(self._folder.glob("train-*.parquet")) - self._seen)
         self._seen.update(files)
         samples = sorted(read_samples(files), key=_ORDERS["worst"])
@@ -62,15 +65,15 @@ class NewSamples:
 
 
 def sample_line(sample: Sample) -> str:
-    """Return a sample as one line, without the middle of long texts."""
+    """Return a sample as one line; long texts lose their middle."""
     return f"{_facts(sample)}: {_shortened(sample['prompt'])!r} -> {_shortened(sample['response'])!r}"
 
 
 def printable(text: str) -> str:
-    r"""Escape control characters, except line breaks and tabs, for output to a terminal.
+    r"""Escape control characters, except line breaks and tabs.
 
-    A model can write sequences that move the cursor, set the clipboard or reverse text. Example: an escape character
-    becomes ``\x1b``.
+    Otherwise, text of a model could move the terminal's cursor, set the clipboard or reverse text. Example: an escape
+    character becomes ``\x1b``.
     """
     return "".join(
         character

@@ -12,7 +12,7 @@ from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
-# A command's module is imported when the command runs: some modules import torch, which takes seconds.
+# A command's module is imported when the command runs, because some modules import torch, which takes seconds.
 _COMMANDS = {
     "train": ("asyncrl.cli.train_command", "train a policy asynchronously"),
     "plan": ("asyncrl.cli.plan_command", "predict the effect of other options, from a run or a scenario"),
@@ -39,14 +39,14 @@ _COMMANDS = {
 def command_line() -> NoReturn:
     """End this process with the exit status of `main`.
 
-    After a training, this function skips Python's normal exit, which may wait forever for threads of libraries. At this
-    point the supervisor has ended all processes, written all files, and removed all temporary files.
+    After a training, this function skips Python's normal exit, which may wait forever for threads of libraries. The
+    supervisor has already ended all processes and written all files.
     """
     is_training = sys.argv[1:2] == ["train"]
     status = main()
     if is_training:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # for example, the reader has closed the pipe
+            with suppress(OSError):  # the reader may have closed the pipe
                 stream.flush()
         os._exit(status)
     sys.exit(status)
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def exit_status(number: int) -> int:
-    """Exit status of a command that a signal stopped. Example: 143 for SIGTERM."""
+    """Return the exit status of a command that a signal stopped. Example: 143 for SIGTERM."""
     return 128 + number
 
 

@@ -1,7 +1,6 @@
 """Compose a `RunConfig` from the command line, and show the options for ``--help``.
 
-Hydra composes the options and the dataclasses check them; every mistake becomes a ValueError. No other module sees a
-DictConfig.
+Hydra composes the options and the dataclasses check them; every mistake becomes a `ValueError`.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
     """Compose a run from ``configs/run.yaml`` and Hydra overrides.
 
     Args:
-        overrides: Overrides in Hydra's grammar. Example: ``["experiment=quickstart", "buffer.max_lag=4"]``. The value
-            of ``experiment`` is the name of a built-in experiment or the path of a user's YAML file.
+        overrides: Overrides in Hydra's grammar; ``experiment`` also accepts the path of a YAML file. Example:
+            ``["experiment=quickstart", "buffer.max_lag=4"]``.
 
     Raises:
         ValueError: an option is unknown, has the wrong type or is out of range; the message names the option.
@@ -98,7 +97,7 @@ def read_config(run_folder: Path) -> RunConfig:
     if not isinstance(options, DictConfig) or not options:
         raise ValueError(f"{path} must hold the options of the run as YAML, got {got}; restore it from a copy")
     try:
-        for name in REMOVED_OPTIONS:  # an earlier release may have written these options
+        for name in REMOVED_OPTIONS:
             section, _, key = name.rpartition(".")
             (OmegaConf.select(options, section) or {}).pop(key, None)
         config = OmegaConf.to_object(OmegaConf.merge(schema(), options))
@@ -131,11 +130,6 @@ def _check_form(overrides: Sequence[str]) -> None:
 
 
 def _check_addition(override: str, options: Mapping[str, tuple[str, Any]]) -> None:
-    """Check an override that adds (``+``) or removes (``~``) an option.
-
-    Only an entry of a dictionary option, or a group of configurations, can be added or removed. ``++option=value`` sets
-    any option.
-    """
     name, value = override.lstrip("+~").partition("=")[::2]
     if (CONFIG_DIR / name).is_dir():
         return
@@ -169,7 +163,7 @@ def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], 
         (experiments := Path(folder, "experiment")).mkdir()
         for override in overrides:
             name, _, value = override.partition("=")
-            is_one = Path(value.strip("'\"")).is_file()  # a comma may be a part of the file name
+            is_one = Path(value.strip("'\"")).is_file()  # a file name may contain a comma
             files = [part.strip("'\"") for part in ([value] if is_one else value.split(","))]
             files = files if name == "experiment" else []
             for file in [file for file in files if file.endswith((".yaml", ".yml"))]:
@@ -183,7 +177,6 @@ def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], 
 
 
 def _read_experiment(path: Path, override: str) -> str:
-    """Read a user's experiment and check it."""
     if not path.is_file():
         raise ValueError(f"{override}: there is no file {path}; check the path")
     if (CONFIG_DIR / "experiment" / f"{path.stem}.yaml").is_file():
@@ -200,7 +193,7 @@ def _read_experiment(path: Path, override: str) -> str:
 
 
 def _with_whole_paths(config: RunConfig) -> RunConfig:
-    """Replace the paths of the user's own functions by absolute paths, because workers may run in another directory."""
+    """Make the paths of the user's functions absolute, because workers may run in another directory."""
     algorithm, fleet, buffer = config.algorithm, config.rollout_fleet, config.buffer
 
     def whole(entries: Sequence[str]) -> list[str]:
@@ -239,7 +232,7 @@ def schema() -> DictConfig:
 
 
 def _make_writable(node: DictConfig) -> None:
-    # OmegaConf makes a read-only node of a frozen dataclass, and a read-only node refuses overrides.
+    # OmegaConf makes the nodes of frozen dataclasses read-only, and such nodes refuse overrides.
     OmegaConf.set_readonly(node, None)
     if OmegaConf.get_type(node) is dict:
         OmegaConf.set_struct(node, False)  # the user may add keys
@@ -256,7 +249,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
             f"cannot parse {error.override!r}, expected OPTION=VALUE; put quotes around a value with spaces or a list: "
             "'data.train_files=[a.parquet,b.parquet]'"
         )
-    cause = error.__cause__ or error.__context__  # Hydra sets only the context for an error in a file
+    cause = error.__cause__ or error.__context__  # for an error in a file, Hydra sets only the context
     detail = cause if isinstance(cause, OmegaConfBaseException) else error
     misspelt = re.search(r"Could not override '([\w.]+)'", str(error))
     option = misspelt[1] if misspelt else getattr(detail, "full_key", None)
@@ -271,7 +264,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def _nearest(option: str) -> str:
-    """Suggest similar options. Options with the same last component come first: learner.optimizer.lr for learner.lr."""
+    """Suggest similar options, first those with the same last component."""
     names = list(describe(RunConfig()))
     namesakes = [name for name in names if name.rpartition(".")[2] == option.rpartition(".")[2]]
     near = difflib.get_close_matches(option, namesakes, n=3, cutoff=0.5) or difflib.get_close_matches(
@@ -296,7 +289,7 @@ def option_lines(config: RunConfig, names: Iterable[str]) -> list[str]:
 
 
 def describe(config: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
-    """Map each option's dotted name to its meaning (from the docstring's Attributes) and its value."""
+    """Map each option's dotted name to its meaning (from the docstring) and its value."""
     meanings: dict[str, str] = {}
     for kind in type(config).__mro__:
         attributes = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]

@@ -1,7 +1,7 @@
 """``asyncrl doctor`` checks this machine; ``asyncrl doctor RUN`` shows the state of a run, its alarms and errors.
 
-Without a run the command takes about ten seconds and starts a Ray cluster of one core. ``asyncrl check-gpu`` checks the
-GPUs. The exit status is 1 if a check failed, or if an alarm of the run has not ended.
+The check of a machine takes about ten seconds and starts a Ray cluster of one core. The exit status is 1 if a check
+failed, or if an alarm of the run has not ended.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from asyncrl.metrics import RunLimits, counted, read_alarms, read_json
 from rollout_fleet.sandbox import Sandbox, SandboxError
 
 MAX_CLOCK_GAP_S = 2.0
-"""Largest normal difference between this host's clock and the times of new files."""
+"""Largest normal difference between this host's clock and the times of new files, in seconds."""
 MIN_DISK_BYTES = 10 << 30
 _TIMEOUT_S = 60.0
 _QUIET_S = 60.0
-"""A run without a summary counts as stopped if it has written nothing for so long."""
+"""A run without a summary counts as stopped after this time without a new line."""
 _SHOWN_ERRORS = 5
 
 
@@ -95,7 +95,7 @@ def network() -> Iterator[Result]:
 
 
 def disk(output: Path) -> Iterator[Result]:
-    """Check the free space and the clock of the file system of the runs; a file server may have another clock."""
+    """Check the disk space for runs, and compare the file system's clock with this host's clock."""
     place = next(path for path in (output.resolve(), *output.resolve().parents) if path.exists())
     free = shutil.disk_usage(place).free
     yield Result.of("disk", free >= MIN_DISK_BYTES, f"{free / 2**30:.1f} GiB free in {place}", "another output_dir")
@@ -106,7 +106,7 @@ def disk(output: Path) -> Iterator[Result]:
 
 
 def ray_starts() -> Iterator[Result]:
-    """Whether a Ray cluster starts here and runs a task."""
+    """Check that a Ray cluster starts here and runs a task."""
     import ray
 
     began_s = time.monotonic()
@@ -121,7 +121,7 @@ def ray_starts() -> Iterator[Result]:
 
 
 def sandbox() -> Iterator[Result]:
-    """Find a sandbox that isolates the policy's code here. Only rewards and tools that run code need a sandbox."""
+    """Find a sandbox for the policy's code. Only rewards and tools that run code need a sandbox."""
     try:
         kind = asyncio.run(Sandbox().start())
     except SandboxError as error:

@@ -1,8 +1,7 @@
 """``asyncrl evaluate MODEL_OR_RUN``: evaluate a policy on held-out prompts with one engine.
 
-The policy is a model in Hugging Face layout, a checkpoint, or the policy of a run. For a run, the command uses the
-run's options. The command starts one engine, in this process or as a server; it does not need Ray, a buffer or a
-learner. Ctrl-C and SIGTERM stop the engine and end the command.
+The policy is a model in Hugging Face layout, a checkpoint, or the policy of a run. The command does not need Ray, a
+buffer or a learner.
 """
 
 from __future__ import annotations
@@ -64,8 +63,6 @@ class EvaluatedPolicy:
 
     Attributes:
         model: Directory in Hugging Face layout; None if the model must be exported from ``checkpoint``.
-        checkpoint: The checkpoint; None if there is a model.
-        run_dir: Folder of the policy's run; None if there is no run.
         version: Policy version; 0 if it is unknown.
     """
 
@@ -141,7 +138,6 @@ def find_policy(path: Path) -> EvaluatedPolicy:
 
 
 def _version_of(run_dir: Path | None) -> int:
-    """The final policy version of a run; 0 if there is no summary."""
     summary = read_json(run_dir / "summary.json", "policy_version") if run_dir is not None else None
     return summary["policy_version"] if summary is not None else 0
 
@@ -158,12 +154,11 @@ def _make_folder(policy: EvaluatedPolicy, config: RunConfig) -> Path:
 
 @contextmanager
 def _as_model(policy: EvaluatedPolicy, folder: Path) -> Iterator[Path]:
-    """Yield the policy in Hugging Face layout; a checkpoint is exported to a temporary folder."""
     if policy.checkpoint is None:
         assert policy.model is not None
         yield policy.model
         return
-    from learner.checkpoint import export  # this import loads torch, which takes seconds
+    from learner.checkpoint import export  # loads torch, which takes seconds
 
     with tempfile.TemporaryDirectory(prefix=".policy-", dir=folder) as exported:
         export(policy.checkpoint, Path(exported, "policy"))
@@ -177,7 +172,7 @@ async def _until_done_or_stopped(config: RunConfig, folder: Path, version: int) 
 
 
 async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
-    """Evaluate ``model.path``, which has policy version ``version``; write logs and samples to ``folder``.
+    """Evaluate ``model.path`` as policy version ``version``; write logs and samples to ``folder``.
 
     Raises:
         ValueError: an option or a file is wrong; the message names it.
@@ -225,7 +220,7 @@ def _held_out_prompts(config: RunConfig) -> list[Prompt]:
 
 
 class OneEngine:
-    """A fleet with one engine; implements `AnsweringFleet`.
+    """A fleet with one engine.
 
     Attributes:
         failure: The engine's last error; None if there was none.

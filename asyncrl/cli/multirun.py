@@ -1,8 +1,7 @@
-"""``asyncrl train --multirun``: one run per combination of option values, started by Hydra's sweepers and launchers.
+"""``asyncrl train --multirun``: one run per combination of option values, with Hydra's sweepers and launchers.
 
-Hydra expands ``buffer.max_lag=0,2,4``, and its launcher starts the runs. The default launcher starts one run after the
-other. Each run is a process of ``python -m asyncrl train`` in a folder that Hydra chooses. `run_one` waits for the
-process without a deadline, because the run has its own deadlines.
+Each run is a process of ``python -m asyncrl train``; the default launcher starts one after the other. `run_one` waits
+for the process without a deadline, because the run has its own deadlines.
 """
 
 from __future__ import annotations
@@ -62,10 +61,9 @@ def multirun(overrides: Sequence[str]) -> int:
 
 
 def _check_combinations(overrides: Sequence[str]) -> RunConfig:
-    """Compose and check all combinations before the first run; return the first configuration."""
     own = [override for override in overrides if not _split(override)[0].startswith("hydra")]
     try:
-        # Other sweepers choose values later. In that case, each run checks its own options.
+        # If a sweeper chooses values later, only each run itself can check its options.
         combinations = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(own), None)[0]
     except HydraException as error:
         if any(_split(override)[0] == "hydra/sweeper" for override in overrides):
@@ -111,8 +109,7 @@ def _run_hydra(arguments: Sequence[str], task: TaskFunction) -> int:
 def run_one(own_experiments: dict[str, str]) -> float | None:
     """Run the combination that Hydra's launcher requests; forward SIGINT and SIGTERM to the run.
 
-    Returns the sampled reward of the last evaluation, which sweepers maximise or minimise; None without an evaluation.
-    ``own_experiments`` maps the names of the user's experiments to their files.
+    Returns the sampled reward of the last evaluation, for sweepers; None without an evaluation.
 
     Raises:
         RuntimeError: the run failed; the message names the options and the folder.
@@ -134,13 +131,13 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
         for process in started:
             process.send_signal(number)
 
-    # Only the main thread may set signal handlers. A launcher with threads handles signals itself.
+    # Only the main thread may set signal handlers.
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, forward) for number in _FORWARDED if is_main}
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl", "train", *options, override_of("run_dir", folder)],
-            start_new_session=True,  # Ctrl-C in the terminal reaches only this process, which forwards it once
+            start_new_session=True,  # only this process gets Ctrl-C, and forwards it once
             preexec_fn=lambda: signal_at_parent_death(signal.SIGTERM),
         )
         started.append(process)
@@ -161,7 +158,7 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
 def overview(folder: Path) -> str:
     """Return a table of the runs below ``folder``: varied options, results and folder.
 
-    A run that did not finish has dashes.
+    An unfinished run has dashes.
     """
     runs = sorted(path.parent for path in folder.glob("**/config.yaml") if (path.parent / "logs").is_dir())
     options = [_leaves(OmegaConf.load(run / "config.yaml")) for run in runs]
@@ -190,7 +187,6 @@ def _result_cells(run: Path) -> list[str]:
 
 
 def _leaves(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Return all options by dotted name. Example: ``{"buffer.max_lag": 2}``."""
     if not isinstance(node, DictConfig):
         return {prefix.removesuffix("."): node}
     return {name: value for key in node for name, value in _leaves(node[key], f"{prefix}{key}.").items()}

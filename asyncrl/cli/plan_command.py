@@ -1,9 +1,7 @@
 """``asyncrl plan RUN | SPEC.yaml | --fit MODEL``: predict the effect of other options, or which layouts fit on GPUs.
 
 RUN is the folder of a run, which may still be in progress. SPEC.yaml is a scenario (docs/planning.md). The command
-writes ``plan.json`` (for the run's report), the chart ``plan.png`` and, for a run, ``advice.json``. A run starts this
-command after its last step with ``--only-advice`` (`asyncrl.run.reporting`). ``--fit`` prints the layouts of ranks and
-engines that fit into the memory of the GPUs (`asyncrl.planner.fit`).
+writes ``plan.json``, the chart ``plan.png`` and, for a run, ``advice.json``.
 """
 
 from __future__ import annotations
@@ -125,8 +123,6 @@ def _at_least(low: int) -> Callable[[str], int]:
 
 
 class _Progress:
-    """Writes the progress to stderr, at most one line every `_PROGRESS_EVERY_S` seconds."""
-
     def __init__(self) -> None:
         self._written_at = time.monotonic()
 
@@ -164,7 +160,6 @@ def _choices(options: argparse.Namespace, base: Scenario) -> Choices:
 
 
 def _advised(run_dir: Path, calibration: Calibration, options: argparse.Namespace) -> Advice | None:
-    """Search for advice on a run and write the result to ``advice.json``."""
     advice = advise(
         calibration.scenario,
         measured_step_s=calibration.step_s,
@@ -177,7 +172,7 @@ def _advised(run_dir: Path, calibration: Calibration, options: argparse.Namespac
 
 
 def _write_advice_only(run_dir: Path, options: argparse.Namespace) -> int:
-    """Write only the advice, after the last step of a run. The kernel enforces the limit on CPU seconds."""
+    """Write only the advice, with a limit on the CPU seconds of this process."""
     resource.setrlimit(resource.RLIMIT_CPU, (options.only_advice, options.only_advice))
     num_bytes = sum(path.stat().st_size for path in (run_dir / FOLDER).glob("*.msgpack"))
     if num_bytes > _MAX_RECORD_BYTES:
@@ -193,7 +188,6 @@ def _write_advice_only(run_dir: Path, options: argparse.Namespace) -> int:
 
 
 def _write_frontier(run_dir: Path, calibration: Calibration, options: argparse.Namespace) -> None:
-    """Write ``plan.json`` for the report, with one prediction per bound and all other options unchanged."""
     plan = make_plan(
         calibration.scenario,
         Choices(max_lag=options.max_lag, publish_every=(), on_stale=()),
@@ -211,7 +205,6 @@ def _write_frontier(run_dir: Path, calibration: Calibration, options: argparse.N
 
 
 def _print_fit(options: argparse.Namespace) -> int:
-    """Print the layouts of ranks and engines that fit on the GPUs, with the memory of each kind."""
     name, _, count = options.gpu.partition(":")
     if not (count or "1").isdecimal() or not int(count or "1"):
         raise ValueError(f"--gpu must be NAME:COUNT, for example H100:8, got {options.gpu!r}")
@@ -259,10 +252,9 @@ def experiment_or_model(name: str) -> RunConfig:
 
 
 def experiments_that_fit() -> dict[str, str]:
-    """Map each built-in experiment to the reason why it does not fit on its GPUs; the reason is empty if it fits.
+    """Return for each built-in experiment why it does not fit on its GPUs; empty text if it fits.
 
-    A file names its GPUs in the comment ``Hardware: ... GPUs of 80 GB``. The function does not check an experiment
-    without such a comment.
+    A file names its GPUs in the comment ``Hardware: ... GPUs of 80 GB``. Experiments without this comment are left out.
     """
     reasons = {}
     for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml")):
@@ -282,7 +274,6 @@ def experiments_that_fit() -> dict[str, str]:
 
 
 def _page(plan: RunPlan, calibration: Calibration | None, advice: Advice | None) -> list[str]:
-    """Return the lines to print: the measured figures, the fastest choices, the recommended choice and the advice."""
     lines = []
     if calibration is not None:
         current = plan.current.outcome
@@ -311,7 +302,6 @@ def _page(plan: RunPlan, calibration: Calibration | None, advice: Advice | None)
 
 
 def _table(plan: RunPlan) -> list[str]:
-    """Return a table of the fastest choices and the present options."""
     fastest = sorted(plan.predictions, key=lambda one: -one.groups_per_s)
     shown = fastest[:_NUM_SHOWN]
     shown += [plan.current] if plan.current not in shown else []

@@ -1,6 +1,6 @@
 """Checks the files, folders and functions of a run before the run starts, and makes the page of a dry run.
 
-Each mistake raises a ValueError that names the option, its value, the expected value and a remedy.
+Each mistake raises a `ValueError` that names the option, its value, the expected value and a remedy.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ _BYTES_PER_TOKEN = 14
 
 
 async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[PromptStream, list[Prompt]]:
-    """Check everything except the folders, and read the prompts.
+    """Check everything except the folders, and return the training and the held-out prompts.
 
     Call `check_folders` earlier, before the run creates its own folder. The devices of ``config`` must be resolved,
-    unless the run joins a cluster. Returns the training and the held-out prompts.
+    unless the run joins a cluster.
     """
     if not config.ray.address:  # another cluster may have other devices and packages
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
@@ -105,16 +105,16 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
 
 
 def check_gpu_memory(config: RunConfig, card: int) -> None:
-    """Refuse a run that does not fit on its GPUs. ``card`` is the memory of a GPU in bytes; 0 if there is none.
+    """Check that a run fits on its GPUs, if the sizes of its model can be read.
 
-    The function checks nothing if the sizes of a model cannot be read.
+    ``card`` is the memory of a GPU in bytes; 0 if there is none.
 
     Raises:
         ValueError: the run does not fit. The message has the bytes of each device by kind, and options that help.
     """
     try:
         model = policy_size(config)
-    except ValueError:  # the dry run shows this error; `check_files` names a missing folder
+    except ValueError:  # other checks report this error
         return
     if card:
         check_memory_of_devices(config, model, card)
@@ -155,7 +155,7 @@ def check_folder(option: str, folder: str) -> None:
 
 
 def _why_not_writable(folder: Path) -> str:
-    """Return why no file can be created in a folder or its nearest existing parent; empty if that is possible."""
+    """Return why no file can be created in a folder or its nearest existing parent; empty if it can."""
     try:
         place = next(place for place in (folder, *folder.parents) if place.exists())
         with tempfile.TemporaryFile(dir=place):
@@ -165,7 +165,7 @@ def _why_not_writable(folder: Path) -> str:
 
 
 def check_heads(config: RunConfig) -> None:
-    """Check that sequence-parallel and tensor-parallel ranks divide the attention heads of their models."""
+    """Check that ``tp_size`` and ``sp_size`` divide the attention heads of their models."""
     rows = [("rollout_fleet.sglang.tp_size", config.rollout_fleet.sglang.tp_size, config.model.path)]
     for role in learner_roles(config):
         name, size = config.learner.option_name(role, "sp_size"), role_options(config, role).sp_size
@@ -280,7 +280,7 @@ class DryRun:
 
     Attributes:
         problems: Errors of the checks; empty if the run can start.
-        memory: Lines with the bytes of each kind of device by kind; empty if there is no model.
+        memory: Lines with the bytes per kind of device; empty if there is no model.
         page: The text for the user.
     """
 
@@ -292,8 +292,7 @@ class DryRun:
 def dry_run(config: RunConfig) -> DryRun:
     """Check a run and compute its resources and deadlines, for ``dry_run=true``.
 
-    The page shows the errors of the checks together with the figures. A dry run creates no folder of the run and starts
-    no worker.
+    A dry run creates no folder of the run and starts no worker.
     """
     problems: list[str] = []
     notes: list[str] = []
@@ -326,7 +325,6 @@ def dry_run(config: RunConfig) -> DryRun:
 
 
 def _memory(config: RunConfig, problems: list[str]) -> Iterator[str]:
-    """Yield lines with the memory of each kind of device, and the visible GPU's memory or the known GPUs that fit."""
     try:
         model = policy_size(config)
     except ValueError as error:
@@ -347,7 +345,6 @@ def _memory(config: RunConfig, problems: list[str]) -> Iterator[str]:
 
 
 def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
-    """Yield lines with the placement. ``asked`` has the configured devices, ``config`` has the resolved devices."""
     fleet, learner = config.rollout_fleet, config.learner
     roles = learner_roles(config)
     named = ((asked.learner.device, learner.device), (asked.rollout_fleet.device, fleet.device))
@@ -382,7 +379,6 @@ def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
 
 
 def _device(asked: str, resolved: str) -> str:
-    """The name of a device for the terminal. On a cluster, ``auto`` is resolved when the run joins the cluster."""
     if asked != "auto":
         return asked
     return "what the cluster has" if resolved == "auto" else f"{resolved} (auto)"
@@ -412,7 +408,6 @@ def _tokens(config: RunConfig) -> Iterator[str]:
 
 
 def _longest_trajectory(config: RunConfig) -> int:
-    """Largest number of tokens of a trajectory, including its prompt. An episode with branches may have more."""
     return max(longest_sequence(config), config.rollout_fleet.environment.max_tree_tokens * may_play_episodes(config))
 
 

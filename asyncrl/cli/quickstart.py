@@ -1,10 +1,7 @@
 """Makes the assets of the quickstarts: a character tokenizer, a tiny Qwen3, and the rows of a task.
 
 The task of ``experiment=quickstart`` is to write 5 to 8 digits in reverse. The task of ``experiment=tools`` is in
-`rollout_fleet.episodes.calculator`.
-
-`make_assets` makes all assets from a seed in less than a second, without torch. The files have the formats of
-transformers, SGLang and RL data sets, so a user can later replace them by another model and other data.
+`rollout_fleet.episodes.calculator`. Torch is not needed.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ VOCABULARIES = {
 }
 DIGIT_COUNTS = (5, 8)
 LONG = 6
-"""Smallest number of digits for which ``habit_rate`` of `make_assets` applies."""
+"""Smallest number of digits to which ``habit_rate`` of `make_assets` applies."""
 
 MODEL_CONFIG: Mapping[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -62,8 +59,12 @@ MODEL_CONFIG: Mapping[str, Any] = {
     "eos_token_id": 1,
     "bos_token_id": None,
 }
-"""The model of ``experiment=quickstart``; the task ``tools`` has a larger vocabulary. Without the embedding, the model
-has 74,112 parameters: 2 layers of 12,320 (attention), 24,576 (MLP) and 128 (norms), and a last norm of 64."""
+"""The model of ``experiment=quickstart``; the task ``tools`` has a larger vocabulary.
+
+Without the embedding, the model has 74,112 parameters: 2 layers of 12,320 (attention), 24,576 (MLP) and 128 (norms),
+    and
+a last norm of 64.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,8 +104,8 @@ def make_assets(
         num_train: Number of training prompts.
         num_held_out: Number of held-out prompts.
         num_demonstrations: Number of demonstrations.
-        wrong_digit_rate: Share of random digits in the demonstrations, in [0, 1). The warm-started policy learns to
-            sample with the same noise.
+        wrong_digit_rate: Share of random digits in the demonstrations, in [0, 1). The warm-started policy learns this
+            noise.
         habit_rate: Of the demonstrations with 6 to 8 digits: the share with swapped first two digits, in [0, 1]. Above
             0.5, the warm-started policy's greedy answers to such prompts are wrong, and RL corrects them. For the task
             with tools: the share of demonstrations with the wrong choice between an answer and a tool call.
@@ -154,7 +155,6 @@ def _assets_in(directory: Path) -> QuickstartAssets:
 
 
 def _settings_of(directory: Path) -> dict[str, Any] | None:
-    """Read the arguments that made the assets in ``directory``; None if a file is missing or damaged."""
     assets = _assets_in(directory)
     expected = [assets.train, assets.held_out, assets.demonstrations, assets.model / "model.safetensors"]
     try:
@@ -199,7 +199,7 @@ def _write_assets(directory: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _with_mistakes(digits: str, settings: Mapping[str, Any], rng: np.random.Generator) -> str:
-    """Return the teacher's answer to a prompt: ``digits`` with mistakes."""
+    """Return ``digits`` with mistakes, as the response of a demonstration."""
     wrong = rng.random(len(digits)) < settings["wrong_digit_rate"]
     random_digits = rng.integers(0, 10, size=len(digits))
     if rng.random() < settings["habit_rate"] and len(digits) >= LONG:
@@ -208,7 +208,6 @@ def _with_mistakes(digits: str, settings: Mapping[str, Any], rng: np.random.Gene
 
 
 def _distinct_numbers(rng: np.random.Generator, count: int) -> list[str]:
-    """Draw distinct digit strings in random order. The lengths are drawn uniformly."""
     numbers: dict[str, None] = {}
     low, high = DIGIT_COUNTS
     while len(numbers) < count:
@@ -256,7 +255,7 @@ def _write_model(directory: Path, config: Mapping[str, Any], rng: np.random.Gene
 
 
 def _weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all weights, as in transformers' Qwen3: matrices [out, in], norms [size]."""
+    """Return the shapes of all weights by name: matrices [out, in], norms [size]."""
     c = config
     hidden, mlp, head_dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     query, key = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim

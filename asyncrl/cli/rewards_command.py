@@ -1,7 +1,6 @@
 """``asyncrl rewards try REWARD DATA``: score given responses with the rewards of a run, before the run.
 
-The responses are a column of the data, or the samples of an earlier run. The rewards run in scoring processes, as in a
-rollout worker.
+The responses are a column of the data, or the samples of an earlier run.
 """
 
 from __future__ import annotations
@@ -57,13 +56,11 @@ class TriedResponse:
     """One scored response.
 
     Attributes:
-        name: The name of the prompt; see `GivenResponses`.
         reward: Weighted sum of all rewards, including the rewards of turns; None after a failure.
         parts: Value of each reward by name, if there are several rewards.
         turn_rewards: Weighted rewards of turns, by the index of the turn; ``reward`` includes them.
         failure: Why there is no reward; empty if there is one.
         seconds: Seconds to score all responses to the prompt.
-        response: Text of the response.
     """
 
     name: str
@@ -145,7 +142,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
-    """Return the options of the command line, or of the run in ``--samples``, with the rewards to try."""
     if not options.samples:
         config = compose_run(overrides)
     elif overrides:
@@ -191,7 +187,7 @@ def _of_rows(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenRe
 
 
 def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenResponses]:
-    """Yield the samples of a run by prompt: those of evaluations if DATA has held-out prompts, else of training."""
+    """Yield the samples of a run by prompt. If DATA has held-out prompts, they are samples of evaluations."""
     held_out = [str(Path(file).resolve()) for file in config.data.eval_files]
     is_held_out = str(Path(options.data).resolve()) in held_out
     pattern = "samples/[sg]*-v*.parquet" if is_held_out else "samples/train-v*.parquet"
@@ -235,7 +231,6 @@ def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[Give
 
 
 def _summary(tried: Sequence[TriedResponse]) -> dict[str, Any]:
-    """Return the numbers of responses and failures, and the mean reward (None if there are no rewards)."""
     rewards = [one.reward for one in tried if one.reward is not None]
     mean = sum(rewards) / len(rewards) if rewards else None
     return {"num_responses": len(tried), "num_failed": len(tried) - len(rewards), "mean_reward": mean}

@@ -50,7 +50,7 @@ def _lines(run: Sequence[Life]) -> list[str]:
 
 
 def size(num_bytes: float) -> str:
-    """A number of bytes as readable text. Example: 1234567 gives ``1.2 MB``."""
+    """Return a number of bytes as readable text. Example: 1234567 gives ``1.2 MB``."""
     for unit in _UNITS:
         if num_bytes < 1000 or unit == _UNITS[-1]:
             return f"{num_bytes:.3g} {unit}"

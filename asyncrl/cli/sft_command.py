@@ -1,7 +1,7 @@
 """``asyncrl sft``: supervised fine-tuning with the learner's trainer, packing and optimizer.
 
-The command runs as one process, or as one process per rank: ``torchrun --nproc-per-node N -m asyncrl sft ...``, with
-``learner.sp_size`` ranks per Ulysses group.
+With several ranks, run ``torchrun --nproc-per-node N -m asyncrl sft ...``; each Ulysses group has ``learner.sp_size``
+ranks.
 """
 
 from __future__ import annotations

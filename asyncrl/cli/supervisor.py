@@ -1,15 +1,14 @@
 """The parent process of a run. It forwards signals, waits for the end, and leaves no process behind.
 
-A killed run cannot clean up after itself. The same is true for a run that Ray ends because a Ray daemon died. Therefore
-the run is a child process, and the parent adopts every orphan of the run (Linux child subreaper) and ends it. The child
-has its own session, so that Ctrl-C in the terminal reaches only the parent. If the parent is killed, the run gets
-SIGHUP, stops, and ends the orphans itself.
+A killed run cannot clean up, and neither can a run that Ray ends after the death of a Ray daemon. Therefore the run is
+a child process. The parent adopts every orphan of the run (Linux child subreaper) and ends it. If the parent is killed,
+the run gets SIGHUP, stops, and ends the orphans itself.
 
-A scheduler or systemd sends SIGTERM to every process of a run at once. Only the parent reacts, because the child blocks
-SIGINT and SIGTERM, and the processes of the child inherit this. The parent stops the child with other signals
-(`STOPS`). Thus the other processes live until the run has written the policy.
+A scheduler or systemd sends SIGTERM to every process of a run at once. Only the parent reacts: the child and its
+processes block SIGINT and SIGTERM, and the parent stops the child with other signals (`STOPS`). So all processes live
+until the run has written the policy. Ctrl-C reaches only the parent, because the child has its own session.
 
-The child writes each fault to a pipe immediately. It also writes when it ends by itself.
+The child reports each fault, and its own end, through a pipe.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _OWN_END = b"\0"
 _ONE_STOP_S = 0.5
 """Signals within this time after a passed-on signal belong to the same stop.
 
-A scheduler that signals all processes at once also signals a sweep (`asyncrl.cli.multirun`), which passes signals on.
+A scheduler that signals all processes also signals a sweep (`asyncrl.cli.multirun`), which passes signals on.
 """
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 ORPHAN_GRACE_S = 3.0
@@ -95,13 +94,13 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
         if time.monotonic() - passed_on_s < _ONE_STOP_S:
             return
         passed_on_s = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):  # the run has just ended
+        with contextlib.suppress(ProcessLookupError):
             os.kill(child, STOPS[signal.SIGINT if number == signal.SIGINT else signal.SIGTERM])
             signal.setitimer(signal.ITIMER_REAL, stop_timeout_s + _KILL_AFTER_S)
 
     def kill(_: int, __: FrameType | None) -> None:
         nonlocal late
-        with contextlib.suppress(ProcessLookupError):  # the run has just ended
+        with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
             late = True
 
@@ -119,7 +118,7 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
 
 
 def report_fault(last_words: str) -> None:
-    """Report a fault to the supervisor. Ray may end the run at any time; then the supervisor shows the fault."""
+    """Report a fault to the supervisor. If Ray then ends the run, the supervisor shows the fault."""
     _report(last_words.encode()[-_MAX_FAULT_BYTES:])
 
 
@@ -148,8 +147,8 @@ def _read_reports(reports: int) -> bytes:
 def _run_in_child(work: Callable[[], int], parent: int) -> int:
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # This must not be a stop signal. The kernel sends one signal per thread of a dying parent, and a second stop signal
-    # ends the run at once.
+    # Not a stop signal: the kernel sends one signal per thread of a dying parent, and a second stop signal ends the run
+    # at once.
     signal_at_parent_death(signal.SIGHUP)
     if os.getppid() != parent:
         return EXIT_FAILED
@@ -169,7 +168,6 @@ def _run_in_child(work: Callable[[], int], parent: int) -> int:
 
 
 def _stop_before_start(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle a signal that arrives before `Stopping` listens. The run has not started anything yet."""
     _report(_OWN_END)
     stop_early(number, frame)
 
@@ -185,8 +183,7 @@ def _wait_for(child: int) -> int:
 def _end_orphans(grace_s: float) -> None:
     """Wait ``grace_s`` seconds for the orphans of the run to end. Then kill them, and the caretakers last.
 
-    Caretakers are the guard of an SGLang server and Python's resource tracker. They remove semaphores, shared memory
-    and scratch folders after the other processes have ended.
+    The caretakers (the guard of an SGLang server, and Python's resource tracker) clean up after the other processes.
     """
     release_resource_tracker()
     orphans = psutil.Process().children(recursive=True)
@@ -205,7 +202,7 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _is_caretaker(process: psutil.Process) -> bool:
-    """Whether a process is a caretaker: it ignores Ctrl-C, or is a resource tracker (which ignores Ctrl-C later)."""
+    """Return whether a process ignores Ctrl-C or is a resource tracker, which begins to ignore Ctrl-C later."""
     with contextlib.suppress(OSError, psutil.Error):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
         ignored = next(int(line.split(":")[1], 16) for line in lines if line.startswith("SigIgn"))
@@ -232,10 +229,10 @@ class Stopping:
         """Prepare to stop a run.
 
         Args:
-            run: The task of the run. The first signal cancels it; then the run stops its parts.
-            say: Function that writes a line to the terminal.
-            timeout_s: Function that returns the seconds that stopping may take. After this time, ``give_up`` is called.
-            give_up: Function that ends the process. It is called in its own thread.
+            run: The task of the run; the first signal cancels it.
+            say: Writes a line to the terminal.
+            timeout_s: Returns the seconds that stopping may take.
+            give_up: Ends the process after this time, in its own thread.
         """
         self.cause = "cancellation"
         self.status = EXIT_FAILED
@@ -252,7 +249,7 @@ class Stopping:
         loop.add_signal_handler(signal.SIGHUP, self._on_supervisor_death)
 
     def close(self) -> None:
-        """Ignore signals from now on: the run has ended."""
+        """Ignore signals from now on, because the run has ended."""
         loop = asyncio.get_running_loop()
         for number in (*_PASSED_ON, *STOPS.values()):
             loop.remove_signal_handler(number)
@@ -265,9 +262,9 @@ class Stopping:
         self._say(f"{number.name}: stopping, at most {timeout_s:g} s; once more ends the run at once")
 
     def _on_supervisor_death(self) -> None:
-        """Stop the run. From now on this process handles SIGINT and SIGTERM, since no supervisor forwards them."""
+        """Stop the run. From now on this process itself handles SIGINT and SIGTERM."""
         for number in STOPS:
-            signal.signal(number, signal.SIG_IGN)  # discards pending signals from the supervisor's lifetime
+            signal.signal(number, signal.SIG_IGN)  # discards pending signals
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         if not self._stopped:

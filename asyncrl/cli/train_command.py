@@ -1,7 +1,6 @@
 """``asyncrl train``: train a policy asynchronously. ``--help`` explains the options.
 
 Ctrl-C or SIGTERM cancels the run: the run writes its policy and stops its processes. A second signal kills all
-processes. If the controller ends in another way, the supervisor (`asyncrl.cli.supervisor`) kills the remaining
 processes.
 """
 
@@ -106,7 +105,6 @@ def _train(config: RunConfig, overrides: Sequence[str]) -> int:
 
 
 def _why_it_ended(ending: Ending, config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> str:
-    """The supervisor's message for a controller that did not end by itself."""
     if ending.fault:
         return f"{ending.fault} (the controller ended before it had stopped all processes; the others were killed)\n"
     if ending.late:
@@ -144,7 +142,6 @@ def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
 async def _until_done_or_stopped(
     config: RunConfig, run_dir: Path, overrides: Sequence[str], view: TerminalView
 ) -> tuple[int, str]:
-    """Run the training; return the exit status and the final message."""
     timeout_s = config.stop_timeout_s
     too_long = f"stopping took longer than stop_timeout_s={timeout_s:g} s; the remaining processes were killed"
 
@@ -189,13 +186,12 @@ async def _until_done_or_stopped(
 def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> str:
     """Return the command that continues a run; empty if there is nothing to continue.
 
-    The command names the newest complete checkpoint of this life. If this life has written no checkpoint, the command
-    names the checkpoint that this life started from.
+    The command names the newest complete checkpoint of this life, otherwise the checkpoint that this life started from.
     """
     try:
         checkpoint = newest_checkpoint(RunPaths.checkpoints_of(config, run_dir))
         life = read_life(run_dir)
-    except (OSError, ValueError) as error:  # only logged: the user must see why the run ended
+    except (OSError, ValueError) as error:  # only logged, because the user must see why the run ended
         logging.getLogger(__name__).warning("no checkpoint to continue: %s", error)
         return ""
     if checkpoint is None and life is not None and life.resumed:
@@ -208,11 +204,7 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
 
 
 def _last_words(error: BaseException, run_dir: Path, continuing: str = "") -> str:
-    """Return the last message of a failed run.
-
-    It has the complete message of the cause, then the command that continues the run. The last line repeats the first
-    line of the cause.
-    """
+    """Return the last message of a failed run; its last line repeats the headline."""
     cause = root_cause(error)
     if isinstance(cause, OSError) and cause.errno in _FULL:
         cause = ValueError(_with_remedy(cause, run_dir))
@@ -224,7 +216,6 @@ def _last_words(error: BaseException, run_dir: Path, continuing: str = "") -> st
 
 
 def _with_remedy(error: OSError, run_dir: Path | None = None) -> str:
-    """Explain a failed write: path, reason and remedy. If the error has no file name, the path is the run's folder."""
     if error.errno is None:
         return str(error)
     where = error.filename or run_dir or "the run's folder"
@@ -235,7 +226,7 @@ def _with_remedy(error: OSError, run_dir: Path | None = None) -> str:
 
 
 def _headline(message: str) -> str:
-    """Return the first line of a message. If it ends with a colon, a log follows: add the last line of the log."""
+    """Return the first line of a message. If it ends with a colon, add the last line of the log that follows."""
     first, _, rest = message.partition("\n")
     return f"{first} … {rest.splitlines()[-1]}" if first.endswith(":") and rest else first
 
@@ -254,7 +245,6 @@ async def _run(
     view: TerminalView,
     on_fault: Callable[[BaseException], None],
 ) -> None:
-    """Check the run, then run it. Import Ray only after a warm start on the CPU has begun."""
     if foreign := forget_process_group():
         view.say(
             f"the variables {', '.join(foreign)} are ignored: the run describes the groups of its processes itself"
@@ -283,8 +273,6 @@ async def _run(
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that reports the first write error in one line; the run continues."""
-
     _failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:

@@ -1,6 +1,6 @@
-"""The audit of a run. It compares the receipts of each process with those of the other processes, over all lives.
+"""The audit of a run. It compares the receipts that the run's processes wrote, over all lives of the run.
 
-For every trained token the audit follows these acts (`asyncrl.core.receipts.Act`):
+For every trained token the audit needs these receipts (`asyncrl.core.receipts.Act`):
 
 - ``published``: the learner published weights with a digest;
 - ``loaded``: an engine verified weights with this digest;
@@ -35,7 +35,7 @@ ENGINE_RECEIPT = "an engine's receipt"
 
 @dataclass(frozen=True, kw_only=True)
 class BadReceipt:
-    """A receipt that is missing, or that does not agree with another one."""
+    """A receipt that is missing, or that contradicts another receipt."""
 
     life: Path
     what: str
@@ -62,9 +62,9 @@ class LifeReceipts:
         published: Digests by version. After a restart of the learner, a version may have several digests.
         loaded: Digests that an engine verified, by engine and version.
         sampled: Receipts of the engines for sampled tokens, by group.
-        trained: Receipts by step and data-parallel rank. If a step is repeated, the later receipts count.
-        committed: The planned batches of the finished steps. A step without a commit receipt also counts as finished
-            if a later step was committed, or if the next life continues a later checkpoint.
+        trained: Receipts by step and data-parallel rank; the newest receipt of a repeated step.
+        committed: The planned batches of the finished steps. A planned step also counts as finished if a later step was
+            committed, or if the next life continues a later checkpoint.
     """
 
     def __init__(self, folder: Path, began_at: int = 0) -> None:
@@ -118,9 +118,9 @@ class LifeReceipts:
         return yaml.safe_load((self.folder / "config.yaml").read_text())["buffer"]
 
     def groups_trained(self, step: int) -> dict[int, dict[str, Any]]:
-        """Return what all ranks together trained on in a step, by group.
+        """Return what all ranks trained on in a step, by group.
 
-        Each value has the group's attempt, its digest, its number of tokens in the loss, and its tokens per version.
+        Each value has the group's attempt, digest, number of tokens in the loss (``in_loss``) and tokens per version.
         """
         found: dict[int, dict[str, Any]] = {}
         for line in self.trained.get(step, {}).values():
@@ -134,13 +134,7 @@ class LifeReceipts:
 
 @dataclass(kw_only=True)
 class Audit:
-    """The result of an audit.
-
-    Attributes:
-        bad: The receipts that do not agree.
-        checked: Texts that say what was compared.
-        unchecked: Texts that say what could not be compared, and why.
-    """
+    """The result of an audit: bad receipts, and texts that say what was compared and what was not."""
 
     bad: list[BadReceipt] = field(default_factory=list)
     checked: list[str] = field(default_factory=list)
@@ -164,9 +158,10 @@ def audited_lives(run_dir: Path) -> list[Life]:
 
 
 def lives_beside(lives: Sequence[Life]) -> list[Life]:
-    """Return lives outside ``lives`` that continued one of them and began before the newest of them; oldest first.
+    """Return the lives that continued one of ``lives`` but are not among them, oldest first.
 
-    Their steps are lost. But a later life may have taken over their journal, with groups that their engines sampled.
+    Their steps are lost. But a later life of ``lives`` may have taken over groups that their engines sampled. Lives
+    that began after the newest of ``lives`` are left out.
     """
     folders = {life.folder for life in lives}
     others = {path.parent.resolve() for folder in folders for path in folder.parent.glob("*/life.json")} - folders
@@ -215,7 +210,10 @@ def audit(lives: Sequence[Life]) -> Audit:
 
 
 def _steps_faults(lives: Sequence[LifeReceipts], kept: Mapping[int, LifeReceipts]) -> Iterator[BadReceipt]:
-    """Find missing steps, and prompts that were trained on twice. The same tokens may be used ``max_uses`` times."""
+    """Find missing steps, and prompts that were trained on too often.
+
+    Steps may train on the same tokens ``max_uses`` times.
+    """
     for step in sorted({*range(max(kept, default=-1) + 1)} - kept.keys()):
         before = [life for life in lives if life.began_at <= step]
         yield BadReceipt(life=before[-1].folder, step=step, what="the step", expected="on record", found="no receipt")
@@ -238,7 +236,6 @@ def _steps_faults(lives: Sequence[LifeReceipts], kept: Mapping[int, LifeReceipts
 
 
 def _step_faults(life: LifeReceipts, step: int, trained: Mapping[int, Line]) -> Iterator[BadReceipt]:
-    """Find groups of a step whose trained tokens differ from the tokens that the controller planned."""
     planned = {group["group"]: group for group in life.committed[step]["groups"] if group["is_scored"]}
     for group_id in sorted(planned.keys() | trained.keys()):
         plan, own = planned.get(group_id), trained.get(group_id)
@@ -252,7 +249,6 @@ def _step_faults(life: LifeReceipts, step: int, trained: Mapping[int, Line]) -> 
 
 
 def _lag_faults(life: LifeReceipts, step: int, trained: Mapping[int, Line]) -> Iterator[BadReceipt]:
-    """Find tokens whose version is newer than the step, or older than ``buffer.max_lag`` allows."""
     for group_id, own in trained.items():
         if strange := [version for version in own["versions"] if not 0 <= step - version <= life.max_lag]:
             yield BadReceipt(
@@ -266,7 +262,6 @@ def _lag_faults(life: LifeReceipts, step: int, trained: Mapping[int, Line]) -> I
 
 
 def _engine_faults(lives: Sequence[LifeReceipts], life: LifeReceipts, step: int, own: Line) -> Iterator[BadReceipt]:
-    """Find tokens that no engine's receipt contains, or whose weights the engine did not verify as published."""
     wanted, attempt = own["versions"], own["attempt"]
     at: dict[str, Any] = {"life": life.folder, "step": step, "group": own["group"]}
     known = [(one, line) for one in lives for line in one.sampled.get(own["group"], ())]
@@ -294,7 +289,6 @@ def _engine_faults(lives: Sequence[LifeReceipts], life: LifeReceipts, step: int,
 
 
 def _check_loss(result: Audit, newest: LifeReceipts, kept: Mapping[int, LifeReceipts]) -> None:
-    """Compare the number of tokens in the loss with the number that the learner counted in its micro-batches."""
     path = newest.folder / "metrics.jsonl"
     lines = _lines([path] if path.is_file() else [])
     counted = {line["step"]: line["learner.num_tokens"] for line in lines if "learner.num_tokens" in line}
@@ -312,7 +306,6 @@ def _check_loss(result: Audit, newest: LifeReceipts, kept: Mapping[int, LifeRece
 def _check_account(
     result: Audit, newest: LifeReceipts, kept: Mapping[int, LifeReceipts], lags: Mapping[int, int]
 ) -> None:
-    """Compare the account in the newest life's ``summary.json`` with the receipts of all lives."""
     path = newest.folder / "summary.json"
     if not path.is_file():
         result.unchecked.append(f"the account: {path} does not exist, because the life runs or was killed")
@@ -352,10 +345,7 @@ def _counts(versions: Mapping[str, int]) -> Counter[int]:
 
 
 def _lines(paths: Iterable[Path]) -> Iterator[Line]:
-    """Parse the lines of JSON Lines files. Skip an incomplete last line: its process was killed, or is still writing.
-
-    Raises `ValueError` for a damaged line.
-    """
+    """Parse the lines of JSON Lines files. Skip an incomplete last line."""
     for path in paths:
         whole, _, _ = path.read_text().rpartition("\n")
         for number, line in enumerate(whole.splitlines(), start=1):

@@ -1,7 +1,4 @@
-"""Starts or joins the Ray cluster of a run, and reserves places in it. A place is the CPUs and GPUs of one worker.
-
-`EnginePlaces.node_of` waits for a place without a deadline. Ray wakes it when the place is reserved.
-"""
+"""Starts or joins the Ray cluster of a run, and reserves places in it. A place is the CPUs and GPUs of one worker."""
 
 from __future__ import annotations
 
@@ -42,10 +39,8 @@ from rollout_fleet.config import EngineKind
 
 logger = logging.getLogger(__name__)
 
-# By default Ray starts workers at nice 15, so any other load starves them. Ray also starts idle workers in advance; for
-# a run with few actors this costs more time and memory than it saves. Ray waits a minute for a dead control service,
-# but the service never returns on the same machine. And Ray kills the children of a dead worker before they have
-# cleaned up.
+# These defaults of Ray harm a run: workers have nice 15; idle workers cost time and memory; Ray waits a minute for a
+# dead control service; Ray kills the children of a dead worker before they have cleaned up.
 _OWN_CLUSTER_ENV = {
     "RAY_worker_niceness": "0",
     "RAY_enable_worker_prestart": "0",
@@ -61,12 +56,8 @@ T = TypeVar("T")
 async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.info) -> AsyncIterator[RunConfig]:
     """Start or join Ray, resolve the run's devices, and check that the run fits. Stop or leave Ray at the end.
 
-    Args:
-        config: The run.
-        say: Shows a line to the user.
-
     Yields:
-        The configuration with resolved devices; see `resolve_devices`.
+        The configuration with resolved devices.
 
     Raises:
         ClusterDiedError: Ray does not start, or cannot be joined.
@@ -89,8 +80,7 @@ async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.inf
     finally:
         # If Ray is shut down while a thread still starts it, Ray ends this process.
         await asyncio.wait([starting], timeout=config.stop_timeout_s / 2)
-        # Ray would send SIGTERM to each daemon and wait a second. The daemons of a run block SIGTERM
-        # (`asyncrl.core.host`), so they get SIGKILL at once.
+        # The run's Ray daemons block SIGTERM (`asyncrl.core.host`). Kill them at once, without Ray's wait of a second.
         if (node := cast("Any", ray_worker._global_node)) is not None:
             node.kill_all_processes = partial(node.kill_all_processes, allow_graceful=False)
         await asyncio.to_thread(ray.shutdown)
@@ -121,8 +111,8 @@ def _start_or_join(config: RunConfig) -> None:
 
 
 def warning_of_open_cluster(config: RunConfig) -> str:
-    """Return the warning about a joined cluster of several nodes that requires no token; empty for other clusters."""
-    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # Ray sets this variable when it has found a token
+    """Return a warning if the run joins a cluster of several nodes without a token; otherwise an empty string."""
+    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # Ray sets it if there is a token
     if not (config.ray.address and config.placement.num_nodes > 1 and is_open):
         return ""
     return (
@@ -132,10 +122,10 @@ def warning_of_open_cluster(config: RunConfig) -> str:
 
 
 def _checked_against_cluster(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
-    """Resolve the devices from the number of GPUs in the cluster, and check a joined cluster with `check_nodes`.
+    """Resolve the devices, and check a joined cluster.
 
-    With ``placement.autoscale`` there is no check, because nodes may join later. The device ``auto`` is then ``cuda``
-    if any node has a GPU.
+    With ``placement.autoscale``, nodes may join later, so there is no check. ``auto`` is then ``cuda`` if any node has
+    a GPU.
     """
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     if config.placement.num_nodes == 1:
@@ -153,7 +143,7 @@ def _checked_against_cluster(config: RunConfig, say: Callable[[str], None]) -> R
 
 @asynccontextmanager
 async def gpu_of_this_node(config: RunConfig) -> AsyncIterator[str]:
-    """Reserve one GPU of this node through Ray for a process that Ray does not start.
+    """Reserve one GPU of this node for a process that Ray does not start.
 
     Yields:
         ``CUDA_VISIBLE_DEVICES`` for that process.
@@ -181,17 +171,14 @@ async def gpu_of_this_node(config: RunConfig) -> AsyncIterator[str]:
 
 
 class _GpuHolder:
-    """Reserves a GPU until the actor ends."""
-
     def visible_devices(self) -> str:
-        """Return the value of ``CUDA_VISIBLE_DEVICES`` that Ray set."""
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> None:
-    """Check that a run fits into its nodes; ``nodes`` maps addresses to resources.
+    """Check that a run fits into its nodes. ``nodes`` maps addresses to resources.
 
-    Raises `ValueError` if there are too few nodes or resources, or if the shares of `node_shares` do not fit.
+    Raises `ValueError` if there are too few nodes or resources, or if a share of `node_shares` fits on no node.
     """
     if len(nodes) < config.placement.num_nodes:
         raise ValueError(
@@ -213,7 +200,7 @@ def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> 
 
 
 def node_shares(config: RunConfig) -> list[dict[str, float]]:
-    """Divide the resources that a run needs into shares. Each share must fit on one node."""
+    """Return the resources that the run needs, divided into shares. Each share must fit on one node."""
     placement, fleet = config.placement, config.rollout_fleet
     gpus_per_rank = 1 if config.learner.device == "cuda" else 0
     gpus_per_engine = fleet.sglang.tp_size if fleet.device == "cuda" and not placement.colocated else 0
@@ -250,7 +237,7 @@ def learner_layout(config: RunConfig) -> ResourcePoolManager:
 
 
 def engine_pool(config: RunConfig) -> RayResourcePool:
-    """Make the resource pool of the first rollout workers and their engines."""
+    """Make the resource pool of the rollout workers that start with the run."""
     placement, count = config.placement, config.rollout_fleet.fewest_engines
     by_node = placement.engines_per_node > 0 or placement.num_nodes == 1
     return _pool_of_engines(
@@ -265,9 +252,9 @@ def engine_pool(config: RunConfig) -> RayResourcePool:
 
 
 def pool_of_one(config: RunConfig, *, node_id: str, full: Collection[str]) -> RayResourcePool:
-    """Make the resource pool of a joining engine on the node ``node_id``.
+    """Make the resource pool of an engine that joins later.
 
-    If ``node_id`` is empty, Ray chooses a node. The nodes with the ids ``full`` are then excluded.
+    Ray uses the node ``node_id``. If this id is empty, Ray chooses a node whose id is not in ``full``.
     """
     labels = _labels(config, config.placement.engine_labels)
     if node_id:
@@ -288,7 +275,7 @@ def _pool_of_engines(config: RunConfig, **options: Any) -> RayResourcePool:
 
 
 def _labels(config: RunConfig, labels: Mapping[str, str]) -> dict[str, str]:
-    """Node labels for placement. A run with one node in a joined cluster stays on the node where it was started."""
+    """Return the node labels for placement. In a joined cluster, a run with one node stays on its own node."""
     if config.placement.num_nodes > 1 or not config.ray.address:
         return dict(labels)
     return {NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}
@@ -301,10 +288,10 @@ def worker_env(config: RunConfig) -> dict[str, str]:
 
 
 def learner_env(config: RunConfig) -> dict[str, str]:
-    """Return the environment variables of the learner's ranks: `worker_env`, and the settings of torch's GPU allocator.
+    """Return the environment variables of the learner ranks, with settings of torch's GPU allocator.
 
-    Packed batches differ in length, and expandable segments prevent fragmentation. The memory saver of a colocated
-    learner cannot release such segments to the device, so a colocated learner does not use them.
+    Expandable segments prevent fragmentation by packed batches of different lengths. A colocated learner does not use
+    them, because it could not release such memory to the engines.
     """
     if config.learner.device != "cuda":
         return worker_env(config)
@@ -320,7 +307,7 @@ def learner_env(config: RunConfig) -> dict[str, str]:
 async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
     """Call ``work`` in a thread and return its result.
 
-    A cancelled call still waits up to ``timeout_s`` for the thread: the thread uses Ray, and the caller stops Ray next.
+    A cancelled call waits up to ``timeout_s`` for the thread, because the thread uses Ray and the caller may stop Ray.
     """
     working = asyncio.create_task(asyncio.to_thread(work))
     try:
@@ -331,10 +318,9 @@ async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
 
 
 class EnginePlaces:
-    """The place of each worker of the fleet, by rank.
+    """The places of the rollout workers, by rank.
 
-    The first ranks share one reservation, which stays until the run ends. Each engine that joins later has a
-    reservation of its own. `close` releases it when the engine leaves.
+    The first ranks share one reservation until the run ends. Each rank that joins later has its own reservation.
 
     Attributes:
         first: The worker group of the first ranks, 0 to ``first.world_size`` - 1.
@@ -343,10 +329,7 @@ class EnginePlaces:
     def __init__(
         self, config: RunConfig, *, worker: RayClassWithInitArgs, logs: Path, pool: RayResourcePool | None = None
     ) -> None:
-        """Start the first workers in their own pool, or on the devices of the ranks of ``pool``.
-
-        Raises the errors of `RayWorkerGroup`.
-        """
+        """Start the first workers in a new pool, or on the devices of ``pool``."""
         self._config = config
         self._worker = worker
         in_process = config.rollout_fleet.engine is EngineKind.transformers
@@ -357,7 +340,7 @@ class EnginePlaces:
             "python": config.ray.python if in_process else "",  # the worker of a server does not need torch
         }
         pool = JoinedResourcePool(pool, config.rollout_fleet.sglang.tp_size) if pool else engine_pool(config)
-        # Typed Any: the group's constructor binds the methods of the worker class.
+        # Any, because the group gets the methods of the worker class at run time.
         self.first: Any = RayWorkerGroup(pool, worker, **self._options)
         self._num_first: int = self.first.world_size
         self._pools: dict[int, RayResourcePool] = {}
@@ -372,10 +355,10 @@ class EnginePlaces:
         return group.execute_rank_async(index, method_name, *args)
 
     async def node_of(self, rank: int, wanted: str = "") -> str:
-        """Wait until Ray has reserved a place for a rank. Returns the id of the node.
+        """Wait until Ray has reserved a place for a rank, and return the id of the node. Ray wakes this call.
 
         A new place is on the node with the id ``wanted``, if given. If a node dies, Ray moves its places to another
-        node as soon as one has room.
+        node with enough free resources. There is no deadline.
         """
         if rank in self._groups or rank < self._num_first:
             group, index = self._group_of(rank)
@@ -403,7 +386,7 @@ class EnginePlaces:
         self._groups[rank] = RayWorkerGroup(self._pools[rank], worker, first_rank=rank, **nowhere, **self._options)
 
     def close(self, rank: int) -> None:
-        """Kill the worker of a rank if it has one. If the rank joined later, also release its Ray resources."""
+        """Kill the worker of a rank if it has one. If the rank joined later, also release its reservation."""
         self._nodes.pop(rank, None)
         if rank < self._num_first:
             self.first.kill_worker(rank)
@@ -420,5 +403,4 @@ class EnginePlaces:
         self.first.shutdown()
 
     def _group_of(self, rank: int) -> tuple[RayWorkerGroup, int]:
-        """Return the group of a rank and the rank's index in it."""
         return (self.first, rank) if rank < self._num_first else (self._groups[rank], 0)

@@ -12,48 +12,38 @@ The five loops of `Controller`, what each waits for, and who wakes it::
 
     prompts ─feed─▶ buffer ─plan─▶ [at most 2 steps] ─complete─▶ buffer (commits)
 
-While the learner computes step v, the fleet generates. At the same time:
+While the learner computes step v, it sends the weights of version v, and the fleet generates. The controller queues
+step v + 1 on the ranks, and threads of the ranks fetch and pack its batch.
 
-- the controller plans step v + 1, and queues it behind step v on the ranks;
-- threads of the ranks fetch and pack the batch of step v + 1;
-- the learner sends the weights of version v.
+No step waits until the engines have loaded weights. The buffer offers a version after the commit of its step, and each
+worker loads the newest version when it can. If loading is slower than training, workers skip versions, and admission
+slows generation down.
 
-No step waits until the engines have loaded weights. Rank 0 offers a version to the buffer. After the commit of the step
-that made this version, the buffer shows it to the rollout workers, and each worker loads the newest version when it
-can. If loading is slower than training, workers skip versions. Admission then slows generation down, because it
-compares the engine's version with the learner's. During an evaluation, a few engines keep the evaluated version until
-the evaluation ends.
-
-A signal stops a training between two steps: `_Training.stop` cancels feed, follow and examine, and the plan loop ends.
-The complete loop then commits and reports the steps that are queued on the ranks, and the run saves a checkpoint.
+`_Training.stop` cancels feed, follow and examine, and plan ends. complete then commits and reports the queued steps.
 
 A deadlock needs a cycle of loops that wait for each other:
 
-- feed and plan wait for the buffer. complete waits for the learner. follow waits for the buffer.
-- examine waits for the buffer and for the answers of engines. Engines wait for no loop.
+- feed, plan and follow wait for the buffer. complete waits for the learner.
+- examine waits for the buffer and for the answers of engines. An answering engine does not wait for a loop.
 - Admission waits for commits (complete) and for engines to load newer weights. Engines wait for commits, and pinned
   engines also for the end of their evaluation.
 
 So the only cycle is plan → rollouts → admission → complete → plan. This cycle cannot block, because a batch at the
 learner's version is admitted without a further commit (docs/staleness.md).
 
-The plan loop queues a checkpoint on the ranks between two updates (asyncrl/run/resume.py); the ranks write it while
-they train. After the death of a rank the loops end, and begin again at the newest checkpoint
-(asyncrl/run/learner_restarts.py). If a store dies with a batch before the ranks have fetched it, no rank makes the
-step. The loops then begin again at that step, with a new plan.
+plan queues a checkpoint on the ranks between two updates; the ranks write it while they train. After the death of a
+rank, the loops begin again at the newest checkpoint. If a store dies with a batch before the ranks have fetched it, the
+loops begin again at that step, with a new plan.
 
-`ColocatedController` is for pools that share devices. Beside feed it has one loop. Each action in it waits for the
-previous one::
+`ColocatedController` is for pools that share devices. It has feed and one other loop. Each action of that loop waits
+for the previous action::
 
     buffer fills a batch ─▶ engines finish, and release the device ─▶ learner loads, and updates
           ▲                                                                             │
           └── engines load the weights, and go on ◀── learner publishes them, and offloads
 
-The death of a rank ends the loop at any point of this cycle. The engines then release the devices, and the loop begins
-again at the newest checkpoint. An engine that restarts waits until it is the engines' turn.
-
-The buffer's ledger bounds staleness here too. Groups that still run when a batch is full finish under the old weights.
-The buffer stores them, and the learner trains on them with a lag of one step or more.
+After the death of a rank, the engines release the devices, and the loop begins again at the newest checkpoint. Groups
+that still run when a batch is full finish under the old weights, and the learner trains on them with a lag.
 """
 
 from __future__ import annotations
@@ -93,13 +83,13 @@ Evaluate = Callable[[int, PinnedEngines | None], Awaitable[Any]]
 
 logger = logging.getLogger(__name__)
 
-# The ranks compute one step while another step is queued, so they never wait for the controller.
+# The ranks compute one step while another is queued, so they do not wait for the controller.
 _PIPELINE_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class _QueuedStep:
-    """A learner step that is queued on the ranks: its batch, and the pending results of its calls."""
+    """A learner step that is queued on the ranks."""
 
     plan: Plan
     plan_wait_s: float
@@ -111,7 +101,7 @@ class _QueuedStep:
 
 
 class _Training(ABC, Generic[LearnerT, FleetT]):
-    """The base of both controllers: feeds prompts, runs the loops to the last step, and closes the account."""
+    """The base of both controllers: feeds prompts, runs the loops to the last step, and closes the token account."""
 
     def __init__(
         self,
@@ -127,11 +117,11 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         last: StepRecord | None = None,
         earlier: BufferStats | None = None,
     ) -> None:
-        """The caller must have started all parts, with learner, buffer and engines at the version of ``resumed``.
+        """Prepare the loops. Learner, buffer and engines must have started at the version of ``resumed``.
 
-        The controller calls ``evaluate`` with the version, every ``evaluation.every_steps`` steps. `Controller` also
-        passes the function that waits for the engines pinned to the version. ``last`` is the record of the last step
-        before ``resumed``. ``earlier`` are the totals of the ledger at the beginning of this life; None for a new run.
+        ``on_step`` gets the record of each finished step. `Controller` passes to ``evaluate`` a version, and a function
+        that waits for engines pinned to this version. ``last`` is the record of the last step before ``resumed``.
+        ``earlier`` has the ledger's totals at the beginning of this life.
         """
         resumed = resumed or RunState()
         self._evaluate = evaluate
@@ -162,12 +152,11 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         """Train to the last step and publish its weights; `stop` ends the training earlier.
 
         Call it again after a `LearnerDiedError` and `rewind`, or after a `BatchLost` and `replan`. Raises an
-        `ExceptionGroup` with the `AsyncRLError` of a part that died or missed a deadline.
+        `ExceptionGroup` with each `AsyncRLError`.
         """
         self._reporter.begin()
 
         async def feed() -> None:
-            """Queue the stream's prompts. Start with the prompts that a cancelled call did not queue."""
             while True:
                 self._unqueued = self._unqueued or self._prompts.take(self._config.algorithm.groups_per_step)
                 wants_outcomes = self._prompts.wants_outcomes
@@ -207,19 +196,18 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return self._queued_version == self._versions.stop
 
     async def save_stopped(self) -> str:
-        """Stop all work of the fleet, and save a checkpoint of a training that `stop` ended; returns its folder.
+        """Stop all work of the fleet, save a checkpoint, and return its folder. Call this after `stop`.
 
-        The fleet saves the tokens of running groups in the buffer first.
+        First, the fleet saves the tokens of running groups in the buffer.
         """
         await self._fleet.drain()
         return await (await self._checkpointer.save(self._queued_version, wait=True))
 
     async def checkpoint(self) -> Path:
-        """Save a checkpoint with the next learner step; returns its folder when the checkpoint is complete."""
+        """Save a checkpoint with the next learner step; return its folder when the checkpoint is complete."""
         return await self._checkpointer.requested()
 
     async def _unless_stopped(self, work: Callable[[], Awaitable[T]]) -> T | None:
-        """Return the result of ``work``; None if `stop` was called before ``work`` ended."""
         if self.is_stopped:
             return None
         task, stopping = asyncio.ensure_future(work()), asyncio.create_task(self._stopping.wait())
@@ -236,10 +224,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return self._checkpointer.newest(folder)
 
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
-        """Reset the buffer and this controller to a checkpoint; the learner continues as ``incarnation``.
+        """Reset the buffer and this controller to a checkpoint. The learner continues as ``incarnation``.
 
-        If the checkpoint is ahead of the ledger, the buffer first commits the missing steps. Returns the groups that
-        are finished at the checkpoint, as sorted ranges [start, end).
+        If the ledger is behind the checkpoint, the buffer first commits the missing steps. Returns the ids of the
+        groups that are finished at the checkpoint, as sorted ranges [start, end).
         """
         await self._commit_before(state.version)
         await self._buffer.rewind(state.version, incarnation=incarnation)
@@ -260,7 +248,6 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return version, group_ids
 
     def _go_on_from(self, version: int) -> None:
-        """Continue at step ``version``; forget later steps and checkpoints."""
         self._versions = range(version, self._versions.stop)
         self._queued_version = version
         self._checkpointer.rewind(version)
@@ -276,21 +263,20 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     @abstractmethod
     def step_loops(self) -> Sequence[Loop]:
-        """Return the loops that make the steps. They end after the last step; after `stop`, after the queued steps."""
+        """Return the loops that make the steps. They end after the last step, or after `stop` and the queued steps."""
 
     def following_loops(self) -> Sequence[Loop]:
         """Return the other loops. They end when the engines serve the last version; `stop` cancels them."""
         return ()
 
     async def _follow_fleet(self) -> None:
-        """Wait until all engines serve newer weights."""
         version, took_s = await self._buffer.served(
             self._reporter.engine_version, self._config.rollout_fleet.min_engines
         )
         self._reporter.published(version, took_s)
 
     def _next_evaluated(self, after: int) -> int | None:
-        """The first published version above ``after`` that is due for evaluation; None if training ends first."""
+        """Return the next version after ``after`` to evaluate during training; None if there is none."""
         steps = self._config.evaluation.every_steps
         if not (steps and self._config.evaluation.enabled) or self._evaluate is None:
             return None
@@ -299,7 +285,6 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return published if published < self._versions.stop else None
 
     async def _planned(self, version: int) -> tuple[Plan, float]:
-        """Return the batch of a step, and the seconds spent waiting for it."""
         asked_s = time.monotonic()
         with record.span(record.SpanKind.plan_wait, lane="/plan", step=version):
             plan = await self._buffer.plan(version)
@@ -311,13 +296,11 @@ class Controller(_Training[LearnerPort, FleetPort]):
     """Generates and trains at the same time."""
 
     def __init__(self, config: RunConfig, **parts: Any) -> None:
-        """Takes the same arguments as `_Training`."""
         super().__init__(config, **parts)
         self._steps: asyncio.Queue[_QueuedStep | BatchLost | None] = asyncio.Queue()
         self._places = asyncio.Semaphore(_PIPELINE_STEPS)
 
     def _go_on_from(self, version: int) -> None:
-        """As in the base class. Also forget the steps that were queued on the ranks."""
         self._steps, self._places = asyncio.Queue(), asyncio.Semaphore(_PIPELINE_STEPS)
         super()._go_on_from(version)
 
@@ -351,7 +334,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 dispatched=dispatched,
                 update=self._learner.update(plan),
                 weights=self._learner.publish(version + 1) if is_published else None,
-                critic=self._learner.update_critic(plan),  # after the publish, which does not wait for the critic
+                critic=self._learner.update_critic(plan),  # queued after the publish, which does not wait for it
                 checkpoint=await self._checkpointer.save_if_due(version + 1),
             )
             await self._steps.put(step)
@@ -386,7 +369,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             await self._follow_fleet()
 
     async def _examine(self) -> None:
-        """Evaluate versions in turn. A few engines keep the version until its evaluation ends."""
+        """Evaluate one version after the other."""
         due = self._next_evaluated(self._queued_version)
         while (version := self._next_evaluated(self._queued_version)) is not None and self._evaluate is not None:
             if version != due:
@@ -408,14 +391,14 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
         return (self._take_turns,)
 
     async def save_stopped(self) -> str:
-        """As in the base class. The learner has the devices at that time."""
+        """Do the same as the base class, after the engines have released the devices."""
         await self._fleet.drain()
         await self._fleet.release_device()
         await self._learner.trainer_mode()
         return await super().save_stopped()
 
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
-        """As in the base class. Then the engines release their devices for the learner's new ranks."""
+        """Do the same as the base class. Then the engines release their devices for the new ranks."""
         await self._commit_before(state.version)
         # The checkpoint includes this unreported step.
         if self._trained is not None and self._trained[0].version < state.version:
@@ -442,7 +425,7 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
                 metrics = {**metrics, **await self._learner.update_critic(plan)}
             self._trained = plan, waited_s, metrics
             checkpoint = await self._checkpointer.save_if_due(version + 1)
-            if not self.is_stopped:  # after a stop, the learner needs the devices to save a checkpoint
+            if not self.is_stopped:  # the learner needs the devices for the last checkpoint
                 await self._learner.rollout_mode(version + 1)
                 self._fleet.take_device()
             stats = await self._buffer.commit(version)

@@ -1,9 +1,6 @@
 """Held-out evaluation: engines that serve one policy version answer prompts.
 
-If an engine is lost, other engines answer its prompts.
-
-`HeldOutEvaluator` waits for answers of engines, and for changes of the pinned engines; the fleet and the buffer wake
-it. This module does not load Ray or torch, so ``asyncrl evaluate`` can use it with its own engine.
+The fleet and the buffer wake `HeldOutEvaluator`. Importing this module does not load Ray or torch.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from asyncrl.metrics import Evaluation, evaluation_of
 logger = logging.getLogger(__name__)
 
 _CALLS_PER_ENGINE = 4
-"""Number of calls per engine if all engines are equally fast. With several calls, a slow engine gets fewer prompts."""
+"""Number of calls per engine. With several calls, a slow engine gets fewer prompts."""
 
 
 class AnsweringFleet(Protocol):
@@ -48,16 +45,16 @@ class AnsweringFleet(Protocol):
 
 
 PinnedEngines = Callable[[Collection[str]], Awaitable[set[str]]]
-"""Waits until the engines pinned to the version differ from the given ones; see `ControlBuffer.pin`."""
+"""Waits until the engines pinned to a version differ from the given engines, and returns them."""
 
 
 def num_pinned_engines(share: float, num_engines: int) -> int:
-    """Return the number of engines of an evaluation during training: ``share`` of the present engines, at least one."""
+    """Return how many engines an evaluation uses during training: ``share`` of all present engines, at least one."""
     return max(1, math.floor(share * num_engines))
 
 
 def slots_of_evaluation(config: RunConfig, num_engines: int) -> int:
-    """Largest number of samples that a pinned engine runs at once for an evaluation. One prompt always fits."""
+    """Return how many samples a pinned engine may run at once for an evaluation. One prompt always fits."""
     slots = config.rollout_fleet.most_groups_in_flight * config.algorithm.samples_per_prompt
     num_pinned = num_pinned_engines(config.evaluation.share, num_engines)
     share = min(1.0, config.evaluation.share * num_engines / num_pinned)
@@ -65,7 +62,7 @@ def slots_of_evaluation(config: RunConfig, num_engines: int) -> int:
 
 
 class HeldOutEvaluator:
-    """Evaluates versions on the held-out ``prompts``."""
+    """Evaluates versions on held-out prompts. If an engine is lost, other engines answer its prompts."""
 
     def __init__(self, config: RunConfig, *, fleet: AnsweringFleet, prompts: Sequence[Prompt]) -> None:
         self._config = config
@@ -73,13 +70,17 @@ class HeldOutEvaluator:
         self._prompts = list(prompts)
 
     async def evaluate_all(self, version: int) -> Evaluation | None:
-        """Evaluate on all engines; they must serve ``version`` and be idle. None if no answer has a reward."""
+        """Evaluate on all engines, which must serve ``version`` and be idle. Returns None if no answer has a reward."""
         engines = set(self._fleet.engines())
         size = math.ceil(len(self._prompts) / (max(1, len(engines)) * _CALLS_PER_ENGINE))
         return await self._evaluate(version, _Deal(self._prompts, size=size, calls=_CALLS_PER_ENGINE), engines)
 
     async def evaluate_pinned(self, version: int, pinned: PinnedEngines) -> Evaluation | None:
-        """Evaluate during training on the engines ``pinned`` to ``version``, within their share of slots."""
+        """Evaluate during training on the engines ``pinned`` to ``version``.
+
+        The evaluation uses only its share of the engines' slots. Returns None if no answer has a reward, or if the
+        version is gone.
+        """
         slots = slots_of_evaluation(self._config, len(self._fleet.engines()))
         per_call = max(1, slots // (_CALLS_PER_ENGINE * (self._config.evaluation.num_samples + 1)))
         calls = max(1, slots // (per_call * (self._config.evaluation.num_samples + 1)))
@@ -117,12 +118,7 @@ Answer = Callable[[str, Sequence[Prompt]], Awaitable[list[AnsweredPrompt]]]
 
 
 class _Deal:
-    """Distributes prompts to engines, ``size`` prompts per call. Each engine has at most ``calls`` running calls.
-
-    Attributes:
-        answers: One entry per answered prompt.
-        lost: Lost engines by name, each with the reason.
-    """
+    """Distributes prompts to engines, ``size`` prompts per call. Each engine has at most ``calls`` running calls."""
 
     def __init__(self, prompts: Sequence[Prompt], *, size: int, calls: int) -> None:
         self.answers: list[AnsweredPrompt] = []
@@ -134,20 +130,18 @@ class _Deal:
         self._changed = asyncio.Event()
 
     def join(self, engines: Collection[str]) -> None:
-        """Add these engines. Engines that were lost earlier are not used again."""
+        """Add engines; lost engines stay lost."""
         for engine in sorted(engines):
             self._num_running.setdefault(engine, 0)
         self._changed.set()
 
     async def follow(self, engines: set[str], pinned: PinnedEngines) -> None:
-        """Add engines that are pinned while the evaluation runs."""
         with suppress(WeightsGone):  # no more engines can be pinned
             while True:
                 engines = await pinned(engines)
                 self.join(engines)
 
     async def run(self, tasks: asyncio.TaskGroup, answer: Answer) -> None:
-        """Distribute prompts until all are answered or all engines are lost."""
         while True:
             self._changed.clear()
             running = self._num_running
@@ -163,7 +157,6 @@ class _Deal:
             await self._changed.wait()
 
     async def _play(self, engine: str, prompts: Sequence[Prompt], answer: Answer) -> None:
-        """Let an engine answer prompts. Prompts without an answer go back to the queue."""
         answered: list[AnsweredPrompt] = []
         try:
             answered = await answer(engine, prompts)

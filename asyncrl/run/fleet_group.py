@@ -1,10 +1,6 @@
-"""The rollout fleet. `FleetGroup` implements the controller's `ColocatedFleetPort` with the members of the fleet.
+"""The rollout fleet, as the controller's `ColocatedFleetPort`. Members of an elastic fleet may join and leave.
 
-An elastic fleet begins with ``rollout_fleet.num_engines.min`` members. The fleet itself or ``asyncrl join`` starts more
-members, which roll out as soon as they serve the newest weights. ``asyncrl leave`` removes members.
-
-`FleetGroup.run` waits until a member ends, until a new member has joined, or until training has waited too long for
-engines. All other calls wait for members, and the members keep the deadlines (`asyncrl.run.fleet_member`).
+An elastic fleet begins with ``rollout_fleet.num_engines.min`` members.
 """
 
 from __future__ import annotations
@@ -55,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class FleetGroup:
-    """The rollout fleet."""
+    """The members of the rollout fleet."""
 
     def __init__(
         self,
@@ -70,8 +66,8 @@ class FleetGroup:
     ) -> None:
         """Start the first workers on the devices of ``pool``, or in a new pool if it is None. Call `start` next.
 
-        The learner begins at ``version``. ``say`` shows a line to the user. ``supply`` takes the id of a node. It
-        copies the files of a worker to this node, and returns the model's path there.
+        ``supply`` copies a worker's files to the node with a given id, and returns the model's path there. The learner
+        begins at ``version``.
         """
         fleet = config.rollout_fleet
         self._config = config
@@ -105,10 +101,10 @@ class FleetGroup:
         self._given_up = asyncio.Event()
 
     async def start(self) -> None:
-        """Bring up the first engines on the first offered weights. In an elastic fleet, more engines start meanwhile.
+        """Start the first engines and load the first weights. An elastic fleet also begins to start more engines.
 
-        Raises `DeadlineError`, or `WorkerDiedError` with the worker's log. Failed engines are not restarted here,
-        because an early failure most likely has its cause in the configuration.
+        Raises `DeadlineError`, or `WorkerDiedError` with the worker's log. A failed engine is not restarted here,
+        because the configuration is the most likely cause.
         """
         first = list(self._members.values())
         if self._roster.num_free:
@@ -157,7 +153,6 @@ class FleetGroup:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take_out(self, member: FleetMember, run: asyncio.Future[None]) -> None:
-        """Handle the end of a member. Raises `EngineLost` if too few members remain and no others can join."""
         try:
             run.result()
         except EngineLost as error:
@@ -180,10 +175,9 @@ class FleetGroup:
         )
 
     def _note_change(self) -> None:
-        """Tell the user when no engine is up, and when an engine is up again.
+        """Tell the user when no engine is up, and when one is up again. Start or stop the timer that ends the run.
 
-        Also start or stop the timer that limits how long training waits for engines. The timer does not run while
-        learner ranks use the engines' devices.
+        The timer does not run while learner ranks use the engines' devices.
         """
         if not self._has_started:
             return
@@ -199,7 +193,6 @@ class FleetGroup:
             self._be_patient(fleet.no_engine_timeout_s)
 
     def _be_patient(self, seconds: float | None) -> None:
-        """Set the timer that ends the run after ``seconds``; None stops the timer."""
         if self._patience is not None:
             self._patience.cancel()
         give_up = self._given_up.set
@@ -222,8 +215,7 @@ class FleetGroup:
             node: Id of their node; empty for any.
 
         Raises:
-            MembershipRefused: the fleet would be too large, an engine failed to start, or the run is starting or
-                ending.
+            MembershipRefused: the fleet would be too large, an engine failed to start, or the run does not train.
         """
         self._check_open()
         ranks = self._roster.join(num_engines, in_kept_places=not node)
@@ -242,7 +234,7 @@ class FleetGroup:
     def _bring_up(self, ranks: Sequence[int], *, waits: bool, node: str = "") -> list[asyncio.Task[str]]:
         """Start members in the background, one task per member.
 
-        If ``waits``, they wait for a place without a deadline, otherwise up to ``ray.start_timeout_s``.
+        With ``waits``, they wait for a place without a deadline.
         """
         tasks = []
         for rank in ranks:
@@ -270,7 +262,6 @@ class FleetGroup:
         return node
 
     def _forget(self, member: FleetMember) -> None:
-        """Remove an ended member; its counters stay."""
         self._departed.append(member.total)
         self._coming.pop(member.rank, None)
         self._leaving.pop(member.rank, None)
@@ -282,7 +273,7 @@ class FleetGroup:
         """Let a member release its groups and end. Returns when the member has ended.
 
         Raises:
-            MembershipRefused: no such member, too few members would remain, or the run is starting or ending.
+            MembershipRefused: the member does not exist, too few would remain, or the run does not train.
         """
         self._check_open()
         self._roster.leave(rank)
@@ -299,7 +290,7 @@ class FleetGroup:
             self._say(f"{member.member.name} has left; {len(self._left)} engines are present")
 
         self._leaving[rank] = asyncio.create_task(let_go())
-        await asyncio.shield(self._leaving[rank])  # the member leaves even if the caller disconnects
+        await asyncio.shield(self._leaving[rank])  # the member also leaves if the caller disconnects
         return f"{member.member.name} has left"
 
     def _check_open(self) -> None:
@@ -340,7 +331,7 @@ class FleetGroup:
         return replace(_total([*departed, *counters]), tokens_by_engine=by_engine)
 
     async def drain(self) -> FleetCounts:
-        """See `FleetPort.drain`. Also cancel the joins in progress, and wait for the leaving members."""
+        """See `FleetPort.drain`. Also cancels the joins in progress, and waits for the leaving members."""
         self._is_closing = True
         self._note_change()
         await self._withdraw()
@@ -349,14 +340,13 @@ class FleetGroup:
         return _total([*departed, *await asyncio.gather(*(member.drain() for member in members))])
 
     async def _withdraw(self) -> None:
-        """Cancel the joins in progress."""
         coming = list(self._coming.values())
         for task in coming:
             task.cancel()
         await asyncio.gather(*coming, return_exceptions=True)
 
     def engines(self) -> list[str]:
-        """See `FleetPort.engines`: the ranks of the present workers."""
+        """See `FleetPort.engines`. The names are the ranks."""
         return [str(rank) for rank, member in sorted(self._members.items()) if member.is_there]
 
     async def answer(
@@ -386,7 +376,7 @@ class FleetGroup:
 
 
 async def answered(fleet: FleetGroup, request: FleetRequest, config: RunConfig) -> FleetAnswer:
-    """Carry out a request of ``asyncrl join`` or ``asyncrl leave``. The answer contains any error; none is raised."""
+    """Carry out a request of ``asyncrl join`` or ``asyncrl leave``. An error is in the answer, and is not raised."""
     try:
         if request.action is Action.describe:
             return FleetAnswer(words=fleet.describe())
@@ -402,7 +392,6 @@ async def answered(fleet: FleetGroup, request: FleetRequest, config: RunConfig) 
 
 
 def _node_id(config: RunConfig, address: str) -> str:
-    """Return the id of the node at an address. Raises `MembershipRefused` if the run has no such node."""
     nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
     if address not in nodes:
         raise MembershipRefused(
@@ -434,9 +423,9 @@ async def served_requests(fleet: FleetGroup, config: RunConfig, run_dir: Path) -
 
 
 async def _serve(fleet: FleetGroup, config: RunConfig, name: str) -> None:
-    """Take requests from a `FleetDesk` actor. Start a task per request; it ends when the engine serves or has left.
+    """Answer the requests that a `FleetDesk` actor receives; the actor wakes this loop.
 
-    The actor wakes this loop. If the actor dies, the loop replaces it, and its pending requests fail.
+    If the actor dies, a new actor replaces it, and the pending requests fail.
     """
 
     async def answer(desk: Any, number: int, request: FleetRequest) -> None:
@@ -477,8 +466,8 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths, 
 def fleet_options(config: RunConfig) -> RolloutFleetConfig:
     """Return the options of the fleet, with the server options that follow from the rest of the configuration.
 
-    In colocated pools, a server can release its device (``memory_saver``). With agents, a server can read stop texts
-    (``tokenizer``).
+    In a colocated run, a server can release its device (``memory_saver``). If prompts have environments, a server can
+    detect stop texts (``tokenizer``).
     """
     fleet = config.rollout_fleet
     own = {"memory_saver": True} if config.placement.colocated else {}

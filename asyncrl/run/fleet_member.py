@@ -1,14 +1,8 @@
 """One member of the fleet: a rollout worker that is replaced when it dies or hangs.
 
-A life is the time of one worker process. First the member waits until Ray has reserved a place (`EnginePlaces`). A
-restart waits without a deadline; if a node has died, Ray moves the place to another node. Then the node gets the
-worker's files, the worker starts its engine, and the engine loads the newest weights. If the engine fails, the worker
-releases its groups with their tokens so far, and ends too.
-
-Every call waits for the worker. Ray wakes the call when the worker answers or dies. A healthy worker answers some calls
-at once. If such a call takes longer than ``buffer.request_timeout_s``, the worker counts as dead. The first call that
-fails ends the life (`_declare`), and the next life begins. Errors that every worker would raise (`RUN_ERRORS`) end the
-run instead.
+A life is the time of one worker process. Ray wakes every call when the worker answers or dies. The first failed call
+ends the life, and so does a quick call that takes longer than ``buffer.request_timeout_s``. Errors that every worker
+would raise (`RUN_ERRORS`) end the run instead. A restart waits without a deadline for a place.
 """
 
 from __future__ import annotations
@@ -50,25 +44,23 @@ T = TypeVar("T")
 PLACE_NOTICE_S = 5.0
 """After this many seconds without a place, a member tells the user."""
 START_MARGIN_S = 30.0
-"""Added to the engine's start deadline. The worker checks that deadline itself first, with a better message."""
+"""Added to the engine's start deadline. So the worker reports a missed deadline first, with a better message."""
 COUNTERS_S = 1.0
-"""How long `FleetMember.counters` waits for new counters before it returns the last known ones."""
+"""Longest wait of `FleetMember.counters` for new counters."""
 RUN_ERRORS = (RewardError, RequestRefused, AccountError, WrongEpoch, ClusterDiedError)
 """Errors that every worker would raise: a wrong reward configuration, request, account or epoch, or a dead cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberParts:
-    """The collaborators of all members.
+    """What all members share.
 
     Attributes:
-        places: The places of the workers.
         bury: `ControlBuffer.bury`, which declares a worker dead in the buffer.
         supply: Takes the id of a node, copies the files of a worker there, and returns the model's path on the node.
-        version: Learner version at which this life of the run began.
+        version: Learner version at which the run's process began.
         on_change: Called when `FleetMember.is_serving` may have changed.
         may_use_devices: Set while no learner rank uses the devices of the engines. A worker starts only then.
-        say: Shows a line to the user.
     """
 
     places: EnginePlaces
@@ -81,12 +73,7 @@ class MemberParts:
 
 
 class FleetMember:
-    """One worker. Call `start` and then `load_first`; in a running fleet, call `join` instead.
-
-    Attributes:
-        rank: Rank of the worker.
-        member: State of this member.
-    """
+    """One worker and its restarts. Call `start` and then `load_first`; in a running fleet, call `join` instead."""
 
     def __init__(self, rank: int, config: RunConfig, parts: MemberParts) -> None:
         fleet = config.rollout_fleet
@@ -124,18 +111,18 @@ class FleetMember:
         return self._has_served and not self.member.has_ended and self.member.state not in away
 
     async def start(self) -> None:
-        """Bring up the worker and its engine. Raises `DeadlineError`, or `WorkerDiedError` with the worker's log."""
+        """Start the worker and its engine. Raises `DeadlineError`, or `WorkerDiedError` with the worker's log."""
         option = "rollout_fleet.start_timeout_s"
         self._worker = await within(self._call("start"), self._start_s, "the rollout engines", option)
         self.member.started(self.member.epoch)
 
     async def load_first(self) -> None:
-        """Wait until the worker has loaded the first offered weights. After that, a dead worker is replaced."""
+        """Wait until the worker has loaded the first offered weights. From then on, a dead worker is replaced."""
         await self._catch_up()
         self._keeping = asyncio.create_task(self._keep())
 
     async def join(self, *, node: str = "", place_timeout_s: float = math.inf) -> str:
-        """Start in a running fleet on the newest weights. After that, a dead worker is replaced.
+        """Start in a running fleet on the newest weights. From then on, a dead worker is replaced.
 
         Args:
             node: Id of the node; empty for any.
@@ -145,7 +132,7 @@ class FleetMember:
             The id of the worker's node.
 
         Raises:
-            AsyncRLError, ValueError: no place in time, the node cannot get its files, or the worker does not start.
+            AsyncRLError, ValueError: there is no place in time, or the worker does not start there.
         """
         self._has_process = False
         try:
@@ -187,7 +174,7 @@ class FleetMember:
     async def counters(self) -> FleetCounters:
         """Return the counters over all lives of the worker.
 
-        If the worker does not answer within `COUNTERS_S`, these are the last known ones.
+        If the worker does not answer within `COUNTERS_S`, these are the last known counters.
         """
         if self.member.state is MemberState.ready and (self._counting is None or self._counting.done()):
             self._counting = asyncio.create_task(self._count(self.member.epoch))
@@ -210,10 +197,10 @@ class FleetMember:
         return FleetCounters.total([*self._before, self._last])
 
     async def release_device(self, incarnation: int | None = None) -> None:
-        """Let running groups finish, and release the device; see `RolloutLoop.release_device`.
+        """Let running groups finish, and release the device. A worker that is starting first finishes its start.
 
-        If the worker is starting, this call first waits until it has started. A worker that does not release its device
-        has failed, and the member kills it. No new worker starts before `MemberParts.may_use_devices` is set.
+        The member kills a worker that does not release its device. No new worker starts before
+        `MemberParts.may_use_devices` is set.
         """
         what, option = "the engines to release their devices", "rollout_fleet.drain_timeout_s"
         timeout_s = self._fleet.drain_timeout_s + 2 * self._fleet.load_timeout_s + 10
@@ -223,12 +210,11 @@ class FleetMember:
         is_watched = self.member.may_lease
         releasing = within(self._call("release_device", incarnation), timeout_s, what, option)
         if not await self._tried(self.member.epoch, releasing):
-            if not is_watched:  # the worker is starting, and its start waits until the device is free
+            if not is_watched:  # the worker is starting, and its start waits for the device
                 await self._free_device()
             await self._until(lambda _: not self._may_use_device)
 
     async def _free_device(self) -> None:
-        """Kill the worker unless it is dead, so that the learner can use its device."""
         if not self._may_use_device:
             return
         await asyncio.to_thread(self._parts.places.close, self.rank)
@@ -244,15 +230,14 @@ class FleetMember:
         return self.total
 
     async def _is_up(self) -> bool:
-        """Wait until the worker serves, or the member has ended or waits for a place. Returns True if it serves."""
+        """Wait until the worker serves, waits for a place, or the member has ended. Return whether it serves."""
         await self._until(lambda member: member.may_lease or member.has_ended or member.state is MemberState.pending)
         return self.member.may_lease
 
     async def leave(self) -> None:
-        """Take no more work, release running groups, and end the worker.
+        """Take no more work, release running groups, and end the worker. Returns when the worker has ended.
 
-        Returns when the worker has ended; it is not restarted. A worker that dies during this call also counts as left.
-        `counters` still includes its work.
+        `counters` still includes its work. A worker that dies during this call also counts as left.
         """
         member, epoch = self.member, self.member.epoch
         member.drain(time.monotonic())
@@ -283,7 +268,6 @@ class FleetMember:
             await self._call("stop")
 
     async def _close(self) -> None:
-        """Stop watching the worker, because its end is now expected."""
         await _cancel(*filter(None, (self._keeping, self._counting)))
 
     # One life
@@ -292,13 +276,12 @@ class FleetMember:
         return self._parts.places.execute_rank_async(self.rank, method, *arguments)
 
     async def _answer(self, method: str, what: str) -> Any:
-        """Await a call that a healthy worker answers at once."""
         return await within(self._call(method), self._answer_s, what, "buffer.request_timeout_s")
 
     async def _while_answering(self, pending: Awaitable[T], what: str) -> T:
-        """Await a long call, and meanwhile poll the worker's counters. Raises `DeadlineError` if a poll has no answer.
+        """Await a long call, and meanwhile poll the worker's counters.
 
-        The worker itself keeps the deadline of the call.
+        Raises `DeadlineError` if a poll has no answer.
         """
         call, worker = asyncio.ensure_future(pending), self._worker
         try:
@@ -319,7 +302,7 @@ class FleetMember:
         self._has_served = True
 
     async def _ready(self) -> int | None:
-        """Wait until the worker serves; return its epoch, or None if it has left. Raises `EngineLost` if it failed."""
+        """Wait until the worker serves, and return its epoch; None if it has left. Raises `EngineLost` if it failed."""
         await self._until(lambda member: member.may_lease or member.has_ended)
         if self.member.state is MemberState.left:
             return None
@@ -340,27 +323,26 @@ class FleetMember:
             await self._notify()
 
     async def _notify(self) -> None:
-        """Report that the state of the member may have changed."""
         self._parts.on_change()
         async with self._changed:
             self._changed.notify_all()
 
     async def _until(self, is_true: Callable[[Member], bool]) -> None:
-        """Wait until ``is_true`` holds for the state of the member. `_notify` wakes this call."""
+        """Wait until ``is_true``; `_notify` wakes this call."""
         async with self._changed:
             await self._changed.wait_for(lambda: is_true(self.member))
 
     async def _declare(self, epoch: int, error: Exception) -> None:
-        """Declare that ``error`` has ended the life of ``epoch``. No effect if it has ended, or is not watched yet."""
+        """End the life of ``epoch`` because of ``error``, if it is running and watched."""
         if self._keeping is not None and self.member.fault(epoch, str(raised_in_worker(error)), time.monotonic()):
             self._declared.put_nowait(error)
             await self._notify()
 
     async def _tried(self, epoch: int, pending: Awaitable[T]) -> tuple[T] | None:
-        """Await a call in the life of ``epoch``.
+        """Await a call in the life of ``epoch``, and return the answer in a tuple.
 
-        Returns the answer in a tuple. Returns None if the life ends before the answer. A failed call also ends the life
-        and returns None. Raises errors of `RUN_ERRORS`, and every error before the member is watched.
+        Return None if the life ends first. A failed call ends the life. Raises errors of `RUN_ERRORS`, and every error
+        before the member is watched.
         """
         call = asyncio.ensure_future(pending)
         ending = asyncio.create_task(self._until(lambda member: member.epoch > epoch))
@@ -376,7 +358,7 @@ class FleetMember:
             await _cancel(call, ending)
 
     async def watch(self) -> NoReturn:
-        """Wait for the failure of the engine, or for `_declare`; raises the cause. See `keep_up`."""
+        """Wait until the engine fails or a call ends the life, and raise the cause."""
         failing = self._while_answering(self._call("wait_failed"), "the rollout workers, which generate")
         watching, declared = asyncio.ensure_future(failing), asyncio.create_task(self._declared.get())
         try:
@@ -389,7 +371,10 @@ class FleetMember:
         raise EngineLost(f"the engine of {self.member.name} has ended")
 
     async def end(self, fault: Exception) -> float:
-        """End this life; see `keep_up`. Raises ``fault`` if the member has failed, or the cluster has died."""
+        """End this life, and return the seconds until the next begins.
+
+        Raises ``fault`` if the member has failed, or the cluster has died.
+        """
         if isinstance(fault, ClusterDiedError):
             raise fault
         member = self.member
@@ -409,7 +394,7 @@ class FleetMember:
         return member.seconds_left(time.monotonic()) or 0.0
 
     async def begin(self) -> None:
-        """Start a new worker and let it load the newest weights; see `keep_up`."""
+        """Start a new worker and let it load the newest weights."""
         self.member.due(self.member.deadline)
         await self._come_up()
         self._parts.say(f"{self.member.name} is back after {time.monotonic() - self._died_s:.1f} s")
@@ -437,9 +422,9 @@ class FleetMember:
         return await self._buried(last) if last.tokens_in_flight and self._worker else last
 
     async def _buried(self, last: FleetCounters) -> FleetCounters:
-        """Declare the worker dead in the buffer (`ControlBuffer.bury`).
+        """Declare the worker dead in the buffer, again until the buffer answers.
 
-        Returns the worker's counters with the buffer's count of tokens. Repeats the request until the buffer answers.
+        Returns the worker's counters with the buffer's count of tokens.
         """
         while True:
             try:
@@ -449,7 +434,6 @@ class FleetMember:
                 logger.warning("%s is not buried yet: %s", self.member.name, error)
 
     async def _come_up(self, node: str = "", place_timeout_s: float = math.inf) -> str:
-        """Wait for a place, start a worker there, and load the newest weights. Returns the id of the node."""
         found = await self._place(node, place_timeout_s)
         model_path = await self._parts.supply(found)
         seed = engine_seed(self._seed, self._parts.version, self.member.epoch)
@@ -463,7 +447,6 @@ class FleetMember:
         return found
 
     async def _place(self, wanted: str, timeout_s: float) -> str:
-        """Wait for a place. Returns the id of its node. Tell the user if the wait is long."""
         self.member.unplaced(self.member.epoch)
         await self._notify()
         placing = asyncio.ensure_future(self._parts.places.node_of(self.rank, wanted))

@@ -1,4 +1,4 @@
-"""Recomputes the log-probs of a run's stored tokens. Each token is checked under the weights of its own version."""
+"""Recomputes the log-probs of a run's stored tokens, under the weights of each token's own version."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from asyncrl.run.run_lives import Life
 from asyncrl.samples import read_samples
 
 LARGEST_GAP = 0.05
-"""Largest accepted mean absolute difference of a sample's log-probs, in nats. A small difference is normal: engines
-compute in batches of other shapes, and perhaps in bfloat16."""
+"""Largest accepted mean absolute difference of a sample's log-probs, in nats.
+
+Engines compute in batches of other shapes, and perhaps in bfloat16, so a small difference is normal.
+"""
 
 Row = Mapping[str, Any]
 
@@ -41,10 +43,9 @@ class StoredSample:
 
 
 def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
-    """Recompute the log-probs of up to ``count`` stored samples, compare them, and add the findings to ``result``.
+    """Recompute the log-probs of up to ``count`` stored samples, and add the comparison to ``result``.
 
-    A sample is checked only if the weights of all its versions are stored: in a checkpoint, or in ``snapshots/`` of a
-    life (``learner.keep_snapshots``).
+    A sample is checked only if the weights of all its versions are stored, in a checkpoint or in ``snapshots/``.
     """
     stored = {version: place for life in lives for version, place in _weights(life)}
     models = [*stored.values(), *(_options(life)["model"]["path"] for life in lives)]
@@ -85,7 +86,7 @@ def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
 
 
 def _gaps(samples: Sequence[StoredSample], stored: Mapping[int, Path]) -> list[float]:
-    """Return the mean absolute difference between each sample's behavior log-probs and the recomputed ones, in nats."""
+    """Return the mean absolute difference of behavior and recomputed log-probs per sample, in nats."""
     logprobs = [np.zeros(len(sample.row["versions"]), dtype=np.float32) for sample in samples]
     for version in sorted({version for sample in samples for version in sample.versions}):
         with _model(stored[version]) as model:
@@ -101,7 +102,6 @@ def _gaps(samples: Sequence[StoredSample], stored: Mapping[int, Path]) -> list[f
 
 
 def _weights(life: Life) -> Iterator[tuple[int, Path]]:
-    """Yield the versions whose weights a life has stored, and their folders."""
     for folder in sorted((life.folder / "snapshots").glob("v*")):
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
             yield int(folder.name[1:]), folder
@@ -110,7 +110,6 @@ def _weights(life: Life) -> Iterator[tuple[int, Path]]:
 
 
 def _samples(lives: Sequence[Life]) -> Iterator[StoredSample]:
-    """The stored samples of all lives. A life without files in ``trajectories/`` may have a few in ``tokens/``."""
     for life in lives:
         for part in ("trajectories", "tokens"):
             files = sorted((life.folder / part).glob("step_*.parquet"))
@@ -127,7 +126,6 @@ def _options(life: Life) -> dict[str, Any]:
 
 @contextmanager
 def _model(place: Path) -> Iterator[Any]:
-    """Load a model in float32 from a folder in Hugging Face layout or from a checkpoint."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -145,7 +143,7 @@ def _model(place: Path) -> Iterator[Any]:
 
 
 def _logprobs(model: Any, row: Row, temperature: float) -> np.ndarray:
-    """[R] float32, the log-prob of each response token of a sample, given the tokens before it."""
+    """Return the log-prob of each response token of a sample, [R] float32."""
     import torch
 
     num_prompt = len(row["prompt_ids"])

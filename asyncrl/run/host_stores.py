@@ -1,9 +1,7 @@
 """Store servers on the hosts of rollout workers: one store server per node with workers.
 
-Trajectories stay in the store of their host until the learner's ranks fetch them, so they cross the network only once.
-A rollout worker names its host when it connects to the buffer. `HostStores.watch` then starts a `NodeStore` actor on
-that host. The actor runs the store server, and restarts it if it dies. If a store is lost for good, its groups are lost
-too. The buffer counts them as ``store_lost``, and the fleet generates them again.
+Trajectories stay on their host until the learner's ranks fetch them. So they cross the network only once. If a store is
+lost, the buffer counts its groups as ``store_lost``, and the fleet generates them again.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ class NodeStore:
     """An actor that runs and restarts the store server of its node."""
 
     def __init__(self, config: BufferConfig, *, num_clients: int, log_path: Path, **options: Any) -> None:
-        """``options`` are further options of `BufferSupervisor`."""
         self._config = config_of_node(config, ray.util.get_node_ip_address().strip("[]"))
         self._num_clients = num_clients
         self._log_path = log_path
@@ -68,7 +65,7 @@ class NodeStore:
     async def next_restart(self) -> str:
         """Wait for a restart of the store server; return a description.
 
-        Raises `WorkerDiedError` if the store server may not be restarted.
+        Raises `WorkerDiedError` if no restarts are left.
         """
         assert self._watching is not None
         waiting = asyncio.ensure_future(self._restarts.get())
@@ -87,13 +84,13 @@ class NodeStore:
 
 
 def config_of_node(config: BufferConfig, address: str) -> BufferConfig:
-    """Return the options of a store on the node with this address; ``config`` has the options of the buffer."""
+    """Return the options of a store on the node with this address, from the options of the buffer."""
     own = store_config(config)
     if is_loopback(own.host):
         return own
     try:
         ip_address(own.host)
-    except ValueError:  # the host is the name of an interface, or stands for every address
+    except ValueError:  # the host is an interface, or stands for every address
         return replace(own, advertised_host=address if own.advertised_host else "")
     return replace(own, host=address, advertised_host="")
 
@@ -103,8 +100,9 @@ class HostStores:
 
     Args:
         control: Client of the buffer; `stop` closes it.
-        make: Makes the `NodeStore` actor of a node from the node's id and the number of the store; see `ray_actors`.
+        make: Makes the `NodeStore` actor of a node from the node's id and the number of the store.
         restarts: Largest number of replacements of a host's store.
+        say: Shows a line to the user.
 
     Attributes:
         num_restarts: Number of restarts of store servers.
@@ -130,7 +128,7 @@ class HostStores:
         self.num_restarts = self.num_placed = 0
 
     async def watch(self) -> NoReturn:
-        """Start a store on each host with rollout workers. Drop lost stores, and replace them while they have restarts.
+        """Start a store on each host with rollout workers. Drop lost stores, and replace them while restarts are left.
 
         Raises `WorkerDiedError` if the last store is lost and may not be replaced.
         """
@@ -159,14 +157,11 @@ class HostStores:
 
 
 class _Gone(Exception):
-    """The store of a host is lost and is not replaced. The host's workers use the other stores."""
+    """The store of a host is lost and is not replaced."""
 
 
 class _HostStore:
-    """The store of one host, for `keep_up`.
-
-    After any error a new store replaces it, unless the server or the store has no restarts left.
-    """
+    """The store of one host, for `keep_up`. A new store replaces a lost one while restarts are left."""
 
     def __init__(self, stores: HostStores, host: str) -> None:
         self._stores = stores
@@ -186,14 +181,13 @@ class _HostStore:
         stores.say(f"{what} keeps the rollouts of its host, at {address}")
 
     async def watch(self) -> NoReturn:
-        """Count and report the restarts of the server."""
         while True:
             (line,) = await fetch_async([self._stores.actors[self._number].next_restart.remote()])
             self._stores.num_restarts += 1
             self._stores.say(line)
 
     async def end(self, fault: Exception) -> float:
-        """Drop the store. Its groups are generated again, and later groups of its host go to the other stores."""
+        """Drop the store; its groups are generated again."""
         stores, name = self._stores, f"store server {self._number}"
         logger.warning("%s is gone: %s", name, fault)
         if (lost := stores.actors.pop(self._number, None)) is not None:
@@ -211,7 +205,6 @@ class _HostStore:
         return 0.0
 
     async def _dropped(self, store: int) -> int:
-        """Drop the store with `ControlClient.drop_store`. Repeats the request until the buffer answers."""
         while True:
             try:
                 return await self._stores.control.drop_store(store)
@@ -220,9 +213,9 @@ class _HostStore:
 
 
 def ray_actors(config: BufferConfig, *, log_dir: Path, **options: Any) -> Callable[[str, int], Any]:
-    """Return a function that makes `NodeStore` actors in the connected Ray cluster; ``config`` is the buffer's.
+    """Return a function that makes `NodeStore` actors in the connected Ray cluster.
 
-    ``options`` are ``num_clients``, and further options of `BufferSupervisor`.
+    ``config`` has the options of the buffer. ``options`` are ``num_clients`` and further options of `BufferSupervisor`.
     """
     actor_class: Any = ray.remote(NodeStore)
     place: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": WORKER_ENV}}

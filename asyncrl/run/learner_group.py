@@ -1,4 +1,4 @@
-"""The learner's roles as worker groups, behind the controller's `LearnerPort`.
+"""The learner's roles as Ray worker groups, behind the controller's `LearnerPort`.
 
 Every call waits for the ranks with a deadline. Ray wakes the call when the ranks answer or die.
 """
@@ -54,7 +54,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _DEATH_NOTICED_S = 10.0
-"""Longest time from a failed call on the ranks until Ray reports the death of the rank that caused the failure."""
+"""Longest time from a failed call on the ranks until Ray reports which rank died."""
 _CALLS_FAIL_S = 5.0
 """Longest time from the death of a rank until the pending calls on the ranks fail."""
 
@@ -62,9 +62,9 @@ WORKER_CLASSES = {"actor": ActorWorker, "critic": CriticWorker, "ref": Reference
 
 
 class LearnerGroup:
-    """The learner's roles as one object. The ranks execute the calls of this object in order.
+    """All roles of the learner. The ranks execute the calls of this object in order.
 
-    Each learner step queues the scores of reference and critic, the actor's step, the publish, and the critic's step.
+    A learner step queues the scores of reference and critic, the actor's step, the publish, and the critic's step.
     Scores go directly from worker to worker. If two roles share a process, the scores stay there.
 
     Attributes:
@@ -79,11 +79,10 @@ class LearnerGroup:
         self.checkpoints = paths.checkpoints
         self._layout = learner_layout(config)
         for pool in self._layout.resource_pool_dict.values():
-            pool.enter()  # the reservation stays when the ranks end; restarted ranks use it again
+            pool.enter()  # restarted ranks use the same reservation
         self._begin(incarnation=0)
 
     def _begin(self, *, incarnation: int) -> None:
-        """Start the ranks. Restarted ranks use the same reservation."""
         self._batches: tuple[Plan | None, dict[int, list[RankBatch]]] = (None, {})
         self._scores: dict[str, RemoteScores] = {}
         self._announced: dict[str, Awaitable[Any]] = {}  # the newest call of each role
@@ -101,9 +100,9 @@ class LearnerGroup:
         await _or_death(loading, pending)
 
     async def death(self) -> NoReturn:
-        """Wait until the process of a rank ends, even if no call runs.
+        """Wait until the process of a rank ends, even if no call runs. Raises `LearnerDiedError`.
 
-        Raises `LearnerDiedError`. Pending calls report the death in more detail, so they get time to fail first.
+        Pending calls report the death in more detail, so they get time to fail first.
         """
         try:
             death: Exception = await self._roles.death()
@@ -119,8 +118,8 @@ class LearnerGroup:
     async def begin_again(self, checkpoint: Path, version: int, *, incarnation: int) -> None:
         """Start new ranks from the checkpoint of ``version``, and publish this version.
 
-        Remove later versions that the previous ranks published. Engines that share the learner's devices must have
-        released them; they get the devices back with the published weights. Raises the errors of `init` and `load`.
+        Remove the later versions that the previous ranks published. Colocated engines must have released the devices;
+        they get the devices back with the published weights. Raises the errors of `init` and `load`.
         """
         await finished_in_thread(partial(self._begin, incarnation=incarnation), self._config.ray.start_timeout_s)
         await asyncio.to_thread(remove_published, self._paths.snapshots, after=version)
@@ -210,10 +209,9 @@ class LearnerGroup:
         await self._in_time(AllOf([group.trainer_mode() for _, group in self._on_shared_devices()]), "training's turn")
 
     async def withdraw(self) -> list[int]:
-        """Discard the batch after a `BatchLost`.
+        """Discard the batch after a `BatchLost`, and return the groups that the ranks did not find.
 
-        Returns the groups that the ranks did not find. Raises `LearnerDiedError` if the critic has a separate pool,
-        because the critic may have trained on the batch that the actor lost.
+        Raises `LearnerDiedError` if the critic has a separate pool, because it may have trained on the lost batch.
         """
         if "critic" in self._roles and not self._roles.share_a_pool("critic", "actor"):
             raise LearnerDiedError(
@@ -221,7 +219,7 @@ class LearnerGroup:
             )
         await self._in_time(AllOf([*self._announced.values()]), "the announced batches")
         found: set[int] = set()
-        for group in self._roles:  # the ranks have skipped the calls that were queued before this one
+        for group in self._roles:  # the ranks have skipped all earlier calls
             lost = await self._in_time(group.forget_batch(), "the groups of a batch that the ranks did not find")
             found.update(group_id for part in lost for group_id in part)
         self._batches, self._scores, self._announced = (None, {}), {}, {}
@@ -233,7 +231,6 @@ class LearnerGroup:
         return self._layout.get_resource_pool(Role.from_string("actor"))
 
     def _on_shared_devices(self) -> list[tuple[str, Any]]:
-        """Return the roles in the actor's pool; colocated engines share its devices."""
         return [(role, self._roles[role]) for role in self._roles.pools if self._roles.share_a_pool(role, "actor")]
 
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool, parts: Sequence[str] = ()) -> Awaitable[str]:
@@ -269,7 +266,7 @@ class LearnerGroup:
     async def stop(self, timeout_s: float) -> None:
         """Ask the ranks to stop, kill them after ``timeout_s``, and release the reservation."""
         try:
-            with suppress(Exception):  # an error does not matter, because the ranks are killed next
+            with suppress(Exception):  # the ranks are killed next
                 stopping = AllOf([group.execute_all_async("stop") for group in self._roles])
                 await asyncio.wait_for(stopping, timeout_s)
         finally:
@@ -280,7 +277,7 @@ class LearnerGroup:
                     self._layout.resource_pool_dict.popitem()[1].leave()
 
     def _shares(self, plan: Plan, role: str) -> list[RankBatch]:
-        """Return the `RankBatch` of each data-parallel rank of a role. Roles with equal dp sizes have equal batches."""
+        """Return the batch of each data-parallel rank of a role. Roles with equal dp sizes have equal batches."""
         if self._batches[0] is not plan:
             self._batches = (plan, {})
         shares, dp_size = self._batches[1], self._roles.dp_sizes[role]
@@ -295,19 +292,14 @@ class LearnerGroup:
         return shares[dp_size]
 
     def _announce(self, plan: Plan, roles: Sequence[str]) -> None:
-        """Let the ranks prepare the batches of ``roles``. Queue the calls on these batches next, in the same order."""
+        """Let the ranks prepare batches. Queue the calls on these batches next, in the same order."""
         self._announced |= {role: self._roles[role].announce(self._shares(plan, role)) for role in dict.fromkeys(roles)}
 
     def _reads(self, role: str) -> tuple[str, ...]:
-        """Return the columns that a role's step needs from other roles."""
         return ROLES[role].reads(self._config.algorithm)
 
     def _score(self, column: str, plan: Plan, unsent: list[Awaitable[Any]]) -> RemoteScores:
-        """Queue the scores of a column.
-
-        If each reader has its scores in its own process (`keeps_scores_for`), the scores stay there. The call is then
-        added to ``unsent``.
-        """
+        """Queue the scores of a column. If all readers have them in their own processes, add the call to ``unsent``."""
         role = scored_by(column, self._config.learner).name
         batches = self._shares(plan, role)
         readers = [reader for reader in ("actor", "critic") if reader in self._roles and column in self._reads(reader)]
@@ -318,10 +310,7 @@ class LearnerGroup:
         return RemoteScores(role=role, batches=batches, results=results)
 
     def _step_arguments(self, role: str, plan: Plan) -> list[Sequence[Any]]:
-        """Return the arguments of a role's step: its batches, and the scores per column.
-
-        Scores in the role's own process are None.
-        """
+        """Return the arguments of a role's step: batches, then scores per column. None: the role has the scores."""
         batches = self._shares(plan, role)
         arguments: list[Sequence[Any]] = [batches]
         for column in self._reads(role):
@@ -339,14 +328,13 @@ class LearnerGroup:
         return await self._first(pending, what, kind=kind)
 
     async def _first(self, pending: Awaitable[list[T]], what: str, *, kind: str = "") -> T:
-        """Return the result of rank 0; metrics are the same on every rank."""
         return (await self._in_time(pending, what, kind=kind))[0]
 
     async def _in_time(self, pending: Awaitable[T], what: str, *, kind: str = "") -> T:
         """Await a call; raise the errors of `_or_death`.
 
-        The calls of a step have a ``kind``: their deadline follows from the longest call of that kind so far. Every
-        other call gets twice ``learner.step_timeout_s``, because it may queue behind a step.
+        The deadline of a call with a ``kind`` follows from the longest call of that kind so far. Other calls may queue
+        behind a step, so they get twice ``learner.step_timeout_s``.
         """
         option = "learner.step_timeout_s"
         if kind:
@@ -359,9 +347,8 @@ class LearnerGroup:
 async def _or_death(result: Awaitable[T], pending: Any) -> T:
     """Await the result of a ``pending`` call.
 
-    Raises `LearnerDiedError` if a rank died or missed the deadline, otherwise the error of the ranks. After a death the
-    other ranks fail too, some of them before Ray notices the death. So after such an error this call waits up to
-    `_DEATH_NOTICED_S` for the notice.
+    Raises `LearnerDiedError` if a rank died or missed the deadline, otherwise the error of the ranks. After a death,
+    calls on other ranks may fail before Ray notices the death. So this call waits up to `_DEATH_NOTICED_S` for it.
     """
     try:
         return await result
@@ -381,7 +368,7 @@ async def _or_death(result: Awaitable[T], pending: Any) -> T:
 
 
 class AllOf:
-    """Calls to several worker groups, which are awaited one after the other.
+    """Calls to several worker groups. Awaiting it awaits all of them.
 
     Attributes:
         futures: Ray's references of all calls. Error messages name the workers from them.
@@ -398,12 +385,6 @@ class AllOf:
 
 class RoleGroups:
     """One worker group per role of the run; roles in the same pool share processes.
-
-    Args:
-        config: The run.
-        layout: The pools.
-        connect_buffer: Called in each process; returns its client of the buffer.
-        paths: Folders to which the processes write.
 
     Attributes:
         pools: Name of the pool of each role.
@@ -440,7 +421,6 @@ class RoleGroups:
         return role in self._groups
 
     def __getitem__(self, role: str) -> Any:
-        """The group of a role. Its type is Any, because a group gets the methods of its worker class at run time."""
         if self._is_down:
             raise LearnerDiedError("a learner rank died, and no new ranks have started yet")
         return self._groups[role]
@@ -449,7 +429,7 @@ class RoleGroups:
         return iter(self._groups.values())
 
     async def death(self) -> WorkerDiedError:
-        """Wait until a process of any role dies; returns the error that names it."""
+        """Wait until a process of any role dies, and return the error that names it."""
         watching = {asyncio.ensure_future(host.death()) for host in self._hosts}
         try:
             ended, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
@@ -460,11 +440,11 @@ class RoleGroups:
         return ended.pop().result()
 
     def share_a_pool(self, one: str, other: str) -> bool:
-        """Whether two roles live in the same processes."""
+        """Return whether two roles run in the same processes."""
         return self.pools[one] == self.pools[other]
 
     def keeps_scores_for(self, role: str, reader: str) -> bool:
-        """Whether each process of ``reader`` also runs ``role``, and so computes the scores that it needs."""
+        """Return whether each process of ``reader`` also runs ``role``, and so has the needed scores."""
         return self.share_a_pool(role, reader) and self.dp_sizes[role] == self.dp_sizes[reader]
 
     def shutdown(self) -> None:
@@ -475,7 +455,6 @@ class RoleGroups:
 
 
 def _publish_options(config: RunConfig) -> PublishOptions:
-    """Return the ranks' options for publishing weights."""
     fleet, carrier = config.rollout_fleet, config.weights.rules.carrier
     into_engines = carrier is Carrier.engine_stream
     own_gpus = config.learner.device == fleet.device == "cuda" and not config.placement.colocated

@@ -1,16 +1,12 @@
 """Restarts the learner after the death of a rank: new ranks start from the newest checkpoint, and training continues.
 
 Engines and buffer keep running. The ledger returns to the checkpoint's version with a new *incarnation* of the learner.
-The ledger revokes running attempts and withdraws offered weights. Versions after the checkpoint are lost. The ledger
-drops stored groups and saved prefixes with a token of a lost version (``rewound``), and keeps the others. Engines lease
-again after they have loaded the weights of the new ranks. So no token of a lost version is ever trained on.
+The versions after the checkpoint are lost. The ledger revokes running attempts, withdraws offered weights, and drops
+stored groups and saved prefixes with a token of a lost version (``rewound``). Engines lease again after they have
+loaded the weights of the new ranks. So no token of a lost version is ever trained on.
 
-If engines share devices with the learner, they release the devices before the new ranks start. They take the devices
-back when the new ranks have published their weights.
-
-If a store dies, only a batch with groups in that store is lost. No rank has trained on it, so the ranks continue, and
-the controller plans the step again. If the batch of a step is lost more than `MAX_REPLANS` times, the learner counts as
-dead.
+If a store dies, a batch with groups in that store is lost. No rank has trained on it, so the ranks continue, and the
+controller plans the step again. After more than `MAX_REPLANS` lost batches of one step, the learner counts as dead.
 """
 
 from __future__ import annotations
@@ -32,14 +28,13 @@ AnyController: TypeAlias = Controller | ColocatedController
 _NOT_OF_A_LIFE = (LearnerDiedError, ClusterDiedError, ReplayBufferError, CheckpointError)
 """Errors of `LearnerGroup.begin_again` that are raised unchanged. Any other error becomes a `LearnerDiedError`."""
 MAX_REPLANS = 3
-"""How often the batch of one step is planned again. After that the ranks are restarted."""
+"""Largest number of repeated plans of one step. After that the ranks are restarted."""
 
 
 class LearnerRestarts:
     """Restarts the learner of one run, at most ``learner.restarts`` times.
 
-    Before the first new checkpoint, it returns to ``resumed``, the checkpoint from which the run began. ``say`` shows a
-    line to the user.
+    ``resumed`` is the checkpoint from which the run began. A restart uses it until the run has saved another one.
 
     Attributes:
         num_restarts: Restarts of the learner so far. This number is also the learner's incarnation.
@@ -76,10 +71,7 @@ class LearnerRestarts:
         await keep_up(self)
 
     async def watch(self) -> None:
-        """Do ``work`` until it is done or the learner dies; see `keep_up`.
-
-        A lost batch does not end the life: the controller plans the step again, and ``work`` is repeated.
-        """
+        """Do ``work`` until it is done or the learner dies; repeat it after a lost batch."""
         lost: LearnerDiedError | BatchLost | None = None
         while True:
             try:
@@ -88,7 +80,7 @@ class LearnerRestarts:
                 return await self._work()
             except Exception as fault:
                 lost = death_in(fault)
-                # Colocated engines have already released the devices, so they cannot generate the batch again now.
+                # Colocated engines have released the devices, so they cannot generate the batch again now.
                 if not isinstance(lost, BatchLost) or self._is_colocated:
                     raise
 
@@ -131,7 +123,7 @@ class LearnerRestarts:
 
     async def begin(self) -> None:
         """Start new ranks from the newest checkpoint."""
-        found = self._newest()  # look again, since a newer checkpoint may be complete by now
+        found = self._newest()  # a newer checkpoint may be complete by now
         assert found is not None, "complete checkpoints are kept"
         finished = await self._controller.rewind(found.state, incarnation=self.num_restarts)
         self._prompts.repeat_unfinished(finished)
@@ -161,6 +153,5 @@ def _headline(death: LearnerDiedError) -> str:
 
 
 def _with_reason(death: LearnerDiedError, reason: str) -> LearnerDiedError:
-    """Copy the death, with ``reason`` at the end of its first line."""
     _, _, log = str(death).partition("\n")
     return LearnerDiedError(f"{_headline(death)}; {reason}" + (f"\n{log}" if log else ""))

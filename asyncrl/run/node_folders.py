@@ -1,8 +1,7 @@
 """Manages the run's folder on other nodes of the cluster: sends models and keys, and collects logs and samples.
 
-The run's folder has the same path on every node. On a shared file system nothing is copied. On other nodes an actor
-reads and writes the folder, and bytes travel through Ray's object store. A node that joins later gets the same files
-when Ray places an engine there (`NodeFolders.admit`). Each call to an actor has the deadline ``ray.start_timeout_s``.
+The run's folder has the same path on every node. Nodes that see the controller's folder need no copies. On any other
+node, an actor reads and writes the node's own folder. Each call to an actor has the deadline ``ray.start_timeout_s``.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ CHUNK_BYTES = 32 << 20
 SAMPLED_BYTES = 1 << 20
 CLOSE_S = 5.0
 COLLECTED = ("logs", "profile", "receipts", "samples", "tokens", "trajectories")
-"""Parts of the run's folder that are copied to the controller's node."""
+"""Folders inside the run's folder that are copied to the controller's node."""
 _KEY_FILES = [STORE_KEYS, *(f"{role}.json" for role in (BufferRole.rollout, BufferRole.learner))]
 APPENDED = (".jsonl", ".log", ".msgpack")
 """Suffixes of files that grow. Other files are complete when they appear."""
@@ -50,7 +49,7 @@ class NodeFiles:
     """The actor on a node that reads and writes files of this node. Paths are absolute."""
 
     def sees(self, path: str, content: str) -> bool:
-        """Whether a file exists and has this content."""
+        """Return whether a file exists and has this content."""
         try:
             return Path(path).read_text() == content
         except OSError:
@@ -61,7 +60,10 @@ class NodeFiles:
         return file_prints(Path(folder))
 
     def sizes(self, folder: str, parts: Sequence[str]) -> dict[str, int]:
-        """Return the bytes of each file in ``parts`` of a folder, by path in it. Skip dotfiles: they are unfinished."""
+        """Return the bytes of each file in the subfolders ``parts``, by path.
+
+        Skip dotfiles, because they are unfinished.
+        """
         found = (path for part in parts for path in Path(folder, part).rglob("*"))
         return {
             str(path.relative_to(folder)): path.stat().st_size
@@ -81,7 +83,7 @@ class NodeFiles:
         return ""
 
     def hold(self, folder: str) -> str:
-        """Lock a folder until this process ends, as `join_shared_folder` does. Returns the same as `make`."""
+        """Lock a folder until this process ends. Returns the reason if this fails, otherwise an empty string."""
         try:
             join_shared_folder(Path(folder))
         except (NotPrivate, OSError) as error:
@@ -93,14 +95,14 @@ class NodeFiles:
         return shutil.disk_usage(folder).free if Path(folder).is_dir() else 0
 
     def write(self, path: str, offset: int, data: bytes, mode: int) -> None:
-        """Write a part of a file. Links are not followed."""
+        """Write bytes of a file from ``offset``. Links are not followed."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.seek(offset)
             file.write(data)
 
     def read(self, path: str, offset: int, num_bytes: int) -> bytes:
-        """Read a part of a file."""
+        """Read bytes of a file from ``offset``."""
         with Path(path).open("rb") as file:
             file.seek(offset)
             return file.read(num_bytes)
@@ -142,9 +144,10 @@ class NodeFolders:
         known: Collection[str] = (),
         make: Callable[[str], tuple[str, Any]] | None = None,
     ) -> None:
-        """``nodes`` are `NodeFiles` actors by address; ``known`` are the ids of these nodes and of the controller's.
+        """Take the nodes of the run; call `open` next.
 
-        ``make`` takes the id of any other node; it returns the node's address and a new actor there. Call `open` next.
+        ``nodes`` are `NodeFiles` actors by address. ``known`` are the ids of these nodes and of the controller's node.
+        ``make`` takes the id of any other node, and returns the node's address and a new actor there.
         """
         self._run_dir = run_dir
         self._nodes = dict(nodes)
@@ -179,7 +182,7 @@ class NodeFolders:
                 shared memory.
         """
         self._model, self.keys, self._weights = config.model.path, keys, config.weights.directory
-        # An engine keeps images of two versions: the one that it serves, and the next one.
+        # An engine keeps images of its version and of the next one.
         self._image_bytes = 2 * weight_bytes(config) if config.weights.keeps_images else 0
         if not self._nodes:
             return config
@@ -198,13 +201,11 @@ class NodeFolders:
         return replace(config, model=replace(config.model, path=self._model), learner=learner)
 
     async def admit(self, node_id: str) -> str:
-        """Send the files of a rollout worker to a node that lacks them. The node may have joined later.
-
-        Returns:
-            The path of the model there.
+        """Send the files of a rollout worker to a node that lacks them. Returns the path of the model there.
 
         Raises:
-            ValueError: the node does not see a folder that must be shared, or cannot make its own folder.
+            ValueError: the node does not see a folder that must be shared, cannot make its own folder, or has too
+                little shared memory.
         """
         if node_id in self._known:
             return self._model
@@ -215,7 +216,7 @@ class NodeFolders:
 
     async def _admit(self, node_id: str) -> str:
         address, self._nodes[address] = await asyncio.to_thread(self._make, node_id)
-        # The node may have left and come back, so forget what was collected from it.
+        # The node may have left and come back.
         self._collected = {key: value for key, value in self._collected.items() if key[0] != address}
         await self._enter([address])
         await self._equip([address])
@@ -224,7 +225,6 @@ class NodeFolders:
         return str(await self.bring(_absolute(self._model), "model", to=[address]))
 
     async def _enter(self, addresses: Collection[str]) -> None:
-        """Find the nodes that do not see the run's folder. Lock the run's folder in the shared memory of each node."""
         blind = await self._blind_to(self._run_dir, addresses)
         self.apart = sorted({*self.apart} - {*addresses} | {*blind})
         for address, reason in (await self._ask(addresses, "hold", str(shared_folder(self._run_dir)))).items():
@@ -232,7 +232,6 @@ class NodeFolders:
                 logger.warning("node %s does not hold the run's folder in shared memory: %s", address, reason)
 
     async def _equip(self, addresses: Collection[str]) -> None:
-        """Check that nodes have enough shared memory and see ``weights.directory``. Send keys to nodes without them."""
         if self._image_bytes:
             free = await self._ask(addresses, "free_bytes", str(shared_folder(self._run_dir)))
             if small := [f"{node} has {size >> 20}" for node, size in free.items() if size <= self._image_bytes]:
@@ -247,7 +246,7 @@ class NodeFolders:
         await self.send_keys(addresses)
 
     async def send_keys(self, addresses: Collection[str] | None = None) -> None:
-        """Send the keys to the nodes (or to ``addresses``) that have no keys or different ones."""
+        """Send the keys to the nodes ``addresses`` (None: all) that have no keys or different ones."""
         if not self.keys:
             return
         own = file_prints(Path(self.keys))
@@ -256,11 +255,9 @@ class NodeFolders:
         await self._send(Path(self.keys), _KEY_FILES, to=lacking, mode=FOLDER_MODE)  # only the owner may read keys
 
     async def bring(self, folder: Path, name: str, *, to: Collection[str] | None = None) -> Path:
-        """Make a folder of files, such as a model, available on every node, or on the nodes ``to``.
+        """Make a folder of files, such as a model, available on the nodes ``to`` (None: all).
 
-        Returns:
-            The path on these nodes: ``folder`` if all nodes have it, otherwise a copy that is called ``name`` in the
-            run's folder.
+        Returns ``folder`` if all these nodes have it, otherwise a copy that is called ``name`` in the run's folder.
         """
         held = await self._ask(self._nodes if to is None else to, "prints", str(folder))
         if all(prints == file_prints(folder) for prints in held.values()):
@@ -268,13 +265,13 @@ class NodeFolders:
         target = self._run_dir / name
         if target != folder:
             self._copies.append(target)
-            await asyncio.to_thread(_copy_folder, folder, target)  # nodes that share the run's folder see this copy
+            await asyncio.to_thread(_copy_folder, folder, target)  # also for nodes that share the run's folder
         apart = [address for address in self.apart if address in held]
         await self._send(target, sorted(file_prints(target)), to=apart, mode=0o755)
         return target
 
     async def check_shared(self, option: str, folder: Path, *, by: Collection[str] | None = None) -> None:
-        """Make a folder. Raise `ValueError` if a node does not see it. ``by``: the nodes to check; None checks all."""
+        """Make a folder, and check that the nodes ``by`` (None: all) see it. Raises `ValueError` otherwise."""
         if blind := await self._blind_to(folder, self._nodes if by is None else by):
             raise ValueError(
                 f"{option} must be on a file system that all nodes share, got {folder}, which {', '.join(blind)} "
@@ -300,7 +297,7 @@ class NodeFolders:
     async def close(self) -> None:
         """Copy the remaining bytes to this node, for at most `CLOSE_S` per node. Remove copies of models.
 
-        Also remove the run's folder on the other nodes. On nodes that share it, remove only its part in shared memory.
+        Also remove the run's folder on nodes with a separate folder, and its folder in shared memory on all nodes.
         """
         for copy in self._copies:
             shutil.rmtree(copy, ignore_errors=True)
@@ -318,7 +315,6 @@ class NodeFolders:
                 )
 
     async def _blind_to(self, folder: Path, nodes: Collection[str]) -> list[str]:
-        """Return the nodes that do not see a folder of this node."""
         if not nodes:
             return []
         token, content = folder / f".seen-{uuid.uuid4().hex}", uuid.uuid4().hex
@@ -344,7 +340,7 @@ class NodeFolders:
         return (await self._ask([address], "sizes", str(self._run_dir), list(parts))).get(address, {})
 
     async def _read(self, address: str, name: str, begin: int, end: int, path: Path) -> None:
-        """Append the new part of a node's growing file to the controller's copy, or copy a complete file."""
+        """Append the new bytes of a node's growing file to this node's copy, or copy a complete file."""
         grows = path.suffix in APPENDED
         target = path if grows else path.with_name(f".{path.name}.partial")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -357,7 +353,6 @@ class NodeFolders:
             target.rename(path)
 
     async def _send(self, folder: Path, names: Sequence[str], *, to: Sequence[str], mode: int) -> None:
-        """Copy files of a folder to the same path on other nodes. These nodes make the folder with ``mode``."""
         if not to:
             return
         reasons = await self._ask(to, "make", str(folder), mode)
@@ -373,7 +368,7 @@ class NodeFolders:
                 await self._ask(to, "write", str(path), offset, data, mode & 0o666)
 
     async def _ask(self, addresses: Iterable[str], method: str, *args: Any) -> dict[str, Any]:
-        """Call a method on nodes. Returns the results by address. Later calls ignore a node that has died."""
+        """Call a method on nodes, and return the results by address. Later calls leave out nodes that have died."""
         asked = [address for address in addresses if address in self._nodes]
         calls = [fetch_async([getattr(self._nodes[address], method).remote(*args)]) for address in asked]
         what = f"nodes {', '.join(asked)}, {method} {args[0]}"
@@ -391,10 +386,9 @@ class NodeFolders:
 
 @asynccontextmanager
 async def node_folders(config: RunConfig, run_dir: Path, say: Callable[[str], None]) -> AsyncIterator[NodeFolders]:
-    """Open the run's folder on the other nodes of the cluster. `NodeFolders.close` removes it there at the end.
+    """Open the run's folder on the other nodes of the cluster; `NodeFolders.close` removes it there at the end.
 
-    On nodes that share the run's folder, `close` removes only its part in shared memory. Raises `DeadlineError` if a
-    node does not answer.
+    Raises `DeadlineError` if a node does not answer.
     """
     own = ray.get_runtime_context().get_node_id()
     several = config.placement.num_nodes > 1
@@ -415,14 +409,13 @@ def _absolute(path: str) -> Path:
 
 
 def _node_actor(node_id: str) -> tuple[str, Any]:
-    """Return the address of a node, and a new actor there."""
     actor = ray.remote(num_cpus=0, runtime_env={"env_vars": WORKER_ENV})(NodeFiles)
     there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     return node_addresses()[node_id], actor.options(scheduling_strategy=there).remote()
 
 
 def _copy_folder(source: Path, target: Path) -> None:
-    """Replace ``target`` by a copy of the files of ``source``, with hard links if the file system allows them."""
+    """Replace ``target`` by a copy of the files of ``source``, with hard links where possible."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():

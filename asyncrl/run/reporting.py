@@ -1,8 +1,7 @@
 """The reports of a run: a `StepRecord` per learner step, the token account at the end, and their display.
 
-A failure of the terminal, a tracker, the dashboard or the advice does not end the run. The dashboard is a separate
-process. A task computes the use of the pools from the run's record, in a thread. `Watching.step` wakes the task. After
-each computation the task pauses for 100 times its duration. The planner looks for advice once, after the last step.
+A failure of the terminal, a tracker, the dashboard or the advice does not end the run. A task computes the use of the
+pools in a thread; `Watching.step` wakes it. It then pauses for 100 times the duration of the computation.
 """
 
 from __future__ import annotations
@@ -60,11 +59,9 @@ class Reporter:
     Args:
         samples_per_prompt: Trained samples per group; a greedy baseline may follow them.
         store_bytes: Bytes of groups that all stores may hold together.
-        on_step: Receives each record.
-        version: The version that every engine serves.
+        version: The version that every engine serves at the beginning.
         earlier: The ledger's totals of the earlier lives of the run; None for a new run.
-        last: The record of the last step of the earlier life. Time, tokens and failures continue from its values. None
-            for a new run.
+        last: The last record of the earlier lives, whose time, tokens and failures continue; None for a new run.
 
     Attributes:
         engine_version: Every engine serves this version or a later one.
@@ -110,7 +107,7 @@ class Reporter:
     def planned(self, plan: Plan) -> None:
         """Write the receipt of a step's batch before the ranks train on it.
 
-        A receipt after the commit could be too late: a checkpoint with the step may be complete before the commit.
+        The commit would be too late, because a checkpoint with the step may be complete before the commit.
         """
         receipts.note(receipts.Act.planned, step=plan.version, groups=[_planned(group) for group in plan.groups])
 
@@ -122,14 +119,9 @@ class Reporter:
     def step(
         self, plan: Plan, *, plan_wait_s: float, metrics: Mapping[str, float], stats: BufferStats, counts: FleetCounts
     ) -> None:
-        """Record a finished step.
+        """Record a finished step. ``metrics`` must have ``started_at`` and ``ended_at`` in Unix seconds.
 
-        Args:
-            plan: The batch of the step.
-            plan_wait_s: Seconds that the controller waited for the batch.
-            metrics: The learner's metrics, with ``started_at`` and ``ended_at`` in Unix seconds.
-            stats: The ledger's counts after the commit.
-            counts: The fleet's counters.
+        ``stats`` are the ledger's counts after the commit.
         """
         self._step_span.close()
         self._step_span = record.span(record.SpanKind.step, step=plan.version + 1)
@@ -191,7 +183,6 @@ class Reporter:
         return [len(group.rewards[self._trained]) for group in plan.groups]
 
     def _batch_numbers(self, plan: Plan) -> dict[str, Any]:
-        """Return the fields of a record that the batch determines."""
         groups = [group for group in plan.groups if group.is_scored]
         lags = [plan.version - group.oldest_version for group in plan.groups]
         rewards = [reward for group in groups for reward in group.rewards[self._trained]]
@@ -222,7 +213,6 @@ class Reporter:
         }
 
     def _learner_numbers(self, plan: Plan, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Return the fields of a record that the learner's step determines."""
         update_s = metrics["ended_at"] - metrics["started_at"]
         num_tokens = sum(group.num_tokens for group in plan.groups)
         return {
@@ -234,7 +224,6 @@ class Reporter:
         }
 
     def _buffer_numbers(self, stats: BufferStats) -> dict[str, Any]:
-        """Return the fields of a record that the ledger determines."""
         return {
             "groups": stats.groups,
             "tokens_dropped_by_reason": stats.tokens_dropped,
@@ -250,7 +239,6 @@ class Reporter:
 
 
 def _planned(group: GroupSummary) -> dict[str, Any]:
-    """Return the entry of a planned group in the receipt of its step."""
     return {
         "group": group.group_id,
         "attempt": group.attempt,
@@ -262,9 +250,10 @@ def _planned(group: GroupSummary) -> dict[str, Any]:
 
 
 def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:
-    """The new tokens of the slowest engine, divided by those of the median engine; 1 with fewer than two engines.
+    """Return the new tokens of the slowest engine, divided by those of the median engine.
 
-    Engines that are not in ``before`` are left out. Example: 100, 100 and 25 new tokens give 0.25.
+    Engines that are not in ``before`` are left out. With fewer than two engines the result is 1. Example: 100, 100 and
+    25 new tokens give 0.25.
     """
     new = [tokens - before[engine] for engine, tokens in now.items() if engine in before]
     middle = statistics.median(new) if len(new) > 1 else 0
@@ -274,7 +263,7 @@ def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:
 def balanced_account(stats: BufferStats, counts: FleetCounts, *, num_earlier: int = 0) -> TokenAccount:
     """Return the token account of a run over all its lives. Raises `AccountError` if it does not balance.
 
-    ``num_earlier`` are the tokens that the ledger counted when this life began; ``counts`` are of this life.
+    ``num_earlier`` are the tokens of earlier lives; ``counts`` are of this life.
     """
     tokens = TokenAccount(
         generated=num_earlier + counts.tokens_generated,
@@ -293,13 +282,7 @@ def balanced_account(stats: BufferStats, counts: FleetCounts, *, num_earlier: in
 
 
 class Watching:
-    """Shows each step and evaluation of a run on the terminal, in the trackers and in the dashboard.
-
-    Args:
-        config: The run.
-        run_dir: The run's folder.
-        view: The terminal.
-    """
+    """Shows each step and evaluation of a run on the terminal, in the trackers and in the dashboard."""
 
     def __init__(self, config: RunConfig, run_dir: Path, view: TerminalView) -> None:
         self._config = config
@@ -330,7 +313,6 @@ class Watching:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Flush the trackers and stop the dashboard."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
@@ -347,9 +329,9 @@ class Watching:
             self._view.say(f"trackers that failed, and how often: {failed}; logs/controller.log says why")
 
     async def _start_dashboard(self) -> str:
-        """Start the dashboard. Returns a line for the user with its address, or a line that says that it did not start.
+        """Start the dashboard; return a line for the user.
 
-        The process exits when its stdin closes, so it cannot outlive this process.
+        The dashboard exits when its stdin closes, so it cannot outlive this process.
         """
         log, address = self._run_dir / "logs" / "dashboard.log", self._config.dashboard_address
         command = [sys.executable, "-m", "asyncrl.profile.dashboard", str(self._run_dir), "--with-parent"]
@@ -360,7 +342,7 @@ class Watching:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
-                start_new_session=True,  # Ctrl-C must not end the dashboard, which shows the end of the run
+                start_new_session=True,  # Ctrl-C must not end the dashboard
             )
         assert self._dashboard.stdout is not None
         with suppress(TimeoutError):
@@ -372,7 +354,7 @@ class Watching:
     def examine(self, record: StepRecord) -> StepRecord:
         """Show the alarms that begin or end with a step.
 
-        Returns the record of the step with the metrics ``alarm.NAME`` and the free bytes of the disk.
+        Returns the record with the alarms' metrics and the free bytes of the disk.
         """
         record = replace(record, free_disk_bytes=shutil.disk_usage(self._run_dir).free)
         self._show(self._alarms.step(record))
@@ -429,7 +411,7 @@ class Watching:
 async def look_for_advice(run_dir: Path) -> None:
     """Simulate a finished training with other options, for the advice and the frontier in the report.
 
-    ``asyncrl plan --only-advice`` runs at nice 19 for at most `_ADVICE_S`. A failure only logs a warning.
+    The simulation runs at nice 19 for at most 20 s. A failure only logs a warning.
     """
     command = ["nice", "-n", "19", sys.executable, "-m", "asyncrl", "plan", str(run_dir)]
     with (run_dir / "logs" / "advice.log").open("ab") as log:

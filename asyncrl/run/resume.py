@@ -1,10 +1,8 @@
 """The state of a run at a checkpoint, and how a run continues from it.
 
-A checkpoint of policy version v contains the steps before v. It has two parts. The part of the ranks includes the
-`RunState`. The part of the buffer has the ledger, the stored groups, the prompts and the saved prefixes. A run that
-resumes opens both parts. The ledger then commits the steps before v and returns to v, as it does after a death of the
-learner (`asyncrl.run.learner_restarts`). Thus the token account, the finished prompts and the lags continue over all
-lives of a run.
+A checkpoint of policy version v contains the steps before v. The ranks write the weights and the `RunState`. The buffer
+writes the ledger, the stored groups, the prompts and the saved prefixes. So the token account, the finished prompts and
+the lags continue over all lives of a run.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class RunState:
 
     Attributes:
         version: Learner version: the number of committed steps.
-        key: Random name of the checkpoint. Both parts of the checkpoint have the same key.
+        key: Random name of the checkpoint, which the ranks' part and the buffer's part share.
         lineage: Random name of the run, which is the same in all its lives.
         prompts: State of the prompt stream; its ``position`` is the number of prompts that were handed out.
         tokens_generated: Tokens that the fleets of all lives have generated.
@@ -73,7 +71,7 @@ class RunState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunState:
-        """Make the state from the values of `to_dict`. Raises `ValueError` if the values are not the state of a run."""
+        """Make the state from the values of `to_dict`. Raises `ValueError` for other values."""
         names = sorted(cls.__dataclass_fields__)
         if sorted(values) != names:
             raise ValueError(
@@ -114,7 +112,8 @@ def learning_options(config: RunConfig) -> dict[str, str]:
 class Resumed:
     """A checkpoint's folder, and the state of the run there.
 
-    ``earlier`` are the ledger's totals when this life begins; None before `take_up`.
+    Attributes:
+        earlier: The ledger's totals when this life begins; None before `take_up`.
     """
 
     checkpoint: Path
@@ -130,9 +129,7 @@ class Resumed:
 class Checkpointer:
     """Saves the checkpoints of a run when they are due.
 
-    A save is queued on the ranks directly after the update that makes the version. The ledger can return only to recent
-    checkpoints. So while the buffer still writes its parts of `MAX_WRITING` checkpoints, the next save waits for a
-    later step.
+    While the buffer still writes its parts of `MAX_WRITING` checkpoints, the next save waits for a later step.
     """
 
     def __init__(
@@ -165,10 +162,10 @@ class Checkpointer:
         self._answer_requests()
 
     async def requested(self) -> Path:
-        """Save a checkpoint with the next learner step; returns its folder when the checkpoint is complete.
+        """Save a checkpoint with the next learner step; return its folder when the checkpoint is complete.
 
-        The ranks write the checkpoint while they train. This call returns with the first commit after they have written
-        it. Raises `CheckpointError` if the nodes may not share the folder of the checkpoints.
+        The call returns with the first commit after the ranks have written the checkpoint. Raises `CheckpointError` if
+        the nodes may not share the folder of the checkpoints.
         """
         if not self._config.shares_checkpoints:
             raise CheckpointError(
@@ -207,7 +204,7 @@ class Checkpointer:
         return await self.save(version, wait=is_last)
 
     async def save(self, version: int, *, wait: bool) -> Awaitable[str]:
-        """Queue a checkpoint of ``version``. The ranks reach this version with the calls that are queued so far.
+        """Queue a checkpoint of ``version``, directly after the update that makes this version.
 
         The awaited result is its folder. With ``wait``, the result also waits for the buffer's part.
         """
@@ -217,8 +214,8 @@ class Checkpointer:
         write.add_done_callback(lambda done: done.cancelled() or done.exception())  # `committed` raises the error
         self._writes.add(write)
         await asyncio.sleep(0)  # lets the request be sent
-        await self._buffer.stats()  # now the buffer has the request, and all tokens of its snapshot are counted
-        if self._prompts.wants_outcomes:  # the sampler's state has the outcome of each group in the snapshot
+        await self._buffer.stats()  # now the buffer has the request and has counted all tokens of its snapshot
+        if self._prompts.wants_outcomes:  # the state needs the outcomes of the snapshot's groups
             self._prompts.note(await self._buffer.enqueue((), wants_outcomes=True))
         state = self._queued[version] = RunState(
             version=version,
@@ -237,7 +234,6 @@ class Checkpointer:
     async def _copied_by(
         self, saving: Awaitable[str], requests: list[asyncio.Future[Path]], writes: Sequence[Awaitable[Any]]
     ) -> str:
-        """Wait until the ranks have copied their part and ``writes`` are finished. Returns the checkpoint's folder."""
         folder = await saving
         for write in writes:
             await write
@@ -295,7 +291,7 @@ def find_checkpoint(config: RunConfig) -> Resumed | None:
 def check_beginning(config: RunConfig) -> None:
     """Check a run's checkpoint, keys and buffer folder before anything starts.
 
-    Raises the `ValueError` of `find_checkpoint` and `check_keys`. Also raises `ValueError` if ``buffer.directory`` or
+    Raises `ValueError` as `find_checkpoint` and `check_keys` do, or if ``buffer.directory`` or
     ``checkpoint.directory`` has files of another run.
     """
     if config.buffer.keys:
@@ -333,12 +329,11 @@ def check_keys(folder: Path) -> None:
 
 
 def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
-    """Return the buffer's options of a run that resumes: the buffer begins with its part of the checkpoint.
+    """Return the buffer's options of a run that resumes from the buffer's part of a checkpoint.
 
-    If the journal of the earlier life includes the checkpoint, the buffer begins with this journal instead, because it
-    holds more groups. With a sampler the journal is not used, because the restored sampler may choose other prompts
-    than those in the journal. An unused journal's folder is renamed, not deleted. Raises `ValueError` if the checkpoint
-    has no part of the buffer.
+    If the journal of the earlier life includes the checkpoint, the buffer begins with this journal instead. A run with
+    a sampler does not use the journal, because the restored sampler may choose other prompts. An unused journal's
+    folder is renamed. Raises `ValueError` if the checkpoint has no part of the buffer.
     """
     state, part = resumed.state, resumed.buffer_part
     if not part.is_dir():
@@ -361,8 +356,8 @@ def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
 async def take_up(buffer: ControlBuffer, resumed: Resumed) -> Resumed:
     """Set the ledger of an earlier life back to a checkpoint, before anything else runs.
 
-    Groups and saved prefixes without a token of a later version are kept. Returns the state in which this life begins.
-    Its ``tokens_generated`` is the ledger's count, because the journal may count more tokens than the checkpoint.
+    The ledger keeps groups and saved prefixes without a token of a later version. Returns the state at which this life
+    begins; its ``tokens_generated`` is the ledger's count.
     """
     state = resumed.state
     for version in range((await buffer.stats()).learner_version, state.version):
@@ -375,11 +370,8 @@ async def take_up(buffer: ControlBuffer, resumed: Resumed) -> Resumed:
 class RepeatedPrompts:
     """A run's prompts: first the unfinished prompts of ``resumed``, then the next prompts of the stream.
 
-    Args:
-        stream: The prompt stream.
-        resumed: The state to resume from; the stream continues at its position.
-
-    Raises `ValueError` if the files or options of the stream differ from those of the stream in ``resumed``.
+    Raises:
+        ValueError: the stream's files or options differ from those in ``resumed``.
     """
 
     def __init__(self, stream: PromptStream, resumed: RunState | None = None) -> None:

@@ -1,8 +1,7 @@
-"""The life of a run: start every part, train (`asyncrl.run.training`), stop.
+"""One run from start to stop: starts buffer, Ray, learner and fleet, trains, and stops them in reverse order.
 
-A part that dies ends the run: its watcher raises, and everything else is cancelled. At any end of a run, its parts are
-stopped in the reverse order of their start. The buffer server is restarted up to ``buffer.restarts`` times before its
-death ends the run, and the learner's ranks up to ``learner.restarts`` times.
+A death of any of them ends the run. But the buffer is first restarted up to ``buffer.restarts`` times, and the
+learner's ranks up to ``learner.restarts`` times.
 """
 
 from __future__ import annotations
@@ -73,11 +72,10 @@ class Run:
         view: TerminalView,
         on_fault: Callable[[BaseException], None],
     ) -> None:
-        """The caller must have checked the options.
+        """Keep the options, which the caller has checked.
 
-        ``prompts`` are the training prompts and the held-out prompts. ``warming`` makes the first policy. The caller
-        has already begun it, unless it may compute on a GPU. After a fault, the run first calls ``on_fault`` and then
-        stops the parts, so that the caller can set a deadline.
+        ``prompts`` are the training prompts and the held-out prompts. ``warming`` makes the first policy; it must have
+        begun, unless it may compute on a GPU. After a fault, the run calls ``on_fault`` before it stops everything.
         """
         config = with_time_to_read(config)
         self._config = replace(config, profile=replace(config.profile, directory=str(run_dir / "profile")))
@@ -97,8 +95,8 @@ class Run:
     async def run(self) -> None:
         """Run to the end and write the summary.
 
-        Raises `ValueError` for a wrong option or file, and `AsyncRLError` if a part fails. Errors of a task group are
-        in an `ExceptionGroup`.
+        Raises `ValueError` for a wrong option or file, and `AsyncRLError` for a failure of a process. Errors of a task
+        group are in an `ExceptionGroup`.
         """
         self._resumed = find_checkpoint(self._config)
         begin_life(self._run_dir, self._resumed and self._resumed.checkpoint)
@@ -138,10 +136,7 @@ class Run:
         self._view.summary(summary, self._run_dir)
 
     def _buffer_options(self) -> BufferConfig:
-        """Return the buffer's options in this run.
-
-        A buffer with a port gets keys. Otherwise it gets Unix sockets in the run's folder in shared memory.
-        """
+        """Return the buffer's options. A buffer with a port gets keys; otherwise it gets private Unix sockets."""
         options = self._config.buffer
         options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])
         if options.host:
@@ -159,7 +154,6 @@ class Run:
         return options
 
     def _host_stores(self, stack: AsyncExitStack, options: BufferConfig, buffer: BufferConnection) -> HostStores:
-        """The stores on the hosts of rollout workers. A store starts when the first worker of its host connects."""
         if options.directory:
             options = replace(options, directory=str(Path(options.directory).absolute()))
         timeout_s = options.request_timeout_s
@@ -220,15 +214,12 @@ class Run:
     async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
         """Start fleet and learner at the same time, during the warm start.
 
-        The exit of ``stack`` stops them. Engines take the longest to start, so they begin with the weights of
-        ``model.path``, which have the shapes of the policy. The learner then publishes the weights of the warm start or
-        of a checkpoint, and the engines load these weights like later versions. On shared devices the learner starts
-        first, and then releases the devices to the engines.
+        Engines take the longest to start, so they begin with the weights of ``model.path``. Then they load the weights
+        that the learner publishes. On shared devices the learner starts first.
         """
         paths, timeout_s = RunPaths.of(self._config, self._run_dir), self._config.ray.start_timeout_s
 
         def make(kind: Callable[..., T], config: RunConfig, **parts: Any) -> Awaitable[T]:
-            """Make a group in a thread. A cancelled call still waits for the thread."""
             return finished_in_thread(partial(kind, config, buffer=buffer, paths=paths, **parts), timeout_s)
 
         if self._config.placement.colocated:
@@ -257,9 +248,8 @@ class Run:
         return fleet
 
     async def _start_learner(self, stack: AsyncExitStack, make: Callable[..., Awaitable[LearnerGroup]]) -> LearnerGroup:
-        """Start the ranks during the warm start. Then load the policy or the checkpoint."""
         policy = await asyncio.to_thread(policy_path, self._config)
-        if self._config.placement.num_nodes > 1:  # ranks on other nodes may need a copy of the policy
+        if self._config.placement.num_nodes > 1:  # other nodes may need a copy of the policy
             policy = await self._nodes.bring(await self._warmed(), "start")
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
         learner = await make(LearnerGroup, config)
@@ -273,10 +263,7 @@ class Run:
         return learner
 
     async def _warm_up(self) -> None:
-        """Begin the warm start.
-
-        A warm start on a GPU ends before learner and engines start, because they may need the same GPU.
-        """
+        """Begin the warm start. On a GPU, wait for its end, because learner and engines may need the same GPU."""
         if self._config.learner.device is Device.cpu or not needs_fine_tuning(self._config):
             self._warming.begin(self._config)
             return
@@ -285,13 +272,11 @@ class Run:
             await self._warmed()
 
     async def _warmed(self) -> Path:
-        """Wait for the warm start. Returns the folder of the policy with which training begins."""
         with nullcontext() if self._warming.is_done else self._view.waiting_for("warm start"):
             return await self._warming.policy()
 
     @property
     def _state(self) -> RunState:
-        """The state in which the run begins."""
         return self._resumed.state if self._resumed is not None else RunState(lineage=self._lineage)
 
     async def _train(

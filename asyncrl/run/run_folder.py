@@ -62,11 +62,11 @@ class RunPaths:
 
     Attributes:
         logs: One log per process.
-        snapshots: Published weights; every engine of the host can read them.
-        staging: Images of the weights that engines keep; in shared memory, if the host has it.
+        snapshots: Published weights.
+        staging: Weight images of the engines; in shared memory, if the host has it.
         samples: Decoded samples for the user.
         trajectories: Consumed trajectories; None if they are not recorded.
-        tokens: A few trajectories for the user, token by token, with the learner's log-probs.
+        tokens: A few trajectories for the user, with the learner's log-probs.
         checkpoints: Checkpoints of the learner.
     """
 
@@ -99,7 +99,7 @@ class RunPaths:
 
 
 def has_begun_training(run_dir: Path) -> bool:
-    """Whether all parts of a run have started. From then on, a signal makes the run save a checkpoint."""
+    """Return whether a run has begun to train. From then on, a signal makes the run save a checkpoint."""
     return (run_dir / "metrics.jsonl").is_file()
 
 
@@ -114,8 +114,7 @@ def shared_folder(run_dir: Path) -> Path:
 def hold_shared_folder(run_dir: Path) -> int | None:
     """Make the run's folder in shared memory, and lock it until this process and all its forks have ended.
 
-    The lock keeps other runs from sweeping the folder (`sweep_shared_memory`). The folder of a killed run is removed
-    first.
+    The lock keeps other runs from removing the folder. The folder of a killed run is removed first.
 
     Returns:
         The descriptor that holds the lock; None if shared memory cannot be written.
@@ -141,9 +140,7 @@ def hold_shared_folder(run_dir: Path) -> int | None:
 
 
 def join_shared_folder(folder: Path) -> int:
-    """Make and lock the run's folder (`shared_folder`) in the shared memory of another host of the run.
-
-    The folder may exist already.
+    """Make and lock the run's folder in the shared memory of another host of the run. The folder may exist.
 
     Returns:
         The descriptor that holds the lock until this process ends.
@@ -159,7 +156,7 @@ def join_shared_folder(folder: Path) -> int:
 
 
 def _locked(folder: Path) -> int | None:
-    """Return a file descriptor that holds a folder's lock; None if the sweep of another run removed the folder."""
+    """Return a descriptor that holds a folder's lock; None if another run removed the folder."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
     except FileNotFoundError:
@@ -173,7 +170,7 @@ def _locked(folder: Path) -> int | None:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process holds the lock of a run's folder in shared memory. If so, the run has not ended."""
+    """Return whether a process holds the lock of a run's folder in shared memory. If so, the run has not ended."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
     except OSError:  # there is no folder, or it belongs to another user
@@ -188,25 +185,22 @@ def is_in_use(folder: Path) -> bool:
 
 
 def sweep_shared_memory() -> list[Path]:
-    """Remove the folders of this user's killed runs from shared memory, and return them.
-
-    Locked folders are in use and are kept. Folders of other users are kept too.
-    """
+    """Remove the unlocked folders of this user's killed runs from shared memory, and return them."""
     return [folder for folder in sorted(SHARED_MEMORY.glob(f"{_SHARED_PREFIX}*")) if _is_swept(folder)]
 
 
 def _is_swept(folder: Path) -> bool:
-    """Remove a folder if it belongs to this user and is not locked. Returns whether it was removed."""
+    """Remove a folder if it belongs to this user and is not locked. Return whether it was removed."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
-    except OSError:  # the folder belongs to another user, is a link or a file, or is gone
+    except OSError:  # not a folder of this user
         return False
     try:
         if os.fstat(lock).st_uid != os.geteuid():
             return False
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder)
-    except OSError:  # a run holds the lock, or another sweep removes the folder
+    except OSError:  # it is in use, or another sweep removes it
         return False
     finally:
         os.close(lock)
@@ -214,9 +208,9 @@ def _is_swept(folder: Path) -> bool:
 
 
 def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
-    """Make the folder of published weights according to ``weights.transport``. Raises the errors of `check_memory`.
+    """Make the folder of published weights. Raises the errors of `check_memory`.
 
-    The run removes a folder in shared memory at its end. If the run is killed, its supervisor removes the folder.
+    At the end of the run, the run or its supervisor removes a folder in shared memory.
     """
     check_memory(config)
     weights, missing = config.weights, _missing_memory(config, _num_versions(config))
@@ -226,7 +220,7 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
         folder = Path(weights.directory).resolve() / shared_folder(run_dir).name
         folder.parent.mkdir(parents=True, exist_ok=True)
     if folder == shared_folder(run_dir):
-        return make_private_folder(folder)  # the folder exists: the run has locked it, and it may hold sockets
+        return make_private_folder(folder)  # the run has made and locked this folder
     folder.mkdir(mode=FOLDER_MODE)
     if weights.transport is Transport.auto and missing:
         _warn_of_disk(folder, missing, weight_bytes(config))
@@ -234,7 +228,6 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
 
 
 def _warn_of_disk(folder: Path, missing: str, num_bytes: int) -> None:
-    """Warn that the learner publishes weights to a disk. The warning says how many seconds one version takes."""
     with tempfile.TemporaryFile(dir=folder) as probe:
         began = time.monotonic()
         probe.write(os.urandom(_PROBE_BYTES))
@@ -274,7 +267,6 @@ def check_memory(config: RunConfig) -> None:
 
 
 def _missing_memory(config: RunConfig, num_versions: int) -> str:
-    """Return why this number of versions does not fit into shared memory; empty if they fit."""
     if not SHARED_MEMORY.is_dir():
         return f"{SHARED_MEMORY} does not exist"
     wanted = 2 * weight_bytes(config) * num_versions
@@ -290,11 +282,13 @@ def weight_bytes(config: RunConfig) -> int:
 def _num_versions(config: RunConfig) -> int:
     """Return the largest number of versions in shared memory at a time. A delta counts as a full version.
 
-    - The learner keeps ``keep_snapshots`` versions, or all versions that may still be offered to engines if these are
-      more. The next evaluation keeps one version while the learner continues. The full version before the oldest delta
-      is kept too.
-    - One version is being written, and an engine still reads another.
-    - Adapters are small. If they are published alone, only the frozen weights count.
+    These versions are:
+
+    - ``keep_snapshots`` versions, or all versions that engines may still load if these are more;
+    - the full version before the oldest delta, and a version that the next evaluation needs;
+    - one version that is being written, and one that an engine still reads.
+
+    With adapters, only the frozen weights count, because adapters are small.
     """
     full_every = config.weights.full_every
     num_kept = max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + full_every - 1

@@ -1,7 +1,6 @@
 """The lives of runs on disk. A life is one process of ``asyncrl train`` in its folder; a resumed run has several.
 
-Each folder has the record of its life (`asyncrl.metrics.life_record`). The records show which lives belong to one run.
-This module loads neither Ray nor torch.
+Importing this module does not load Ray or torch.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ class SavedCheckpoint:
     """A checkpoint on disk.
 
     Attributes:
-        path: Folder of the checkpoint.
-        version: Policy version of the checkpoint.
         num_bytes: Bytes of all parts; a file with several links counts once.
-        missing: Parts that are not complete. A run does not resume from a checkpoint with missing parts.
+        missing: Incomplete parts. A run does not resume from a checkpoint with missing parts.
     """
 
     path: Path
@@ -43,11 +40,7 @@ class Life:
     """A life of a run, read from its folder.
 
     Attributes:
-        folder: Folder of the life.
-        record: Record of the life.
-        state: State of the life.
-        num_steps: Learner steps that the run had made at the newest step of this life, including earlier lives.
-        total_steps: ``total_steps`` in the configuration of the life.
+        num_steps: Learner steps up to the newest step of this life, including earlier lives.
         checkpoints: Checkpoints of the life on disk, oldest first.
         num_bytes: Bytes in the folder, including checkpoints; a file with several links counts once.
     """
@@ -62,7 +55,7 @@ class Life:
 
 
 def begin_life(run_dir: Path, resumed: Path | None) -> None:
-    """Write the record of a life at its beginning."""
+    """Write the record of a new life; ``resumed`` is the checkpoint that it continues."""
     record = LifeRecord(host=socket.gethostname(), began_s=time.time())
     if resumed is not None:
         before = history_folder(resumed, read_progress(resumed).life).resolve()
@@ -71,7 +64,7 @@ def begin_life(run_dir: Path, resumed: Path | None) -> None:
 
 
 def end_life(run_dir: Path, status: int) -> None:
-    """Write the exit status of a life into its record. No effect if the life ended before it had a record."""
+    """Write the exit status of a life into its record. No effect if the life has no record."""
     if (record := read_life(run_dir)) is not None:
         write_life(run_dir, replace(record, ended_s=time.time(), status=status))
 
@@ -79,8 +72,7 @@ def end_life(run_dir: Path, status: int) -> None:
 def find_runs(folder: Path) -> list[list[Life]]:
     """Return the runs below a folder, in the order of their start. A run is a list of its lives, oldest first.
 
-    A life that continues a checkpoint of an earlier life belongs to the same run as that life. This is also true if two
-    lives continue the same life.
+    A life that continues a checkpoint of an earlier life belongs to the same run. Several lives may continue one life.
     """
     found = [(path, record) for path in life_records(folder) if (record := read_life(path)) is not None]
     runs: dict[Path, list[Life]] = {}
@@ -134,7 +126,6 @@ def _num_bytes(folders: Sequence[Path]) -> int:
 
 
 def _num_steps(run_dir: Path) -> int:
-    """Return the newest step in ``metrics.jsonl``, plus one. The last line may be incomplete."""
     path = run_dir / "metrics.jsonl"
     whole, _, _ = (path.read_text() if path.is_file() else "").rpartition("\n")
     return json.loads(whole.rpartition("\n")[2])["step"] + 1 if whole else 0

@@ -1,8 +1,6 @@
-"""The socket of a running training. Its user requests a checkpoint or new keys of the buffer through this socket.
+"""The Unix socket of a running training, for ``asyncrl checkpoint RUN`` and ``asyncrl keys RUN``.
 
-The commands are ``asyncrl checkpoint RUN`` and ``asyncrl keys RUN``. The socket is a Unix socket in the run's folder in
-shared memory (`shared_folder`). Only the user of the run may open that folder. A request is one line of JSON, and so is
-the answer.
+Only the user of the run may open the socket's folder. A request is one line of JSON, and so is the answer.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ _CONNECT_S = 5.0
 async def answered_requests(run_dir: Path, **work: Callable[[], Awaitable[Path]]) -> AsyncIterator[None]:
     """Answer requests while the block runs. Without shared memory on the host, this has no effect.
 
-    ``work`` maps the name of a request to the function that carries it out. The function returns a folder, which the
-    command that sent the request (``asyncrl checkpoint`` or ``asyncrl keys``) prints.
+    ``work`` maps the name of a request to a function that carries it out and returns a folder for the command.
     """
     if not SHARED_MEMORY.is_dir():
         yield
@@ -85,7 +82,7 @@ async def _answer(
 
 
 def ask_for_checkpoint(run_dir: Path, *, timeout_s: float) -> Path:
-    """Ask the training in ``run_dir`` for a checkpoint; returns the folder when the checkpoint is complete.
+    """Ask the training in ``run_dir`` for a checkpoint; return its folder when the checkpoint is complete.
 
     Raises:
         ValueError: no training of this folder runs on this host.
@@ -102,7 +99,7 @@ def ask_for_checkpoint(run_dir: Path, *, timeout_s: float) -> Path:
 
 
 def ask_for_keys(run_dir: Path, *, timeout_s: float) -> Path:
-    """Ask the training in ``run_dir`` for new keys of the buffer; returns their folder when the old keys are retired.
+    """Ask the training in ``run_dir`` for new keys of the buffer; return their folder when the old keys are retired.
 
     Raises:
         ValueError: no training of this folder runs on this host.

@@ -1,4 +1,4 @@
-"""The training of a run whose parts have started: evaluate, train, save the policy, evaluate again, summarise.
+"""The training of a run: evaluate, train, save the policy, evaluate again, summarise.
 
 A signal stops the training between two steps. `Training` then saves a checkpoint, the policy and the summary.
 """
@@ -49,21 +49,17 @@ T = TypeVar("T")
 
 
 class Training:
-    """Trains with parts that have started, and writes metrics and summary.
+    """Trains with a started learner, fleet and buffer, and writes metrics and summary.
 
     Args:
-        buffer: Client of the buffer.
-        learner: The learner, whose ranks have the weights of the first version.
-        fleet: The fleet, whose engines serve the first version.
-        prompts: The training prompts.
-        evaluator: Evaluates a version on the fleet.
+        learner: The learner. Its ranks have the weights of the first version.
+        fleet: The fleet. Its engines serve the first version.
         writer: Writes the metrics; it has the records of the earlier lives of the run.
-        watching: Shows each step and evaluation.
         nodes: Collects samples and the policy from other nodes.
         resumed: The checkpoint that the run continues from; None for a new run.
         first: The state in which the training begins.
         count_restarts: Returns the number of restarts of buffer and stores, for the summary.
-        all_answer: Returns whether every part still answers. If not, a stopped training saves nothing.
+        all_answer: Returns whether buffer, stores and Ray still run. If not, a stopped training saves nothing.
     """
 
     def __init__(
@@ -109,7 +105,7 @@ class Training:
         )
 
     async def run(self) -> dict[str, Any]:
-        """Evaluate, train, and evaluate again. Writes the summary into the run's folder, and returns it."""
+        """Evaluate, train, and evaluate again. Write the summary into the run's folder, and return it."""
         before = await self._evaluate(self._first_version)
         self._start_s = self._view.elapsed_s
         training = asyncio.ensure_future(unless(self._restarts.through(self._train_and_save), [self._fleet.run()]))
@@ -120,7 +116,7 @@ class Training:
                 await asyncio.shield(training)  # a signal stops the training between two steps
             result = await self._controller.account()
             after = await self._evaluate(result.policy_version)
-            await self._watching.last_advice()  # the report needs the advice
+            await self._watching.last_advice()  # before the report, which shows it
             overlap = await self._explain()
         except asyncio.CancelledError:
             if self._all_answer():
@@ -133,10 +129,10 @@ class Training:
         return self._summarise(result, before, after, overlap)
 
     async def _replace_keys(self) -> Path:
-        """Replace the keys of the buffer's clients on all nodes; returns their folder.
+        """Replace the keys of the buffer's clients on all nodes; return their folder.
 
-        The old keys stay valid until the last step of the replacement, so after a failure all clients can still
-        connect. Raises `ValueError` if there are no keys, and `AsyncRLError` if a server does not answer.
+        The old keys stay valid until the last step, so after a failure all clients can still connect. Raises
+        `ValueError` if there are no keys, and `AsyncRLError` if a server does not answer.
         """
         if not self._nodes.keys:
             raise ValueError(
@@ -157,7 +153,7 @@ class Training:
 
     async def _train_and_save(self) -> None:
         """Train, and save the policy at once, so that a later fault cannot lose it."""
-        gc.freeze()  # a garbage collection of all imported objects would pause training for a second
+        gc.freeze()  # collecting all imported objects would pause training for a second
         await unless(self._controller.train(), [self._learner.death()])
         if not self._controller.is_stopped:
             await self._save_policy()
@@ -170,10 +166,10 @@ class Training:
         unfinished.rename(self._run_dir / "policy")
 
     async def _keep(self, training: Awaitable[None], before: Evaluation | None) -> None:
-        """After a signal, stop the training and finish the queued steps.
+        """After a signal, finish the queued steps; then save a checkpoint, the policy and the summary.
 
-        Then save a checkpoint if ``checkpoint.at_stop`` is set, all ranks share the folder of checkpoints, and steps
-        remain. Then write the policy and the summary if this life made a step.
+        The checkpoint needs ``checkpoint.at_stop``, a folder that all ranks share, and remaining steps. Policy and
+        summary need a step of this life.
         """
         timeout_s = self._config.save_timeout_s
         self._controller.stop()
@@ -201,7 +197,6 @@ class Training:
             self._summarise(result, before, None, overlap)
 
     async def _evaluate(self, version: int, pinned: PinnedEngines | None = None) -> Evaluation | None:
-        """Evaluate a version on the engines that are ``pinned`` to it, or on all engines."""
         if not self._config.evaluation.enabled:
             return None
         evaluator = self._evaluator
@@ -217,9 +212,9 @@ class Training:
         return evaluation
 
     async def _explain(self) -> dict[str, Any] | None:
-        """Write the overlap report into the run's folder, and return it for the summary; None if there is no record.
+        """Write the overlap report and return it for the summary; None without a record.
 
-        A failure is reported and does not end the run.
+        A failure does not end the run.
         """
         if record.current() is None:
             return None
@@ -250,7 +245,6 @@ class Training:
         after: Evaluation | None,
         overlap: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
-        """Write and return the summary."""
         advice = read_advice(self._run_dir)
         own = {"learner": self._restarts.num_restarts, "batches": self._restarts.num_replans}
         summary = summary_document(
@@ -278,10 +272,7 @@ async def unless(
     *,
     on_death: Callable[[], None] = lambda: None,
 ) -> T:
-    """Return the result of ``work``.
-
-    If a watcher raises, call ``on_death``, cancel ``work``, and raise the watcher's error.
-    """
+    """Return the result of ``work``. If a watcher raises, call ``on_death``, cancel ``work``, and raise its error."""
     task = asyncio.ensure_future(work)
     watching = {asyncio.ensure_future(watcher) for watcher in watchers}
     try:
