@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 from asyncrl.core.errors import UsageError
 from asyncrl.core.remote import fetch, fetch_async
 
-# A dispatch function adds this keyword argument, the number of padded rows. The call removes as many rows again.
+# A dispatch function adds this keyword argument, the number of padded rows. The call removes these rows from its result.
 _padding_size_key = "_padding_size_key_x123d"
 
 
@@ -227,7 +227,7 @@ class DynamicEnum(metaclass=_Members):
 
 
 def _member(kind: type[DynamicEnum], name: str) -> Any:
-    """Find an unpickled member. If this process does not have the member, register it."""
+    """Return the member with this name. If this process does not have the member, register it."""
     return kind.from_name(name) or kind.register(name)
 
 
