@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 from asyncrl.core.errors import UsageError
 from asyncrl.core.remote import fetch, fetch_async
 
-# A dispatch function adds this keyword argument, the number of padded rows. The call removes these rows from its result.
+# A dispatch function adds this keyword argument, the number of padded rows. The call removes these rows again.
 _padding_size_key = "_padding_size_key_x123d"
 
 
@@ -314,10 +314,10 @@ BESIDE = "beside"
 
 
 def beside(method: Method) -> Method:
-    """Decorator: run a registered method in a second thread, in parallel with the worker's other methods.
+    """Run a registered method in a second thread, in parallel with the worker's other methods.
 
-    The second thread executes its calls in order, and does not wait for other calls. The methods must be thread-safe.
-    All other methods of the class then run in one thread that is not the main thread of the process.
+    The second thread runs its calls in order. The methods must be thread-safe. All other methods of the class then run
+    in one thread, which is not the main thread of the process.
     """
     getattr(method, MAGIC_ATTR)[BESIDE] = True
     return method
