@@ -1,1 +1,1 @@
-"""The transfer of policy versions to the engines: manifests, carriers of the bytes, and verification."""
+"""The transfer of policy versions from the learner to the engines, and its verification."""

@@ -1,7 +1,7 @@
 """Exact sparse differences between two versions of a data file.
 
-For each changed piece, a delta file holds the new values and the gaps between their indices, or the whole piece if that
-is smaller. Values are compared as integers, so that NaN and -0.0 are exact.
+For each changed piece, a delta file holds the new values and the gaps between their indices. It holds the whole piece
+if that is smaller. Values are compared as integers, so that NaN and -0.0 are exact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int, bytes] | None:
-    """Return the difference between two images of a piece; None if they are equal.
+    """Return the difference between the old and the new bytes of a piece; None if they are equal.
 
     Args:
         old: [bytes] uint8.
@@ -30,7 +30,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
         item_bytes: Bytes per value: 1, 2, 4 or 8.
 
     Returns:
-        The number of changed values, the bytes per gap (1 or 2; 0 for a whole piece), and the bytes for the delta file.
+        The number of values, the bytes per gap (1 or 2; 0 for a whole piece), and the bytes for the delta file.
     """
     values = new.view(_INTEGERS[item_bytes])
     indices = np.flatnonzero(values != old.view(_INTEGERS[item_bytes]))
@@ -38,7 +38,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
         return None
     gaps = np.diff(indices, prepend=0)
     encodings: list[np.ndarray] = []
-    for gap_bytes in (1, 2):  # a gap is encoded as full codes (the type's largest value) and a smaller remainder
+    for gap_bytes in (1, 2):  # a gap is a sum of codes: largest values, then a smaller remainder
         full = np.iinfo(_INTEGERS[gap_bytes]).max
         ends = np.cumsum(gaps // full + 1) - 1
         encodings.append(np.full(ends[-1] + 1, full, dtype=_INTEGERS[gap_bytes]))
@@ -50,15 +50,15 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
 
 
 def decode(change: Change, data: bytes, place: np.ndarray) -> None:
-    """Turn the old image of a piece into the new one.
+    """Turn the old bytes of a piece into the new ones.
 
     Args:
         change: The change of the piece.
         data: Bytes of the change in the delta file.
-        place: [bytes] uint8, the old image; changed in place, and undefined after an error.
+        place: [bytes] uint8, the old bytes; changed in place, and undefined after an error.
 
     Raises:
-        ValueError, IndexError: the data do not fit the change.
+        ValueError, IndexError: ``data`` does not fit ``change``.
     """
     size = change.num_values * change.item_bytes
     new = np.frombuffer(data[:size], dtype=_INTEGERS[change.item_bytes])
@@ -73,7 +73,7 @@ def decode(change: Change, data: bytes, place: np.ndarray) -> None:
 def write_delta(
     path: Path, file: int, old: np.ndarray, new: np.ndarray, spans: Iterable[tuple[int, int, int]]
 ) -> list[Change]:
-    """Write the difference between two images of a data file; return the changed pieces.
+    """Write the difference between two data files. Returns the changed pieces.
 
     Args:
         path: The delta file.
@@ -103,7 +103,7 @@ def write_delta(
                     )
                     stream.write(data)
         stream.flush()
-        os.fsync(stream.fileno())  # other hosts that share the directory see the bytes only after this
+        os.fsync(stream.fileno())  # other hosts see the bytes only after this
     return changes
 
 
@@ -116,7 +116,7 @@ def apply_delta(manifest: Manifest, image: np.ndarray) -> None:
 
     Raises:
         FileNotFoundError: a newer version has replaced the version.
-        WeightsError: a piece differs from the published one; the image is then undefined.
+        WeightsError: a changed piece differs from the published one. ``image`` is then undefined.
     """
     delta = manifest.delta
     assert delta is not None, "a full version has nothing to apply"

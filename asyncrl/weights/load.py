@@ -1,9 +1,8 @@
 """Loads offered weights into a model, and verifies that every parameter then holds the published values.
 
 The bytes are compared with the offer's digests. The model's ``load_weights`` distributes them, and each write into a
-parameter is compared with its source. A parameter that was not completely written is an error. Later loads of a model
-repeat the copies of the first one with fewer calls (`fused_copies.py`). `open_weights` returns the bytes: from files,
-or from the learner ranks, which send them to this process.
+parameter is compared with its source. A parameter that was not completely written is an error. Later loads repeat the
+copies of the first load with fewer calls (`fused_copies.py`).
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class WeightSource(Protocol):
 
     @property
     def copier(self) -> FileWeights | None:
-        """Copies and verifies host memory; None if the source verifies all bytes itself."""
+        """Object that copies and verifies host memory; None if the source verifies all bytes itself."""
         ...
 
     def verify(self) -> None:
@@ -90,13 +89,13 @@ class WeightSource(Protocol):
 def load_verified(
     model: nn.Module, offer: WeightOffer, *, timeout_s: float = LOAD_TIMEOUT_S, arrangement: str | None = ""
 ) -> int:
-    """Load an offer through the model's ``load_weights``; return the number of verified values.
+    """Load an offer through the model's ``load_weights``. Returns the number of verified values.
 
     Args:
         model: A model with a ``load_weights`` as in SGLang.
         offer: The staged offer.
         timeout_s: Deadline of a stream, to which one second per 100 MB is added.
-        arrangement: See `LoadObserver`.
+        arrangement: As in `LoadObserver`.
 
     Raises:
         WeightsError: the bytes differ from the published ones, or a parameter holds other values afterwards.
@@ -110,7 +109,7 @@ def load_verified(
         tensors = weights.tensors()
         if adapter is not None:
             tensors = adapter.merged(tensors, device)
-        fused, observer = _fused.pop(model, None), None  # after a failure, the next load does not use recorded copies
+        fused, observer = _fused.pop(model, None), None  # a failure forgets the copies
         if fused is not None and fused.fit(parameters, arrangement):
             tensors = fused.take(tensors, parameters)
         else:
@@ -160,7 +159,7 @@ def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) 
         FileNotFoundError: a newer version has replaced the files.
         WeightsError: the manifest differs from the offered one.
     """
-    if offer.carrier == Carrier.engine_stream:  # in an engine server the carrier is a plain string
+    if offer.carrier == Carrier.engine_stream:  # an engine server has a plain string here
         return ArrivingWeights(offer, device, timeout_s=timeout_s)
     return FileWeights(offer, None if device.type == "cpu" else device)
 
@@ -168,8 +167,8 @@ def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) 
 class FileWeights:
     """The tensors of an offer in mapped files. For an adapter, the frozen weights are not included.
 
-    Without a device, the tensors are views of the files; `copy` and `verify` verify the bytes. With a device, the
-    tensors are copies on the device: each byte is copied once, and `verify` compares digests that the device computes.
+    Without a device, the tensors are views of the files, and `copy` and `verify` verify the bytes. With a device, the
+    tensors are copies on the device, and `verify` compares digests that the device computes.
 
     Args:
         offer: A full version or an adapter.
@@ -178,8 +177,9 @@ class FileWeights:
     Attributes:
         manifest: Manifest of the offer.
 
-    Raises `FileNotFoundError` if a newer version has replaced the files, `WeightsError` if the manifest is not the
-    offered one, or if the offer is a delta.
+    Raises:
+        FileNotFoundError: a newer version has replaced the files.
+        WeightsError: the manifest is not the offered one, or the offer is a delta.
     """
 
     def __init__(self, offer: WeightOffer, device: torch.device | None = None) -> None:
@@ -201,7 +201,7 @@ class FileWeights:
         self._digested: list[tuple[Piece, Tensor]] = []
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor. Raises `WeightsError` for a type that torch does not have."""
+        """Yield each tensor with its name. Raises `WeightsError` for a dtype that torch does not have."""
         if self._device is not None:
             yield from self._copies(self._device)
             return
@@ -245,7 +245,7 @@ class FileWeights:
         digests: DeviceDigests,
         stream: torch.cuda.Stream | None,
     ) -> list[tuple[str, Tensor]]:
-        """Copy adjacent tensors, and begin to digest the copy; return name and copy of each."""
+        """Copy adjacent tensors, and begin to digest the copy. Returns the name and the copy of each."""
         first, end = span[0].start, span[-1].start + span[-1].num_bytes
         with torch.cuda.stream(stream):
             data = copies.copied(self._maps[span[0].file][first:end])
@@ -255,11 +255,11 @@ class FileWeights:
 
     @property
     def copier(self) -> FileWeights | None:
-        """See `WeightSource.copier`. This object is the copier if the tensors are views of the files."""
+        """This object, if the tensors are views of the files; otherwise None."""
         return self if self._device is None else None
 
     def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:
-        """Return the pieces that together cover exactly these bytes of a mapped file; empty if no pieces do."""
+        """Return the pieces that cover exactly these bytes of a mapped file; empty if no pieces do."""
         for index, data in enumerate(self._maps):
             start = address - data.ctypes.data
             if 0 <= start <= len(data) - num_bytes:
@@ -276,8 +276,7 @@ class FileWeights:
     def copy(self, pieces: Sequence[Piece], target: np.ndarray) -> bool:
         """Copy pieces to ``target``, [bytes] uint8. Returns whether ``target`` then holds the published bytes.
 
-        The copy is digested while it is in the processor's cache, which costs almost nothing. `verify` does not read
-        these pieces again.
+        The copy is digested while it is in the processor's cache. `verify` does not read these pieces again.
         """
         ends = list(accumulate(piece.num_bytes for piece in pieces))
         places = [target[end - piece.num_bytes : end] for piece, end in zip(pieces, ends, strict=True)]
@@ -291,7 +290,7 @@ class FileWeights:
         """Verify the copies on the device, and all bytes of the files that are not yet verified.
 
         Raises:
-            WeightsError: bytes differ from the published ones; the message names the first tensor.
+            WeightsError: bytes differ from the published ones. The message names the first tensor.
         """
         arrived = torch.stack([digest for _, digest in self._digested]).tolist() if self._digested else []
         wrong: list[Piece] = []
@@ -311,7 +310,7 @@ class FileWeights:
         self._verified.update(left)
 
     def close(self) -> None:
-        """Do nothing: a file stays mapped as long as tensors are views of it."""
+        """Do nothing. A file stays mapped as long as tensors are views of it."""
 
     def _copy(self, piece: Piece, target: np.ndarray) -> bool:
         source, digest = self._bytes_of(piece), xxhash.xxh3_128()
@@ -325,14 +324,15 @@ class FileWeights:
 
 
 class PublishedAdapter:
-    """The adapters of an offer; every byte is verified.
+    """The verified adapters of an offer.
 
     Attributes:
         weights: The tensors of the adapters.
         base: The frozen weights.
 
-    Raises `FileNotFoundError` if a newer version has replaced the adapters, `WeightsError` if bytes differ from the
-    published ones.
+    Raises:
+        FileNotFoundError: a newer version has replaced the adapters.
+        WeightsError: bytes differ from the published ones.
     """
 
     def __init__(self, offer: WeightOffer) -> None:
@@ -367,15 +367,13 @@ class PublishedAdapter:
 
 
 class AdaptedModules:
-    """Adds adapters to linear layers of a model, which then compute W x + scale · B A x."""
+    """Adapters in the linear layers of a model, which then compute W x + scale · B A x."""
 
     def __init__(self) -> None:
         self._hooks: list[RemovableHandle] = []
 
     def load(self, adapter: PublishedAdapter, version: int, modules: Mapping[str, nn.Module]) -> None:
-        """Replace the adapters by those of a version, in the dtype of the weights.
-
-        Each write is compared with its source.
+        """Replace the adapters by those of a version, in the dtype of the weights. Each write is verified.
 
         ``modules`` maps names of frozen weights to linear layers. Raises `WeightsError` if a layer is missing, or an
         adapter holds other values afterwards.
@@ -405,16 +403,15 @@ class AdaptedModules:
 
 
 def _add(down: Tensor, up: Tensor, scale: float, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Add scale · B A x: a forward hook."""
+    """Add scale · B A x, as a forward hook."""
     return output + scale * F.linear(F.linear(inputs[0], down), up)
 
 
 @contextmanager
 def submissions_run_at_once() -> Iterator[None]:
-    """In this block, if this thread calls ``ThreadPoolExecutor.submit``, the work runs immediately on this thread.
+    """Run the work that this thread submits to a ``ThreadPoolExecutor`` immediately, on this thread.
 
-    Calls of other threads do not change. Neither do calls to subclasses with their own ``submit``, such as
-    `DigestThreads`.
+    Calls of other threads do not change. Subclasses with their own ``submit``, such as `DigestThreads`, do not change.
     """
     this_thread, submit = threading.get_ident(), ThreadPoolExecutor.submit
 
@@ -436,18 +433,18 @@ def submissions_run_at_once() -> Iterator[None]:
 
 
 class ComparedWrites(TorchDispatchMode):
-    """In this block, every copy of published weights into a parameter is verified.
+    """A context that verifies every copy of published weights into a parameter.
 
-    A copy of whole pieces on the CPU is compared with the published digest. Any other copy (part of a piece, another
-    dtype, on a GPU) is compared with its source, and the source's digest is verified at the end.
+    A copy of whole pieces on the CPU is compared with the published digest. Any other copy is compared with its source,
+    and the source's digest is verified at the end.
 
-    A dispatch mode sees only the operations of its own thread. The loaders of some models in SGLang submit copies to a
-    thread pool; in this block these copies run on this thread.
+    A dispatch mode sees only the operations of its own thread. Some models in SGLang submit copies to a thread pool, so
+    this context runs these copies on its own thread.
 
     Args:
         parameters: The model's parameters by name.
         weights: The published tensors.
-        observer: Records what the model's loader does.
+        observer: Records the operations of the model's loader.
     """
 
     def __init__(
@@ -534,8 +531,7 @@ class ComparedWrites(TorchDispatchMode):
             differs = torch.tensor(not copier.copy(pieces, flat))
         else:
             _copy(target, source)
-            # Compare integers, because NaN differs from itself. `check` reads the results, so this does not
-            # synchronize.
+            # Compare integers, because NaN differs from itself. `check` reads the result, so nothing waits here.
             integers, wanted = _INTEGERS[target.element_size()], source
             if not (is_alike and is_flat and source.device == target.device):
                 target, wanted = target.contiguous(), source.to(target).expand(target.shape).contiguous()
