@@ -205,7 +205,6 @@ def func_generator(
 
 
 def _unpadded(output: Any, padding_size: int) -> Any:
-    """Remove the last rows of a batch, a list of rows, or a future of one. Return other values unchanged."""
     if isinstance(output, DataProtoFuture):
         return output.then(partial(_unpadded, padding_size=padding_size))
     if isinstance(output, list) or hasattr(output, "chunk"):

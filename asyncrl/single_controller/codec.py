@@ -192,7 +192,7 @@ class Encoder:
         return None if parts is None else [_RECORD.sent, *parts]
 
     def columns(self, tensors: dict[str, Any]) -> Any:
-        """Encode tensors as one flat list of names and descriptions. A flat list is faster to decode than a tree."""
+        """Encode tensors as one flat list, which is faster to decode than a tree."""
         describe = _torch_side().describe
         try:
             described = [describe(tensor) for tensor in tensors.values()]
@@ -392,7 +392,6 @@ def parse(data: bytes) -> tuple[bytes, tuple[int, ...], int]:
 
 @lru_cache(maxsize=4096)
 def _layout(data: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
-    """Return the dtype, the shape and the size in bytes of a descriptor's array."""
     name, shape, end = parse(data)
     if end != len(data):
         raise WireError(f"array descriptor has {len(data)} bytes, expected {end}")

@@ -116,7 +116,7 @@ def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[
 
 @dataclass(slots=True)
 class UnbuiltBatch:
-    """The tensors of a cut, joined or received `DataProto`, before a TensorDict of them is built.
+    """The tensors of a `DataProto` before a TensorDict of them is built.
 
     It exists because building a TensorDict takes longer than cutting the tensors. Do not change an object of this
     class. It is not frozen, because freezing doubles its construction time.
@@ -149,7 +149,7 @@ class UnbuiltBatch:
         return UnbuiltBatch({key: self.tensors[key] for key in keys}, self.num_rows, self.device, self.is_borrowed)
 
     def build(self) -> TensorDict:
-        """Build the TensorDict. Its tensors are copies if the memory is borrowed."""
+        """Build the TensorDict, with copies of borrowed tensors."""
         return self.clone() if self.is_borrowed else TensorDict(self.tensors, self.batch_size, device=self.device)
 
     def clone(self) -> TensorDict:
@@ -302,7 +302,7 @@ def facts_equal(a: Any, b: Any) -> bool:
         return True
     try:
         return bool(a == b)
-    except (TypeError, ValueError, RuntimeError):  # the comparison has no single result, as for arrays
+    except (TypeError, ValueError, RuntimeError):  # arrays have no single result
         return False
 
 
@@ -351,8 +351,6 @@ def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
         return bool(((a == b) | (a.isnan() & b.isnan())).all())
     return torch.equal(a, b)
 
-
-# The codec describes a dense tensor by bytes, like an array, and a nested tensor by a list of its parts.
 
 # torch cannot copy quantized and opaque dtypes, nor dtypes smaller than one byte.
 _NOT_SENT = re.compile(r"torch\.(q.*|bits.*|u?int[1-7])")
@@ -409,7 +407,6 @@ def memory_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _describe_nested(tensor: Any) -> tuple[Description, list[memoryview]]:
-    """Describe the rows of a strided tensor; or values, offsets, lengths and ragged dimension of a jagged one."""
     if tensor.layout is torch.jagged:
         lengths = tensor.lengths()  # None if the rows are contiguous
         dense = [tensor.values(), tensor.offsets(), *([] if lengths is None else [lengths])]
@@ -424,7 +421,6 @@ def _describe_nested(tensor: Any) -> tuple[Description, list[memoryview]]:
 
 @lru_cache(maxsize=4096)
 def _layout(data: bytes) -> tuple[torch.dtype, np.dtype | None, tuple[int, ...], int]:
-    """Return the torch dtype, the numpy dtype or None, the shape, and the number of bytes of a descriptor."""
     name, shape, end = parse(data)
     dtype = _DTYPES.get(name)
     if dtype is None or end != len(data):
@@ -477,7 +473,6 @@ def jagged_of(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor
 
 
 def _check_rows(num_values: int, offsets: torch.Tensor, lengths: torch.Tensor | None) -> None:
-    """Check that rows start at 0, are consecutive, and end inside the values."""
     for index in (offsets,) if lengths is None else (offsets, lengths):
         if index.is_nested or index.ndim != 1 or index.dtype not in (torch.int32, torch.int64):
             raise WireError("the offsets or lengths of a nested tensor are not a vector of integers")

@@ -26,8 +26,6 @@ _log = logging.getLogger(__name__)
 
 
 class _CheckedSwitches(type):
-    """Metaclass that checks an option when it is set."""
-
     def __setattr__(cls, name: str, value: Any) -> None:
         if name == "auto_padding" and not isinstance(value, bool):
             raise BatchError(f"DataProtoConfig.auto_padding must be a bool, got {value!r}")
@@ -77,7 +75,7 @@ class DataProto:
 
     The tensors of a received batch stay in the received memory, which other processes may read too. The first read of
     ``batch`` copies the tensors, so that the reader may write to them. A batch from Ray is decoded when one of its
-    attributes is first read. A process that only passes the batch on never decodes it.
+    attributes is first read.
 
     Args:
         batch: Tensors with first dimension B; None without tensors.
@@ -93,7 +91,6 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the batch. The ``__init__`` of a subclass that is a dataclass calls this too."""
         if self.non_tensor_batch is None:  # verl's callers pass None
             self.non_tensor_batch = {}
         if self.meta_info is None:
@@ -106,7 +103,7 @@ class DataProto:
     else:
 
         def __getattr__(self, name: str) -> Any:
-            """Decode a received batch when its first attribute is read. Attributes that were set before are kept."""
+            """Decode a received batch when its first attribute is read."""
             message = vars(self).get("_arrived")
             if message is not None:  # None if this process made the batch, or another thread has decoded it
                 header, buffers, foreign = message
@@ -299,7 +296,7 @@ class DataProto:
         old, new = ([keys] if isinstance(keys, str) else list(keys or ()) for keys in (old_keys, new_keys))
         if len(old) != len(new) or len(set(old)) != len(old) or len(set(new)) != len(new):
             raise ValueError(f"rename needs as many new names as old ones, each once, got {old} and {new}")
-        # Remove all entries first, because two names may be exchanged.
+        # Remove all entries first, because names may be exchanged.
         (tensors,) = columns.pop_all({"batch": self.batch}, [old])
         for key, tensor in zip(new, tensors.values(), strict=True):
             self.batch.set(key, tensor)
@@ -487,13 +484,13 @@ class DataProto:
         return serialization.from_parts(cls, parts, is_borrowed=False)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle the batch as the codec's header and buffers. From protocol 5 on, the buffers are out of band."""
+        """Pickle the codec's header and buffers. From protocol 5 on, the buffers are out of band."""
         header, buffers, foreign = self.__getstate__()
         wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
         return serialization.rebuild, (type(self), header, [wrap(buffer) for buffer in buffers], foreign)
 
     def __getstate__(self) -> serialization.Message:
-        """Return the batch as a message. A received batch that is not decoded returns the received message."""
+        """Return the batch as a message. A batch that is not decoded yet returns its received message."""
         if vars(self).keys() == {"_arrived"}:
             return self._arrived
         foreign: list[Any] = []  # values that the codec does not support; Ray pickles them
@@ -515,7 +512,6 @@ class DataProto:
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
 
     def _mapped(self, change: Callable[[str, Any], Any], num_rows: int, *, shares_memory: bool = False) -> DataProto:
-        """Apply ``change(key, column)`` to each column."""
         batch = None
         if self._batch is not None:
             is_borrowed = shares_memory and isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed

@@ -330,7 +330,6 @@ def runs_beside(method: Any) -> bool:
 
 @contextmanager
 def _named(worker: Any, method_name: str) -> Iterator[None]:
-    """Add the method's name and the rank to an exception."""
     try:
         yield
     except BaseException as error:

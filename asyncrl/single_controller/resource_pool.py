@@ -54,7 +54,6 @@ class ResourcePool:
         return self._store
 
     def __call__(self) -> list[int]:
-        """Return ``store``."""
         return self._store
 
     @property
@@ -81,7 +80,6 @@ class ClassWithInitArgs:
         self.fused_worker_used = False
 
     def __call__(self) -> Any:
-        """Make the instance."""
         return self.cls(*self.args, **self.kwargs)
 
 
@@ -106,11 +104,11 @@ class RayResourcePool(ResourcePool):
             process.
         detached: Whether the reservation stays after the end of the driver.
         accelerator_type: Use only nodes with this kind of device. Example: ``"A100"``.
-        num_cpus_per_process: CPUs of a process's bundle; ``max_colocate_count`` by default.
-        num_devices_per_process: Number of devices of each process, if ``use_gpu`` is set.
-        strategy: How Ray places the bundles of one placement group. ``STRICT_PACK`` puts them on one node.
-        apart: Put each placement group of this pool on a different node.
-        labels: Labels that the nodes must have, as Ray's label selectors. Example: ``{"market-type": "!spot"}``.
+        num_cpus_per_process: CPUs of each process; ``max_colocate_count`` by default.
+        num_devices_per_process: Devices of each process, if ``use_gpu`` is set.
+        strategy: Ray's placement strategy for the bundles of a placement group. ``STRICT_PACK`` puts them on one node.
+        apart: Whether each placement group must be on a different node.
+        labels: Ray label selectors of the nodes. Example: ``{"market-type": "!spot"}``.
         timeout_s: Seconds to wait for the cluster to grant the reservation.
     """
 
@@ -219,7 +217,6 @@ class RayResourcePool(ResourcePool):
     def _asked(
         self, name: str, count: int, labels: Mapping[str, str], device_name: str, strategy: str | None = None
     ) -> PlacementGroup:
-        """Ask the cluster for a placement group of ``count`` processes."""
         return placement_group(
             bundles=[self.bundle(device_name) for _ in range(count)],
             strategy=strategy or self.strategy,
@@ -231,10 +228,7 @@ class RayResourcePool(ResourcePool):
     def _wait_until_granted(
         self, pgs: Sequence[PlacementGroup], first: int, deadline_s: float, device_name: str
     ) -> None:
-        """Wait until the placement groups from ``first`` on are granted.
-
-        After the deadline, release all of ``pgs`` and raise `DeadlineError`.
-        """
+        """Wait for ``pgs[first:]``. After the deadline, release all of ``pgs`` and raise `DeadlineError`."""
         left_s, awaited = max(deadline_s - time.monotonic(), 0.0), [pg.ready() for pg in pgs[first:]]
         _, waiting = ray.wait(awaited, num_returns=len(awaited), timeout=left_s)
         if not waiting:
@@ -250,7 +244,7 @@ class RayResourcePool(ResourcePool):
         )
 
     def borrow_from(self, *pools: RayResourcePool) -> None:
-        """Keep these pools reserved while a worker group runs in this pool, which uses their placement groups."""
+        """Use the placement groups of these pools, which stay reserved while a group runs in this pool."""
         self._wholes = [whole for pool in pools for whole in (pool._wholes or [pool])]
         self._cluster = current_cluster()
 
@@ -469,17 +463,14 @@ for _name in _TEXTS:
 class ResourcePoolManager:
     """The pools of a job, by name, and the pool of each role.
 
+    The attributes that are not listed here are options of all pools, as in `RayResourcePool`.
+
     Attributes:
         resource_pool_spec: Number of processes on each node, by pool. Example: ``{"actor": [8, 8]}``.
         mapping: Pool of each role.
         resource_pool_dict: The pools, after `create_resource_pool` has made them.
-        use_gpu: Whether every process has a device.
         max_colocate_count: Number of groups that may share a pool; 1 if the roles of a pool share their processes.
         device_name: ``cuda`` or ``npu``.
-        num_cpus_per_process: CPUs of each process; None means ``max_colocate_count``.
-        apart: Whether the nodes of a pool must be different nodes of the cluster.
-        labels: Labels that the nodes must have, as Ray's label selectors.
-        timeout_s: Seconds to wait for the cluster to grant a pool.
         own_options: Options of `RayResourcePool` by pool. They replace the values above.
     """
 
@@ -513,10 +504,7 @@ class ResourcePoolManager:
         return sum(count for process_on_nodes in self.resource_pool_spec.values() for count in process_on_nodes)
 
     def _check_resource_available(self) -> None:
-        """Check that the pools fit on the nodes.
-
-        The error message assumes that the largest demand is placed first, on the fullest node with room for it.
-        """
+        """Raise `ValueError` if the pools do not fit on the nodes. The message assumes the largest demand first."""
         free = {node: dict(resources) for node, resources in ray_state.available_resources_per_node().items()}
         demands = [(count, name) for name, counts in self.resource_pool_spec.items() for count in counts]
         demands.sort(reverse=True)

@@ -183,7 +183,6 @@ class Worker(WorkerHelper):
         return getattr(self, method_name)(*args, **kwargs)
 
     def _call_silently(self, method_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method, and return no result. Exceptions are raised."""
         getattr(self, method_name)(*args, **kwargs)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)

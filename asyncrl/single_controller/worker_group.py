@@ -123,7 +123,6 @@ class WorkerGroup:
         return death_of(identities[self._workers[rank]._actor_id.hex()], "Its process ended.")
 
     def _bind_worker_method(self, user_defined_cls: Any, func_generator: Callable[..., Any]) -> list[str]:
-        """Bind each registered method of the class to the group. Returns the names of the methods."""
         method_names = []
         for method_name in dir(user_defined_cls):
             attrs = getattr(getattr(user_defined_cls, method_name, None), MAGIC_ATTR, None)
@@ -133,7 +132,7 @@ class WorkerGroup:
             if mode is Dispatch.RANK_ZERO:
                 execute_mode = Execute.RANK_ZERO
             elif mode is Dispatch.ONE_TO_ALL and execute_mode is Execute.RANK_ZERO:
-                mode = Dispatch.RANK_ZERO  # a single rank needs only one copy of the arguments
+                mode = Dispatch.RANK_ZERO  # a single rank needs one copy of the arguments
             functions = get_predefined_dispatch_fn(mode) if isinstance(mode, Dispatch) else mode
             method = func_generator(
                 self,
@@ -267,7 +266,6 @@ class RayWorkerGroup(WorkerGroup):
         return self._workers
 
     def _introduce(self, worker: Any, rank: int, node: str, log_file: str | None = None) -> None:
-        """Register a worker's description for error messages. An existing description is kept."""
         actor_id = worker._actor_id.hex()
         tail = partial(last_words, actor_id, log_file)
         identities.setdefault(actor_id, WorkerIdentity(group=self.name_prefix, rank=rank, node=node, last_words=tail))
@@ -345,7 +343,6 @@ class RayWorkerGroup(WorkerGroup):
     def _start_worker(
         self, index: int, world_size: int, num_devices: float, detached: bool, suffix: str = "", **changed: Any
     ) -> tuple[Any, str]:
-        """Start the worker of a slot. Returns its handle and its name, which ends with ``suffix``."""
         ray_class: Any = self.ray_cls_with_init
         slot = self._slots[index]
         place = f"{slot.node_index}:{slot.local_rank}" + (f"+{self.first_rank}" if self.first_rank else "")
@@ -389,7 +386,7 @@ class RayWorkerGroup(WorkerGroup):
         if taken:
             raise UsageError(f"worker_env sets {taken}, which describe the worker and are the group's to set")
         env |= {} if log_file is None else {"WG_LOG_FILE": log_file}
-        # Ray 2.60 does not change the visible devices of an actor without devices, so the actor would see all of them.
+        # In Ray 2.60, an actor without devices sees all devices.
         hidden = {} if self.use_gpu else NO_GPUS
         return hidden | self.customized_worker_env | env
 
@@ -478,9 +475,9 @@ class RayWorkerGroup(WorkerGroup):
     def shutdown(self) -> None:
         """Kill the workers. Groups that were spawned from this group, or attached to its workers, end too.
 
-        The last group of a pool to shut down also releases the reservation. A running call raises `WorkerDiedError`. If
-        Ray was shut down before, no worker is killed. Detached workers then still run, and another group can attach to
-        them with ``worker_names``.
+        The last group of a pool also releases the reservation. A running call raises `WorkerDiedError`. If Ray was shut
+        down before, no worker is killed. Detached workers then still run, and another group can attach to them with
+        ``worker_names``.
         """
         self.stop_worker_aliveness_check()
         has_ended = any(worker._ray_cluster_and_job != current_cluster() for worker in self._workers)

@@ -128,7 +128,6 @@ class CarrierUse:
     Attributes:
         full_every: As in `PublishOptions`. Above 1, the run publishes deltas.
         adapters: Whether adapters are published without the frozen weights.
-        num_hosts: Number of nodes of the run.
         keeps_all: Whether all versions are kept.
         given: Carrier-specific options that differ from their defaults, and their values.
     """

@@ -88,7 +88,6 @@ class FusedCopies:
         ]
 
     def __len__(self) -> int:
-        """Return the number of tensors."""
         return len(self._tensors)
 
     def fit(self, parameters: Parameters, arrangement: str | None) -> bool:

@@ -44,9 +44,7 @@ class ModelShards(Protocol):
     Attributes:
         name: Class of the model, for messages.
         dtype: Dtype of the written parameters, except adapters.
-        rank: This rank, of ``num_ranks``.
         group: A gloo group of all ranks, separate from the groups of training; None for a single rank.
-        has_adapters: Whether the model has adapters.
     """
 
     name: str
@@ -206,7 +204,7 @@ class ModelLayout:
     def exchange(self, raw: Tensor) -> None:
         """Send this rank's part of the raw copy to the ranks that need it, and receive their parts.
 
-        This is a collective on the CPU. ``raw``, [bytes] uint8, is this rank's copy.
+        This is a collective. ``raw``, [bytes] uint8 on the CPU, is this rank's copy.
         """
         rank, group = self._shards.rank, self._shards.group
         if self._spans is None:
@@ -320,7 +318,6 @@ def dtype_of(stored: StoredTensor) -> torch.dtype:
 
 
 def _as_published(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an unsharded parameter on the meta device. A buffer keeps its dtype."""
     kept = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
     return torch.empty(tensor.shape, dtype=kept, device="meta")
 

@@ -209,10 +209,7 @@ class FileWeights:
             yield stored.name, shaped(stored, self._files[stored.file][stored.start : stored.start + stored.num_bytes])
 
     def _copies(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Copy in a thread, a few spans ahead of the loader.
-
-        `ComparedWrites` does not see operations of that thread.
-        """
+        """Copy in a thread, a few spans ahead of the loader. `ComparedWrites` does not see that thread."""
         copies, digests = BucketCopies(self._threads, device), DeviceDigests(device)
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         pending: deque[Future[list[tuple[str, Tensor]]]] = deque()
@@ -403,7 +400,6 @@ class AdaptedModules:
 
 
 def _add(down: Tensor, up: Tensor, scale: float, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Add scale · B A x, as a forward hook."""
     return output + scale * F.linear(F.linear(inputs[0], down), up)
 
 

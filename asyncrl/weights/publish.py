@@ -154,7 +154,7 @@ class WeightPublisher:
             logger.warning("adapters are merged before they are published: %s", error)
             return
         self._frozen, self._layout = frozen, ModelLayout(self._shards, Part.adapters)
-        # The frozen weights are published with the first version.
+        # The first version publishes the frozen weights.
         self._adapter = Adapter(base=WeightOffer(version=FROZEN, manifest="", digest="", num_bytes=0), layers=layers)
 
     # The publish thread runs the following methods.
@@ -208,8 +208,7 @@ class WeightPublisher:
     def _finish(self, version: int, parts: list[RankPart] | Exception) -> WeightOffer | None:
         """Publish the copied version, or report the failure of the copy.
 
-        If a collective fails, rank 0 does not report it. The controller's calls to the ranks report the cause, such as
-        a dead rank.
+        Rank 0 does not report a failed collective, because the controller's calls to the ranks report the cause.
         """
         with record.span(SpanKind.publish, lane="/publish", version=version):
             with self._stage("digest", version):
@@ -285,7 +284,6 @@ class WeightPublisher:
         return own
 
     def _offer(self, version: int, parts: Sequence[RankPart], shares: Sequence[Sequence[RankShare]]) -> WeightOffer:
-        """Move the files into place, and write their manifests. Returns the version's offer."""
         offer: WeightOffer | None = None
         for part, own in zip(parts, zip(*shares, strict=True), strict=True):
             offer = self._write_manifest(FROZEN if part.is_frozen else version, part, own)

@@ -168,7 +168,6 @@ class ReceivedVersions:
         return base if base is not None and base.is_dir() else None
 
     async def _received(self, offer: WeightOffer, base: Path | None) -> Path:
-        """Receive a version into a new folder, and apply a delta. Returns the folder."""
         from asyncrl.weights.stream import receive_weights  # loads torch, which other workers do not need
 
         holds = "" if base is None else digest_of((base / MANIFEST).read_bytes())
@@ -202,7 +201,6 @@ class ReceivedVersions:
             ) from None
 
     async def _receive_frozen(self, offer: WeightOffer, manifest: Manifest) -> None:
-        """Receive the frozen weights of an adapter, unless the host has them."""
         from asyncrl.weights.stream import receive_weights
 
         assert manifest.base is not None, "an adapter applies to something"
@@ -255,7 +253,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def _is_of(folder: Path, digest: str) -> bool:
-    """Return whether a folder has the manifest with this digest. A folder gets its name when it is complete."""
+    """Return whether a folder has the manifest with this digest."""
     try:
         return digest_of((folder / MANIFEST).read_bytes()) == digest
     except (FileNotFoundError, NotADirectoryError):

@@ -165,7 +165,6 @@ class Meeting:
 
     Attributes:
         ends_s: Time of the event loop at which the round ends.
-        values: Stored values by key.
         pending: Waiting members, each with its key and the required number of keys.
     """
 
@@ -251,7 +250,6 @@ class RoundCoordinator:
                     await self._run(number, offered, asked, is_delta=is_delta)
 
     async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Admit a connection that has the key, and process its messages."""
         key, nonce = self.address.access, secrets.token_bytes(_NONCE_BYTES)
         try:
             _keep_alive(writer.get_extra_info("socket"))
@@ -300,7 +298,7 @@ class RoundCoordinator:
                 _send(sender, {"over": message["round"]})
 
     async def _run(self, number: int, offered: HeldOffer, requests: Sequence[RoundRequest], *, is_delta: bool) -> None:
-        """Announce a round, and wait until all ranks are done with it. The same members keep their group."""
+        """Run a round, in the previous group if the members are the same."""
         if {request.receiver for request in requests} != set(self._members):
             # Receivers of one host are neighbors, so that only one of them receives from another host.
             self._members = [request.receiver for request in sorted(requests, key=lambda request: request.host)]
@@ -344,7 +342,6 @@ def _answer(requests: Sequence[RoundRequest], answer: dict[str, Any]) -> None:
 
 
 async def _gathered(queue: asyncio.Queue[T], count: int, wait_s: float) -> list[T]:
-    """Return the items that arrive within ``wait_s``, at most ``count``."""
     found: list[T] = []
     try:
         async with asyncio.timeout(wait_s):
@@ -483,7 +480,6 @@ def _framed(message: dict[str, Any]) -> bytes:
 
 
 def _send(receiver: StreamWriter, message: dict[str, Any]) -> None:
-    """Send a message unless the connection has ended."""
     if not receiver.is_closing():
         receiver.write(_framed(message))
 

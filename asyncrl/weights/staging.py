@@ -123,7 +123,6 @@ class WeightStager:
         working.add_done_callback(remove)
 
     async def _linked_on_host(self, offer: WeightOffer) -> WeightOffer:
-        """Receive a version unless another engine of this host has received it. Then link it."""
         async with self._received.version(offer) as shared:
             try:
                 return await asyncio.to_thread(self._links_of, shared)
@@ -170,7 +169,7 @@ class WeightStager:
             shutil.rmtree(self._links, ignore_errors=True)
 
     def _linked(self, offer: WeightOffer) -> WeightOffer | None:
-        """Link the files of a version. Return None if a link is impossible or unsafe."""
+        """Link the files of a version. Return None if that is impossible or unsafe."""
         try:
             return self._links_of(offer)
         except FileNotFoundError:
@@ -182,7 +181,6 @@ class WeightStager:
             return None
 
     def _links_of(self, offer: WeightOffer) -> WeightOffer:
-        """Link the files of a version and of its base. Raises `NotPrivate` or `OSError`."""
         manifest, source = read_manifest(offer), Path(offer.manifest)
         if Path(manifest.directory) != source.parent:
             return offer
@@ -199,7 +197,6 @@ class WeightStager:
         return replace(offer, manifest=str(self._links / source.parent.name / source.name))
 
     def _adapter_in_memory(self, offer: WeightOffer) -> WeightOffer:
-        """Copy an adapter, and the frozen weights unless the image holds them."""
         manifest, source = read_manifest(offer), Path(offer.manifest)
         assert manifest.base is not None, "an adapter applies to something"
         frozen = Path(manifest.base.manifest)
@@ -232,7 +229,7 @@ class WeightStager:
         return replace(offer, manifest=str(local), kind="full", base_version=None)
 
     def _copy(self, manifest: Manifest, folder: Path) -> None:
-        """Copy the data files into a folder. They overwrite its old files in place."""
+        """Copy the data files. Old files are overwritten in place, which reuses their memory."""
         make_private_folder(folder)
         for name in manifest.files:
             copy_file(Path(manifest.directory, name), folder / name)

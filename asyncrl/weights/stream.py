@@ -191,7 +191,7 @@ class WeightSender:
                     logger.warning("learner rank %d connects to rank 0 again: %s", self._rank, error)
 
     def _send(self, this: Round) -> bool:
-        """Send this rank's part to the first receiver. Returns False after a failure; the receivers then ask again."""
+        """Send this rank's part to the first receiver. Return False after a failure."""
         began_s = time.monotonic()
         try:
             self._parts.retire(this.oldest)
@@ -431,7 +431,6 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
 
 
 def _received_once(offer: WeightOffer, folder: Path, limit_s: float, holds: str) -> WeightOffer:
-    """Receive a version in one round. Raises `WeightsError` if the round failed, and the errors of `admission`."""
     try:
         with closing(admission(offer, RoundDeadline(limit_s), holds=holds)) as admitted:
             return _receive_files(admitted, offer, folder)
@@ -444,7 +443,7 @@ def _received_once(offer: WeightOffer, folder: Path, limit_s: float, holds: str)
 
 
 def _receive_files(admitted: ReceiverRound, offer: WeightOffer, folder: Path) -> WeightOffer:
-    """Receive and verify the data file, or receive the delta files. `apply_delta` verifies a delta later."""
+    """Receive the files of a version. A delta is verified later, by `apply_delta`."""
     local = replace(offer, manifest=str(folder / "manifest.json"), carrier=Carrier.folder)
     manifest = parse_manifest(local, admitted.manifest)
     Path(local.manifest).write_bytes(admitted.manifest)
