@@ -124,10 +124,9 @@ class Route:
         remote_name: Name of the actor's method that is called.
         role_method: Role and method in a fused worker; None if the worker is called directly.
         is_worker: Whether the actor's class is a `Worker`, which accepts references and silent calls.
-        is_coroutine: Whether the actor's method is async. Such a method awaits its futures itself, so they are sent
-            unchanged.
+        is_coroutine: Whether the actor's method is async. Such a method awaits its futures itself.
         takes_results: Whether the method receives the results of futures instead of the futures.
-        is_beside: Whether the method runs in a second thread, as `dispatch.beside` says.
+        is_beside: Whether the method has the decorator `beside`, so that it runs in a second thread.
     """
 
     remote_name: str

@@ -1,8 +1,7 @@
 """A codec for Ray, ZMQ and disk. A message is a versioned msgpack header, then the raw buffers of the arrays.
 
-`encode` does not copy contiguous arrays, and `decode` returns views of the frames. For any input bytes, `decode` either
-raises `WireError` or returns plain values. It runs no code from the message, and it allocates memory in proportion to
-the message.
+For any input bytes, `decode` either raises `WireError` or returns plain values. It runs no code from the message, and
+it allocates memory in proportion to the message.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
     if prefix != _PREFIX:
         if prefix[: len(_MAGIC)] == _MAGIC and len(prefix) == len(_PREFIX):
             versions = f"version {prefix[-1]}, this side speaks version {VERSION}"
-            raise WireError(f"message is of {versions}; upgrade the older")
+            raise WireError(f"message is of {versions}; upgrade the older side")
         raise WireError(f"not a message of this protocol: it begins with {prefix!r}")
     decoder = Decoder(buffers, foreign, writable=writable)
     try:
@@ -468,7 +467,7 @@ def record_parts(array: np.ndarray) -> list[Any] | None:
 def record_of(parts: list[Any]) -> np.ndarray:
     """Rebuild the structured array from the result of `record_parts`.
 
-    Raises `WireError` in these cases; `decode` turns the errors of other damage into `WireError`.
+    Raises `WireError` in these cases. Other damaged parts raise other errors, which `decode` turns into `WireError`.
 
     - The shape is not valid.
     - A column is not an array, or its shape does not begin with the array's shape.

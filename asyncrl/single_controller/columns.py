@@ -116,10 +116,9 @@ def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[
 
 @dataclass(slots=True)
 class UnbuiltBatch:
-    """The tensors of a `DataProto` before a TensorDict of them is built.
+    """The tensors of a `DataProto` before a TensorDict of them is built, because building is slower than cutting.
 
-    It exists because building a TensorDict takes longer than cutting the tensors. Do not change an object of this
-    class. It is not frozen, because freezing doubles its construction time.
+    Do not change an object of this class. It is not frozen, because freezing doubles its construction time.
 
     Attributes:
         tensors: Tensors by name, all of ``num_rows`` rows.

@@ -37,8 +37,7 @@ class DataProtoConfig(metaclass=_CheckedSwitches):
 
     Attributes:
         auto_padding: Whether dispatch pads any batch that cannot be split evenly.
-        auto_padding_key: Entry of ``meta_info`` that enables padding for one batch. It has verl's name, because scripts
-            set it.
+        auto_padding_key: Entry of ``meta_info`` that enables padding for one batch. Scripts set it by verl's name.
     """
 
     auto_padding: bool = False
@@ -99,13 +98,13 @@ class DataProto:
 
     if TYPE_CHECKING:
         _batch: ClassVar[Any]  # a TensorDict, an UnbuiltBatch or None
-        _arrived: ClassVar[serialization.Message]  # only until a received batch is decoded
+        _arrived: ClassVar[serialization.Message]  # until a received batch is decoded
     else:
 
         def __getattr__(self, name: str) -> Any:
             """Decode a received batch when its first attribute is read."""
             message = vars(self).get("_arrived")
-            if message is not None:  # None if this process made the batch, or another thread has decoded it
+            if message is not None:  # another thread may have decoded it
                 header, buffers, foreign = message
                 parts = decode([header, *buffers], foreign=foreign, writable=True)
                 for field_name, value in vars(serialization.from_parts(type(self), parts)).items():
@@ -156,7 +155,7 @@ class DataProto:
         """Build a batch from tensors, arrays and lists with the same number of rows. Lists become object arrays.
 
         The first ``num_batch_dims`` dimensions of all tensors must be equal. With arrays, ``num_batch_dims`` must be 1.
-        ``auto_padding`` lets dispatch pad the batch if its rows cannot be split evenly.
+        ``auto_padding`` lets dispatch pad the batch.
         """
         if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
             raise BatchError(
@@ -201,7 +200,7 @@ class DataProto:
                 facts[key] = value.data
             else:
                 kind = type(value).__name__
-                raise BatchError(f"entry {key!r} is a {kind}; only tensors and non-tensor data have a place")
+                raise BatchError(f"entry {key!r} is a {kind}; a DataProto can hold only tensors and non-tensor data")
         if not tensors and not arrays:
             return cls(TensorDict({}, tensor_dict.batch_size) if tensor_dict.batch_size else None, meta_info=facts)
         return cls.from_dict(tensors, arrays, facts, num_batch_dims)
@@ -214,7 +213,9 @@ class DataProto:
         batch_size = (len(self),) if self.batch is not None or self.non_tensor_batch else ()
         names = [*self._columns(), *self.non_tensor_batch, *self.meta_info]
         if len(set(names)) < len(names):
-            raise BatchError(f"a name stands in more than one part: {sorted({n for n in names if names.count(n) > 1})}")
+            raise BatchError(
+                f"names must be unique in a batch, got twice: {sorted({n for n in names if names.count(n) > 1})}"
+            )
         joined: Any = TensorDict(self._columns(), batch_size=batch_size)
         for key, array in self.non_tensor_batch.items():
             values: list[Any] = [NonTensorData(value) for value in array]
@@ -379,8 +380,8 @@ class DataProto:
     def chunk(self, chunks: int) -> list[DataProto]:
         """Cut the rows into equal parts, which share memory with this batch.
 
-        If padding is enabled, the parts may differ in size. A batch with tensors is then cut as by ``torch.chunk``,
-        with empty parts at the end. A batch without tensors is cut as by ``numpy.array_split``.
+        If padding is enabled, the parts may differ in size, as in ``torch.chunk`` with tensors, and as in
+        ``numpy.array_split`` without tensors.
 
         Raises `BatchError` if padding is not enabled and the rows cannot be cut evenly.
         """
@@ -425,8 +426,8 @@ class DataProto:
     ) -> Iterator[DataProto]:
         """Yield mini-batches of equal size, for ``epochs`` passes. Raises `BatchError` unless the size divides B.
 
-        ``torch.utils.data.DataLoader`` chooses the rows, with ``dataloader_kwargs`` as its options. ``seed`` seeds its
-        shuffling. Arrays become object arrays, as in `collate_fn`.
+        A ``torch.utils.data.DataLoader`` with the options ``dataloader_kwargs`` chooses the rows. ``seed`` seeds its
+        shuffling.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size != 0:
             raise BatchError(f"mini_batch_size must divide the {len(self)} rows, got {mini_batch_size}")

@@ -33,7 +33,7 @@ class DataProtoFuture:
     """References to the results of a call.
 
     Await the future, call `get`, or pass the future to a call of another group. The workers of that group then fetch
-    the results; the driver handles only references.
+    the results.
 
     Attributes:
         collect_fn: Joins the list of fetched results into one.
@@ -273,10 +273,9 @@ def register(
     Args:
         dispatch_mode: A member of `Dispatch`, or a dict with ``dispatch_fn`` and ``collect_fn``.
         execute_mode: Whether all workers run the method, or only rank 0.
-        blocking: If True, the group's call waits for the results. If False, it returns references or a
+        blocking: Whether the group's call waits for the results. Otherwise it returns references or a
             `DataProtoFuture`.
-        materialize_futures: Whether the worker fetches each `DataProtoFuture` among the arguments before the method
-            runs.
+        materialize_futures: Whether the worker fetches each `DataProtoFuture` among the arguments first.
     """
     _check_dispatch_mode(dispatch_mode)
     _check_execute_mode(execute_mode)
@@ -628,9 +627,9 @@ _MAX_THREADS = 16
 
 
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[Any]:
-    """Put at least one value into the object store, in parallel threads.
+    """Put at least one value into the object store, in parallel threads. Returns references in order.
 
-    Returns references in the order of the values. ``max_workers`` is the number of threads, by default at most 16.
+    ``max_workers`` is the number of threads, by default at most 16.
     """
     import ray
 

@@ -32,7 +32,7 @@ from .dispatch import BESIDE, DynamicEnum, runs_beside
 
 
 class ResourcePool:
-    """The number of processes of a group on each node. Example: ``[8, 8]`` for two nodes of eight processes.
+    """The number of processes on each node. Example: ``[8, 8]`` for two nodes of eight processes.
 
     At most ``max_colocate_count`` groups may share the pool at the same time.
     """
@@ -54,6 +54,7 @@ class ResourcePool:
         return self._store
 
     def __call__(self) -> list[int]:
+        """Return ``store``."""
         return self._store
 
     @property
@@ -80,6 +81,7 @@ class ClassWithInitArgs:
         self.fused_worker_used = False
 
     def __call__(self) -> Any:
+        """Make the instance."""
         return self.cls(*self.args, **self.kwargs)
 
 
@@ -273,7 +275,7 @@ class RayResourcePool(ResourcePool):
                 remove_placement_group(pg)
         elif self.detached and current_cluster() is None:
             where = f"pool {self.name_prefix!r} is detached and outlives Ray's shutdown"
-            raise UsageError(f"{where}; connect to its cluster again to give it back")
+            raise UsageError(f"{where}; connect to its cluster again to release it")
         self.pgs, self._reserved, self._had_groups = None, [], False
 
     def _has_ended(self) -> bool:
@@ -325,8 +327,8 @@ def address_order(address: str) -> tuple[int, bytes, str]:
 class SubRayResourcePool(RayResourcePool):
     """A part of a pool: ``subgroup_world_size`` processes from ``start_bundle_index`` on.
 
-    The index counts the processes of the whole pool, on its nodes in the order of their addresses. The whole pool owns
-    the placement groups and releases them.
+    The index counts the processes of the whole pool, in the order of the node addresses. The whole pool owns and
+    releases the placement groups.
     """
 
     def __init__(
@@ -347,8 +349,10 @@ class JoinedResourcePool(RayResourcePool):
     """A second set of processes in a whole pool. Each process uses the devices of ``size`` adjacent processes.
 
     Example: inference engines with ``size`` tensor-parallel ranks, on the devices of ``size`` learner ranks. Both sets
-    share the devices, so ``max_colocate_count`` must be at least 2. Raises `UsageError` if the devices of one process
-    would be on two nodes.
+    share the devices, so ``max_colocate_count`` must be at least 2.
+
+    Raises:
+        UsageError: the devices of one process would be on two nodes.
     """
 
     def __init__(self, whole: RayResourcePool, size: int) -> None:
@@ -463,7 +467,7 @@ for _name in _TEXTS:
 class ResourcePoolManager:
     """The pools of a job, by name, and the pool of each role.
 
-    The attributes that are not listed here are options of all pools, as in `RayResourcePool`.
+    Attributes that are not listed here apply to all pools. `RayResourcePool` describes them.
 
     Attributes:
         resource_pool_spec: Number of processes on each node, by pool. Example: ``{"actor": [8, 8]}``.
@@ -471,7 +475,7 @@ class ResourcePoolManager:
         resource_pool_dict: The pools, after `create_resource_pool` has made them.
         max_colocate_count: Number of groups that may share a pool; 1 if the roles of a pool share their processes.
         device_name: ``cuda`` or ``npu``.
-        own_options: Options of `RayResourcePool` by pool. They replace the values above.
+        own_options: Options of `RayResourcePool` by pool. They replace the options of this object.
     """
 
     resource_pool_spec: dict[str, list[int]]
@@ -670,7 +674,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """The bundle of one rank in a placement group. The pool has one placement group per node.
+    """The bundle of one rank in a placement group.
 
     Local ranks count the processes of one placement group. ``node_index`` is the position of the placement group in the
     pool.

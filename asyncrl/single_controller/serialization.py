@@ -113,7 +113,7 @@ def _aligned(size: int) -> int:
 def all_gather_data_proto(data: Any, process_group: Any) -> None:
     """Concatenate the batches of all ranks on every rank, in rank order and in place. This is a collective.
 
-    The ranks may have different numbers of rows, also zero. The tensors stay on the device of this rank's tensors, and
+    The ranks may have different numbers of rows. The tensors stay on the device of this rank's tensors, and
     ``meta_info`` does not change.
 
     Args:
@@ -121,7 +121,7 @@ def all_gather_data_proto(data: Any, process_group: Any) -> None:
         process_group: The process group; None is the default group. Its timeout limits the wait.
 
     Raises:
-        BatchError: the columns differ between ranks; all ranks raise it.
+        BatchError: the columns differ between ranks. All ranks raise it.
         WireError: an object column has a value that the codec does not support.
     """
     tensors = data._columns()

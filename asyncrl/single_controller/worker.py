@@ -55,7 +55,7 @@ class Worker(WorkerHelper):
     _master_port: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Before the constructor runs, keep blocked stop signals blocked, and redirect output to the worker's log."""
+        """Keep blocked stop signals blocked, and redirect output to the worker's log, before the constructor runs."""
         keep_stop_blocked()
         log_file = os.environ.pop("WG_LOG_FILE", None)
         if log_file is not None:
@@ -81,7 +81,7 @@ class Worker(WorkerHelper):
         self._collect_dp_rank: dict[str, bool] = {}
 
     def _configure_with_store(self, store: dict[str, Any]) -> None:
-        """Set each ``_key`` as an attribute, and as environment variable KEY if `env_keys` names it."""
+        """Set each ``_key`` as an attribute, and each variable of `env_keys` in the environment."""
         vars(self).update(store)
         for key in self.env_keys():
             value = store.get(f"_{key.lower()}")
@@ -167,7 +167,7 @@ class Worker(WorkerHelper):
         The last two arguments come from `get_dispatch_collect` of the other worker.
         """
         if not dispatch_dp_rank or not collect_dp_rank:
-            raise UsageError(f"mesh {mesh_name!r} cannot follow a worker that registered no mesh; register its first")
+            raise UsageError(f"mesh {mesh_name!r} cannot copy a worker without a mesh; register its mesh first")
         dp_rank, is_collect = list(dispatch_dp_rank.values())[-1], list(collect_dp_rank.values())[-1]
         self._register_dispatch_collect_info(mesh_name, dp_rank, is_collect)
 
@@ -260,7 +260,7 @@ def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
 def _choose_device_within_node(env_vars: MutableMapping[str, str]) -> None:
     """If a worker sees all devices of its node, set its local rank to the index of its own device.
 
-    Ray names a device by its entry in the visible devices of the node, if they are restricted, or else by its index.
+    Ray names a device by its entry in the visible devices of the node, or else by its index.
     """
     is_npu = visible_devices_name(env_vars) == "ASCEND_RT_VISIBLE_DEVICES"
     assigned = ray.get_runtime_context().get_accelerator_ids()["NPU" if is_npu else "GPU"]
@@ -286,8 +286,8 @@ FusedWorkerCLSName = "FusedWorker"
 def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs]) -> type[Worker]:
     """Make a class that holds one worker per role. Each worker is an attribute with the name of its role.
 
-    A subclass may have methods that use several roles. Then set ``fused_worker_used = True`` on its
-    `RayClassWithInitArgs`, and call ``fuse`` on its group to get the roles.
+    A subclass may have methods that use several roles. In this case, set ``fused_worker_used = True`` on its
+    `RayClassWithInitArgs`, and call ``fuse`` on its group.
     """
     if not class_dict:
         raise UsageError("class_dict must name at least one role and its class, got none")

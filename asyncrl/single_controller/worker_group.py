@@ -81,7 +81,7 @@ class WorkerGroup:
 
         The end of a worker's process wakes the thread. The thread also asks Ray for the workers' states every
         ``every_n_seconds``. After a death, it calls ``on_death`` once with an error that names the worker. By default
-        it logs the error and raises SIGABRT, which ends the driver.
+        it raises SIGABRT, which ends the driver.
         """
         self.stop_worker_aliveness_check()
         starting = [worker for worker in self._workers if state_of(worker) != "ALIVE"]
@@ -335,7 +335,9 @@ class RayWorkerGroup(WorkerGroup):
         slot is free, and its calls wait until then.
         """
         if not self._replacements:
-            raise UsageError(f"group {self.name_prefix!r} has not started its workers; whoever did can replace them")
+            raise UsageError(
+                f"group {self.name_prefix!r} did not start its workers; only the group that started them can replace them"
+            )
         self.kill_worker(rank)
         self._num_replaced += 1
         self._workers[rank], self._worker_names[rank] = self._replacements[rank](f"~{self._num_replaced}", **changed)
@@ -384,7 +386,7 @@ class RayWorkerGroup(WorkerGroup):
         }
         taken = sorted(env.keys() & self.customized_worker_env.keys())
         if taken:
-            raise UsageError(f"worker_env sets {taken}, which describe the worker and are the group's to set")
+            raise UsageError(f"worker_env sets {taken}, but the group sets them; remove them from worker_env")
         env |= {} if log_file is None else {"WG_LOG_FILE": log_file}
         # In Ray 2.60, an actor without devices sees all devices.
         hidden = {} if self.use_gpu else NO_GPUS
@@ -475,9 +477,8 @@ class RayWorkerGroup(WorkerGroup):
     def shutdown(self) -> None:
         """Kill the workers. Groups that were spawned from this group, or attached to its workers, end too.
 
-        The last group of a pool also releases the reservation. A running call raises `WorkerDiedError`. If Ray was shut
-        down before, no worker is killed. Detached workers then still run, and another group can attach to them with
-        ``worker_names``.
+        The last group of a pool also releases the reservation. A running call raises `WorkerDiedError`. After a
+        shutdown of Ray, this call kills no worker, so that detached workers still run.
         """
         self.stop_worker_aliveness_check()
         has_ended = any(worker._ray_cluster_and_job != current_cluster() for worker in self._workers)

@@ -26,7 +26,7 @@ def known_dtype(stored: StoredTensor) -> torch.dtype:
 
 
 class DeviceDigests:
-    """Computes `manifest.device_digest_of` on a device, without synchronization with the host."""
+    """The computation of `manifest.device_digest_of` on a device. It does not wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._factors: Tensor = factors_of(torch.arange(PIECE_BYTES // 4, device=device))
@@ -52,12 +52,7 @@ class DeviceDigests:
 
 
 class BucketCopies:
-    """Copies host bytes to a device through two buckets, which are page-locked for a GPU.
-
-    Args:
-        threads: Threads that copy into the buckets.
-        device: The device.
-    """
+    """A copier of host bytes to a device through two buckets, which are page-locked for a GPU."""
 
     def __init__(self, threads: DigestThreads, device: torch.device) -> None:
         self._threads, self._device, self._count = threads, device, 0
@@ -86,8 +81,7 @@ class BucketCopies:
 class TensorAssembly:
     """The tensors of one version. Each tensor is yielded when all of its pieces are added and verified.
 
-    A yielded tensor never changes, so a model may keep it. If its pieces are added together, it is a view of the added
-    bytes.
+    A yielded tensor never changes, so a model may keep it.
 
     Args:
         manifest: Manifest of the version, with one data file.
@@ -96,7 +90,8 @@ class TensorAssembly:
         digests_there: Whether the device computes digests, for a comparison with `Piece.device_digest`.
 
     Raises:
-        WeightsError: torch does not have a dtype, or the learner published no device digests with ``digests_there``.
+        WeightsError: torch does not have a dtype, or ``digests_there`` is True and the learner published no device
+            digests.
     """
 
     def __init__(self, manifest: Manifest, *, name: str, device: torch.device, digests_there: bool) -> None:
@@ -116,12 +111,8 @@ class TensorAssembly:
     def add(self, span: Sequence[Piece], data: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Verify adjacent pieces. Yields the name and the tensor of each tensor that is now complete.
 
-        Args:
-            span: The pieces in order. No piece may be added twice.
-            data: The bytes of the pieces, [bytes] uint8.
-
-        Raises:
-            WeightsError: the bytes differ from the published bytes, or a piece came twice.
+        ``data`` is the bytes of the pieces, [bytes] uint8. No piece may be added twice. Raises `WeightsError` if the
+        bytes differ from the published bytes.
         """
         first, wrong = span[0].start, self._wrong(span, data)
         for piece in span:

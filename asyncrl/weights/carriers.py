@@ -70,11 +70,10 @@ class CarrierRules:
 
     Attributes:
         option: The options that choose the carrier.
-        carrier: The carrier in the offers.
         is_remote: Whether the carrier reaches other hosts.
         kinds: Kinds of versions that the carrier supports.
         keeps_all: Whether all versions can be kept.
-        uses: Options that only some carriers use, and this carrier does.
+        uses: Carrier-specific options that this carrier uses.
         needs: Options of ``uses`` that a run on several hosts must set, each with a description of its value.
     """
 

@@ -24,10 +24,7 @@ _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int, bytes] | None:
     """Return the difference between the old and the new bytes of a piece; None if they are equal.
 
-    Args:
-        old: [bytes] uint8.
-        new: [bytes] uint8.
-        item_bytes: Bytes per value: 1, 2, 4 or 8.
+    ``old`` and ``new`` are [bytes] uint8. ``item_bytes`` is the number of bytes per value: 1, 2, 4 or 8.
 
     Returns:
         The number of values, the bytes per gap (1 or 2; 0 for a whole piece), and the bytes for the delta file.
@@ -50,12 +47,9 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
 
 
 def decode(change: Change, data: bytes, place: np.ndarray) -> None:
-    """Turn the old bytes of a piece into the new ones.
+    """Turn the old bytes of a piece, ``place``, into the new ones, in place.
 
-    Args:
-        change: The change of the piece.
-        data: Bytes of the change in the delta file.
-        place: [bytes] uint8, the old bytes; changed in place, and undefined after an error.
+    ``place`` is [bytes] uint8, and undefined after an error. ``data`` is the bytes of the change in the delta file.
 
     Raises:
         ValueError, IndexError: ``data`` does not fit ``change``.
@@ -78,8 +72,8 @@ def write_delta(
     Args:
         path: The delta file.
         file: Index of the delta file in the manifest.
-        old: [bytes] uint8, the whole old data file.
-        new: [bytes] uint8, the whole new data file.
+        old: The whole old data file, [bytes] uint8.
+        new: The whole new data file, [bytes] uint8.
         spans: First byte, number of bytes, and bytes per value of each piece to compare.
     """
     changes: list[Change] = []
@@ -112,7 +106,7 @@ def apply_delta(manifest: Manifest, image: np.ndarray) -> None:
 
     Args:
         manifest: Manifest of a delta.
-        image: [bytes] uint8, the base's data file; changed in place.
+        image: The base's data file, [bytes] uint8; changed in place.
 
     Raises:
         FileNotFoundError: a newer version has replaced the version.

@@ -1,21 +1,19 @@
 """Loads the experts of a model with a few large copies, to the addresses that the model's own loader uses.
 
-A checkpoint has one tensor per expert and projection. An engine has all experts of a layer in one parameter. The first
-load calls the model's ``load_weights``, and `LoadObserver` records the target of each copy. `FusedCopies` repeats these
-copies in later loads. It joins copies at equal distances, so that thousands of calls become a few.
+A checkpoint has one tensor per expert and projection. An engine has all experts of a layer in one parameter.
+`LoadObserver` records the copies of the first load, which calls the model's ``load_weights``. `FusedCopies` repeats
+these copies in later loads. It joins copies at equal distances, so that thousands of calls become a few.
 
-A parameter is loaded in this way only if all of these conditions hold. Otherwise the model's loader gets the
-parameter's tensors in every load.
+A parameter is loaded in this way only if all of these conditions hold. Otherwise the model's loader gets its tensors in
+every load.
 
 - The loader only copied these tensors into parameters, without conversion.
 - The loader wrote each element of the parameter exactly once, from a tensor or as a constant (padding), and did nothing
   else with the parameter.
 - Both conditions also hold for every other parameter that received a part of these tensors.
 - The parameter is of a floating type with at least 16 bits, because loaders of quantized parameters keep other state.
-- Neither the load nor anything after it changed address, shape, strides or type of any parameter, or the arrangement of
-  the experts.
-- The parameter has at least `MIN_TENSORS` tensors. From fewer tensors, such as DeepSeek's latent projections, a loader
-  may derive other values.
+- Address, shape, strides and type of all parameters, and the arrangement of the experts, have not changed.
+- The parameter has at least `MIN_TENSORS` tensors. From fewer tensors, a loader may derive other values.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _TensorCopies:
-    """The copies of one tensor: the target parameter's name and the copied block of each."""
+    """The copies of one tensor. Each has the name of the target parameter and the copied block."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -66,7 +64,7 @@ class _TensorCopies:
 
 
 class FusedCopies:
-    """The completely recorded copies of a model's loader; may be empty.
+    """The recorded copies of a model's loader into completely recorded parameters; may be empty.
 
     Args:
         parameters: The model's parameters by name.
@@ -172,12 +170,12 @@ def _as_one(run: list[_Block]) -> _Block:
 
 
 class LoadObserver:
-    """Records the targets of a model loader's copies.
+    """A record of the targets of a model loader's copies.
 
     Args:
         parameters: The model's parameters by name.
-        arrangement: Other conditions that determine the loader's targets, such as this rank's experts. If it is None,
-            the conditions are unknown, and the copies are never used.
+        arrangement: Other conditions that determine the loader's targets, such as this rank's experts. None means that
+            they are unknown; the copies are then never used.
     """
 
     def __init__(self, parameters: Parameters, arrangement: str | None = "") -> None:
@@ -231,7 +229,7 @@ class LoadObserver:
                     self._excluded.add(found[0])
 
     def copies(self) -> FusedCopies:
-        """Return the completely recorded copies after a successful load."""
+        """Return the copies into completely recorded parameters. Call this after a successful load."""
         sources = {
             name: {tensor for _, tensor in writes if isinstance(tensor, str)} for name, writes in self._writes.items()
         }

@@ -1,9 +1,8 @@
 """The layout of a checkpoint file: the bytes that each learner rank writes.
 
-A tensor of the checkpoint may be a contiguous part of a parameter, such as one expert of fused experts. The ranks copy
-such a tensor from their shards. Any other tensor must be computed from whole parameters, such as a merged adapter or a
-transposed parameter. For each layer, one rank computes these tensors, and receives the parameters of the layer from the
-other ranks.
+The ranks copy a tensor of the file from their shards if it is a contiguous part of a parameter, such as one expert of
+fused experts. Any other tensor, such as a merged adapter, must be computed from whole parameters. For each layer, one
+rank computes these tensors, and receives the parameters of the layer from the other ranks.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ class Region:
     """A contiguous part of this rank's shard of a parameter, and its position in the file.
 
     Attributes:
-        name: Name of the parameter.
         parameter: The shard, or the whole parameter if it is not sharded.
         first: First value in the flattened shard; ``num_values`` follow.
         start: First byte in the file.
@@ -120,11 +118,10 @@ class ModelLayout:
 
     Attributes:
         head: Bytes of the file before its data.
-        tensors: Every tensor of the file.
         tensor_of: Tensor name by parameter, for each parameter that is a whole tensor of the file.
         regions: The values that this rank writes into the file.
-        raw_regions: The values that this rank writes into its raw copy, the memory of the parameters of computed
-            tensors.
+        raw_regions: The values that this rank writes into its raw copy. The raw copy holds the parameters from which
+            tensors are computed.
         num_bytes: Size of the file.
         num_raw_bytes: Size of the raw copy; 0 if no tensor is computed.
 
@@ -225,9 +222,8 @@ class ModelLayout:
     def compute(self, raw: Tensor, place: Callable[[StoredTensor], Tensor]) -> None:
         """Compute and write this rank's tensors.
 
-        Args:
-            raw: [bytes] uint8, this rank's raw copy after `exchange`.
-            place: Returns the memory of a tensor, [bytes] uint8.
+        ``raw`` is this rank's raw copy after `exchange`, [bytes] uint8. ``place`` returns the memory of a tensor,
+        [bytes] uint8.
         """
         for names, outputs in self._own_groups:
             whole = {}
@@ -242,8 +238,8 @@ class ModelLayout:
         """Write the whole file in one process, layer by layer.
 
         Args:
-            data: [bytes] uint8, the file.
-            read: Returns whole parameters and buffers by name; called once per layer.
+            data: The file, [bytes] uint8.
+            read: Returns whole parameters and buffers by name. It is called once per layer.
 
         Raises:
             WeightsError: a tensor of the file needs parameters of several layers.
@@ -265,10 +261,7 @@ class ModelLayout:
         data[: len(self.head)].copy_(torch.frombuffer(bytearray(self.head), dtype=torch.uint8))
 
     def _regions(self, name: str, first: int, num_values: int, start: int, dtype: torch.dtype) -> Iterator[Region]:
-        """Yield this rank's regions of a contiguous range of a parameter's values.
-
-        The range starts at byte ``start`` of the file.
-        """
+        """Yield this rank's regions of a range of a parameter. The range starts at byte ``start`` of the file."""
         for own_first, held_first, size in self._own_values(name):
             begin, end = max(first, own_first), min(first + num_values, own_first + size)
             if begin < end:
@@ -284,8 +277,7 @@ class ModelLayout:
     def _own_values(self, name: str) -> Iterator[tuple[int, int, int]]:
         """Yield the contiguous ranges of a flattened parameter that this rank writes.
 
-        A range is a tuple: first index in the parameter, first index in this rank's shard, number of values. If several
-        ranks hold the same shard, the first one writes it.
+        A range is a tuple: first index in the parameter, first index in this rank's shard, number of values.
         """
         parameter = self._held[name]
         if not isinstance(parameter, DTensor):
@@ -296,6 +288,7 @@ class ModelLayout:
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         if tuple(shape[2:]) != tuple(parameter.shape[2:]):
             raise WeightsError(f"{name} is sharded as {placements}; only shards of dimension 0 or 1 can be published")
+        # The first of the ranks with the same shard writes it.
         if any(mesh.get_local_rank(axis) for axis, kind in enumerate(placements) if kind.is_replicate()):
             return
         row, size = parameter.shape[1:].numel(), torch.Size(shape).numel()

@@ -1,8 +1,7 @@
 """Loads offered weights into a model, and verifies that every parameter then holds the published values.
 
 The bytes are compared with the offer's digests. The model's ``load_weights`` distributes them, and each write into a
-parameter is compared with its source. A parameter that was not completely written is an error. Later loads repeat the
-copies of the first load with fewer calls (`fused_copies.py`).
+parameter is compared with its source. A parameter that was not completely written is an error.
 """
 
 from __future__ import annotations
@@ -60,11 +59,7 @@ _copy, _fill, _zero = torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar,
 
 
 class WeightSource(Protocol):
-    """The tensors of one version.
-
-    Attributes:
-        manifest: Manifest of the version.
-    """
+    """The tensors of one version."""
 
     manifest: Manifest
 
@@ -174,9 +169,6 @@ class FileWeights:
         offer: A full version or an adapter.
         device: Device of the copies.
 
-    Attributes:
-        manifest: Manifest of the offer.
-
     Raises:
         FileNotFoundError: a newer version has replaced the files.
         WeightsError: the manifest is not the offered one, or the offer is a delta.
@@ -273,7 +265,7 @@ class FileWeights:
     def copy(self, pieces: Sequence[Piece], target: np.ndarray) -> bool:
         """Copy pieces to ``target``, [bytes] uint8. Returns whether ``target`` then holds the published bytes.
 
-        The copy is digested while it is in the processor's cache. `verify` does not read these pieces again.
+        `verify` does not read these pieces again.
         """
         ends = list(accumulate(piece.num_bytes for piece in pieces))
         places = [target[end - piece.num_bytes : end] for piece, end in zip(pieces, ends, strict=True)]
@@ -324,8 +316,7 @@ class PublishedAdapter:
     """The verified adapters of an offer.
 
     Attributes:
-        weights: The tensors of the adapters.
-        base: The frozen weights.
+        base: Offer of the frozen weights.
 
     Raises:
         FileNotFoundError: a newer version has replaced the adapters.
@@ -405,9 +396,9 @@ def _add(down: Tensor, up: Tensor, scale: float, _: nn.Module, inputs: tuple[Ten
 
 @contextmanager
 def submissions_run_at_once() -> Iterator[None]:
-    """Run the work that this thread submits to a ``ThreadPoolExecutor`` immediately, on this thread.
+    """Inside this context, run work that this thread submits to a ``ThreadPoolExecutor`` at once, on this thread.
 
-    Calls of other threads do not change. Subclasses with their own ``submit``, such as `DigestThreads`, do not change.
+    Calls of other threads do not change. Neither do subclasses with their own ``submit``, such as `DigestThreads`.
     """
     this_thread, submit = threading.get_ident(), ThreadPoolExecutor.submit
 
@@ -434,13 +425,8 @@ class ComparedWrites(TorchDispatchMode):
     A copy of whole pieces on the CPU is compared with the published digest. Any other copy is compared with its source,
     and the source's digest is verified at the end.
 
-    A dispatch mode sees only the operations of its own thread. Some models in SGLang submit copies to a thread pool, so
-    this context runs these copies on its own thread.
-
-    Args:
-        parameters: The model's parameters by name.
-        weights: The published tensors.
-        observer: Records the operations of the model's loader.
+    The context sees only operations of its own thread. It therefore runs copies on this thread that a model's loader
+    submits to a thread pool. ``observer`` records the operations of the loader.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The manifest of a published policy version: the positions of its tensors, and digests of all bytes.
 
 A version is a directory in Hugging Face layout with a JSON file, the *manifest*. A `WeightOffer` has the manifest's
-digest, so a reader can verify every byte of the version from the offer. This module does not import torch.
+digest, so a reader can verify every byte of the version from the offer.
 """
 
 from __future__ import annotations
@@ -110,7 +110,6 @@ class Delta:
     Attributes:
         base: The base version, identified by the digest of its manifest.
         files: Delta files, one per learner rank, relative to the manifest's directory.
-        changes: Every piece that changed.
     """
 
     base: WeightOffer
@@ -281,12 +280,8 @@ def device_digest_of(data: np.ndarray) -> int:
 def pieces_of(file: int, start: int, num_bytes: int, data: np.ndarray, *, for_device: bool = False) -> list[Piece]:
     """Digest a range of a data file in pieces.
 
-    Args:
-        file: Index of the file.
-        start: First byte of the range.
-        num_bytes: Bytes of the range.
-        data: The whole file, [bytes] uint8.
-        for_device: Whether to compute `Piece.device_digest` too.
+    ``start`` and ``num_bytes`` are the range. ``data`` is the whole file, [bytes] uint8. ``for_device`` computes
+    `Piece.device_digest` too.
     """
     pieces: list[Piece] = []
     for at in range(start, start + num_bytes, PIECE_BYTES):

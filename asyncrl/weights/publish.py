@@ -1,8 +1,7 @@
 """Publishing a policy version: each learner rank copies and digests its shards, and rank 0 offers the version.
 
-`WeightPublisher.publish` copies the shards, and training continues. A thread then converts and digests the bytes,
-gathers the digests of all ranks, and writes the manifest. If a rank fails, the other ranks do not wait for it, and rank
-0 reports the failure.
+Training waits only for the copy. A thread then converts and digests the bytes, gathers the digests of all ranks, and
+writes the manifest. If a rank fails, the other ranks do not wait for it, and rank 0 reports the failure.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ _SNAPSHOT = re.compile(r"v(\d{8})")
 
 
 class WeightPublisher:
-    """Publishes the policy versions of a model. Every method is a collective.
+    """The publisher of a model's policy versions on one learner rank. Every method is a collective.
 
-    A version is full, a delta to the previous version, or the adapters alone. ``options.adapters`` has no effect if an
-    adapted weight is not a tensor of the checkpoint: adapters are then merged.
+    A version is full, a delta to the previous version, or the adapters alone. If an adapted weight is not a tensor of
+    the checkpoint, adapters are merged even with ``options.adapters``.
 
     Args:
         shards: The model on this rank.
@@ -96,7 +95,7 @@ class WeightPublisher:
                 self._sender = WeightSender(
                     self._options, rank=shards.rank, num_ranks=shards.num_ranks, address=address
                 )
-            self._is_elsewhere = place[0] != host  # only rank 0's host keeps files of versions
+            self._is_elsewhere = place[0] != host  # only rank 0's host keeps files
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._count = 0
         self._ready: Future[list[RankPart]] = self._thread.submit(self._prepare)

@@ -1,12 +1,11 @@
 """The versions that a host receives from a stream. All engines of the host share each version.
 
-The engine workers of a host share one folder in the host's memory. A worker that wants a version locks the folder. If
-the version is not there, the worker receives it. It then links the version. So each byte crosses the network once per
-host. If a worker dies, the kernel releases its lock, and the next worker receives the version. A version's folder gets
-its name when it is complete.
+The engine workers of a host share one folder in the host's memory. A worker that wants a version locks the folder,
+receives the version if it is not there, and links it. So each byte crosses the network once per host. If a worker dies,
+the kernel releases its lock. A version's folder gets its name when it is complete.
 
 The folder keeps the newest version until the next one arrives, because some workers ask late, and a delta needs its
-base. A linked version stays until the engine has loaded it. The last worker removes the folder.
+base. The last worker removes the folder.
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@
     ranks ──done──▶ rank 0                 Then the next round begins.
 
 These messages use a TCP socket of rank 0, the *channel*. A message is its length followed by a msgpack map. Each side
-proves that it has the channel's key. The learner makes the key at its start, and receivers get it in the offers. The
-buffer encrypts the offers beyond loopback. The weights themselves go from each rank to the receivers (`stream.py`).
-
-`RoundCoordinator` runs on rank 0 in its own event loop, and training does not wait for it.
+proves that it has the channel's key, which receivers get in the offers. The buffer encrypts the offers beyond loopback.
+The weights go from each rank to the receivers directly (`stream.py`).
 """
 
 from __future__ import annotations
@@ -142,7 +140,7 @@ def rounds_of(
         requests: At least one request.
         offers: The versions that the ranks hold.
         only_newest: Send only the newest requested policy version. The other receivers then request again. Must be
-            False for paused engines, because they cannot load another version.
+            False for paused engines, which cannot load another version.
 
     Returns:
         Per round the offer, its requests, and whether a delta is sent. The offer is None if no version is sent.
@@ -184,9 +182,10 @@ class Meeting:
 
 
 class RoundCoordinator:
-    """Listens for receivers and ranks on a free port of ``host``, an IPv4 address, and runs one round after the other.
+    """The coordinator on rank 0, which runs one round after the other in its own event loop.
 
-    Any thread may change ``offers``, the versions that every rank holds.
+    It listens for receivers and ranks on a free port of ``host``, an IPv4 address. Any thread may change ``offers``,
+    the versions that every rank holds.
 
     Attributes:
         address: Address of the channel.
@@ -376,7 +375,6 @@ class WeightChannel:
     """A blocking connection to rank 0, for one thread at a time. It is a context manager.
 
     Attributes:
-        address: Address of rank 0.
         own_host: This host's address on the connection, which rank 0's host can reach.
     """
 

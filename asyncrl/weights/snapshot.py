@@ -37,7 +37,7 @@ class RankShare:
 
     Attributes:
         pieces: Digests of all bytes that this rank wrote.
-        changes: For a delta, the pieces that changed.
+        changes: The changed pieces of a delta.
     """
 
     pieces: list[Piece]
@@ -153,12 +153,8 @@ class WritableFile:
 class RankPart:
     """This rank's part of one version: copied values and computed tensors.
 
-    Args:
-        layout: Layout of the version's data file.
-        folder: New folder for the files of the version.
-        rank: This rank.
-        name: Name of the data file.
-        is_full: False for a delta. The data then stays in memory, and a file in the folder holds the changes.
+    If ``is_full`` is False, the part is a delta. The data then stays in memory, and a file in ``folder`` holds the
+    changes.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Prepares offered weights for one engine while the engine generates, so that it pauses only for the load.
+"""Stages offered weights for one engine while the engine generates, so that it pauses only for the load.
 
 - A full version or an adapter in a folder is hard-linked, so that the learner may remove its own link.
 - A delta in a folder is applied to a copy of the engine's version in host memory, the *image*. Full versions are copied
-  there if the options say so, or if the file system has no hard links.
+  there if the options say so, or if hard links are impossible.
 - A version of a host stream is received into host memory, once for all engines of the host, and hard-linked.
 - A version of an engine stream is not staged.
 """
@@ -38,7 +38,7 @@ LINKS = ".staged"
 
 
 class WeightStager:
-    """Stages offers for one engine.
+    """The stager of offers for one engine.
 
     Args:
         name: Name that is unique in the run. Example: ``"engine-3"``.

@@ -1,18 +1,15 @@
 """Weights over the network: the learner ranks send their own bytes, and the receivers of a round forward them.
 
-    each rank ══ its own bytes ══▶ receiver ══▶ receiver ══▶ …      All are members of one process group, which exists
-                                                                     as long as its members.
+    each rank ══ its own bytes ══▶ receiver ══▶ receiver ══▶ …      All are members of one process group.
 
-Each byte leaves its rank once. The first receiver forwards it to the next one. Receivers compare every byte with its
-digest as it arrives. There are two kinds of receivers:
+Receivers compare every byte with its digest as it arrives. There are two kinds of receivers:
 
 - A host of engines receives a version into its memory while its engines generate (`receive_weights`).
-- An engine's rank receives bucket by bucket while the engine is paused (`ArrivingWeights`). The engine loads each
-  tensor as soon as it is complete.
+- An engine's rank receives bucket by bucket while the engine is paused (`ArrivingWeights`).
 
 If a member dies or stops, the round ends for all members by its deadline. The receivers ask again, up to `MAX_ROUNDS`
-times, in a new group. All waits are in threads of their own, except those of an engine's rank, so training does not
-wait. The members of a group do not authenticate each other, and the digests do not protect against an attacker.
+times, in a new group. Training does not wait for a round, because the learner ranks send from threads. The members of a
+group do not authenticate each other, and the digests do not protect against an attacker.
 """
 
 from __future__ import annotations
@@ -122,22 +119,15 @@ class WeightSender:
     def hold(self, version: int, data: Tensor, pieces: Sequence[Piece], delta: Tensor | None = None) -> None:
         """Hold this rank's part of a version for future rounds.
 
-        Args:
-            version: Policy version.
-            data: The data file, [bytes] uint8.
-            pieces: This rank's pieces of the data file.
-            delta: This rank's delta file, [bytes] uint8, for receivers that hold the previous version.
+        ``data`` is the data file, and ``pieces`` are this rank's pieces of it. ``delta`` is this rank's delta file, for
+        receivers that hold the previous version. Both files are [bytes] uint8.
         """
         self._parts.add(version, HeldPart(data=data, pieces=tuple(pieces), delta=delta))
 
     def offer(self, offer: WeightOffer, shares: Sequence[int]) -> WeightOffer:
-        """Return the offer with rank 0's channel in place of the path.
+        """Return the offer with rank 0's channel in place of the path. Call this when every rank holds its part.
 
-        Call this on rank 0 when every rank holds its part.
-
-        Args:
-            offer: The offer, with the manifest's path on this host.
-            shares: Number of the manifest's pieces that each rank holds, in the manifest's order.
+        ``shares`` are the numbers of the manifest's pieces that the ranks hold, in the manifest's order.
         """
         assert self._coordinator is not None, "rank 0 offers"
         delta = read_manifest(offer).delta
@@ -251,15 +241,7 @@ class RoundDeadline:
 
 
 class RoundStore(Store):
-    """A torch store on rank 0, over the channel. The members of a new group exchange their addresses there.
-
-    Each member of a gloo group stores one key. Rank 0 answers its request when all members have stored their keys.
-
-    Args:
-        channel: Channel to rank 0.
-        this: Round that makes the group.
-        deadline: Deadline of all waits.
-    """
+    """A torch store on rank 0, over the channel. The members of a new group exchange their addresses there."""
 
     def __init__(self, channel: WeightChannel, this: Round, deadline: RoundDeadline) -> None:
         super().__init__()
@@ -285,6 +267,7 @@ class RoundStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for several keys, until the round's deadline; ``timeout`` is ignored. Raises the errors of `get`."""
+        # Each member of a gloo group stores one key, so one answer with all keys is enough.
         count = self._this.num_members if self._this.backend == "gloo" else 1
         for key in keys:
             with self._lock:
@@ -303,13 +286,8 @@ class RoundStore(Store):
 class WeightGroup:
     """A process group of the learner ranks, followed by the receivers.
 
-    All rounds with the same members use one group.
-
-    Args:
-        channel: Channel of this process to rank 0. It must stay open.
-        this: The round that makes the group.
-        place: Rank of this process in the group.
-        deadline: Deadline for making the group.
+    All rounds with the same members use one group. ``place`` is the rank of this process in the group, and ``deadline``
+    limits the making of the group.
     """
 
     def __init__(self, channel: WeightChannel, this: Round, place: int, deadline: RoundDeadline) -> None:
@@ -493,7 +471,7 @@ class RoundFailed(WeightsError):
 
 
 class ArrivingWeights:
-    """Receives a version in one round, in a rank of an engine, while the model loads it.
+    """A version that an engine's rank receives in one round, while the model loads it.
 
     Memory holds at most the tensor that the model loads, incomplete tensors, and `NUM_UNDER_WAY` buckets of
     `SPAN_BYTES` in each direction. Each wait ends at the deadline.
@@ -505,7 +483,6 @@ class ArrivingWeights:
 
     Attributes:
         manifest: Manifest of the version. The constructor waits for it.
-        copier: None, because each tensor is verified before it is yielded.
 
     Raises:
         RoundFailed: the round failed.
@@ -598,12 +575,8 @@ class ReceiverRound:
     ) -> Iterator[tuple[Bucket, Tensor]]:
         """Receive buckets, forward them to the next receiver, and yield each bucket with its bytes.
 
-        Args:
-            buckets: The buckets, in the same order on all receivers.
-            place_of: Returns the memory for a bucket, [bytes] uint8. No other code may write to it.
-
-        Raises:
-            RuntimeError: a neighbor was lost, or the deadline has passed.
+        The buckets have the same order on all receivers. ``place_of`` returns the memory for a bucket, [bytes] uint8,
+        and no other code may write to it. Raises `RuntimeError` if a neighbor was lost, or if the deadline has passed.
         """
         group = self.member.group(self.round, self.place, self.deadline)
         receiving: deque[tuple[Bucket, Tensor, Callable[[], None]]] = deque()
