@@ -183,7 +183,7 @@ def func_generator(
 ) -> Callable[..., Any]:
     """Make the group's method that calls a registered method of the workers.
 
-    If ``blocking``, it waits for the results. If dispatch padded the arguments, it removes the padding from the result.
+    The method waits for the results if ``blocking``, and removes the padding that dispatch added.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -203,7 +203,7 @@ class Encoder:
         return [_COLUMNS.sent, *chain.from_iterable(names_and_descriptions)]
 
     def tensor(self, value: Any) -> Any:
-        """Encode a tensor as a description and buffers. Return None if it is not a supported tensor."""
+        """Encode a tensor as a description and buffers. Return None if the value is not a supported tensor."""
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(value, torch.Tensor):
             return None

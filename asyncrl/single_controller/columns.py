@@ -105,7 +105,7 @@ def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any
 
 
 def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[str, Any]]:
-    """Remove and return entries of several parts. Raises `BatchError` if one is missing, and then removes nothing."""
+    """Remove and return entries of several dicts. If one is missing, raise `BatchError` and remove nothing."""
     for keys, (name, part) in zip(wanted, parts.items(), strict=True):
         known = [] if part is None else list(part.keys())
         missing = sorted(set(keys) - set(known))

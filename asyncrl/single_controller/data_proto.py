@@ -380,8 +380,8 @@ class DataProto:
     def chunk(self, chunks: int) -> list[DataProto]:
         """Cut the rows into equal parts, which share memory with this batch.
 
-        If padding is enabled, the parts may differ in size, as in ``torch.chunk`` with tensors, and as in
-        ``numpy.array_split`` without tensors.
+        If padding is enabled, the parts may differ in size. A batch with tensors is then cut as by ``torch.chunk``,
+        with empty parts at the end. A batch without tensors is cut as by ``numpy.array_split``.
 
         Raises `BatchError` if padding is not enabled and the rows cannot be cut evenly.
         """
@@ -427,7 +427,7 @@ class DataProto:
         """Yield mini-batches of equal size, for ``epochs`` passes. Raises `BatchError` unless the size divides B.
 
         A ``torch.utils.data.DataLoader`` with the options ``dataloader_kwargs`` chooses the rows. ``seed`` seeds its
-        shuffling.
+        shuffling. Arrays become object arrays.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size != 0:
             raise BatchError(f"mini_batch_size must divide the {len(self)} rows, got {mini_batch_size}")

@@ -313,7 +313,7 @@ BESIDE = "beside"
 
 
 def beside(method: Method) -> Method:
-    """Run a registered method in a second thread, in parallel with the worker's other methods.
+    """Decorate a registered method to run in a second thread, in parallel with the worker's other methods.
 
     The second thread runs its calls in order. The methods must be thread-safe. All other methods of the class then run
     in one thread, which is not the main thread of the process.
@@ -323,7 +323,7 @@ def beside(method: Method) -> Method:
 
 
 def runs_beside(method: Any) -> bool:
-    """Whether a method runs in the second thread; see `beside`."""
+    """Return whether a method has the decorator `beside`."""
     return BESIDE in getattr(method, MAGIC_ATTR, {})
 
 

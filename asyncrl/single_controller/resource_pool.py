@@ -619,12 +619,12 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     def for_rank(self, options: dict[str, Any], **changed: Any) -> RayClassWithInitArgs:
         """Return a copy of this object for one rank.
 
+        If the class has no number of CPUs of its own, the actor uses the CPUs that the pool reserved.
+
         Args:
             options: Options of ``ActorClass.options`` that replace this object's options. Environment variables are
                 merged.
             changed: Keyword arguments of the class that replace this object's.
-
-        A class without its own number of CPUs uses the CPUs that the pool reserved.
         """
         ours = copy(self)
         ours.kwargs = {**self.kwargs, **changed}

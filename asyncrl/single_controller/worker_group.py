@@ -64,7 +64,7 @@ class WorkerGroup:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """A registered method of the workers' class."""
+            """Return a registered method of the workers' class."""
 
     @property
     def world_size(self) -> int:
@@ -336,7 +336,7 @@ class RayWorkerGroup(WorkerGroup):
         """
         if not self._replacements:
             raise UsageError(
-                f"group {self.name_prefix!r} did not start its workers; only the group that started them can replace them"
+                f"group {self.name_prefix!r} did not start its workers; only the group that did can replace them"
             )
         self.kill_worker(rank)
         self._num_replaced += 1

@@ -137,7 +137,7 @@ class WritableFile:
     def sync(self) -> None:
         """Wait until the file system has the written bytes.
 
-        Other hosts that share the directory do not see mapped writes before.
+        Before this, other hosts that share the directory do not see mapped writes.
         """
         os.fsync(self._descriptor)
 
