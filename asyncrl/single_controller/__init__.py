@@ -1,6 +1,6 @@
-"""One controller calls many workers: batches, registered methods, dispatch modes, and groups of Ray actors.
+"""A controller that calls groups of Ray workers, and the batches that they exchange.
 
-The names below are resolved at their first use, so importing this package does not load torch or ray.
+Names are imported at their first use, so importing this package does not load torch or ray.
 """
 
 # ruff: noqa: F403, F405 - the names are imported only for type checkers
@@ -45,7 +45,7 @@ _NEED_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "_padding_size_key":  # verl's dispatch functions import it from the module of DataProto
+    if name == "_padding_size_key":  # verl's dispatch functions import it from here
         return import_module(".dispatch", __name__)._padding_size_key
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""One call through a group: its deadline, its route to each worker, its futures and its pending results.
+"""One call from a worker group: its deadline, its route to each worker, its futures and its results.
 
-Futures among the arguments are sent as references. Ray starts the call when the results of all futures exist. If a
-result failed, Ray raises its error. If a method fetched the results itself, it would block its process. In an asyncio
-actor, where calls are interleaved, the method could even wait for itself.
+Futures among the arguments are sent as references, and Ray starts the call when all their results exist. A method that
+fetched the results itself would block its process. In an asyncio actor, it could even wait for itself. If a result
+failed, Ray raises its error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ deadline_s: ContextVar[float | None] = ContextVar("call_deadline_s", default=Non
 
 @contextmanager
 def call_deadline(timeout_s: float) -> Iterator[None]:
-    """Set the timeout of each blocking call in the block. A late call raises `DeadlineError`; the workers continue."""
+    """Set the timeout of each blocking call inside this context.
+
+    A late call raises `DeadlineError`. The workers continue.
+    """
     if timeout_s <= 0:
         raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
     token = deadline_s.set(timeout_s)
@@ -50,14 +53,14 @@ def call_deadline(timeout_s: float) -> Iterator[None]:
 
 
 class PendingResults(list[Any]):
-    """References to the results of all ranks: a list for ``ray.get`` that can also be awaited."""
+    """References to the results of all ranks. The object is a list for ``ray.get``, and can be awaited."""
 
     def __init__(self, refs: Iterable[Any] = ()) -> None:
         super().__init__(refs)
         self.queued_s = time.monotonic()
 
     def get(self, timeout_s: float | None = None) -> list[Any]:
-        """Wait for all results, in the order of the ranks. Raises `DeadlineError` or `WorkerDiedError`."""
+        """Return the results in rank order. Raises `DeadlineError` or `WorkerDiedError`."""
         return fetch(self, timeout_s)
 
     def __await__(self) -> Generator[Any, None, list[Any]]:
@@ -65,14 +68,14 @@ class PendingResults(list[Any]):
 
 
 class PendingResult(ray.ObjectRef):
-    """A reference to the result of one rank. Its errors name the worker, unlike those of Ray's references."""
+    """A reference to the result of one rank. Unlike Ray's own errors, its errors name the worker."""
 
     def __init__(self, ref: ray.ObjectRef) -> None:
         super().__init__(ref.binary(), ref.owner_address(), ref.call_site())
         self.ref = ref
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """Wait for the result. Raises the errors of `PendingResults.get`."""
+        """Return the result. Raises `DeadlineError` or `WorkerDiedError`."""
         return fetch([self.ref], timeout_s)[0]
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -87,10 +90,7 @@ def _same(ref: ray.ObjectRef) -> ray.ObjectRef:
 
 
 def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
-    """Take the references out of the futures among the arguments.
-
-    Returns the arguments, and the references in order.
-    """
+    """Take the references out of the futures among the arguments. Returns the arguments and the references."""
     references: list[Any] = []
 
     def blank(value: Any) -> Any:
@@ -118,16 +118,15 @@ FUSED_METHOD_SEPARATOR = "_fwmn_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """How the calls of a method reach a worker: directly, or through the fused worker of a shared process.
+    """How a call reaches a worker: directly, or through the fused worker of a shared process.
 
     Attributes:
         remote_name: Name of the actor's method that is called.
         role_method: Role and method in a fused worker; None if the worker is called directly.
         is_worker: Whether the actor's class is a `Worker`, which accepts references and silent calls.
-        is_coroutine: Whether the actor's method is async. Such a method awaits its futures itself, so they are not
-            detached.
-        takes_results: Whether the method receives the results of futures rather than the futures.
-        is_beside: Whether the method runs in a second thread; see `dispatch.beside`.
+        is_coroutine: Whether the actor's method is async. Such a method awaits its futures itself.
+        takes_results: Whether the method receives the results of futures instead of the futures.
+        is_beside: Whether the method has the decorator `beside`, so that it runs in a second thread.
     """
 
     remote_name: str
@@ -139,7 +138,7 @@ class Route:
 
     @classmethod
     def of(cls, actor_class: Any, method_name: str, role: str) -> Route:
-        """The route to a method of a class. ``role`` is the role in a fused class; empty for other classes."""
+        """Return the route to a method. ``role`` is the role in a fused class, and empty for other classes."""
         owner = actor_class.raw_cls_dict[role] if role else actor_class
         method = getattr(owner, method_name, None)
         remote_name = "_fuw_execute" if role else method_name
@@ -155,7 +154,7 @@ class Route:
     def call(
         self, worker: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_silent: bool = False
     ) -> ray.ObjectRef:
-        """Call one worker. A silent call returns errors, but no result."""
+        """Call one worker. A silent call returns no result, but still raises errors."""
         name = self.remote_name
         if self.role_method is not None:
             args = (self.role_method, *args)
@@ -170,7 +169,7 @@ class Route:
 
 
 _SHARE_FROM_BYTES = 100_000
-# These modes return one entry per rank, not per row, so there is no padding to remove.
+# These modes return one entry per rank, so their results have no padding.
 _COLLECT_BY_RANK = (collect_all_to_all, collect_dp_compute)
 
 
@@ -184,7 +183,7 @@ def func_generator(
 ) -> Callable[..., Any]:
     """Make the group's method that calls a registered method of the workers.
 
-    It dispatches the arguments, executes the call, waits if ``blocking``, collects the results, and removes padding.
+    The method waits for the results if ``blocking``, and removes the padding that dispatch added.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -205,7 +204,6 @@ def func_generator(
 
 
 def _unpadded(output: Any, padding_size: int) -> Any:
-    """Remove the last rows of a batch, list of rows or future; other values are unchanged."""
     if isinstance(output, DataProtoFuture):
         return output.then(partial(_unpadded, padding_size=padding_size))
     if isinstance(output, list) or hasattr(output, "chunk"):

@@ -1,10 +1,7 @@
-"""One codec for Ray, ZMQ and disk: a versioned msgpack header, then the raw buffers of the arrays.
+"""A codec for Ray, ZMQ and disk. A message is a versioned msgpack header, then the raw buffers of the arrays.
 
-`encode` does not copy contiguous arrays; `decode` returns views of the frames. For any input bytes `decode` either
-raises `WireError` or returns plain values: it runs no code, and its allocations are proportional to the message.
-
-msgpack has no type for some values, such as arrays and tuples. The header holds such a value as a msgpack extension,
-and such a container as a list that begins with a mark.
+For any input bytes, `decode` either raises `WireError` or returns plain values. It runs no code from the message, and
+it allocates memory in proportion to the message.
 """
 
 from __future__ import annotations
@@ -39,14 +36,14 @@ _MALFORMED = (
 _EXT_MARK, _EXT_ARRAY, _EXT_SCALAR, _EXT_INT, _EXT_COMPLEX, _EXT_TENSOR, _EXT_FOREIGN = range(7)
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 MAX_DIMS = 64  # numpy's own limit.
-# Largest accepted ratio of a structured dtype's size to the size of its fields; alignment alone gives smaller ratios.
+# Largest ratio of a structured dtype's size to the size of its fields. Alignment alone gives smaller ratios.
 _MAX_PADDING = 4
 _PLAIN_KINDS = frozenset("biufcmMSU")
 _PLAIN_NAME = re.compile(rb"[<>|][biufcmMSU]\d{1,10}(\[\d{0,19}[a-zA-Z]{1,2}\])?")
 
 
 class Unsupported(Exception):
-    """The codec does not support ``value``."""
+    """An error: the codec does not support ``value``."""
 
     def __init__(self, value: Any, reason: str) -> None:
         super().__init__(reason)
@@ -55,7 +52,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Tensors by name. The receiver gets views of the frames, and must copy them before it writes to them."""
+    """Tensors by name. The receiver gets views of the frames, and must copy a tensor before it writes to it."""
 
     tensors: dict[str, Any]
 
@@ -64,16 +61,19 @@ def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
     """Turn a value into frames.
 
     Args:
-        value: None, bool, int, float, complex, str, bytes, or a datetime with a time zone; a list, tuple or dict; a
-            numpy array or scalar of numbers, bools, times, bytes or strings; an object array of supported values; a
-            structured array with named fields. If torch is loaded: a dense or nested tensor whose items are whole
-            bytes. Subclasses are not supported.
-        foreign: If given, `encode` appends each value of another type to this list. The transport passes the list to
-            `decode`.
+        value: One of these; subclasses are not supported:
+
+            - None, bool, int, float, complex, str, bytes, or a datetime with a time zone
+            - a list, tuple or dict
+            - a numpy array or scalar of numbers, bools, times, bytes or strings
+            - an object array of supported values, or a structured array with named fields
+            - if torch is loaded, a dense or nested tensor of a dtype of whole bytes
+        foreign: `encode` appends each unsupported value to this list. The transport must send the list, and pass it to
+            `decode`. With None, an unsupported value is an error.
 
     Returns:
-        The header, then the memory of the arrays. Buffers of contiguous arrays share the array's memory, so the value
-        must not be written to until the frames are sent.
+        The header, then the memory of the arrays. The buffer of a contiguous array shares its memory, so do not write
+        to the value until the frames are sent.
 
     Raises:
         WireError: the value contains an unsupported value or itself, or nests too deep for msgpack (500 levels work).
@@ -83,7 +83,7 @@ def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
         return [_PREFIX + encoder.pack(value), *encoder.buffers]
     except Unsupported as error:
         raise WireError(f"{_path_to(error.value, value) or 'value'}: {error}") from error
-    except (ValueError, OverflowError) as error:  # a recursion error, for example
+    except (ValueError, OverflowError) as error:  # also raised for too deep nesting
         raise WireError(f"the value cannot be encoded; it may nest too deep, or contain itself: {error}") from error
 
 
@@ -91,13 +91,13 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
     """Turn frames back into the value.
 
     Args:
-        frames: The result of `encode`, as any objects with a buffer. The transport limits their number and size.
+        frames: The result of `encode`, as any objects with a buffer. The transport must limit their number and size.
         foreign: The list that `encode` filled.
-        writable: Make arrays over writable frames writable.
+        writable: Whether arrays over writable frames are writable.
 
     Returns:
-        The value. Arrays are views of the frames, read-only unless ``writable``. Tensors are copied from read-only
-        frames, because torch has no read-only tensors. `Columns` become a dict, and their tensors are never copied.
+        The value. Arrays are views of the frames, read-only unless ``writable``. Tensors over read-only frames are
+        copies, because torch has no read-only tensors. `Columns` become a dict of tensors that are never copied.
 
     Raises:
         WireError: the frames are not a message of this codec.
@@ -112,7 +112,7 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
     if prefix != _PREFIX:
         if prefix[: len(_MAGIC)] == _MAGIC and len(prefix) == len(_PREFIX):
             versions = f"version {prefix[-1]}, this side speaks version {VERSION}"
-            raise WireError(f"message is of {versions}; upgrade the older")
+            raise WireError(f"message is of {versions}; upgrade the older side")
         raise WireError(f"not a message of this protocol: it begins with {prefix!r}")
     decoder = Decoder(buffers, foreign, writable=writable)
     try:
@@ -128,30 +128,27 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Mark:
-    """First item of a list that encodes another container.
-
-    ``build(decoder, items after the mark)`` makes the container.
-    """
+    """The first item of a list that encodes another container. ``build`` makes the container from the other items."""
 
     sent: msgpack.ExtType
     build: Callable[[Any, list[Any]], Any]
 
 
 class Encoder:
-    """Packs one message."""
+    """An encoder of one message."""
 
     def __init__(self, foreign: list[Any] | None) -> None:
         self.buffers: list[Frame] = []
         self.foreign = foreign
 
     def pack(self, value: Any) -> Any:
-        """Encode a value to the header's bytes; its buffers are appended to ``buffers``."""
+        """Encode a value to the bytes of the header, and append its buffers to ``buffers``."""
         return msgpack.packb(
             value, default=self.hook, strict_types=True, datetime=True, unicode_errors="surrogatepass", buf_size=4096
         )
 
     def hook(self, value: Any) -> Any:
-        """Encode a value whose type msgpack does not have. This is a hook of msgpack."""
+        """Encode a value of a type that msgpack does not support. msgpack calls this method."""
         kind = type(value)
         if kind is Columns:
             return self.columns(value.tensors)
@@ -170,7 +167,7 @@ class Encoder:
         return self.left_out(value) if packed is None else packed
 
     def left_out(self, value: Any) -> msgpack.ExtType:
-        """Append an unsupported value to ``foreign``. Raises `Unsupported` if there is no such list."""
+        """Append an unsupported value to ``foreign``. Raises `Unsupported` if ``foreign`` is None."""
         if self.foreign is None:
             kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
             detail = f" of dtype {value.dtype}" if isinstance(value, np.ndarray | np.generic) else ""
@@ -181,7 +178,7 @@ class Encoder:
     def array(self, array: np.ndarray) -> Any:
         """Encode an array as a descriptor and a buffer with its memory.
 
-        The items of object arrays go into the header.
+        The items of arrays of objects and of variable-length strings go into the header.
         """
         if array.dtype.kind in _PLAIN_KINDS:
             self.buffers.append(buffer_of(array))
@@ -194,19 +191,19 @@ class Encoder:
         return None if parts is None else [_RECORD.sent, *parts]
 
     def columns(self, tensors: dict[str, Any]) -> Any:
-        """Encode tensors as one flat list of names and descriptions, because a list is faster to read than a tree."""
+        """Encode tensors as one flat list, which is faster to decode than a tree."""
         describe = _torch_side().describe
         try:
             described = [describe(tensor) for tensor in tensors.values()]
         except Unsupported:
-            return tensors  # a tensor is not supported; msgpack then passes each tensor to `hook`
+            return tensors  # msgpack then passes each tensor to `hook`, which handles unsupported tensors
         for _, buffers in described:
             self.buffers.extend(buffers)
         names_and_descriptions = zip(tensors, (description for description, _ in described), strict=True)
         return [_COLUMNS.sent, *chain.from_iterable(names_and_descriptions)]
 
     def tensor(self, value: Any) -> Any:
-        """Encode a tensor as a description, with its memory as buffers; None if the value is not a supported tensor."""
+        """Encode a tensor as a description and buffers. Return None if the value is not a supported tensor."""
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(value, torch.Tensor):
             return None
@@ -221,7 +218,7 @@ class Encoder:
 
 
 class Decoder:
-    """Unpacks one message; buffers are used in the order of the header."""
+    """A decoder of one message. It uses the buffers in the order of the header."""
 
     def __init__(self, buffers: list[memoryview], foreign: Sequence[Any], *, writable: bool) -> None:
         self.buffers = buffers
@@ -232,9 +229,8 @@ class Decoder:
         self.open_marks = 0
 
     def unpack(self, data: Any) -> Any:
-        """Decode the header. Returns the value."""
-        # Read the whole header before building values, so that no length is trusted before its items are known to
-        # exist.
+        """Decode the header, and return the value."""
+        # Check that the whole header exists before values are built, so that a false length allocates nothing.
         walker = msgpack.Unpacker(max_buffer_size=max(len(data), 1), read_size=max(len(data), 1))
         walker.feed(data)
         try:
@@ -256,7 +252,7 @@ class Decoder:
         return value
 
     def extension(self, code: int, data: bytes) -> Any:
-        """Decode an extension. This is a hook of msgpack."""
+        """Decode a msgpack extension. msgpack calls this method."""
         if code == _EXT_TENSOR:
             return _torch_side().tensor_of(data, self.take, copy=True)
         if code == _EXT_ARRAY:
@@ -278,14 +274,14 @@ class Decoder:
         raise WireError(f"message contains an unknown type with the code {code}")
 
     def sequence(self, items: list[Any]) -> Any:
-        """Build the value of a list whose items are decoded. This is a hook of msgpack."""
+        """Build the value of a decoded list. msgpack calls this method."""
         if not items or type(items[0]) is not _Mark:
             return items
         self.open_marks -= 1
         return items.pop(0).build(self, items)
 
     def take(self) -> memoryview:
-        """The next buffer."""
+        """Return the next buffer."""
         if self.num_taken >= len(self.buffers):
             raise WireError(f"message is truncated: its header describes more than {len(self.buffers)} buffers")
         self.num_taken += 1
@@ -299,7 +295,7 @@ class Decoder:
         if _ATOMS.issuperset(map(type, items)):
             array[:] = items
         else:
-            # One by one, because numpy would otherwise convert sequences to dimensions.
+            # An assignment of all items would turn sequences into dimensions.
             for index, item in enumerate(items):
                 array[index] = item
         return array.reshape(shape)
@@ -320,7 +316,7 @@ class Decoder:
         return _torch_side().tensor_of(description, self.take, copy=True)
 
     def columns(self, parts: list[Any]) -> dict[str, Any]:
-        """Decode tensors by name, from the next buffers."""
+        """Decode tensors by name."""
         tensor_of = _torch_side().tensor_of
         described = zip(parts[::2], parts[1::2], strict=True)
         return {name: tensor_of(description, self.take, copy=False) for name, description in described}
@@ -336,7 +332,7 @@ _MARKS = {mark.sent.data: mark for mark in (_TUPLE, _OBJECTS, _STRINGS, _RECORD,
 
 
 def _torch_side() -> Any:
-    """The codec's module for torch. Decoding never imports torch into a process that has not loaded it."""
+    """Return the codec's module for torch. Decoding does not import torch into a process that has not loaded it."""
     if "torch" not in sys.modules:
         raise WireError("the message contains torch tensors, but this process has not imported torch; import it first")
     # Imported by name, because this module does not depend on torch.
@@ -344,14 +340,13 @@ def _torch_side() -> Any:
 
 
 def _path_to(target: Any, value: Any, path: str = "value") -> str | None:
-    """The path to ``target`` within ``value``, by identity. Example: ``value['meta_info']['paths'][0]``."""
+    """Find the path to the object ``target`` in ``value``. Example: ``value['meta_info']['paths'][0]``."""
     if value is target:
         return path
     return next(filter(None, (_path_to(target, item, path + step) for step, item in _steps(value))), None)
 
 
 def _steps(value: Any) -> Iterator[tuple[str, Any]]:
-    """The items of a container, each with the expression that selects it."""
     value = value.tensors if type(value) is Columns else value
     if type(value) is dict:
         for key, item in value.items():
@@ -363,10 +358,10 @@ def _steps(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def buffer_of(array: np.ndarray) -> memoryview:
-    """The array's memory as bytes, in C order; copied only if the array is not contiguous."""
+    """Return the array's memory as bytes in C order. The memory is copied only if the array is not contiguous."""
     try:
         return array.data.cast("B")
-    except (TypeError, ValueError):  # the array is not contiguous, or it is empty, or its dtype has no buffer format
+    except (TypeError, ValueError):  # not contiguous, empty, or a dtype without a buffer format
         if array.nbytes == 0:
             return memoryview(b"")
         return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -379,12 +374,12 @@ def describe(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 def descriptor(name: bytes, shape: tuple[int, ...]) -> bytes:
-    """Make the descriptor of an array whose dtype has this name."""
+    """Make the descriptor of an array from the name of its dtype."""
     return struct.pack(f"<BB{len(name)}s{len(shape)}q", len(name), len(shape), name, *shape)
 
 
 def parse(data: bytes) -> tuple[bytes, tuple[int, ...], int]:
-    """Read a descriptor. Returns the dtype's name, the shape, and the end of the descriptor."""
+    """Read a descriptor. Returns the dtype's name, the shape, and the position after the descriptor."""
     name_length, ndim = data[0], data[1]
     name = data[2 : 2 + name_length]
     end = 2 + name_length + 8 * ndim
@@ -396,7 +391,6 @@ def parse(data: bytes) -> tuple[bytes, tuple[int, ...], int]:
 
 @lru_cache(maxsize=4096)
 def _layout(data: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
-    """Return dtype, shape and size in bytes of the array of a descriptor."""
     name, shape, end = parse(data)
     if end != len(data):
         raise WireError(f"array descriptor has {len(data)} bytes, expected {end}")
@@ -409,7 +403,7 @@ def _layout(data: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
 def array_of(data: bytes, buffer: memoryview, *, writable: bool) -> np.ndarray:
     """Return an array that is a view of a buffer, read-only unless ``writable``.
 
-    Raises `WireError` if the buffer does not fit its descriptor.
+    Raises `WireError` if the buffer does not fit the descriptor ``data``.
     """
     dtype, shape, nbytes = _layout(data)
     if nbytes != buffer.nbytes:
@@ -424,13 +418,13 @@ def array_of(data: bytes, buffer: memoryview, *, writable: bool) -> np.ndarray:
 
 
 def _check_values(dtype: np.dtype, buffer: memoryview) -> None:
-    """Raise `WireError` for invalid contents that numpy does not check."""
+    """Raise `WireError` for characters that numpy does not check."""
     if dtype.kind == "U" and np.frombuffer(buffer, dtype=f"{dtype.byteorder}u4").max() > sys.maxunicode:
         raise WireError("an array of strings contains a character that does not exist in Unicode")
 
 
 def scalar_of(data: bytes) -> Any:
-    """A numpy scalar from its descriptor and its bytes."""
+    """Return a numpy scalar from its descriptor and its bytes."""
     name, shape, end = parse(data)
     dtype = dtype_of(name)
     if shape or len(data) - end != dtype.itemsize:
@@ -443,7 +437,7 @@ def scalar_of(data: bytes) -> Any:
 
 @lru_cache(maxsize=256)
 def dtype_of(name: bytes) -> np.dtype:
-    """Return the dtype that `describe` wrote. Raises `WireError` for other names, such as those of pointer types."""
+    """Return the dtype with this name. Raises `WireError` for a dtype that `encode` does not send."""
     if _PLAIN_NAME.fullmatch(name) is None:
         raise WireError(f"dtype {name!r} is not supported")
     try:
@@ -456,7 +450,10 @@ def dtype_of(name: bytes) -> np.dtype:
 
 
 def record_parts(array: np.ndarray) -> list[Any] | None:
-    """Shape, alignment, field names and columns of a structured array; None if these do not determine its dtype."""
+    """Return shape, alignment, field names and columns of a structured array.
+
+    Returns None if these do not determine the dtype of the array.
+    """
     dtype = array.dtype
     if not dtype.names:
         return None
@@ -468,11 +465,13 @@ def record_parts(array: np.ndarray) -> list[Any] | None:
 
 
 def record_of(parts: list[Any]) -> np.ndarray:
-    """Rebuild the structured array from the parts that `record_parts` returned.
+    """Rebuild the structured array from the result of `record_parts`.
 
-    Raises `WireError` if the shape is not valid, a column is not an array or its shape does not begin with the array's
-    shape, or the dtype would consist mostly of padding. Other damage raises other errors, such as `ValueError` for
-    different numbers of names and columns. `decode` turns them into `WireError`.
+    Raises `WireError` in these cases. Other damaged parts raise other errors, which `decode` turns into `WireError`.
+
+    - The shape is not valid.
+    - A column is not an array, or its shape does not begin with the array's shape.
+    - More than 3/4 of the dtype would be padding.
     """
     shape, is_aligned, names, columns = parts
     shape = checked_shape(shape)
@@ -491,21 +490,20 @@ def record_of(parts: list[Any]) -> np.ndarray:
 
 
 def _record_dtype(fields: list[tuple[str, np.dtype, tuple[int, ...]]], is_aligned: bool) -> np.dtype | None:
-    """The dtype with these fields; None if it would consist mostly of padding."""
     dtype = np.dtype(fields, align=is_aligned)
     size = sum(base.itemsize * prod(shape) for _, base, shape in fields)
     return dtype if 0 < dtype.itemsize <= _MAX_PADDING * size else None
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    """Check a shape from a header. Raises `WireError` if it is not a valid shape."""
+    """Return a shape from a header as a tuple. Raises `WireError` if it is not a valid shape."""
     if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
         raise WireError("an array has an impossible shape: it must have at most 64 dimensions, integers >= 0")
     return tuple(shape)
 
 
 def checked_items(shape: Any, items: Any) -> tuple[int, ...]:
-    """Check that a shape matches its items in the header. Raises `WireError` otherwise."""
+    """Return a shape as a tuple. Raises `WireError` if it does not match the number of items."""
     shape = checked_shape(shape)
     if not isinstance(items, list) or prod(shape) != len(items):
         raise WireError(f"array of shape {shape} does not have its {prod(shape)} items")

@@ -1,4 +1,4 @@
-"""Functions that take, join, check, merge and compare columns, and the codec's description of tensors."""
+"""Operations on the columns of a batch, and the codec's description of tensors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from asyncrl.single_controller.codec import Unsupported, buffer_of, descriptor, 
 
 
 def as_index(idxs: Any, num_rows: int) -> np.ndarray:
-    """Convert an index to positions, int64 from 0. The index has integers in [-B, B), or is a mask of B bools.
+    """Convert an index to row positions, int64 in [0, B). The index has integers in [-B, B), or is a mask of B bools.
 
-    Raises `TypeError` for other values, `IndexError` for a position outside the batch or an index of another shape.
+    Raises `TypeError` for other values, and `IndexError` for a position outside the batch or an index of another shape.
     """
     index = np.asarray(idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else idxs)
     if index.ndim != 1:
@@ -41,7 +41,7 @@ def as_index(idxs: Any, num_rows: int) -> np.ndarray:
 
 
 def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
-    """Take rows of a column. A slice (step > 0) of a dense column shares the column's memory; positions copy rows."""
+    """Take rows of a column. Positions copy the rows. A slice of a dense column, with step > 0, shares its memory."""
     if isinstance(column, np.ndarray):
         return column[rows]
     if not is_nested(column):
@@ -51,7 +51,7 @@ def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
 
 
 def cat_rows(tensors: Sequence[Any]) -> Any:
-    """Concatenate tensors along the rows; nested tensors too."""
+    """Concatenate dense or nested tensors along the rows. Raises `BatchError` for a mixture."""
     if not any(map(is_nested, tensors)):
         return torch.cat(list(tensors), dim=0)
     if not all(map(is_nested, tensors)):
@@ -60,12 +60,12 @@ def cat_rows(tensors: Sequence[Any]) -> Any:
 
 
 def is_nested(tensor: Any) -> bool:
-    """Whether the value is a nested tensor; a TensorDict inside a batch does not count."""
+    """Return whether the value is a nested tensor."""
     return isinstance(tensor, torch.Tensor) and tensor.is_nested
 
 
 def rows_of(nested: Any) -> list[torch.Tensor]:
-    """The rows of a nested tensor, as views."""
+    """Return the rows of a nested tensor, as views."""
     if nested.layout is not torch.jagged:
         return list(nested.unbind())
     offsets, lengths = nested.offsets(), nested.lengths()
@@ -86,7 +86,7 @@ def nested_of(rows: Sequence[torch.Tensor], like: Any) -> Any:
 
 
 def object_array(values: Any) -> np.ndarray:
-    """Make an object array of Python values as numpy does: values of equal length become further dimensions."""
+    """Make an object array as numpy does. Values of equal length become further dimensions."""
     try:
         return np.array(values, dtype=object)
     except ValueError:  # the arrays have equal sizes only in their first dimensions
@@ -97,7 +97,7 @@ def object_array(values: Any) -> np.ndarray:
 
 
 def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:
-    """Select the named entries; None returns the same dict."""
+    """Select the named entries. If ``keys`` is None, return the same dict."""
     if keys is None:
         return entries
     wanted = set(keys)
@@ -105,7 +105,7 @@ def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any
 
 
 def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[str, Any]]:
-    """Remove and return entries of several parts. If one is missing, remove nothing and raise `BatchError`."""
+    """Remove and return entries of several dicts. If one is missing, raise `BatchError` and remove nothing."""
     for keys, (name, part) in zip(wanted, parts.items(), strict=True):
         known = [] if part is None else list(part.keys())
         missing = sorted(set(keys) - set(known))
@@ -116,15 +116,14 @@ def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[
 
 @dataclass(slots=True)
 class UnbuiltBatch:
-    """The tensors of a cut, joined or received `DataProto`, before a TensorDict of them is built.
+    """The tensors of a `DataProto` before a TensorDict of them is built, because building is slower than cutting.
 
-    Building a TensorDict takes longer than cutting the tensors. No code writes to this object, but it is not frozen:
-    freezing doubles construction time.
+    Do not change an object of this class. It is not frozen, because freezing doubles its construction time.
 
     Attributes:
         tensors: Tensors by name, all of ``num_rows`` rows.
         device: Device of the TensorDict; None if it has none.
-        is_borrowed: Whether other processes may read the memory, too. If so, the TensorDict gets copies.
+        is_borrowed: Whether other processes may read the memory too. If so, the TensorDict gets copies.
     """
 
     tensors: dict[str, Any]
@@ -138,7 +137,7 @@ class UnbuiltBatch:
         return torch.Size((self.num_rows,))
 
     def items(self) -> ItemsView[str, Any]:
-        """Names and tensors; read-only."""
+        """Return the names and tensors, read-only."""
         return self.tensors.items()
 
     def select(self, *keys: str) -> UnbuiltBatch:
@@ -149,7 +148,7 @@ class UnbuiltBatch:
         return UnbuiltBatch({key: self.tensors[key] for key in keys}, self.num_rows, self.device, self.is_borrowed)
 
     def build(self) -> TensorDict:
-        """Build the TensorDict; its tensors are copies if the memory is borrowed."""
+        """Build the TensorDict, with copies of borrowed tensors."""
         return self.clone() if self.is_borrowed else TensorDict(self.tensors, self.batch_size, device=self.device)
 
     def clone(self) -> TensorDict:
@@ -159,7 +158,7 @@ class UnbuiltBatch:
 
 
 def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
-    """Cut a TensorDict, with nested tensors and non-tensor entries, into equal parts.
+    """Cut a TensorDict into equal parts. It may have nested tensors and non-tensor entries.
 
     Raises `BatchError` if it has no batch dimension, or if ``chunks`` does not divide its rows.
     """
@@ -172,7 +171,7 @@ def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
 
 
 def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDictBase:
-    """Join TensorDicts with the same entries along the rows. If they have no batch dimension, return the first one."""
+    """Join TensorDicts with the same entries along the rows. Without a batch dimension, return the first one."""
     if not data[0].batch_size:
         return data[0]
     same_columns([dict.fromkeys(map(str, part.keys())) for part in data], "a TensorDict")
@@ -182,7 +181,7 @@ def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDictBase:
 
 
 def _apart(data: TensorDictBase) -> tuple[dict[str, Any], Any]:
-    """Split a TensorDict into its nested tensors, which torch cannot cut or join, and a TensorDict of the rest."""
+    """Split off the nested tensors, which torch cannot cut or join."""
     nested = {key: tensor for key, tensor in data.items() if is_nested(tensor)}
     return nested, data.exclude(*nested)
 
@@ -199,7 +198,7 @@ _DROP_ONE = "Drop or rename one of them"
 def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
     """Add the tensors of the second TensorDict to the first one, in place.
 
-    Raises `BatchError` if the batch sizes differ, or if two tensors of the same name differ; NaN equals NaN.
+    Raises `BatchError` if the batch sizes differ, or if tensors of the same name differ. NaN equals NaN.
     """
     if tensor_dict1 is None or tensor_dict2 is None:
         return tensor_dict2 if tensor_dict1 is None else tensor_dict1
@@ -219,9 +218,9 @@ def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict 
 
 
 def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Add the arrays of the second dict to the first, in place.
+    """Add the arrays of the second dict to the first one, in place.
 
-    Raises `BatchError` if both dicts have an array of the same name and the arrays differ; NaN equals NaN.
+    Raises `BatchError` if arrays of the same name differ. NaN equals NaN.
     """
     for key in tensor_dict1.keys() & tensor_dict2.keys():
         first, second = tensor_dict1[key], tensor_dict2[key]
@@ -232,7 +231,7 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
 
 
 def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, Any]:
-    """Add the entries of the second dict to the first, in place. Raises `BatchError` if entries of one name differ."""
+    """Add the entries of the second dict to the first one, in place. Raises `BatchError` if entries conflict."""
     for key in dict1.keys() & dict2.keys():
         if not facts_equal(dict1[key], dict2[key]):
             raise BatchError(
@@ -244,7 +243,7 @@ def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, An
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
-    """Turn records into columns named by the first record's keys.
+    """Turn records into columns named by the keys of the first record.
 
     A later record may lack keys. Raises `BatchError` if it has a new key.
     """
@@ -260,7 +259,7 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[Any, Any]]) -> d
 
 
 def same_columns(records: Sequence[Mapping[Any, Any]], part: str) -> dict[Any, list[Any]]:
-    """Turn records into columns. Raises `BatchError` unless all have the same keys."""
+    """Turn records into columns. Raises `BatchError` unless all records have the same keys."""
     for record in records:
         if record.keys() != records[0].keys():
             raise BatchError(
@@ -270,9 +269,9 @@ def same_columns(records: Sequence[Mapping[Any, Any]], part: str) -> dict[Any, l
 
 
 def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the meta information of batches.
+    """Merge the meta information of batches. Each entry of ``metrics`` becomes a list of the batches' values.
 
-    Raises `BatchError` if a key has different values. Each entry of ``metrics`` becomes a list of the batches' values.
+    Raises `BatchError` if another key has different values.
     """
     merged: dict[str, Any] = {}
     metrics: list[Mapping[str, Any]] = []
@@ -292,22 +291,22 @@ def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def deep_equal(a: Any, b: Any) -> bool:
-    """Whether two values are deeply equal, in type and value. Containers may be cyclic; NaN equals NaN."""
+    """Return whether two values have equal types and values. Containers may be cyclic. NaN equals NaN."""
     return _equal(a, b, frozenset())
 
 
 def facts_equal(a: Any, b: Any) -> bool:
-    """Whether two values are `deep_equal`, or equal by ``==``: 1 and 1.0, a dict and an OrderedDict."""
+    """Return whether two values are `deep_equal`, or equal by ``==`` as 1 and 1.0 are."""
     if deep_equal(a, b):
         return True
     try:
         return bool(a == b)
-    except (TypeError, ValueError, RuntimeError):  # the comparison has no single result, as for arrays
+    except (TypeError, ValueError, RuntimeError):  # arrays have no single result
         return False
 
 
 def _equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) -> bool:
-    """Like `deep_equal`. ``open_pairs`` holds the ids of the containers that are being compared, to detect cycles."""
+    """Compare as `deep_equal` does. ``open_pairs`` has the ids of the containers under comparison, to detect cycles."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -340,7 +339,7 @@ def _containers_equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) ->
 
 
 def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether dtype, shape and values are the same; NaN equals NaN. Nested tensors are compared by their rows."""
+    """Return whether dtype, shape and values are the same. NaN equals NaN. Nested tensors are compared by rows."""
     if a.is_nested or b.is_nested:
         if not (a.is_nested and b.is_nested) or a.size(0) != b.size(0):
             return False
@@ -351,8 +350,6 @@ def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
         return bool(((a == b) | (a.isnan() & b.isnan())).all())
     return torch.equal(a, b)
 
-
-# How the codec describes tensors: a dense tensor by bytes, like an array; a nested tensor by a list of its parts.
 
 # torch cannot copy quantized and opaque dtypes, nor dtypes smaller than one byte.
 _NOT_SENT = re.compile(r"torch\.(q.*|bits.*|u?int[1-7])")
@@ -368,16 +365,17 @@ _descriptor = lru_cache(maxsize=4096)(descriptor)
 
 Description = bytes | list[Any]
 
-with warnings.catch_warnings():  # torch warns about read-only memory once per process; this suppresses the warning
+with warnings.catch_warnings():  # torch warns about read-only memory once per process
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))
 
 
 def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
-    """Description and memory of a tensor. Only a tensor that is not contiguous or not on the CPU is copied.
+    """Return the description and the memory of a tensor.
 
-    Raises `Unsupported` if the codec cannot send the tensor.
+    Only a tensor that is not contiguous or not on the CPU is copied. Raises `Unsupported` if the codec cannot send the
+    tensor.
     """
     if not isinstance(tensor, torch.Tensor):
         raise Unsupported(tensor, f"the codec does not support {type(tensor).__name__} as a column of tensors")
@@ -389,7 +387,7 @@ def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
         raise Unsupported(tensor, f"the codec does not support {kind}; make it a dense tensor")
     try:
         return _descriptor(name, tensor.shape), [buffer_of(tensor.numpy())]
-    except (RuntimeError, TypeError):  # it needs a gradient, is on a GPU, is a lazy conjugate, or has no numpy dtype
+    except (RuntimeError, TypeError):  # it needs a gradient, is on a GPU, is conjugated lazily, or has no numpy dtype
         pass
     try:
         return _descriptor(name, tensor.shape), [memory_of(tensor).data]
@@ -399,13 +397,15 @@ def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
 
 
 def memory_of(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a dense tensor in C order, [nbytes] uint8; a view if the tensor is contiguous and on the CPU."""
+    """Return the bytes of a dense tensor in C order, [nbytes] uint8.
+
+    The result is a view if the tensor is contiguous and on the CPU.
+    """
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else np.empty(0, dtype=np.uint8)
 
 
 def _describe_nested(tensor: Any) -> tuple[Description, list[memoryview]]:
-    """The parts of a nested tensor: rows if strided; values, offsets, lengths and ragged dimension if jagged."""
     if tensor.layout is torch.jagged:
         lengths = tensor.lengths()  # None if the rows are contiguous
         dense = [tensor.values(), tensor.offsets(), *([] if lengths is None else [lengths])]
@@ -420,7 +420,6 @@ def _describe_nested(tensor: Any) -> tuple[Description, list[memoryview]]:
 
 @lru_cache(maxsize=4096)
 def _layout(data: bytes) -> tuple[torch.dtype, np.dtype | None, tuple[int, ...], int]:
-    """Torch dtype, numpy dtype (None if there is none), shape and number of bytes of a descriptor."""
     name, shape, end = parse(data)
     dtype = _DTYPES.get(name)
     if dtype is None or end != len(data):
@@ -429,9 +428,9 @@ def _layout(data: bytes) -> tuple[torch.dtype, np.dtype | None, tuple[int, ...],
 
 
 def tensor_of(description: Any, take: Callable[[], memoryview], *, copy: bool) -> torch.Tensor:
-    """Decode a tensor from its description and the next buffers; with ``copy``, read-only buffers are copied.
+    """Decode a tensor from its description and the next buffers. With ``copy``, read-only buffers are copied.
 
-    Raises `WireError` if they do not fit together.
+    Raises `WireError` if the description and the buffers do not fit together.
     """
     if type(description) is list:
         return _nested_of(description, take, copy=copy)
@@ -452,7 +451,6 @@ def tensor_of(description: Any, take: Callable[[], memoryview], *, copy: bool) -
 
 
 def _nested_of(description: list[Any], take: Callable[[], memoryview], *, copy: bool) -> torch.Tensor:
-    """The inverse of `_describe_nested`."""
     if len(description) == 1 and type(description[0]) is list:
         rows = [tensor_of(row, take, copy=copy) for row in description[0]]
         if not rows or any(row.is_nested or row.dtype != rows[0].dtype or row.ndim != rows[0].ndim for row in rows):
@@ -474,7 +472,6 @@ def jagged_of(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor
 
 
 def _check_rows(num_values: int, offsets: torch.Tensor, lengths: torch.Tensor | None) -> None:
-    """Check that rows start at 0, are consecutive, and end inside the values."""
     for index in (offsets,) if lengths is None else (offsets, lengths):
         if index.is_nested or index.ndim != 1 or index.dtype not in (torch.int32, torch.int64):
             raise WireError("the offsets or lengths of a nested tensor are not a vector of integers")

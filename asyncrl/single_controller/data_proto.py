@@ -1,4 +1,4 @@
-"""`DataProto`, the batch that a controller and its workers exchange: tensors, numpy arrays, and meta information."""
+"""`DataProto`, the batch that a controller and its workers exchange."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ _log = logging.getLogger(__name__)
 
 
 class _CheckedSwitches(type):
-    """Checks the type of an option when it is set, not only when a batch is split."""
-
     def __setattr__(cls, name: str, value: Any) -> None:
         if name == "auto_padding" and not isinstance(value, bool):
             raise BatchError(f"DataProtoConfig.auto_padding must be a bool, got {value!r}")
@@ -39,8 +37,7 @@ class DataProtoConfig(metaclass=_CheckedSwitches):
 
     Attributes:
         auto_padding: Whether dispatch pads any batch that cannot be split evenly.
-        auto_padding_key: Entry of ``meta_info`` that enables padding for one batch; verl's name, because scripts set
-            it.
+        auto_padding_key: Entry of ``meta_info`` that enables padding for one batch. Scripts set it by verl's name.
     """
 
     auto_padding: bool = False
@@ -48,7 +45,7 @@ class DataProtoConfig(metaclass=_CheckedSwitches):
 
 
 class _BuiltWhenRead:
-    """Descriptor of the field ``batch``. The first read builds the TensorDict. On the class it is None, the default."""
+    """Descriptor of the field ``batch``. The first read builds the TensorDict."""
 
     def __get__(self, data: Any, kind: Any = None) -> Any:
         if data is not None and isinstance(data._batch, UnbuiltBatch):
@@ -73,16 +70,19 @@ class DataProtoItem:
 
 @dataclass(eq=False, repr=False)
 class DataProto:
-    """B rows of named columns. Raises `BatchError` unless all columns have the same number of rows.
+    """B rows of named columns: tensors, numpy arrays, and meta information.
 
     The tensors of a received batch stay in the received memory, which other processes may read too. The first read of
     ``batch`` copies the tensors, so that the reader may write to them. A batch from Ray is decoded when one of its
-    attributes is first read. A process that only passes the batch on never decodes it.
+    attributes is first read.
 
     Args:
-        batch: Tensors whose first dimension is B; None without tensors.
-        non_tensor_batch: Numpy arrays whose first dimension is B; of dtype object for Python values.
+        batch: Tensors with first dimension B; None without tensors.
+        non_tensor_batch: Numpy arrays with first dimension B, of dtype object for Python values.
         meta_info: Values that apply to all rows.
+
+    Raises:
+        BatchError: the columns do not have the same number of rows.
     """
 
     batch: TensorDict | None = _BUILT_WHEN_READ
@@ -90,7 +90,6 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the batch; the ``__init__`` of a subclass that is a dataclass calls this too."""
         if self.non_tensor_batch is None:  # verl's callers pass None
             self.non_tensor_batch = {}
         if self.meta_info is None:
@@ -99,13 +98,13 @@ class DataProto:
 
     if TYPE_CHECKING:
         _batch: ClassVar[Any]  # a TensorDict, an UnbuiltBatch or None
-        _arrived: ClassVar[serialization.Message]  # only until a received batch is decoded
+        _arrived: ClassVar[serialization.Message]  # until a received batch is decoded
     else:
 
         def __getattr__(self, name: str) -> Any:
-            """Decode a received batch when its first attribute is read. Attributes that were set before are kept."""
+            """Decode a received batch when its first attribute is read."""
             message = vars(self).get("_arrived")
-            if message is not None:  # None if this process made the batch, or another thread has decoded it
+            if message is not None:  # another thread may have decoded it
                 header, buffers, foreign = message
                 parts = decode([header, *buffers], foreign=foreign, writable=True)
                 for field_name, value in vars(serialization.from_parts(type(self), parts)).items():
@@ -137,7 +136,7 @@ class DataProto:
     def from_single_dict(
         cls, data: dict[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
     ) -> DataProto:
-        """Build a batch from a dict of tensors and numpy arrays. Raises `ValueError` for any other entry."""
+        """Build a batch from tensors and numpy arrays. Raises `ValueError` for any other entry."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
         for key in data.keys() - tensors.keys() - arrays.keys():
@@ -153,10 +152,10 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
-        """Build a batch from tensors and arrays or lists with the same number of rows. Lists become object arrays.
+        """Build a batch from tensors, arrays and lists with the same number of rows. Lists become object arrays.
 
-        The first ``num_batch_dims`` dimensions of all tensors must be equal; with arrays, ``num_batch_dims`` must be 1.
-        With ``auto_padding``, dispatch pads the batch if its rows cannot be split evenly.
+        The first ``num_batch_dims`` dimensions of all tensors must be equal. With arrays, ``num_batch_dims`` must be 1.
+        ``auto_padding`` lets dispatch pad the batch.
         """
         if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
             raise BatchError(
@@ -187,7 +186,7 @@ class DataProto:
     def from_tensordict(
         cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
     ) -> DataProto:
-        """Build a batch from a TensorDict, whose entries are tensors, values per row, and values for all rows."""
+        """Build a batch from a TensorDict of tensors, values per row, and values for all rows."""
         tensors: dict[str, Any] = {}
         arrays: dict[str, Any] = {}
         facts = dict(meta_info or {})
@@ -201,7 +200,7 @@ class DataProto:
                 facts[key] = value.data
             else:
                 kind = type(value).__name__
-                raise BatchError(f"entry {key!r} is a {kind}; only tensors and non-tensor data have a place")
+                raise BatchError(f"entry {key!r} is a {kind}; a DataProto can hold only tensors and non-tensor data")
         if not tensors and not arrays:
             return cls(TensorDict({}, tensor_dict.batch_size) if tensor_dict.batch_size else None, meta_info=facts)
         return cls.from_dict(tensors, arrays, facts, num_batch_dims)
@@ -209,12 +208,14 @@ class DataProto:
     def to_tensordict(self) -> TensorDict:
         """Make one TensorDict of the tensors, arrays and meta information.
 
-        Raises `BatchError` if two parts have the same name.
+        Raises `BatchError` if two of their entries have the same name.
         """
         batch_size = (len(self),) if self.batch is not None or self.non_tensor_batch else ()
         names = [*self._columns(), *self.non_tensor_batch, *self.meta_info]
         if len(set(names)) < len(names):
-            raise BatchError(f"a name stands in more than one part: {sorted({n for n in names if names.count(n) > 1})}")
+            raise BatchError(
+                f"names must be unique in a batch, got twice: {sorted({n for n in names if names.count(n) > 1})}"
+            )
         joined: Any = TensorDict(self._columns(), batch_size=batch_size)
         for key, array in self.non_tensor_batch.items():
             values: list[Any] = [NonTensorData(value) for value in array]
@@ -239,7 +240,7 @@ class DataProto:
         raise TypeError(f"a DataProto is indexed by int, slice, list, array or tensor, got {type(item).__name__}")
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
-        """Rows ``start:end:step``. They share memory with this batch; with a negative ``step`` they are copied."""
+        """Return rows ``start:end:step``. They share memory with this batch, or are copies if ``step`` is negative."""
         rows = slice(start, end, step)
         positions = range(*rows.indices(len(self)))
         if positions.step < 0:
@@ -258,7 +259,10 @@ class DataProto:
         meta_info_keys: Iterable[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """Return a batch of the named columns, which share memory unless ``deepcopy``. None selects a whole part."""
+        """Return a batch of the named columns. None selects all columns of a kind.
+
+        The columns share memory with this batch unless ``deepcopy``.
+        """
         batch = self._shared_batch()
         if batch_keys is not None:
             keys = tuple(batch_keys)
@@ -284,7 +288,7 @@ class DataProto:
         return type(self).from_dict(tensors=tensors, non_tensors=arrays, meta_info=meta_info)
 
     def rename(self, old_keys: str | list[str] | None = None, new_keys: str | list[str] | None = None) -> DataProto:
-        """Rename tensors in place; arrays and meta information keep their names."""
+        """Rename tensors in place. Arrays and meta information keep their names."""
         if self.batch is None:
             raise BatchError("this DataProto holds no tensors to be renamed")
         for keys in (old_keys, new_keys):
@@ -293,7 +297,7 @@ class DataProto:
         old, new = ([keys] if isinstance(keys, str) else list(keys or ()) for keys in (old_keys, new_keys))
         if len(old) != len(new) or len(set(old)) != len(old) or len(set(new)) != len(new):
             raise ValueError(f"rename needs as many new names as old ones, each once, got {old} and {new}")
-        # Remove all entries first, because two names may be exchanged.
+        # Remove all entries first, because names may be exchanged.
         (tensors,) = columns.pop_all({"batch": self.batch}, [old])
         for key, tensor in zip(new, tensors.values(), strict=True):
             self.batch.set(key, tensor)
@@ -302,8 +306,8 @@ class DataProto:
     def union(self, other: DataProto) -> DataProto:
         """Add the columns and the meta information of another batch to this batch, in place.
 
-        Raises `BatchError` if a column or value that both batches have differs, or if the numbers of rows differ. This
-        batch is then unchanged.
+        Raises `BatchError` if entries of the same name differ, or if the numbers of rows differ. This batch is then
+        unchanged.
         """
         sizes = [len(data) for data in (self, other) if data._batch is not None or data.non_tensor_batch]
         if len(set(sizes)) > 1:
@@ -316,7 +320,7 @@ class DataProto:
         return self
 
     def reorder(self, indices: Any) -> None:
-        """Reorder the rows, in place."""
+        """Reorder the rows in place."""
         reordered = self.select_idxs(indices)
         self.batch, self.non_tensor_batch = reordered._batch, reordered.non_tensor_batch
 
@@ -326,7 +330,7 @@ class DataProto:
         return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
     def sample_level_repeat(self, repeat_times: Any) -> DataProto:
-        """Repeat row i ``repeat_times[i]`` times in succession. ``repeat_times`` has B counts."""
+        """Repeat row i ``repeat_times[i]`` times in succession. ``repeat_times`` has B integers."""
         counts = np.asarray(repeat_times.detach().cpu() if isinstance(repeat_times, torch.Tensor) else repeat_times)
         if counts.shape != (len(self),):
             raise BatchError(f"repeat_times must have one count for each of {len(self)} rows, got shape {counts.shape}")
@@ -335,11 +339,11 @@ class DataProto:
         return self.select_idxs(np.repeat(np.arange(len(self)), counts.astype(np.int64)))
 
     def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
-        """Cut each row of the named columns into ``n_split`` rows, along the second dimension of the column.
+        """Cut each row of the named columns into ``n_split`` adjacent rows, along the second dimension.
 
-        The rows of the other columns are repeated. Example: ``[B, n * m]`` becomes ``[B * n, m]``; the parts of a row
-        are adjacent. Raises `BatchError` if ``n_split`` does not divide the second dimension, or if a column has no
-        second dimension of fixed length.
+        Example: ``[B, n * m]`` becomes ``[B * n, m]``. The rows of the other columns are repeated.
+
+        Raises `BatchError` if ``n_split`` does not divide the second dimension, or if its length is not fixed.
         """
         repeated, split = np.repeat(np.arange(len(self)), n_split), set(split_keys or ())
 
@@ -355,17 +359,17 @@ class DataProto:
         return self._mapped(unfold, len(repeated), shares_memory=True)
 
     def to(self, device: Any) -> DataProto:
-        """Move the tensors, in place."""
+        """Move the tensors in place."""
         if self.batch is not None:
             self.batch = self.batch.to(device)
         return self
 
     def is_padding_enabled(self) -> bool:
-        """Whether dispatch may pad this batch to a multiple of the number of ranks."""
+        """Return whether dispatch may pad this batch to a multiple of the number of ranks."""
         return bool(self.meta_info.get(DataProtoConfig.auto_padding_key) or DataProtoConfig.auto_padding)
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
-        """Append copies of the last row, or of the first if ``padding_candidate`` is ``first``; in place."""
+        """Append copies of the last row in place, or of the first row if ``padding_candidate`` is ``first``."""
         if padding_size == 0:
             return
         if not len(self):
@@ -374,11 +378,12 @@ class DataProto:
         self.reorder([*range(len(self)), *[row] * padding_size])
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Cut the rows into equal parts, sharing memory with this batch.
+        """Cut the rows into equal parts, which share memory with this batch.
 
         If padding is enabled, the parts may differ in size. A batch with tensors is then cut as by ``torch.chunk``,
-        with empty parts at the end, and a batch without tensors as by ``numpy.array_split``. Raises `BatchError` if
-        padding is not enabled and the rows cannot be cut evenly.
+        with empty parts at the end. A batch without tensors is cut as by ``numpy.array_split``.
+
+        Raises `BatchError` if padding is not enabled and the rows cannot be cut evenly.
         """
         if chunks < 1 or (len(self) % chunks != 0 and not self.is_padding_enabled()):
             raise BatchError(f"{len(self)} rows cannot be cut into {chunks} equal parts; pad them or enable padding")
@@ -389,9 +394,9 @@ class DataProto:
         return [self.slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Cut the rows into parts of ``split_size``, which share memory with this batch.
+        """Cut the rows into parts of ``split_size`` rows, the last perhaps shorter.
 
-        The last part may be shorter.
+        The parts share memory with this batch.
         """
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
@@ -421,9 +426,8 @@ class DataProto:
     ) -> Iterator[DataProto]:
         """Yield mini-batches of equal size, for ``epochs`` passes. Raises `BatchError` unless the size divides B.
 
-        ``torch.utils.data.DataLoader`` chooses the rows, with ``dataloader_kwargs`` as its options; ``seed`` seeds its
-        shuffling. Arrays become object arrays, as in `collate_fn`; Python lists of equal length become a further
-        dimension.
+        A ``torch.utils.data.DataLoader`` with the options ``dataloader_kwargs`` chooses the rows. ``seed`` seeds its
+        shuffling. Arrays become object arrays.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size != 0:
             raise BatchError(f"mini_batch_size must divide the {len(self)} rows, got {mini_batch_size}")
@@ -447,7 +451,7 @@ class DataProto:
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     def get_data_info(self) -> str:
-        """One line per entry: its name, shape, dtype and device, or its type."""
+        """Return one line per entry: its name, then its shape, dtype and device, or its type."""
         shapes = {
             key: f"({t.size(0)}, {str(t.layout).removeprefix('torch.')})" if is_nested(t) else str(tuple(t.shape))
             for key, t in self._columns().items()
@@ -459,13 +463,13 @@ class DataProto:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors and arrays; for object arrays, the bytes of their pointers."""
+        """Bytes of the tensors and arrays. An object array counts its pointers only."""
         return sum(value.nbytes for value in [*self._columns().values(), *self.non_tensor_batch.values()])
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Write the file atomically.
+        """Write the batch to a file atomically.
 
-        Raises `WireError`, with the value's path, if the codec does not support a value.
+        Raises `WireError`, with the path in the batch, if the codec does not support a value.
         """
         frames = encode(serialization.parts_of(self))
         partial = Path(f"{filepath}.partial")
@@ -475,19 +479,19 @@ class DataProto:
 
     @classmethod
     def load_from_disk(cls, filepath: str | Path) -> DataProto:
-        """Read a batch from a file. Raises `WireError` if `save_to_disk` did not write it."""
+        """Read a batch from a file. Raises `WireError` if `save_to_disk` did not write the file."""
         frames = serialization.read_frames(np.fromfile(filepath, dtype=np.uint8).data)
         parts = decode(frames, writable=True)
         return serialization.from_parts(cls, parts, is_borrowed=False)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle the batch as the codec's header and buffers. From protocol 5 on, the buffers are sent out of band."""
+        """Pickle the codec's header and buffers. From protocol 5 on, the buffers are out of band."""
         header, buffers, foreign = self.__getstate__()
         wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
         return serialization.rebuild, (type(self), header, [wrap(buffer) for buffer in buffers], foreign)
 
     def __getstate__(self) -> serialization.Message:
-        """Return the batch as a message. If a received batch was not decoded, its message is returned unchanged."""
+        """Return the batch as a message. A batch that is not decoded yet returns its received message."""
         if vars(self).keys() == {"_arrived"}:
             return self._arrived
         foreign: list[Any] = []  # values that the codec does not support; Ray pickles them
@@ -509,7 +513,6 @@ class DataProto:
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
 
     def _mapped(self, change: Callable[[str, Any], Any], num_rows: int, *, shares_memory: bool = False) -> DataProto:
-        """A batch with ``change(key, column)`` in place of each column, and the same meta information."""
         batch = None
         if self._batch is not None:
             is_borrowed = shares_memory and isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed
@@ -519,19 +522,15 @@ class DataProto:
         return self._derived(batch, arrays, self.meta_info)
 
     def _shared_batch(self) -> Any:
-        """The tensors, for another `DataProto` that shares them.
-
-        Each batch makes its own copies of borrowed tensors.
-        """
+        """Return the tensors for another batch. Each batch builds its own copies of borrowed tensors."""
         return self._batch if isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed else self.batch
 
     def _columns(self) -> dict[str, Any]:
-        """The tensors by name; read-only."""
         return {} if self._batch is None else dict(self._batch.items())
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
-    """Stack rows into a batch. Values become object arrays. Tensors of different lengths become a jagged tensor."""
+    """Stack rows into a batch. Values become object arrays, and tensors of different lengths a jagged tensor."""
     tensors = [item.batch for item in x if item.batch is not None]
     batch = None
     if tensors:
@@ -548,9 +547,9 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Append copies of rows, from the first row on, until ``size_divisor`` divides their number.
+    """Append copies of rows, from the first row on, until ``size_divisor`` divides the number of rows.
 
-    Returns the padded batch (``data`` itself if nothing is missing) and the number of rows appended.
+    Returns the padded batch and the number of appended rows. If no row is missing, the batch is ``data`` itself.
     """
     if not hasattr(data, "select_idxs") or size_divisor < 1:
         raise BatchError(f"a DataProto and a divisor >= 1 are needed, got {type(data).__name__} and {size_divisor}")
@@ -563,12 +562,15 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """The batch without its last ``pad_size`` rows."""
+    """Return the batch without its last ``pad_size`` rows."""
     return data[:-pad_size] if pad_size else data
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """View columns ``[B, ...]`` as ``[new_batch_size, B // new_batch_size, ...]``. No column may be nested."""
+    """View columns ``[B, ...]`` as ``[new_batch_size, B // new_batch_size, ...]``.
+
+    Raises `BatchError` for nested tensors, or if ``new_batch_size`` does not divide B.
+    """
     if new_batch_size < 1 or len(data) % new_batch_size != 0:
         raise BatchError(f"new_batch_size must divide the {len(data)} rows, got {new_batch_size}")
     shape = (new_batch_size, len(data) // new_batch_size)
@@ -580,7 +582,10 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """Join the first ``batch_dims`` dimensions of columns: ``[A, B, ...]`` to ``[A * B, ...]``. None may be nested."""
+    """Join the first ``batch_dims`` dimensions of the columns: ``[A, B, ...]`` becomes ``[A * B, ...]``.
+
+    Raises `BatchError` for nested tensors.
+    """
 
     def unfold(key: str, column: Any) -> Any:
         if _dense(key, column).ndim < batch_dims:
@@ -599,7 +604,7 @@ def _dense(key: str, column: Any) -> Any:
 
 
 def _type_name(value: Any) -> str:
-    """The type of a value, with the types inside a container. Example: ``dict[str: list[int]]``."""
+    """Name the type of a value and of its items. Example: ``dict[str: list[int]]``."""
     if isinstance(value, list):
         return f"list[{'|'.join(sorted({_type_name(item) for item in value[:3]})) or '...'}]"
     if isinstance(value, tuple):

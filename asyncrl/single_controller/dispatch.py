@@ -1,4 +1,4 @@
-"""`register` and the dispatch modes, which split arguments over the ranks and join the results.
+"""`register`, and the dispatch modes that split arguments over the ranks and join the results.
 
 This module does not load torch or ray.
 """
@@ -19,12 +19,12 @@ from typing import Any, ClassVar, TypeVar
 from asyncrl.core.errors import UsageError
 from asyncrl.core.remote import fetch, fetch_async
 
-# Dispatch functions put the number of added rows under this keyword argument; the call removes these rows again.
+# A dispatch function adds this keyword argument, the number of padded rows. The call removes these rows again.
 _padding_size_key = "_padding_size_key_x123d"
 
 
 def merge(parts: Sequence[Any]) -> Any:
-    """Join the collected results, `DataProto`s or TensorDicts, along the rows. Returns None if all results are None."""
+    """Join `DataProto` or TensorDict results along the rows. Return None if all results are None."""
     return None if parts and all(part is None for part in parts) else BatchData(parts).concat()
 
 
@@ -32,9 +32,8 @@ def merge(parts: Sequence[Any]) -> Any:
 class DataProtoFuture:
     """References to the results of a call.
 
-    Await the future, ``get`` the result, or pass the future to another group's call.
-
-    If it is passed on, only references go through the driver; the receiving workers fetch the results.
+    Await the future, call `get`, or pass the future to a call of another group. The workers of that group then fetch
+    the results.
 
     Attributes:
         collect_fn: Joins the list of fetched results into one.
@@ -52,16 +51,16 @@ class DataProtoFuture:
         return DataProtoFuture(collect_fn=merge, futures=list(data))
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """Return one future per part, for ``chunks`` equal parts; nothing is fetched."""
+        """Return one future for each of ``chunks`` equal parts of the result, without fetching it."""
         return [self.then(partial(_part, index=index, chunks=chunks)) for index in range(chunks)]
 
     def then(self, select: Callable[[Any], Any]) -> DataProtoFuture:
-        """The future of ``select(result)``; ``select`` runs in the process that fetches the result."""
+        """Return a future of ``select(result)``. The process that fetches the result runs ``select``."""
         first = self.dispatch_fn
         return replace(self, dispatch_fn=select if first is None else partial(_both, first=first, second=select))
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """Wait for the results, at most ``timeout_s`` seconds, and join them. Raises the errors of `fetch`."""
+        """Wait at most ``timeout_s`` seconds for the results, and join them. Raises the errors of `fetch`."""
         return self.resolve(fetch(self.futures, timeout_s))
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -71,7 +70,7 @@ class DataProtoFuture:
         return await asyncio.to_thread(self.resolve, await fetch_async(self.futures))
 
     def resolve(self, results: list[Any]) -> Any:
-        """Return what `get` returns, from results that are already fetched."""
+        """Join results that are already fetched, as `get` does."""
         joined = self.collect_fn(results)
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 
@@ -85,7 +84,9 @@ def _both(data: Any, first: Callable[[Any], Any], second: Callable[[Any], Any]) 
 
 
 class BatchData:
-    """One batch or a list of batches: `DataProto`, `DataProtoFuture`, TensorDict, or Ray references to them.
+    """A batch or a list of batches.
+
+    A batch is a `DataProto`, a `DataProtoFuture`, a TensorDict, or a Ray reference to one of them.
 
     Example: ``BatchData(argument).chunk(chunks=4)``, ``BatchData(results).concat()``.
     """
@@ -94,21 +95,22 @@ class BatchData:
         self._data = data
 
     def is_chunkable(self) -> bool:
-        """Whether `chunk` can cut the value."""
+        """Return whether `chunk` can cut the value."""
         return _is_batch(self._data) or isinstance(self._data, DataProtoFuture)
 
     def is_concatable(self) -> bool:
-        """Whether the value is a list of at least one batch, or of references."""
+        """Return whether the value is a list of at least one batch or reference."""
         data = self._data
         return isinstance(data, list | tuple) and len(data) > 0 and (_is_batch(data[0]) or _is_reference(data[0]))
 
     def chunk(self, chunks: int) -> Sequence[Any]:
-        """Cut the value into parts of the same type, as `DataProto.chunk` does. A TensorDict must be cut evenly.
+        """Cut the value into parts of the same type.
 
-        Raises `BatchError` if the rows cannot be cut evenly, `UsageError` for a value of another type.
+        Raises `BatchError` if the rows cannot be cut evenly, and `UsageError` for a value of another type. A
+        `DataProto` with padding enabled may be cut unevenly.
         """
         if _is_tensordict(self._data):
-            from asyncrl.single_controller import columns  # this process has already loaded torch
+            from asyncrl.single_controller import columns  # importing it loads torch, which this process has loaded
 
             return columns.chunk_tensordict(self._data, chunks)
         if not self.is_chunkable():
@@ -116,7 +118,7 @@ class BatchData:
         return self._data.chunk(chunks=chunks)
 
     def concat(self) -> Any:
-        """Concatenate the batches of the list, at least one; for references, return a future of the result."""
+        """Concatenate a list of at least one batch. For a list of references, return a future of the result."""
         data = self._data
         if not data:
             raise ValueError("an empty list of batches cannot be concatenated")
@@ -148,7 +150,7 @@ def _is_reference(data: Any) -> bool:
 
 
 class _Members(type):
-    """Lets a class be used as an enumeration: iteration, ``in``, ``len`` and lookup by name."""
+    """Metaclass of enumerations: iteration, ``in``, ``len`` and lookup by name."""
 
     _registry: dict[str, Any]
 
@@ -175,12 +177,12 @@ class _Members(type):
 
 
 class DynamicEnum(metaclass=_Members):
-    """Base class of an enumeration that can get more members.
+    """Base class of enumerations that can get more members.
 
-    Names are unique regardless of case; members compare by identity.
+    Names are unique regardless of case. Members are compared by identity.
     """
 
-    keeps_case: ClassVar[bool] = False  # whether names keep their case; otherwise they become upper case
+    keeps_case: ClassVar[bool] = False  # if False, names become upper case
     _registry: ClassVar[dict[str, Any]] = {}
     _next_value: ClassVar[int] = 0
 
@@ -194,7 +196,7 @@ class DynamicEnum(metaclass=_Members):
 
     @classmethod
     def register(cls, name: str) -> Any:
-        """Add a member, ``cls.NAME``, and return it. Raises `ValueError` if it exists already."""
+        """Add a member, ``cls.NAME``, and return it. Raises `ValueError` if the name exists already."""
         if name.upper() in cls._registry:
             raise ValueError(f"{cls.__name__} has a member {name!r} already; choose another name")
         member = cls(name if cls.keeps_case else name.upper(), cls._next_value)
@@ -209,12 +211,12 @@ class DynamicEnum(metaclass=_Members):
 
     @classmethod
     def from_name(cls, name: str) -> Any:
-        """The member of this name, or None."""
+        """Return the member with this name, or None."""
         return cls._registry.get(name.upper())
 
     @classmethod
     def names(cls) -> list[str]:
-        """Names of all members, in order of registration."""
+        """Return the names of all members, in the order of their registration."""
         return [member.name for member in cls]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -225,7 +227,7 @@ class DynamicEnum(metaclass=_Members):
 
 
 def _member(kind: type[DynamicEnum], name: str) -> Any:
-    """Find a member when it is unpickled. A process that does not have the member registers it."""
+    """Return the member with this name. If this process does not have the member, register it."""
     return kind.from_name(name) or kind.register(name)
 
 
@@ -235,7 +237,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Dispatch(DynamicEnum):
-    """How the arguments of a call reach the workers, and how their results are returned."""
+    """How a call distributes its arguments to the workers and collects their results."""
 
     RANK_ZERO: Dispatch
     ONE_TO_ALL: Dispatch
@@ -271,7 +273,7 @@ def register(
     Args:
         dispatch_mode: A member of `Dispatch`, or a dict with ``dispatch_fn`` and ``collect_fn``.
         execute_mode: Whether all workers run the method, or only rank 0.
-        blocking: If True, the group's call waits for the results; if False, it returns references or a
+        blocking: Whether the group's call waits for the results. Otherwise it returns references or a
             `DataProtoFuture`.
         materialize_futures: Whether the worker fetches each `DataProtoFuture` among the arguments first.
     """
@@ -312,23 +314,22 @@ BESIDE = "beside"
 
 
 def beside(method: Method) -> Method:
-    """Decorator: run a registered method in a second thread, in parallel with the worker's other methods.
+    """Decorate a registered method to run in a second thread, in parallel with the worker's other methods.
 
-    The second thread executes its calls in order, and does not wait for other calls. The methods must be thread-safe.
-    All other methods of the class then run in one thread that is not the main thread of the process.
+    The second thread runs its calls in order. The methods must be thread-safe. All other methods of the class then run
+    in one thread, which is not the main thread of the process.
     """
     getattr(method, MAGIC_ATTR)[BESIDE] = True
     return method
 
 
 def runs_beside(method: Any) -> bool:
-    """Whether a method runs in the second thread; see `beside`."""
+    """Return whether a method has the decorator `beside`."""
     return BESIDE in getattr(method, MAGIC_ATTR, {})
 
 
 @contextmanager
 def _named(worker: Any, method_name: str) -> Iterator[None]:
-    """Add method and rank to an exception that leaves a worker's method."""
     try:
         yield
     except BaseException as error:
@@ -356,7 +357,6 @@ def mapped(change: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, 
 
 
 def _materialize_futures(*args: Any, **kwargs: Any) -> Arguments:
-    """Fetch the futures among the arguments."""
     return mapped(lambda value: value.get() if isinstance(value, DataProtoFuture) else value, args, kwargs)
 
 
@@ -378,19 +378,19 @@ def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatc
 def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
     """Return the arguments unchanged.
 
-    `execute_all` splits them if every argument is a list with one entry per rank; otherwise every rank receives all
-    arguments.
+    If every argument is a list with one entry per rank, `execute_all` gives each rank its entry. Otherwise every rank
+    receives all arguments.
     """
     return args, kwargs
 
 
 def collect_all_to_all(worker_group: Any, output: Any) -> Any:
-    """Return the results unchanged: a list in the order of the ranks."""
+    """Return the results unchanged, in the order of the ranks."""
     return output
 
 
 def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Send arguments that the caller has split. Each must be a list with one entry per rank."""
+    """Check that every argument is a list with one entry per rank. Raises `UsageError` otherwise."""
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, list | tuple) or len(value) != worker_group.world_size:
             raise UsageError(
@@ -401,14 +401,14 @@ def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatc
 
 
 def collect_dp_compute(worker_group: Any, output: Any) -> Any:
-    """Return the results in the order of the ranks. Raises `UsageError` unless there is one per rank."""
+    """Return the results in the order of the ranks. Raises `UsageError` unless each rank has one result."""
     if len(output) != worker_group.world_size:
         raise UsageError(f"expected {worker_group.world_size} results, got {len(output)}; run the method on all ranks")
     return output
 
 
 def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Split every `DataProto` evenly over the ranks. If padding is enabled, pad it first."""
+    """Split every `DataProto` evenly over the ranks. Pad it first if its padding is enabled."""
     return _split_args_kwargs_data_proto_with_auto_padding(worker_group.world_size, *args, **kwargs)
 
 
@@ -422,21 +422,22 @@ def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kw
 
 
 def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> Any:
-    """Join the ranks' results into one `DataProto`, or into a future of one."""
+    """Join the results of the ranks into one `DataProto`. For references, return a future of it."""
     return _concat_data_proto_or_future(collect_dp_compute(worker_group, output))
 
 
 def dummy_direct_rollout_call(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Raise `UsageError`: a direct rollout method is called on the worker itself, not through the group."""
+    """Raise `UsageError`, because a direct rollout method is called on the worker itself."""
     raise UsageError("a DIRECT_ROLLOUT_METHOD is called on the worker itself, not through the worker group")
 
 
 def dispatch_nd_compute(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> Dispatched:
-    """Give each rank part ``dp_rank_mapping[rank]`` of every argument. A part is stored once for all ranks that get it.
+    """Send part ``dp_rank_mapping[rank]`` of every argument to each rank.
 
-    Every argument is a list of ``dp_size`` parts. Example of a mapping: ``[0, 0, 1, 1]``.
+    Every argument is a list of ``dp_size`` parts. Each part is stored once in the object store, even if several ranks
+    receive it. Example of a mapping: ``[0, 0, 1, 1]``.
     """
 
     def handed_out(name: Any, parts: Any) -> list[Any]:
@@ -451,7 +452,7 @@ def dispatch_nd_compute(
 
 
 def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any) -> Any:
-    """Select the results of the ranks in the mask."""
+    """Return the results of the ranks in the mask."""
     collect_dp_compute(worker_group, output)
     return [result for result, is_collect in zip(output, collect_mask, strict=True) if is_collect]
 
@@ -459,7 +460,7 @@ def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any)
 def dispatch_nd_compute_dataproto(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> Dispatched:
-    """Split every `DataProto` into ``dp_size`` parts, and distribute the parts.
+    """Split every `DataProto` into ``dp_size`` parts, and send the parts as `dispatch_nd_compute` does.
 
     A `DataProto` with padding enabled is padded first.
     """
@@ -472,15 +473,12 @@ def dispatch_nd_compute_dataproto(
 
 
 def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, output: Any) -> Any:
-    """Join the results of the ranks in the mask into one `DataProto`, or into a future of one."""
+    """Join the results of the ranks in the mask into one `DataProto`. For references, return a future of it."""
     return _concat_data_proto_or_future(collect_nd_compute(collect_mask, worker_group, output))
 
 
 def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """As `dispatch_nd_compute_dataproto`, for a mesh that the workers registered.
-
-    The first call asks them for the mesh.
-    """
+    """Dispatch as `dispatch_nd_compute_dataproto` does, for a mesh that the workers registered."""
     if mesh_name not in worker_group._dispatch_info:
         worker_group._dispatch_info[mesh_name] = worker_group._query_dispatch_info(mesh_name)
     mapping = worker_group._dispatch_info[mesh_name]
@@ -488,15 +486,12 @@ def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: A
 
 
 def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """As `collect_nd_compute_dataproto`, for a mesh that the workers registered.
-
-    The first call asks them for the mesh.
-    """
+    """Collect as `collect_nd_compute_dataproto` does, for a mesh that the workers registered."""
     return collect_nd_compute_dataproto(_collect_mask(mesh_name, worker_group), worker_group, *args, **kwargs)
 
 
 def silent_ranks(worker_group: Any, collect_fn: Callable[..., Any]) -> frozenset[int]:
-    """The ranks whose results a mesh does not collect. They send only errors."""
+    """Return the ranks whose results ``collect_fn`` ignores. These ranks send only errors."""
     if not isinstance(collect_fn, partial) or collect_fn.func is not collect_lazy_compute_data_proto:
         return frozenset()
     mask = _collect_mask(collect_fn.args[0], worker_group)
@@ -510,7 +505,10 @@ def _collect_mask(mesh_name: str, worker_group: Any) -> list[bool]:
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
-    """The dispatch mode of a mesh, for `register`; workers call ``_register_dispatch_collect_info`` first."""
+    """Return the dispatch mode of a mesh, for `register`.
+
+    The workers must call ``_register_dispatch_collect_info`` for this mesh first.
+    """
     return {
         "dispatch_fn": partial(dispatch_lazy_compute_data_proto, mesh_name),
         "collect_fn": partial(collect_lazy_compute_data_proto, mesh_name),
@@ -535,24 +533,27 @@ _EXECUTE_FN_NAMES = {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_ran
 
 
 def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable[..., Any]]:
-    """The dispatch and collect functions of a mode. Raises `UsageError` if the mode has none."""
+    """Return the dispatch and collect functions of a mode. Raises `UsageError` if the mode has none."""
     if dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
         raise UsageError(f"dispatch mode {dispatch_mode!r} has no functions; add it with register_dispatch_mode")
     return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
 
 
 def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
-    """The name of the group's method that executes a call in this mode."""
+    """Return the name of the group's method that executes a call in this mode."""
     return {"execute_fn_name": _EXECUTE_FN_NAMES[execute_mode]}
 
 
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> Dispatch:
-    """Add the mode ``Dispatch.NAME`` and return it. Raises `ValueError` if it exists already.
+    """Add the mode ``Dispatch.NAME`` and return it. Raises `ValueError` if the name exists already.
 
-    ``dispatch_fn`` turns ``(group, *args, **kwargs)`` into ``(args, kwargs)`` whose values are lists of one entry per
-    rank; ``collect_fn`` turns ``(group, results)`` into what the caller receives.
+    Args:
+        dispatch_mode_name: Name of the new mode.
+        dispatch_fn: Turns ``(group, *args, **kwargs)`` into ``(args, kwargs)``. Each value is a list with one entry per
+            rank.
+        collect_fn: Turns ``(group, results)`` into the caller's result.
     """
     dispatch_mode: Dispatch = Dispatch.register(dispatch_mode_name.upper())
     DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
@@ -562,20 +563,22 @@ def register_dispatch_mode(
 def update_dispatch_mode(
     dispatch_mode: Dispatch, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> None:
-    """Replace the functions of a mode for groups made later. Raises `UsageError` for an unknown mode."""
+    """Replace the functions of a mode. Groups that exist already keep the old functions.
+
+    Raises `UsageError` for an unknown mode.
+    """
     _check_dispatch_mode(dispatch_mode)
     get_predefined_dispatch_fn(dispatch_mode)
     DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
 
 
 def _split_args_kwargs_data_proto(chunks: int, *args: Any, **kwargs: Any) -> Dispatched:
-    """Cut every argument into ``chunks`` parts; each must be a `DataProto`, a future of one or a TensorDict."""
     split_args = [_chunked(index, arg, chunks) for index, arg in enumerate(args)]
     return split_args, {key: _chunked(key, value, chunks) for key, value in kwargs.items()}
 
 
 def _split_args_kwargs_data_proto_with_auto_padding(chunks: int, *args: Any, **kwargs: Any) -> Dispatched:
-    """As `_split_args_kwargs_data_proto`, but pad first. All padded arguments get the same number of extra rows."""
+    """Pad the batches with padding enabled, all by the same number of rows. Then split all arguments."""
     lengths = {len(value) for value in (*args, *kwargs.values()) if _asks_for_padding(value)}
     if not lengths:
         return _split_args_kwargs_data_proto(chunks, *args, **kwargs)
@@ -592,7 +595,6 @@ def _asks_for_padding(value: Any) -> bool:
 
 
 def _padded(value: Any, padding_size: int) -> Any:
-    """If padding is enabled for the batch, return a copy with its last row repeated; ``value`` does not change."""
     if padding_size == 0 or not _asks_for_padding(value):
         return value
     padded = value.slice()
@@ -601,7 +603,6 @@ def _padded(value: Any, padding_size: int) -> Any:
 
 
 def _chunked(name: Any, value: Any, chunks: int) -> list[Any]:
-    """Cut the value into equal parts. Raises `UsageError` if it cannot be cut."""
     from tensordict import TensorDictBase
 
     if not hasattr(value, "chunk"):
@@ -622,9 +623,9 @@ _MAX_THREADS = 16
 
 
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[Any]:
-    """Put values, at least one, into the object store in threads, by default at most 16.
+    """Put at least one value into the object store, in parallel threads. Returns references in order.
 
-    Returns references in order.
+    ``max_workers`` is the number of threads, by default at most 16.
     """
     import ray
 

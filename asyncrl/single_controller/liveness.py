@@ -1,6 +1,6 @@
-"""The state of workers, the detection of a worker's death, and the last output of a dead worker.
+"""Detection of a worker's death, and the last output of a dead worker.
 
-`first_death` watches workers without calling their methods, because a worker runs one method at a time.
+`first_death` calls no method of a worker, because a worker may be busy with a long method.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from .resource_pool import current_cluster, current_node
 
 
 def state_of(worker: Any) -> str:
-    """The state of an actor, by Ray's name for it. Example: ``"ALIVE"``."""
+    """Return Ray's name for the state of an actor. Example: ``"ALIVE"``."""
     actor = ray_state.actors(worker._actor_id.hex())
     return actor["State"] if actor else "UNKNOWN"
 
 
 def address_of(worker: Any) -> str:
-    """Address of the node on which an actor runs."""
+    """Return the address of an actor's node."""
     actor = ray_state.actors(worker._actor_id.hex())
     return actor["Address"]["IPAddress"] if actor else "unknown"
 
 
 async def ray_death() -> NoReturn:
-    """Wait until one of Ray's own processes on this machine has died: the raylet, or the control service (gcs_server).
+    """Wait until a Ray daemon on this machine has died: the raylet, or the control service (gcs_server).
 
-    Raises `ClusterDiedError`, which names the process and ends with the last lines of its log. Ray itself reports a
-    dead raylet only as the death of its workers, after some 15 s. If the control service dies, Ray ends this process
-    some seconds later, without an error.
+    Without this function, Ray reports a dead raylet only as the death of its workers, after some 15 s. If the control
+    service dies, Ray ends this process some seconds later without an error.
+
+    Raises:
+        ClusterDiedError: the error names the daemon, and ends with the last lines of its log.
     """
     node: Any = ray_worker._global_node
     marks = {
@@ -49,12 +51,12 @@ async def ray_death() -> NoReturn:
         "gcs_server": f"--session-name={node.session_name}",
     }
     processes = await asyncio.to_thread(lambda: list(psutil.process_iter(["name", "cmdline"])))
-    daemons = {  # the daemons of this driver, if they run on this machine
+    daemons = {
         process.pid: process.info["name"]
         for process in processes
         if marks.get(process.info["name"], "\0") in (process.info["cmdline"] or [])
     }
-    never = asyncio.get_running_loop().create_future()  # never done; there may be no daemons on this machine
+    never = asyncio.get_running_loop().create_future()  # there may be no daemons on this machine
     waiting: dict[Any, int] = {asyncio.ensure_future(process_end(pid)): pid for pid in daemons}
     try:
         ended, _ = await asyncio.wait({never, *waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -74,12 +76,13 @@ _DAEMONS = {"raylet": "node manager", "gcs_server": "control service"}
 
 
 async def first_death(workers: Sequence[Any], is_alive: Callable[[Any], bool], every_s: float = 5.0) -> int | None:
-    """Wait until one of the workers has died.
-
-    All workers must be alive at the call. Returns the index of the dead worker, or None if Ray was shut down first.
+    """Wait until one of the workers has died. All workers must be alive at the call.
 
     On this node, the kernel reports the end of a process. On another node, a Ray task waits for the end of the process.
     In addition, this function asks Ray for the workers' states every ``every_s`` seconds.
+
+    Returns:
+        The index of the dead worker, or None if Ray was shut down first.
     """
     cluster, here = current_cluster(), current_node()
     ranks: dict[str, dict[int, int]] = defaultdict(dict)
@@ -112,10 +115,7 @@ async def first_death(workers: Sequence[Any], is_alive: Callable[[Any], bool], e
 
 
 async def _end_on(node_id: str, pids: list[int]) -> int | None:
-    """Wait until one of these processes of another node has ended.
-
-    Returns its pid, or None if the waiting task on that node was lost.
-    """
+    """Return the pid of the first of these processes to end on another node; None if the Ray task there was lost."""
     there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     task: Any = _first_to_end.options(scheduling_strategy=there).remote(pids)
     try:
@@ -134,13 +134,13 @@ _first_to_end = ray.remote(num_cpus=0, max_retries=0)(wait_for_first_end)
 
 
 _REMOTE_READ_TIMEOUT_S = 10.0
-_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # prefixes of Ray's lines with job and actor
+_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # Ray's lines that name the job and the actor
 
 
 def last_words(actor_id: str, log_file: str | None) -> str:
-    """Paths and last lines of an actor's output on its node.
+    """Return the paths and the last lines of an actor's output.
 
-    ``log_file`` is the path of the actor's log on that node; None if only Ray keeps the output.
+    ``log_file`` is the path of the actor's log on its node. If it is None, the function reads Ray's log files.
     """
     if not ray.is_initialized():
         return f"{log_file}:\n{last_lines(log_file)}" if log_file else "its output: (Ray is shut down)"
@@ -162,7 +162,7 @@ def last_words(actor_id: str, log_file: str | None) -> str:
 
 
 def _newest_complaints() -> str:
-    """Path and last lines of the newest error log of this host's node managers. It may say why no process starts."""
+    """Return the path and the last lines of the newest raylet error log. It may say why no process starts."""
     node: Any = ray_worker._global_node
     logs = [*Path(node.get_logs_dir_path()).glob("raylet*.err")]
     newest = max(logs, key=lambda path: path.stat().st_mtime_ns, default=None)
@@ -170,7 +170,7 @@ def _newest_complaints() -> str:
 
 
 def tail_of(log_file: str | None, pid: int) -> str:
-    """Paths and last lines of the output of a process on this node, from its log or from Ray's files."""
+    """Return the paths and the last lines of a process's output on this node, from its log or from Ray's files."""
     if log_file is not None:
         return f"{log_file}:\n{last_lines(log_file)}"
     node: Any = ray_worker._global_node

@@ -1,6 +1,6 @@
 """Resource pools: numbers of processes per node, which are reserved in Ray placement groups.
 
-A pool can be split, merged, and assigned to roles. Its processes become the ranks of a worker group.
+The processes of a pool become the ranks of a worker group.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from .dispatch import BESIDE, DynamicEnum, runs_beside
 
 
 class ResourcePool:
-    """The number of processes of a group on each node. Example: ``[8, 8]`` for two nodes of eight.
+    """The number of processes on each node. Example: ``[8, 8]`` for two nodes of eight processes.
 
-    ``max_colocate_count`` groups may share the pool at the same time.
+    At most ``max_colocate_count`` groups may share the pool at the same time.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ResourcePool:
         return self._store
 
     def __call__(self) -> list[int]:
-        """Same as ``store``."""
+        """Return ``store``."""
         return self._store
 
     @property
@@ -63,16 +63,16 @@ class ResourcePool:
         return sum(self._store)
 
     def local_world_size_list(self) -> list[int]:
-        """For every rank, the number of processes on its node."""
+        """Return, for every rank, the number of processes on its node."""
         return [count for count in self._store for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
-        """For every rank, its index among the ranks of its node."""
+        """Return, for every rank, its index among the ranks of its node."""
         return [local_rank for count in self._store for local_rank in range(count)]
 
 
 class ClassWithInitArgs:
-    """A class and the arguments of its constructor. Calling this object makes the instance."""
+    """A class and the arguments of its constructor."""
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         self.cls = cls
@@ -86,7 +86,7 @@ class ClassWithInitArgs:
 
 
 def get_random_string(length: int) -> str:
-    """A random name of letters and digits."""
+    """Return a random string of letters and digits."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))
 
 
@@ -102,15 +102,15 @@ class RayResourcePool(ResourcePool):
         process_on_nodes: Number of processes on each node.
         use_gpu: Whether every process has a device.
         name_prefix: First part of the placement groups' names; random by default.
-        max_colocate_count: Number n of groups that may share the pool. Each group has 1/n of a device and one CPU per
+        max_colocate_count: Number n of groups that may share the pool. Each group gets 1/n of a device and one CPU per
             process.
         detached: Whether the reservation stays after the end of the driver.
         accelerator_type: Use only nodes with this kind of device. Example: ``"A100"``.
-        num_cpus_per_process: CPUs of a process's bundle; ``max_colocate_count`` by default.
-        num_devices_per_process: Number of devices of each process, if ``use_gpu`` is set.
-        strategy: How Ray places the bundles of one placement group. ``STRICT_PACK`` puts them on one node.
-        apart: Put each placement group of this pool on a different node.
-        labels: Labels that the nodes must have, as Ray's label selectors. Example: ``{"market-type": "!spot"}``.
+        num_cpus_per_process: CPUs of each process; ``max_colocate_count`` by default.
+        num_devices_per_process: Devices of each process, if ``use_gpu`` is set.
+        strategy: Ray's placement strategy for the bundles of a placement group. ``STRICT_PACK`` puts them on one node.
+        apart: Whether each placement group must be on a different node.
+        labels: Ray label selectors of the nodes. Example: ``{"market-type": "!spot"}``.
         timeout_s: Seconds to wait for the cluster to grant the reservation.
     """
 
@@ -149,13 +149,13 @@ class RayResourcePool(ResourcePool):
         self._had_groups = False
 
     def options(self) -> dict[str, Any]:
-        """The constructor's arguments, except the name."""
+        """Return the arguments of the constructor, except the name."""
         names = ("use_gpu", "max_colocate_count", "detached", "accelerator_type", "num_cpus_per_process", "timeout_s")
         names += ("num_devices_per_process", "strategy", "apart", "labels")
         return {"process_on_nodes": list(self._store)} | {name: getattr(self, name) for name in names}
 
     def bundle(self, device_name: str = "cuda") -> dict[str, float]:
-        """The resources that one process reserves."""
+        """Return the resources that one process reserves."""
         bundle = {"CPU": float(self.num_cpus_per_process)}
         if self.use_gpu:
             bundle[DEVICE_RESOURCES.get(device_name, device_name)] = float(self.num_devices_per_process)
@@ -166,13 +166,15 @@ class RayResourcePool(ResourcePool):
     def get_placement_groups(
         self, strategy: str | None = None, name: str | None = None, device_name: str = "cuda"
     ) -> list[PlacementGroup]:
-        """The reservation, one placement group per node. The first call in a cluster makes it.
+        """Return one placement group per node. The first call in a Ray cluster reserves them.
 
-        ``strategy`` replaces the pool's strategy. Raises `DeadlineError` if the cluster does not grant the reservation
-        in time; nothing is reserved then. Raises `UsageError` if this pool was made of pools of a Ray cluster that has
-        ended.
+        ``strategy`` replaces the pool's strategy.
+
+        Raises:
+            DeadlineError: the cluster does not grant the reservation in time. Nothing is then reserved.
+            UsageError: this pool was split or merged from pools of a Ray cluster that has ended.
         """
-        if self._cluster is not None and self._has_ended():  # the pool was reserved in an earlier Ray cluster
+        if self._cluster is not None and self._has_ended():
             if self._wholes:
                 what = f"pool {self.name_prefix!r} is made of pools of a Ray cluster that has ended"
                 raise UsageError(f"{what}; split or merge them again")
@@ -195,10 +197,10 @@ class RayResourcePool(ResourcePool):
         return pgs
 
     async def reserve(self, device_name: str = "cuda") -> list[str]:
-        """Make the reservation as `get_placement_groups` does, and wait without a deadline until it is granted.
+        """Reserve the placement groups, and wait without a deadline until the cluster grants them.
 
-        Returns the node id of each placement group. A cancelled wait leaves nothing reserved. Pools with ``apart`` are
-        reserved one placement group at a time, so this method does not support them.
+        Returns the node id of each placement group. A cancelled wait leaves nothing reserved. The method ignores
+        ``apart``.
         """
         pgs = [
             self._asked(f"{self.name_prefix}_{count}:{index}", count, self.labels, device_name)
@@ -217,7 +219,6 @@ class RayResourcePool(ResourcePool):
     def _asked(
         self, name: str, count: int, labels: Mapping[str, str], device_name: str, strategy: str | None = None
     ) -> PlacementGroup:
-        """Ask the cluster for a placement group of ``count`` processes."""
         return placement_group(
             bundles=[self.bundle(device_name) for _ in range(count)],
             strategy=strategy or self.strategy,
@@ -229,10 +230,7 @@ class RayResourcePool(ResourcePool):
     def _wait_until_granted(
         self, pgs: Sequence[PlacementGroup], first: int, deadline_s: float, device_name: str
     ) -> None:
-        """Wait until the placement groups from ``first`` on are granted.
-
-        After the deadline, release all of ``pgs`` and raise `DeadlineError`.
-        """
+        """Wait for ``pgs[first:]``. After the deadline, release all of ``pgs`` and raise `DeadlineError`."""
         left_s, awaited = max(deadline_s - time.monotonic(), 0.0), [pg.ready() for pg in pgs[first:]]
         _, waiting = ray.wait(awaited, num_returns=len(awaited), timeout=left_s)
         if not waiting:
@@ -248,10 +246,7 @@ class RayResourcePool(ResourcePool):
         )
 
     def borrow_from(self, *pools: RayResourcePool) -> None:
-        """Use the placement groups of these pools.
-
-        The placement groups stay reserved while a worker group runs in this pool.
-        """
+        """Use the placement groups of these pools, which stay reserved while a group runs in this pool."""
         self._wholes = [whole for pool in pools for whole in (pool._wholes or [pool])]
         self._cluster = current_cluster()
 
@@ -264,7 +259,7 @@ class RayResourcePool(ResourcePool):
     def leave(self) -> None:
         """Count a group that has ended.
 
-        The last group releases the reservation, unless a part of the pool is in use.
+        After the last group, release the reservation unless a part of the pool is in use.
         """
         for pool in (self, *self._wholes):
             pool._num_users -= 1
@@ -272,7 +267,7 @@ class RayResourcePool(ResourcePool):
                 pool.shutdown()
 
     def shutdown(self) -> None:
-        """Release the reservation, which kills the workers in it. For a part of a pool this does nothing."""
+        """Release the reservation, which kills the workers in it. A part of a pool releases nothing."""
         if not self._reserved:
             return
         if not self._has_ended():
@@ -280,11 +275,11 @@ class RayResourcePool(ResourcePool):
                 remove_placement_group(pg)
         elif self.detached and current_cluster() is None:
             where = f"pool {self.name_prefix!r} is detached and outlives Ray's shutdown"
-            raise UsageError(f"{where}; connect to its cluster again to give it back")
+            raise UsageError(f"{where}; connect to its cluster again to release it")
         self.pgs, self._reserved, self._had_groups = None, [], False
 
     def _has_ended(self) -> bool:
-        """Whether the reservation has ended. A detached reservation stays after the end of its job."""
+        """Return whether the reservation has ended. A detached reservation stays after the end of its job."""
         now = current_cluster()
         if self.detached and now is not None:
             return self._cluster[0] != now[0]
@@ -292,36 +287,36 @@ class RayResourcePool(ResourcePool):
 
 
 def current_cluster() -> Any:
-    """Ids of this process's Ray cluster and of its job there; None if this process is not connected."""
+    """Return the ids of this process's Ray cluster and job; None if this process is not connected."""
     worker = ray_worker.global_worker
     node = worker.node  # Ray's shutdown removes it before Ray reports the disconnection
     return (node.cluster_id, worker.current_job_id) if node is not None and worker.connected else None
 
 
 def current_node() -> str:
-    """Id of this process's node."""
+    """Return the id of this process's node."""
     return ray.get_runtime_context().get_node_id()
 
 
 def node_addresses() -> dict[str, str]:
-    """Address of every node, by node id."""
+    """Return the address of every node, by node id."""
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
 
 def nodes_of(pg: PlacementGroup) -> dict[int, str]:
-    """Node id of every bundle of a granted placement group."""
+    """Return the node id of every bundle of a granted placement group, by bundle index."""
     table: Any = placement_group_table(pg)
     return table["bundles_to_node_id"]
 
 
 def sort_placement_group_by_node_ip(pgs: list[PlacementGroup]) -> list[PlacementGroup]:
-    """Order placement groups by their node's address, so that ranks keep their nodes when a job restarts."""
+    """Sort placement groups by node address, so that ranks keep their nodes when a job restarts."""
     addresses = node_addresses()
     return sorted(pgs, key=lambda pg: address_order(addresses[nodes_of(pg)[0]]))
 
 
 def address_order(address: str) -> tuple[int, bytes, str]:
-    """Sort key of a node's address: IP addresses by number, so that .9 comes before .10, then names."""
+    """Return the sort key of a node's address: IP addresses by number, so that .9 comes before .10, then names."""
     try:
         packed = ip_address(address).packed
     except ValueError:
@@ -330,10 +325,10 @@ def address_order(address: str) -> tuple[int, bytes, str]:
 
 
 class SubRayResourcePool(RayResourcePool):
-    """A range of a pool's processes.
+    """A part of a pool: ``subgroup_world_size`` processes from ``start_bundle_index`` on.
 
-    The whole pool owns the placement groups and releases them. The range has ``subgroup_world_size`` processes and
-    begins at ``start_bundle_index``, counted over the nodes in the order of their addresses.
+    The index counts the processes of the whole pool, in the order of the node addresses. The whole pool owns and
+    releases the placement groups.
     """
 
     def __init__(
@@ -346,15 +341,18 @@ class SubRayResourcePool(RayResourcePool):
 
     @property
     def world_size(self) -> int:
-        """Number of processes in the range."""
+        """Number of processes in the part."""
         return self.subgroup_world_size
 
 
 class JoinedResourcePool(RayResourcePool):
-    """A second set of processes in a whole pool. Each process uses the devices of ``size`` neighbors in the pool.
+    """A second set of processes in a whole pool. Each process uses the devices of ``size`` adjacent processes.
 
-    Both sets share the devices, so the pool must allow two groups. Example: engines with ``size`` tensor-parallel ranks
-    on the devices of ``size`` learner ranks. Raises `UsageError` if the devices of one process would be on two nodes.
+    Example: inference engines with ``size`` tensor-parallel ranks, on the devices of ``size`` learner ranks. Both sets
+    share the devices, so ``max_colocate_count`` must be at least 2.
+
+    Raises:
+        UsageError: the devices of one process would be on two nodes.
     """
 
     def __init__(self, whole: RayResourcePool, size: int) -> None:
@@ -372,7 +370,7 @@ class JoinedResourcePool(RayResourcePool):
         self.borrow_from(whole)
 
     def visible_devices(self, slots: Sequence[Slot]) -> list[str]:
-        """``CUDA_VISIBLE_DEVICES`` of the process in each slot, in the order of the pool's processes.
+        """Return ``CUDA_VISIBLE_DEVICES`` of the process in each slot, in the order of ``slots``.
 
         Raises `DeadlineError` if a node does not answer within ``timeout_s``.
         """
@@ -391,10 +389,10 @@ class JoinedResourcePool(RayResourcePool):
 
 
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[int]) -> list[SubRayResourcePool]:
-    """Cut a pool, or a part of a pool, into parts.
+    """Cut a pool, or a part of a pool, into parts. The pool is reserved first if it is not reserved yet.
 
-    Reserves the pool if it is not reserved yet. ``split_size`` is the common number of processes per part, or a list of
-    numbers; the sum must be the number of processes of the pool.
+    ``split_size`` is the number of processes of every part, or a list of numbers. Their sum must be the number of
+    processes of the pool.
     """
     total = resource_pool.world_size
     sizes = [split_size] * (total // max(split_size, 1)) if isinstance(split_size, int) else list(split_size)
@@ -469,18 +467,15 @@ for _name in _TEXTS:
 class ResourcePoolManager:
     """The pools of a job, by name, and the pool of each role.
 
+    Attributes that are not listed here apply to all pools. `RayResourcePool` describes them.
+
     Attributes:
-        resource_pool_spec: Pool to number of processes on each node. Example: ``{"actor": [8, 8]}``.
-        mapping: Role to pool.
+        resource_pool_spec: Number of processes on each node, by pool. Example: ``{"actor": [8, 8]}``.
+        mapping: Pool of each role.
         resource_pool_dict: The pools, after `create_resource_pool` has made them.
-        use_gpu: Whether every process has a device.
-        max_colocate_count: Groups that may share a pool; 1 if the roles of a pool share their processes.
+        max_colocate_count: Number of groups that may share a pool; 1 if the roles of a pool share their processes.
         device_name: ``cuda`` or ``npu``.
-        num_cpus_per_process: CPUs of each process; None means ``max_colocate_count``.
-        apart: Whether the nodes of a pool must be different nodes of the cluster.
-        labels: Labels that the nodes must have, as Ray's label selectors.
-        timeout_s: Seconds to wait for the cluster to grant a pool.
-        own_options: Options of `RayResourcePool` for single pools, by pool. They replace the values above.
+        own_options: Options of `RayResourcePool` by pool. They replace the options of this object.
     """
 
     resource_pool_spec: dict[str, list[int]]
@@ -496,10 +491,7 @@ class ResourcePoolManager:
     own_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def create_resource_pool(self) -> None:
-        """Make the pools.
-
-        Raises `ValueError` with the missing resources and nodes if the cluster cannot grant the pools.
-        """
+        """Make the pools. Raises `ValueError`, with the missing resources, if the cluster cannot grant them."""
         for name, process_on_nodes in self.resource_pool_spec.items():
             own = ("use_gpu", "max_colocate_count", "num_cpus_per_process", "apart", "labels", "timeout_s")
             options: dict[str, Any] = {option: getattr(self, option) for option in own}
@@ -508,18 +500,15 @@ class ResourcePoolManager:
         self._check_resource_available()
 
     def get_resource_pool(self, role: Role) -> RayResourcePool:
-        """The pool of a role. Raises `KeyError` if the role or its pool is not mapped."""
+        """Return the pool of a role. Raises `KeyError` if the role or its pool is unknown."""
         return self.resource_pool_dict[self.mapping[role]]
 
     def get_n_gpus(self) -> int:
-        """Number of processes over all pools; this is also the number of devices."""
+        """Return the number of processes over all pools. Each process counts as one device."""
         return sum(count for process_on_nodes in self.resource_pool_spec.values() for count in process_on_nodes)
 
     def _check_resource_available(self) -> None:
-        """Check that the pools fit on the nodes.
-
-        The error message is computed by placing the largest demand first, on the fullest node that has room for it.
-        """
+        """Raise `ValueError` if the pools do not fit on the nodes. The message assumes the largest demand first."""
         free = {node: dict(resources) for node, resources in ray_state.available_resources_per_node().items()}
         demands = [(count, name) for name, counts in self.resource_pool_spec.items() for count in counts]
         demands.sort(reverse=True)
@@ -558,7 +547,7 @@ _MAX_STEPS = 10_000
 
 
 def fits(needed: Resources, free: Resources) -> bool:
-    """Whether the needed resources fit into the free resources of a node."""
+    """Return whether the needed resources fit into the free resources of a node."""
     return all(free.get(resource, 0.0) + _ROUNDING >= amount for resource, amount in needed.items())
 
 
@@ -569,9 +558,9 @@ def take(needed: Resources, free: dict[str, float]) -> None:
 
 
 def can_place(needs: Sequence[Resources], nodes: Iterable[Resources]) -> bool:
-    """Whether all demands can be placed, each on one node with enough free resources. The largest demand comes first.
+    """Return whether all demands can be placed, each on one node. The largest demand comes first.
 
-    Also True if the search stopped after 10,000 steps; the cluster then decides.
+    Also returns True if the search stops after 10,000 steps; the cluster then decides.
     """
     steps = 0
 
@@ -597,7 +586,7 @@ def can_place(needs: Sequence[Resources], nodes: Iterable[Resources]) -> bool:
 
 
 def unwrap(cls: Any) -> type:
-    """The plain class that ``ray.remote`` wraps."""
+    """Return the plain class that ``ray.remote`` wraps."""
     return getattr(cls, "__ray_actor_class__", cls)
 
 
@@ -612,7 +601,7 @@ def remote_class(cls: type, roles: Iterable[type] = ()) -> Any:
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
-    """A worker class, plain or with ``ray.remote``, and its arguments."""
+    """A worker class, plain or wrapped by ``ray.remote``, and the arguments of its constructor."""
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(cls if hasattr(cls, "__ray_actor_class__") else remote_class(cls), *args, **kwargs)
@@ -620,7 +609,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self._additional_resource: dict[str, Any] = {}
 
     def set_additional_resource(self, additional_resource: dict[str, Any]) -> None:
-        """Set more resources, as options of ``ActorClass.options``."""
+        """Set options of ``ActorClass.options`` that replace those of `update_options`."""
         self._additional_resource = additional_resource
 
     def update_options(self, options: dict[str, Any]) -> None:
@@ -630,9 +619,12 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     def for_rank(self, options: dict[str, Any], **changed: Any) -> RayClassWithInitArgs:
         """Return a copy of this object for one rank.
 
-        The given ``options`` have priority over the options of this object; environment variables are merged.
-        ``changed`` replaces keyword arguments of the class for this rank. A class without its own number of CPUs uses
-        the CPUs that the pool reserved.
+        If the class has no number of CPUs of its own, the actor uses the CPUs that the pool reserved.
+
+        Args:
+            options: Options of ``ActorClass.options`` that replace this object's options. Environment variables are
+                merged.
+            changed: Keyword arguments of the class that replace this object's.
         """
         ours = copy(self)
         ours.kwargs = {**self.kwargs, **changed}
@@ -653,9 +645,9 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         sharing_with: Any = None,
         device_name: str = "cuda",
     ) -> Any:
-        """Start the actor in a bundle of a placement group, with a share of a device if it needs one.
+        """Start the actor in a bundle of a placement group, with a share of a device if ``use_gpu``.
 
-        With ``sharing_with``, the new actor runs on the node and devices of that actor instead.
+        With ``sharing_with``, the new actor runs on the node and the devices of that actor instead.
         """
         if sharing_with is not None:
             node_id, devices = ray.get(
@@ -682,9 +674,10 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """The place of one rank: a bundle of a placement group. The pool has one placement group per node.
+    """The bundle of one rank in a placement group.
 
-    Local ranks count the processes in one placement group. ``node_index`` is its position in the pool.
+    Local ranks count the processes of one placement group. ``node_index`` is the position of the placement group in the
+    pool.
     """
 
     rank: int
@@ -698,7 +691,7 @@ class Slot:
 
 
 def slots_of(pool: RayResourcePool, strategy: str | None, device_name: str) -> list[Slot]:
-    """The slots of a pool, or of a part of a pool, by rank. ``strategy`` replaces the pool's strategy."""
+    """Return the slots of a pool, or of a part of a pool, by rank. ``strategy`` replaces the pool's strategy."""
     addresses = node_addresses()
     unsorted_pgs = pool.get_placement_groups(strategy=strategy, device_name=device_name)
     processes = {pg.id: count for pg, count in zip(unsorted_pgs, pool.store, strict=True)}
@@ -729,9 +722,9 @@ def slots_of(pool: RayResourcePool, strategy: str | None, device_name: str) -> l
 
 
 def master_address_port(slot: Slot, port_range: Sequence[int] | None, timeout_s: float) -> tuple[str, str]:
-    """Address of the slot's node, and a free port there.
+    """Return the address of the slot's node and a free port there.
 
-    Raises `UsageError` if every port of the range is taken, `DeadlineError` if the node does not answer in time.
+    Raises `UsageError` if every port of the range is taken, and `DeadlineError` if the node does not answer in time.
     """
     if slot.node_id == ray.get_runtime_context().get_node_id():
         port = free_port(port_range)
@@ -745,7 +738,7 @@ def master_address_port(slot: Slot, port_range: Sequence[int] | None, timeout_s:
 
 
 def free_port(port_range: Sequence[int] | None = None) -> int:
-    """A free port of this node, from a half-open range if one is given."""
+    """Return a free port of this node, from the half-open ``port_range`` if it is given."""
     for port in (0,) if port_range is None else range(*port_range):
         with socket.socket() as probe:
             try:

@@ -30,7 +30,10 @@ def rebuild(kind: Any, header: Frame, buffers: Sequence[Any], foreign: Sequence[
 
 
 def parts_of(data: Any) -> dict[str, Any]:
-    """The batch as a value that the codec can encode. Raises `BatchError` if its columns no longer match."""
+    """Return the batch as a value that the codec can encode.
+
+    Raises `BatchError` if its columns do not have the same number of rows.
+    """
     data.check_consistency()
     batch = None
     if data._batch is not None:
@@ -39,7 +42,11 @@ def parts_of(data: Any) -> dict[str, Any]:
 
 
 def from_parts(kind: type, parts: Any, *, is_borrowed: bool = True) -> Any:
-    """The inverse of `parts_of`, for `DataProto` or a subclass. Raises `WireError` if the value is not of that form."""
+    """Rebuild a `DataProto` or a subclass from the result of `parts_of`.
+
+    Raises `WireError` if ``parts`` does not have that form. ``is_borrowed`` means that other processes may read the
+    tensors' memory.
+    """
     try:
         batch, arrays, meta_info = parts["batch"], parts["non_tensor_batch"], parts["meta_info"]
         if type(arrays) is not dict or type(meta_info) is not dict:
@@ -65,7 +72,7 @@ _ALIGNMENT = 64
 
 
 def write_frames(file: BinaryIO, frames: Sequence[Frame]) -> None:
-    """Write frames to a file opened for binary writing."""
+    """Write frames to a binary file."""
     sizes = [memoryview(frame).nbytes for frame in frames]
     head = _FILE_MAGIC + struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
     file.write(head + b"\0" * (-len(head) % _ALIGNMENT))
@@ -75,7 +82,7 @@ def write_frames(file: BinaryIO, frames: Sequence[Frame]) -> None:
 
 
 def read_frames(data: bytes | memoryview) -> list[memoryview]:
-    """The frames in a file's bytes, as views.
+    """Return the frames in the bytes of a file, as views.
 
     Raises `WireError` if `write_frames` did not write the file, or if the file is truncated.
     """
@@ -104,12 +111,18 @@ def _aligned(size: int) -> int:
 
 
 def all_gather_data_proto(data: Any, process_group: Any) -> None:
-    """Concatenate the parts of all ranks on every rank, in the order of the ranks, in place.
+    """Concatenate the batches of all ranks on every rank, in rank order and in place. This is a collective.
 
-    The numbers of rows may differ between ranks, and may be zero. All ranks raise `BatchError` if their columns differ.
-    The resulting tensors are on the device of this rank's tensors; ``meta_info`` does not change. The timeout of
-    ``process_group`` limits the wait; None is the default group. Raises `WireError` if an object column holds a value
-    that the codec does not support.
+    The ranks may have different numbers of rows. The tensors stay on the device of this rank's tensors, and
+    ``meta_info`` does not change.
+
+    Args:
+        data: This rank's `DataProto`.
+        process_group: The process group; None is the default group. Its timeout limits the wait.
+
+    Raises:
+        BatchError: the columns differ between ranks. All ranks raise it.
+        WireError: an object column has a value that the codec does not support.
     """
     tensors = data._columns()
     part = _message_of(parts_of(data.select(meta_info_keys=()).to("cpu")))
@@ -124,10 +137,10 @@ def all_gather_data_proto(data: Any, process_group: Any) -> None:
 
 
 def broadcast_value(value: Any, process_group: Any) -> Any:
-    """Return the value of the group's first rank on every rank; a collective.
+    """Return the value of the group's first rank on every rank. This is a collective.
 
-    Raises `WireError` if the codec does not support the value. The first rank gets its own object back. The values of
-    the other ranks are ignored.
+    The values of the other ranks are ignored. The first rank gets its own object back. Raises `WireError` if the codec
+    does not support the value.
     """
     device = _device_of(process_group)
     is_first = dist.get_rank(process_group) == 0
@@ -140,25 +153,23 @@ def broadcast_value(value: Any, process_group: Any) -> Any:
 
 
 def _message_of(value: Any) -> bytes:
-    """Encode a value as one message: the codec's frames in the format of `write_frames`."""
     file = io.BytesIO()
     write_frames(file, encode(value))
     return file.getvalue()
 
 
 def _value_of(message: memoryview) -> Any:
-    """The inverse of `_message_of`. Arrays are writable views of the message."""
+    """Decode a message of `_message_of`. Arrays are writable views of the message."""
     return decode(read_frames(message), writable=True)
 
 
 def _device_of(group: Any) -> torch.device | None:
-    """The device for the tensors of a group's collectives."""
     on_cpu = any(name in dist.get_backend(group) for name in ("gloo", "mpi"))
     return torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
 
 
 def all_gather_bytes(message: bytes, group: Any) -> list[memoryview]:
-    """Gather the messages of all ranks, padded to the longest message for the transfer."""
+    """Gather the messages of all ranks, in rank order. This is a collective."""
     device = _device_of(group)
     num_ranks = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_ranks)]
@@ -171,7 +182,7 @@ def all_gather_bytes(message: bytes, group: Any) -> list[memoryview]:
 
 
 def gather_values(value: T, kind: Any, group: dist.ProcessGroup | None) -> list[T]:
-    """The values of all ranks of a group, in rank order; a collective.
+    """Return the values of all ranks, in rank order. This is a collective.
 
     Args:
         value: Numbers, strings, lists, tuples, and dataclasses of them.
@@ -179,7 +190,7 @@ def gather_values(value: T, kind: Any, group: dist.ProcessGroup | None) -> list[
         group: The process group; None for a single rank.
 
     Raises:
-        msgspec.ValidationError: a rank sent something else.
+        msgspec.ValidationError: a rank sent a value of another type.
     """
     if group is None:
         return [value]
@@ -187,7 +198,10 @@ def gather_values(value: T, kind: Any, group: dist.ProcessGroup | None) -> list[
 
 
 def gather_rows(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> list[Any]:
-    """The CPU tensors of all ranks, one tuple per rank; a collective. Ranks may have different numbers of rows."""
+    """Return the CPU tensors of all ranks, one tuple per rank. This is a collective.
+
+    Ranks may have different numbers of rows.
+    """
     return [_value_of(part) for part in all_gather_bytes(_message_of(tensors), group)]
 
 
@@ -195,12 +209,12 @@ TensorParts = tuple[str, tuple[int, ...], Any]
 
 
 def serialize_single_tensor(obj: torch.Tensor) -> TensorParts:
-    """The name of the dtype, the shape, and the bytes as in `memory_of`."""
+    """Return the name of the dtype, the shape, and the bytes as `memory_of` returns them."""
     return str(obj.dtype).removeprefix("torch."), obj.shape, memory_of(obj)
 
 
 def deserialize_single_tensor(arr: TensorParts) -> torch.Tensor:
-    """The inverse of `serialize_single_tensor`, in new memory. Raises `BatchError` if the parts do not fit."""
+    """Rebuild a tensor of `serialize_single_tensor` in new memory. Raises `BatchError` if its parts do not fit."""
     name, shape, data = arr
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -216,9 +230,9 @@ def deserialize_single_tensor(arr: TensorParts) -> torch.Tensor:
 def serialize_tensordict(
     batch: TensorDict,
 ) -> tuple[tuple[int, ...], str | None, dict[str, TensorParts | tuple[str, list[TensorParts]]]]:
-    """Batch size, common device or None, and the parts of each tensor by name.
+    """Return the batch size, the common device or None, and the serialized tensors by name.
 
-    A nested tensor has its layout and rows.
+    A tensor is the result of `serialize_single_tensor`. A nested tensor is its layout and its serialized rows.
     """
     tensors: dict[str, Any] = dict(batch.items())
     items: dict[str, Any] = {
@@ -231,7 +245,7 @@ def serialize_tensordict(
 
 
 def deserialize_tensordict(arr: Any) -> TensorDict:
-    """The inverse of `serialize_tensordict`. Raises `ValueError` if the parts do not fit together."""
+    """Rebuild a TensorDict of `serialize_tensordict`. Raises `ValueError` if the parts do not fit together."""
     batch_size, device, items = arr
     tensors: dict[str, Any] = {}
     for key, parts in items.items():

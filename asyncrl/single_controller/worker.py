@@ -1,4 +1,7 @@
-"""Workers. A worker knows its rank in its group, its devices, and its place in each mesh. A process may run several."""
+"""Workers, and the fusion of several workers into one process.
+
+A worker knows its rank, its devices, and its data-parallel rank in each mesh.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ from .resource_pool import RayClassWithInitArgs, free_port, remote_class, unwrap
 
 
 class WorkerHelper:
-    """Gives the address of this process's node, and free ports there."""
+    """A base class that finds the address and free ports of this node."""
 
     @staticmethod
     def _get_node_ip() -> str:
         return ray.util.get_node_ip_address()
 
     def get_available_master_addr_port(self) -> tuple[str, str]:
-        """This node's address, and a free port."""
+        """Return this node's address and a free port."""
         return self._get_node_ip().strip("[]"), str(free_port())
 
 
@@ -38,8 +41,8 @@ ALL_DEVICES = "not set"
 class Worker(WorkerHelper):
     """One process of a worker group.
 
-    The group sets environment variables of the process, which ``torch.distributed`` can read, too: RANK, WORLD_SIZE,
-    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A subclass calls ``super().__init__()`` first.
+    The group sets these environment variables, which ``torch.distributed`` reads: RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. A subclass must call ``super().__init__()`` first.
     """
 
     fused_worker_attr_name = "fused_worker_dict"
@@ -52,7 +55,7 @@ class Worker(WorkerHelper):
     _master_port: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Before the constructor runs, keep blocked stop signals blocked, and redirect output to the worker's log."""
+        """Keep blocked stop signals blocked, and redirect output to the worker's log, before the constructor runs."""
         keep_stop_blocked()
         log_file = os.environ.pop("WG_LOG_FILE", None)
         if log_file is not None:
@@ -78,7 +81,7 @@ class Worker(WorkerHelper):
         self._collect_dp_rank: dict[str, bool] = {}
 
     def _configure_with_store(self, store: dict[str, Any]) -> None:
-        """Set each ``_key`` as an attribute, and as environment variable KEY if `env_keys` names it."""
+        """Set each ``_key`` as an attribute, and each variable of `env_keys` in the environment."""
         vars(self).update(store)
         for key in self.env_keys():
             value = store.get(f"_{key.lower()}")
@@ -87,9 +90,9 @@ class Worker(WorkerHelper):
 
     @classmethod
     def env_keys(cls) -> list[str]:
-        """Environment variables that describe a worker.
+        """Return the environment variables that describe a worker.
 
-        Each variable is also an attribute: RANK is ``_rank``. A subclass may add others.
+        Each variable is also an attribute: RANK is ``_rank``. A subclass may add variables.
         """
         place = ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"]
         return [*place, "MASTER_ADDR", "MASTER_PORT", visible_devices_name()]
@@ -100,7 +103,7 @@ class Worker(WorkerHelper):
 
     @property
     def rank(self) -> int:
-        """Position in the group, from 0."""
+        """Rank in the group, from 0."""
         return self._rank
 
     @property
@@ -109,26 +112,28 @@ class Worker(WorkerHelper):
         return self._world_size
 
     def get_master_addr_port(self) -> tuple[str | None, str | None]:
-        """Address and port of rank 0 for the group's rendezvous."""
+        """Return the address and port of the group's rendezvous, which are those of rank 0."""
         return self._master_addr, self._master_port
 
     def get_cuda_visible_devices(self) -> str:
-        """The value of the variable that restricts the devices; ``not set`` if the process sees all devices."""
+        """Return the visible devices of the process, or ``not set`` if it sees all devices."""
         return os.environ.get(visible_devices_name(), ALL_DEVICES)
 
     def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:
-        """The worker with this name in the same process, or None."""
+        """Return the worker of this role in the same process, or None."""
         return self.fused_worker_dict.get(worker_name)
 
     def get_node_id(self) -> str:
-        """Ray's id of this process's node."""
+        """Return Ray's id of this process's node."""
         return ray.get_runtime_context().get_node_id()
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Register this worker's place in a mesh, for `make_nd_compute_dataproto_dispatch_fn`.
+        """Register this worker in a mesh, for `make_nd_compute_dataproto_dispatch_fn`.
 
-        The worker receives part ``dp_rank`` of the data. ``is_collect`` is True on the one worker per dp rank whose
-        result is collected. Example of a mesh name: ``"train"``.
+        Args:
+            mesh_name: Name of the mesh. Example: ``"train"``.
+            dp_rank: Index of the data part that the worker receives.
+            is_collect: Whether this worker's result is collected. It is True on one worker per dp rank.
         """
         if mesh_name in self._dispatch_dp_rank:
             raise UsageError(f"mesh {mesh_name!r} is registered already on rank {self._rank}; register a mesh once")
@@ -144,22 +149,25 @@ class Worker(WorkerHelper):
         return self.query_collect_info(mesh_name)
 
     def query_collect_info(self, mesh_name: str) -> bool:
-        """Whether this worker's result is collected in a mesh. Raises `UsageError` if the mesh is not registered."""
+        """Return whether a mesh collects this worker's result.
+
+        Raises `UsageError` if the mesh is not registered.
+        """
         return self._collect_dp_rank[self._known_mesh(mesh_name)]
 
     def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
-        """The arguments ``dispatch_dp_rank`` and ``collect_dp_rank`` for `set_dispatch_collect` of another worker."""
+        """Return ``dispatch_dp_rank`` and ``collect_dp_rank``, the arguments of `set_dispatch_collect`."""
         return {"dispatch_dp_rank": self._dispatch_dp_rank, "collect_dp_rank": self._collect_dp_rank}
 
     def set_dispatch_collect(
         self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
     ) -> None:
-        """Register a mesh. This worker gets the place that another worker has in its last mesh.
+        """Register a mesh with the dp rank and ``is_collect`` that another worker has in its last mesh.
 
-        The arguments come from `get_dispatch_collect` of the other worker.
+        The last two arguments come from `get_dispatch_collect` of the other worker.
         """
         if not dispatch_dp_rank or not collect_dp_rank:
-            raise UsageError(f"mesh {mesh_name!r} cannot follow a worker that registered no mesh; register its first")
+            raise UsageError(f"mesh {mesh_name!r} cannot copy a worker without a mesh; register its mesh first")
         dp_rank, is_collect = list(dispatch_dp_rank.values())[-1], list(collect_dp_rank.values())[-1]
         self._register_dispatch_collect_info(mesh_name, dp_rank, is_collect)
 
@@ -175,7 +183,6 @@ class Worker(WorkerHelper):
         return getattr(self, method_name)(*args, **kwargs)
 
     def _call_silently(self, method_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method without returning its result. Errors are raised."""
         getattr(self, method_name)(*args, **kwargs)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
@@ -190,7 +197,7 @@ class Worker(WorkerHelper):
 
 
 def redirect_output(path: str) -> None:
-    """Append stdout and stderr of this process to a file, including the output of C++ code and child processes."""
+    """Append stdout and stderr to a file, including the output of C++ code and child processes."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -212,14 +219,14 @@ NOSET_VISIBLE_DEVICES = tuple(
 
 
 def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
-    """True if Ray was told not to set the visible devices, so that a worker sees all devices of its node."""
+    """Return whether Ray was told not to set the visible devices. A worker then sees all devices of its node."""
     return any(env_vars.get(name) for name in NOSET_VISIBLE_DEVICES)
 
 
 def visible_devices_name(env_vars: Mapping[str, str] = os.environ) -> str:
-    """Name of the variable that restricts the visible devices.
+    """Return the name of the variable that restricts the visible devices.
 
-    It is the variable of NPUs if that one is set, or if torch with NPU support is loaded.
+    It is the variable of NPUs if that variable is set, or if torch with NPU support is loaded.
     """
     is_npu = hasattr(sys.modules.get("torch"), "npu") or bool(env_vars.get("ASCEND_RT_VISIBLE_DEVICES"))
     return "ASCEND_RT_VISIBLE_DEVICES" if is_npu else "CUDA_VISIBLE_DEVICES"
@@ -233,7 +240,7 @@ def set_up_visible_devices(env_vars: MutableMapping[str, str] = os.environ) -> N
 
 
 def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
-    """Copy ROCm's variables to CUDA_VISIBLE_DEVICES, because torch reads this variable on ROCm too."""
+    """Copy ROCm's variables to CUDA_VISIBLE_DEVICES, which torch reads on ROCm too."""
     hip = env_vars.pop("HIP_VISIBLE_DEVICES", None)
     cuda = env_vars.get("CUDA_VISIBLE_DEVICES")
     if cuda == "":  # all devices are hidden
@@ -253,7 +260,7 @@ def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
 def _choose_device_within_node(env_vars: MutableMapping[str, str]) -> None:
     """If a worker sees all devices of its node, set its local rank to the index of its own device.
 
-    Ray names a device by its entry in the variable that restricts the node's devices, or else by its index.
+    Ray names a device by its entry in the visible devices of the node, or else by its index.
     """
     is_npu = visible_devices_name(env_vars) == "ASCEND_RT_VISIBLE_DEVICES"
     assigned = ray.get_runtime_context().get_accelerator_ids()["NPU" if is_npu else "GPU"]
@@ -277,10 +284,10 @@ FusedWorkerCLSName = "FusedWorker"
 
 
 def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs]) -> type[Worker]:
-    """Make a class that holds one instance per role, in an attribute with the name of the role.
+    """Make a class that holds one worker per role. Each worker is an attribute with the name of its role.
 
-    A subclass may have methods that use several roles: set ``fused_worker_used = True`` on its `RayClassWithInitArgs`,
-    and call ``fuse`` on its group to get the roles.
+    A subclass may have methods that use several roles. In this case, set ``fused_worker_used = True`` on its
+    `RayClassWithInitArgs`, and call ``fuse`` on its group.
     """
     if not class_dict:
         raise UsageError("class_dict must name at least one role and its class, got none")
@@ -288,7 +295,7 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         Worker.__init__(self, *args, **kwargs)
-        # Subclasses read this attribute and the next two under verl's names.
+        # Subclasses read these three attributes, which have verl's names.
         self.cls_names = list(members)
         self.init_args_dict = {role: init_args for role, (_, init_args, _) in members.items()}
         self.init_kwargs_dict = {role: init_kwargs for role, (_, _, init_kwargs) in members.items()}
@@ -308,7 +315,10 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
 
 
 def create_colocated_worker_cls_fused(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
-    """Combine several worker classes, one per role, into one. `RayWorkerGroup.spawn` gives each role its own group."""
+    """Combine worker classes, one per role, into one class.
+
+    `RayWorkerGroup.spawn` returns one group per role.
+    """
     raw: Any = create_colocated_worker_raw_cls(class_dict)
     fused = RayClassWithInitArgs(remote_class(raw, raw.raw_cls_dict.values()))
     fused.fused_worker_used = True
@@ -319,7 +329,7 @@ create_colocated_worker_cls = create_colocated_worker_cls_fused  # verl's older 
 
 
 def _route(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call ``role_fwmn_method`` on the role's worker."""
+    """Call ``role_fwmn_method``, the method of a role's worker."""
     role, _, name = method_name.partition(FUSED_METHOD_SEPARATOR)
     worker = self.fused_worker_dict.get(role)
     if worker is None:
@@ -328,10 +338,7 @@ def _route(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 async def _route_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-    """As `_route`, for a fused worker with async methods.
-
-    It awaits futures for methods with ``materialize_futures``, so that they do not block the event loop.
-    """
+    """Call the method as `_route` does, but await the futures first, so that they do not block the event loop."""
     role, _, name = method_name.partition(FUSED_METHOD_SEPARATOR)
     attrs = getattr(getattr(self.raw_cls_dict.get(role), name, None), MAGIC_ATTR, {})
     if attrs.get("materialize_futures"):

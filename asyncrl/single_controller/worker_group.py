@@ -1,7 +1,4 @@
-"""Worker groups. A group calls the registered methods of its workers, and watches for the death of a worker.
-
-`RayWorkerGroup` also starts the workers.
-"""
+"""Worker groups, which start workers, call their registered methods, and detect the death of a worker."""
 
 from __future__ import annotations
 
@@ -67,7 +64,7 @@ class WorkerGroup:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """A registered method of the workers' class."""
+            """Return a registered method of the workers' class."""
 
     @property
     def world_size(self) -> int:
@@ -75,7 +72,6 @@ class WorkerGroup:
         return len(self._workers)
 
     def _is_worker_alive(self, worker: Any) -> bool:
-        """Whether Ray considers a worker alive."""
         return state_of(worker) == "ALIVE"
 
     def start_worker_aliveness_check(
@@ -83,9 +79,9 @@ class WorkerGroup:
     ) -> None:
         """Wait until all workers have started, then watch them from a thread.
 
-        The end of a worker's process wakes the thread; it also asks Ray for the workers' states every
-        ``every_n_seconds``. The thread calls ``on_death`` once, with the error that names the dead worker. By default
-        it logs the error and raises SIGABRT, which ends the driver.
+        The end of a worker's process wakes the thread. The thread also asks Ray for the workers' states every
+        ``every_n_seconds``. After a death, it calls ``on_death`` once with an error that names the worker. By default
+        it raises SIGABRT, which ends the driver.
         """
         self.stop_worker_aliveness_check()
         starting = [worker for worker in self._workers if state_of(worker) != "ALIVE"]
@@ -104,7 +100,7 @@ class WorkerGroup:
         self._checker_thread.start()
 
     def stop_worker_aliveness_check(self) -> None:
-        """End the watch if there is one."""
+        """End the thread of `start_worker_aliveness_check`, if it runs."""
         if self._watch is not None:
             loop, task = self._watch
             with suppress(RuntimeError):  # the watch has ended
@@ -114,9 +110,9 @@ class WorkerGroup:
         self._watch = self._checker_thread = None
 
     async def death(self) -> WorkerDiedError:
-        """Wait until a worker dies, even if no call runs.
+        """Wait until a worker dies, even if no call runs. Returns an error that names the worker.
 
-        Returns the error that names it. Raises `ClusterDiedError` if Ray shuts down.
+        Raises `ClusterDiedError` if Ray shuts down.
         """
         rank = await first_death(self._workers, self._is_worker_alive)
         if rank is None:
@@ -127,7 +123,6 @@ class WorkerGroup:
         return death_of(identities[self._workers[rank]._actor_id.hex()], "Its process ended.")
 
     def _bind_worker_method(self, user_defined_cls: Any, func_generator: Callable[..., Any]) -> list[str]:
-        """Bind each registered method of the class to the group, as `func_generator` makes it. Returns the names."""
         method_names = []
         for method_name in dir(user_defined_cls):
             attrs = getattr(getattr(user_defined_cls, method_name, None), MAGIC_ATTR, None)
@@ -137,7 +132,7 @@ class WorkerGroup:
             if mode is Dispatch.RANK_ZERO:
                 execute_mode = Execute.RANK_ZERO
             elif mode is Dispatch.ONE_TO_ALL and execute_mode is Execute.RANK_ZERO:
-                mode = Dispatch.RANK_ZERO  # a single rank needs only one copy of the arguments
+                mode = Dispatch.RANK_ZERO  # a single rank needs one copy of the arguments
             functions = get_predefined_dispatch_fn(mode) if isinstance(mode, Dispatch) else mode
             method = func_generator(
                 self,
@@ -166,16 +161,16 @@ class RayWorkerGroup(WorkerGroup):
     Args:
         resource_pool: Pool in which the workers start; None attaches to running workers.
         ray_cls_with_init: Class of the workers with its arguments.
-        bin_pack: If False, Ray may spread the processes of one node of the pool over several nodes, whatever the pool's
-            strategy is.
-        name_prefix: Name of the group and prefix of its workers' names. Random by default.
-        detached: Whether the workers continue after the end of the driver. Their pool must be detached, too.
+        bin_pack: If False, Ray may spread the processes of one node of the pool over several nodes. This replaces the
+            pool's strategy.
+        name_prefix: Name of the group and prefix of its workers' names; random by default.
+        detached: Whether the workers continue after the end of the driver. Their pool must be detached too.
         worker_names: Names of running workers to attach to.
         worker_handles: Handles of running workers to attach to.
-        ray_wait_register_center_timeout: Seconds within which the node of rank 0 must name a free port.
+        ray_wait_register_center_timeout: Seconds to wait until the node of rank 0 names a free port.
         worker_env: Further environment variables of the workers.
         device_name: ``cuda`` or ``npu``.
-        use_gpu: Whether each worker takes its share of a device; the default is the pool's setting.
+        use_gpu: Whether each worker takes its share of a device; the pool's setting by default.
         master_addr: Rendezvous address, given together with ``master_port``; chosen by default.
         master_port: Rendezvous port.
         master_port_range: Half-open range of ports to choose from; None for any.
@@ -183,11 +178,12 @@ class RayWorkerGroup(WorkerGroup):
         worker_nsight_options: Options of Nsight Systems. Example: ``{"trace": "cuda,nvtx"}``.
         log_dir: Directory for the workers' output, one file per rank; None leaves it to Ray.
         timeout_s: Seconds that a blocking call may take; None is unlimited.
-        first_rank: RANK of the first worker. With it, several groups can share one numbering of their workers.
+        first_rank: RANK of the first worker. Several groups can number their workers consecutively with it.
         python: Shell command that runs Python in the workers; empty leaves it to Ray.
 
-    Raises `UsageError` if options contradict each other or the pool. Raises `DeadlineError` if the cluster does not
-    grant the pool in time, or if rank 0's node does not name a port in time.
+    Raises:
+        UsageError: options contradict each other or the pool.
+        DeadlineError: the cluster does not grant the pool in time, or the node of rank 0 does not name a port in time.
     """
 
     def __init__(
@@ -261,7 +257,7 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def node_ids(self) -> list[str]:
-        """Node ids of the workers, in the order of the ranks; empty for a group that attached to its workers."""
+        """Node ids of the workers, in the order of the ranks; empty if the group attached to its workers."""
         return [slot.node_id for slot in self._slots]
 
     @property
@@ -270,7 +266,6 @@ class RayWorkerGroup(WorkerGroup):
         return self._workers
 
     def _introduce(self, worker: Any, rank: int, node: str, log_file: str | None = None) -> None:
-        """Register a worker's description for error messages; an existing description is kept."""
         actor_id = worker._actor_id.hex()
         tail = partial(last_words, actor_id, log_file)
         identities.setdefault(actor_id, WorkerIdentity(group=self.name_prefix, rank=rank, node=node, last_words=tail))
@@ -317,9 +312,9 @@ class RayWorkerGroup(WorkerGroup):
             raise
 
     async def node_of(self, rank: int) -> str:
-        """Wait until the cluster has reserved the place of a rank.
+        """Wait until the cluster has reserved the slot of a rank. Returns the id of the slot's node.
 
-        Returns the id of the place's node. If a node dies, Ray moves its places to other nodes.
+        If a node dies, Ray moves its slots to other nodes.
         """
         slot = self._slots[rank]
         there = PlacementGroupSchedulingStrategy(
@@ -330,17 +325,19 @@ class RayWorkerGroup(WorkerGroup):
         return node_id
 
     def kill_worker(self, rank: int) -> None:
-        """Kill the worker of a rank unless it is dead. Its place stays reserved."""
+        """Kill the worker of a rank unless it is dead. Its slot stays reserved."""
         ray.kill(self._workers[rank])
 
     def replace_worker(self, rank: int, **changed: Any) -> None:
-        """Kill the worker of a rank unless it is dead, and start a new worker of the same class in the same place.
+        """Kill the worker of a rank unless it is dead, and start a new worker of the same class in its slot.
 
-        ``changed`` are keyword arguments of the class that differ from the group's. The new worker starts when the
-        place is free; calls to it wait until then.
+        ``changed`` are keyword arguments of the class that differ from the group's. Ray starts the new worker when the
+        slot is free, and its calls wait until then.
         """
         if not self._replacements:
-            raise UsageError(f"group {self.name_prefix!r} has not started its workers; whoever did can replace them")
+            raise UsageError(
+                f"group {self.name_prefix!r} did not start its workers; only the group that did can replace them"
+            )
         self.kill_worker(rank)
         self._num_replaced += 1
         self._workers[rank], self._worker_names[rank] = self._replacements[rank](f"~{self._num_replaced}", **changed)
@@ -348,7 +345,6 @@ class RayWorkerGroup(WorkerGroup):
     def _start_worker(
         self, index: int, world_size: int, num_devices: float, detached: bool, suffix: str = "", **changed: Any
     ) -> tuple[Any, str]:
-        """Start the worker of a slot. Returns its handle and its name, which ends with ``suffix``."""
         ray_class: Any = self.ray_cls_with_init
         slot = self._slots[index]
         place = f"{slot.node_index}:{slot.local_rank}" + (f"+{self.first_rank}" if self.first_rank else "")
@@ -376,7 +372,6 @@ class RayWorkerGroup(WorkerGroup):
         return worker, name
 
     def _environment(self, slot: Slot, world_size: int, log_file: str | None) -> dict[str, str]:
-        """Environment variables of a worker. They give its place, the user's variables, and the visible GPUs."""
         env = {
             "WORLD_SIZE": str(world_size),
             "RANK": str(slot.rank),
@@ -391,14 +386,17 @@ class RayWorkerGroup(WorkerGroup):
         }
         taken = sorted(env.keys() & self.customized_worker_env.keys())
         if taken:
-            raise UsageError(f"worker_env sets {taken}, which describe the worker and are the group's to set")
+            raise UsageError(f"worker_env sets {taken}, but the group sets them; remove them from worker_env")
         env |= {} if log_file is None else {"WG_LOG_FILE": log_file}
-        # Ray 2.60 does not change the visible devices of an actor without devices, so the actor would see all of them.
+        # In Ray 2.60, an actor without devices sees all devices.
         hidden = {} if self.use_gpu else NO_GPUS
         return hidden | self.customized_worker_env | env
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
-        """One group per role of a colocated class, over the same workers. Raises `UsageError` for an unknown role."""
+        """Return one group per role of a colocated class, over the same workers.
+
+        Raises `UsageError` for an unknown role.
+        """
         if self.ray_cls_with_init is None:
             raise UsageError("this group does not know its workers' class; give it ray_cls_with_init")
         raw = unwrap(self.ray_cls_with_init.cls)
@@ -419,14 +417,14 @@ class RayWorkerGroup(WorkerGroup):
     spawn_fused = spawn  # verl's name for the same method
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Give this group one attribute per role, each a group as `spawn` makes it."""
+        """Give this group one attribute per role. Its value is the role's group from `spawn`."""
         if self.wg_dict is None:
             self.wg_dict = self.spawn(prefix_set)
         for role, group in self.wg_dict.items():
             setattr(self, role, group)
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
-        """Call a method of rank 0. Returns a reference to the result."""
+        """Call a method of rank 0, and return a reference to the result."""
         return PendingResult(self._execute_remote_single_worker(self._workers[0], method_name, *args, **kwargs))
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -436,21 +434,21 @@ class RayWorkerGroup(WorkerGroup):
     execute_rank_zero = execute_rank_zero_async
 
     def execute_rank_async(self, rank: int, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
-        """Call a method of one rank. Returns a reference to the result."""
+        """Call a method of one rank, and return a reference to the result."""
         return PendingResult(self._execute_remote_single_worker(self._workers[rank], method_name, *args, **kwargs))
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResults:
-        """Call a method of every worker.
+        """Call a method of every worker, and return references to the results.
 
-        Returns references to the results. If every argument is a list with one entry per rank, each rank receives its
-        entry; otherwise every rank receives all arguments unchanged.
+        If every argument is a list with one entry per rank, each rank receives its entry. Otherwise every rank receives
+        all arguments unchanged.
         """
         return self._execute_all(method_name, args, kwargs)
 
     def _execute_all(
         self, method_name: str, args: Sequence[Any], kwargs: dict[str, Any], silent: frozenset[int] = frozenset()
     ) -> PendingResults:
-        """As `execute_all_async`; the ranks in ``silent`` return errors, but no results."""
+        """Call as `execute_all_async` does. The ranks in ``silent`` return errors, but no results."""
         num_workers = len(self._workers)
         if not all(isinstance(value, list) and len(value) == num_workers for value in (*args, *kwargs.values())):
             args = [[arg] * num_workers for arg in args]
@@ -467,7 +465,7 @@ class RayWorkerGroup(WorkerGroup):
         return pending
 
     def _execute_remote_single_worker(self, worker: Any, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of one worker. Returns a reference. Every call with a collected result uses this method."""
+        """Call a method of one worker. Every call with a collected result uses this method."""
         return self._route_to(method_name).call(worker, args, kwargs)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -477,12 +475,10 @@ class RayWorkerGroup(WorkerGroup):
     execute_all = execute_all_async
 
     def shutdown(self) -> None:
-        """Kill the workers.
+        """Kill the workers. Groups that were spawned from this group, or attached to its workers, end too.
 
-        The last group of a pool that shuts down also releases the reservation. Groups that were spawned from this
-        group, or that attached to its workers, end too. A running call raises `WorkerDiedError`. If Ray was shut down
-        before this call, the call kills no worker. Detached workers then still run, and another group can attach to
-        them with ``worker_names``.
+        The last group of a pool also releases the reservation. A running call raises `WorkerDiedError`. After a
+        shutdown of Ray, this call kills no worker, so that detached workers still run.
         """
         self.stop_worker_aliveness_check()
         has_ended = any(worker._ray_cluster_and_job != current_cluster() for worker in self._workers)
@@ -494,7 +490,6 @@ class RayWorkerGroup(WorkerGroup):
         self.resource_pool = None
 
     def _route_to(self, method_name: str) -> Route:
-        """The route of a method's calls to the workers."""
         if self.ray_cls_with_init is None:
             return Route(remote_name=method_name)
         return Route.of(unwrap(self.ray_cls_with_init.cls), method_name, self.sub_cls_name)

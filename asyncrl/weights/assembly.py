@@ -1,4 +1,4 @@
-"""Assembles published tensors from received pieces, and compares each piece with its digest."""
+"""Assembly of published tensors from received pieces, with a comparison of each piece with its digest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def known_dtype(stored: StoredTensor) -> torch.dtype:
 
 
 class DeviceDigests:
-    """Computes `manifest.device_digest_of` on a device, without synchronization with the host."""
+    """The computation of `manifest.device_digest_of` on a device. It does not wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._factors: Tensor = factors_of(torch.arange(PIECE_BYTES // 4, device=device))
@@ -35,8 +35,8 @@ class DeviceDigests:
         """Return the digest of each piece, a scalar int64 tensor.
 
         Args:
-            data: [bytes] uint8 on the device: the adjacent pieces.
-            sizes: Bytes of each piece. Pieces of equal size are digested together.
+            data: The adjacent pieces, [bytes] uint8 on the device.
+            sizes: Bytes of each piece.
         """
         digests: list[Tensor] = []
         at = 0
@@ -52,12 +52,7 @@ class DeviceDigests:
 
 
 class BucketCopies:
-    """Copies host bytes to a device through two buckets, page-locked for a GPU.
-
-    Args:
-        threads: Threads that copy into the buckets.
-        device: The device.
-    """
+    """A copier of host bytes to a device through two buckets, which are page-locked for a GPU."""
 
     def __init__(self, threads: DigestThreads, device: torch.device) -> None:
         self._threads, self._device, self._count = threads, device, 0
@@ -84,19 +79,19 @@ class BucketCopies:
 
 
 class TensorAssembly:
-    """The tensors of one version. Each tensor is returned when all of its pieces have been added and verified.
+    """The tensors of one version. Each tensor is yielded when all of its pieces are added and verified.
 
-    A tensor whose pieces are added together is a view of the added bytes. Any other tensor has its own memory. This
-    class does not write to returned tensors again, so a model may keep them.
+    A yielded tensor never changes, so a model may keep it.
 
     Args:
         manifest: Manifest of the version, with one data file.
         name: Name of the version, for messages.
         device: Device of the pieces and tensors.
-        digests_there: Whether the device computes the digests, for a comparison with `Piece.device_digest`.
+        digests_there: Whether the device computes digests, for a comparison with `Piece.device_digest`.
 
-    Raises `WeightsError` for a dtype that torch does not have, or if ``digests_there`` and the learner published no
-    device digests.
+    Raises:
+        WeightsError: torch does not have a dtype, or ``digests_there`` is True and the learner published no device
+            digests.
     """
 
     def __init__(self, manifest: Manifest, *, name: str, device: torch.device, digests_there: bool) -> None:
@@ -114,14 +109,10 @@ class TensorAssembly:
         self._digests = DeviceDigests(device) if digests_there else None
 
     def add(self, span: Sequence[Piece], data: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Verify adjacent pieces; yield name and tensor of each tensor that is now complete.
+        """Verify adjacent pieces. Yields the name and the tensor of each tensor that is now complete.
 
-        Args:
-            span: The pieces in order; they must not have been added before.
-            data: [bytes] uint8, the bytes of the pieces.
-
-        Raises:
-            WeightsError: the bytes differ from the published bytes.
+        ``data`` is the bytes of the pieces, [bytes] uint8. No piece may be added twice. Raises `WeightsError` if the
+        bytes differ from the published bytes.
         """
         first, wrong = span[0].start, self._wrong(span, data)
         for piece in span:
@@ -143,7 +134,6 @@ class TensorAssembly:
                 yield stored.name, shaped(stored, self._begun.pop(stored.name, data[max(begin, 0) : max(end, 0)]))
 
     def _wrong(self, span: Sequence[Piece], data: Tensor) -> list[Piece]:
-        """Return the pieces whose bytes differ from the published ones. Bytes on a GPU are digested on the GPU."""
         if self._digests is not None:
             arrived = torch.stack(self._digests.of(data, [piece.num_bytes for piece in span])).tolist()
             return [piece for piece, digest in zip(span, arrived, strict=True) if piece.device_digest != digest]
@@ -167,12 +157,12 @@ class TensorAssembly:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every tensor was returned."""
+        """Whether every tensor was yielded."""
         return not self._num_left
 
 
 def shaped(stored: StoredTensor, data: Tensor) -> Tensor:
-    """Convert [bytes] uint8 to the tensor. The tensor is a view if the bytes are aligned. Raises as `known_dtype`."""
+    """Convert [bytes] uint8 to the tensor, a view if the bytes are aligned. Raises as `known_dtype` does."""
     dtype = known_dtype(stored)
     aligned = data if data.data_ptr() % dtype.itemsize == 0 else data.clone()
     return aligned.view(dtype).view(stored.shape)

@@ -1,4 +1,4 @@
-"""The carriers of weights: the capabilities of each, and the check of a run's options."""
+"""The carriers, which bring the bytes of weights to the engines, and the check of a run's options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALL_KINDS: frozenset[OfferKind] = frozenset({"full", "delta", "adapter"})
 
 
 def load_limit_s(timeout_s: float, num_bytes: int) -> float:
-    """Return the deadline of a transfer: ``timeout_s`` plus one second per 100 MB."""
+    """Return the deadline of a transfer in seconds: ``timeout_s`` plus one second per 100 MB."""
     return timeout_s + num_bytes / SLOWEST_LOAD
 
 
@@ -29,15 +29,15 @@ class PublishOptions:
 
     Attributes:
         carrier: How the bytes reach the engines.
-        full_every: Every ``full_every``-th version is full. The other versions hold the changes since the previous
+        full_every: Every ``full_every``-th version is full. The other versions are deltas to the previous version.
+        adapters: If the model has adapters, publish them alone. The frozen weights are published once, with the first
             version.
-        adapters: If the model has adapters, publish only the adapters, and publish the frozen weights once, with the
-            first version.
         timeout_s: Deadline of a transfer, to which one second per 100 MB is added.
-        num_held: Number of newest versions that each rank of a stream holds in memory.
+        num_held: Number of newest versions that each learner rank holds in memory for a stream.
         interface: Network interface on which engines reach the learner ranks; ``lo`` is this host only.
-        num_receivers: A round begins immediately when this number of receivers have asked.
-        backend: ``gloo`` sends between the memories of hosts. ``nccl`` sends between GPUs, with one member per GPU.
+        num_receivers: Number of waiting receivers that starts a round immediately.
+        backend: ``gloo`` sends between the memories of hosts. ``nccl`` sends between GPUs, and each process has its own
+            GPU.
     """
 
     carrier: Carrier = Carrier.folder
@@ -60,21 +60,20 @@ class PublishOptions:
         return ENGINE_WINDOW_S if self.into_engines else HOST_WINDOW_S
 
     def round_timeout_s(self, num_bytes: int) -> float:
-        """Return the deadline of a round that sends ``num_bytes``."""
+        """Return the deadline in seconds of a round that sends ``num_bytes``."""
         return load_limit_s(self.timeout_s, num_bytes) * (ENGINE_SHARE if self.into_engines else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CarrierRules:
-    """A value of ``weights.transport``, its carrier, and the capabilities of the carrier.
+    """A carrier, the options that choose it, and its capabilities.
 
     Attributes:
         option: The options that choose the carrier.
-        carrier: The carrier in the offers.
         is_remote: Whether the carrier reaches other hosts.
         kinds: Kinds of versions that the carrier supports.
         keeps_all: Whether all versions can be kept.
-        uses: Options that only this carrier uses.
+        uses: Carrier-specific options that this carrier uses.
         needs: Options of ``uses`` that a run on several hosts must set, each with a description of its value.
     """
 
@@ -126,11 +125,10 @@ class CarrierUse:
     """The requirements of a run on its carrier.
 
     Attributes:
-        full_every: See `PublishOptions`; above 1 the run publishes deltas.
+        full_every: As in `PublishOptions`. Above 1, the run publishes deltas.
         adapters: Whether adapters are published without the frozen weights.
-        num_hosts: Nodes of the run.
         keeps_all: Whether all versions are kept.
-        given: Carrier-specific options with a value other than the default, and their values.
+        given: Carrier-specific options that differ from their defaults, and their values.
     """
 
     full_every: int

@@ -1,7 +1,7 @@
 """Exact sparse differences between two versions of a data file.
 
-For each changed piece, a delta file holds the new values and the gaps between their indices, or the whole piece if that
-is smaller. Values are compared as integers, so that NaN and -0.0 are exact.
+For each changed piece, a delta file holds the new values and the gaps between their indices. It holds the whole piece
+if that is smaller. Values are compared as integers, so that NaN and -0.0 are exact.
 """
 
 from __future__ import annotations
@@ -22,15 +22,12 @@ _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int, bytes] | None:
-    """Return the difference between two images of a piece; None if they are equal.
+    """Return the difference between the old and the new bytes of a piece; None if they are equal.
 
-    Args:
-        old: [bytes] uint8.
-        new: [bytes] uint8.
-        item_bytes: Bytes per value: 1, 2, 4 or 8.
+    ``old`` and ``new`` are [bytes] uint8. ``item_bytes`` is the number of bytes per value: 1, 2, 4 or 8.
 
     Returns:
-        The number of changed values, the bytes per gap (1 or 2; 0 for a whole piece), and the bytes for the delta file.
+        The number of values, the bytes per gap (1 or 2; 0 for a whole piece), and the bytes for the delta file.
     """
     values = new.view(_INTEGERS[item_bytes])
     indices = np.flatnonzero(values != old.view(_INTEGERS[item_bytes]))
@@ -38,7 +35,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
         return None
     gaps = np.diff(indices, prepend=0)
     encodings: list[np.ndarray] = []
-    for gap_bytes in (1, 2):  # a gap is encoded as full codes (the type's largest value) and a smaller remainder
+    for gap_bytes in (1, 2):  # a gap is a sum of codes: largest values, then a smaller remainder
         full = np.iinfo(_INTEGERS[gap_bytes]).max
         ends = np.cumsum(gaps // full + 1) - 1
         encodings.append(np.full(ends[-1] + 1, full, dtype=_INTEGERS[gap_bytes]))
@@ -50,15 +47,12 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
 
 
 def decode(change: Change, data: bytes, place: np.ndarray) -> None:
-    """Turn the old image of a piece into the new one.
+    """Turn the old bytes of a piece, ``place``, into the new ones, in place.
 
-    Args:
-        change: The change of the piece.
-        data: Bytes of the change in the delta file.
-        place: [bytes] uint8, the old image; changed in place, and undefined after an error.
+    ``place`` is [bytes] uint8, and undefined after an error. ``data`` is the bytes of the change in the delta file.
 
     Raises:
-        ValueError, IndexError: the data do not fit the change.
+        ValueError, IndexError: ``data`` does not fit ``change``.
     """
     size = change.num_values * change.item_bytes
     new = np.frombuffer(data[:size], dtype=_INTEGERS[change.item_bytes])
@@ -73,13 +67,13 @@ def decode(change: Change, data: bytes, place: np.ndarray) -> None:
 def write_delta(
     path: Path, file: int, old: np.ndarray, new: np.ndarray, spans: Iterable[tuple[int, int, int]]
 ) -> list[Change]:
-    """Write the difference between two images of a data file; return the changed pieces.
+    """Write the difference between two data files. Returns the changed pieces.
 
     Args:
         path: The delta file.
         file: Index of the delta file in the manifest.
-        old: [bytes] uint8, the whole old data file.
-        new: [bytes] uint8, the whole new data file.
+        old: The whole old data file, [bytes] uint8.
+        new: The whole new data file, [bytes] uint8.
         spans: First byte, number of bytes, and bytes per value of each piece to compare.
     """
     changes: list[Change] = []
@@ -103,7 +97,7 @@ def write_delta(
                     )
                     stream.write(data)
         stream.flush()
-        os.fsync(stream.fileno())  # other hosts that share the directory see the bytes only after this
+        os.fsync(stream.fileno())  # other hosts see the bytes only after this
     return changes
 
 
@@ -112,11 +106,11 @@ def apply_delta(manifest: Manifest, image: np.ndarray) -> None:
 
     Args:
         manifest: Manifest of a delta.
-        image: [bytes] uint8, the base's data file; changed in place.
+        image: The base's data file, [bytes] uint8; changed in place.
 
     Raises:
         FileNotFoundError: a newer version has replaced the version.
-        WeightsError: a piece differs from the published one; the image is then undefined.
+        WeightsError: a changed piece differs from the published one. ``image`` is then undefined.
     """
     delta = manifest.delta
     assert delta is not None, "a full version has nothing to apply"

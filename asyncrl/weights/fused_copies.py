@@ -1,23 +1,19 @@
-"""Loads experts with a few large copies, into the same places as the model's own loader.
+"""Loads the experts of a model with a few large copies, to the addresses that the model's own loader uses.
 
-A checkpoint has one tensor per expert and projection; an engine has all experts of a layer in one parameter. The first
-load calls the model's ``load_weights``, and `LoadObserver` records the target of each copy. `FusedCopies` repeats these
-copies in later loads: it joins copies at equal distances into one, so that thousands of calls become a few per span of
-bytes. The recorded targets contain every decision of the loader: tensor and expert parallelism, the order of gate and
-up, and the layout of the kernel. No layout is assumed.
+A checkpoint has one tensor per expert and projection. An engine has all experts of a layer in one parameter.
+`LoadObserver` records the copies of the first load, which calls the model's ``load_weights``. `FusedCopies` repeats
+these copies in later loads. It joins copies at equal distances, so that thousands of calls become a few.
 
-A parameter is loaded in this way only if all of the following hold. Otherwise the model's loader gets the parameter's
-tensors in every load.
+A parameter is loaded in this way only if all of these conditions hold. Otherwise the model's loader gets its tensors in
+every load.
 
-- The loader did nothing with these tensors except copies, without conversion, into parameters.
+- The loader only copied these tensors into parameters, without conversion.
 - The loader wrote each element of the parameter exactly once, from a tensor or as a constant (padding), and did nothing
   else with the parameter.
-- Both also hold for every other parameter that received a part of these tensors.
-- The parameter is of a floating type with at least 16 bits: loaders of quantized parameters keep other state.
-- Neither the load nor anything after it changed address, shape, strides or type of any parameter, or the arrangement
-  of the experts.
-- At least `MIN_TENSORS` tensors form the parameter. From parameters of fewer tensors, such as DeepSeek's latent
-  projections, a loader may derive other values.
+- Both conditions also hold for every other parameter that received a part of these tensors.
+- The parameter is of a floating type with at least 16 bits, because loaders of quantized parameters keep other state.
+- Address, shape, strides and type of all parameters, and the arrangement of the experts, have not changed.
+- The parameter has at least `MIN_TENSORS` tensors. From fewer tensors, a loader may derive other values.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ class _Block:
     """A copy between two strided views with the same shape. Offsets and strides count values.
 
     Attributes:
-        source: Offset in the tensor, or in its storage. A constant has no source; this field then repeats ``start``.
+        source: Offset in the tensor, or in its storage. For a constant, the field repeats ``start``.
         start: Offset in the parameter's storage.
     """
 
@@ -60,7 +56,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _TensorCopies:
-    """The copies of one tensor. An entry of ``copies`` is the name of the target parameter, and the copied block."""
+    """The copies of one tensor. Each has the name of the target parameter and the copied block."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -68,13 +64,13 @@ class _TensorCopies:
 
 
 class FusedCopies:
-    """The completely recorded copies of a model's loader; may be empty.
+    """The recorded copies of a model's loader into completely recorded parameters; may be empty.
 
     Args:
         parameters: The model's parameters by name.
         tensors: The copies of each tensor, by the tensor's name in a checkpoint.
-        constants: The loader's writes of constants: parameter, value and places.
-        arrangement: See `LoadObserver`.
+        constants: The loader's writes of constants: parameter, value and blocks.
+        arrangement: As in `LoadObserver`.
     """
 
     def __init__(
@@ -90,18 +86,17 @@ class FusedCopies:
         ]
 
     def __len__(self) -> int:
-        """Return the number of tensors."""
         return len(self._tensors)
 
     def fit(self, parameters: Parameters, arrangement: str | None) -> bool:
-        """Return whether the parameters have the same places and arrangement as when the copies were recorded."""
+        """Return whether the parameters have the same addresses and arrangement as during the recording."""
         is_known = arrangement is not None and arrangement == self._arrangement
         return is_known and _places_of(parameters) == self._places
 
     def take(self, tensors: Iterator[tuple[str, Tensor]], parameters: Parameters) -> Iterator[tuple[str, Tensor]]:
         """Copy the recorded tensors, and yield the others for the model's loader.
 
-        Tensors of one storage are copied together, when the first tensor of another storage arrives.
+        Adjacent tensors of one storage are copied together.
         """
         together: list[tuple[Tensor, _TensorCopies]] = []
         for name, tensor in tensors:
@@ -135,10 +130,10 @@ def _copy_joined(tensors: list[tuple[Tensor, _TensorCopies]], parameters: Parame
 
 
 def joined(blocks: list[_Block]) -> list[_Block]:
-    """Join blocks of equal shape at equal distances repeatedly, until no two blocks can be joined.
+    """Join blocks of equal shape at equal distances, until no two blocks can be joined.
 
     Args:
-        blocks: Blocks of one parameter, in order of their places, without overlap.
+        blocks: Blocks of one parameter, sorted by ``start``, without overlap.
     """
     while True:
         runs: list[list[_Block]] = []
@@ -175,19 +170,19 @@ def _as_one(run: list[_Block]) -> _Block:
 
 
 class LoadObserver:
-    """Records the targets of a model loader's copies.
+    """A record of the targets of a model loader's copies.
 
     Args:
         parameters: The model's parameters by name.
-        arrangement: Other conditions that determine the loader's places, such as this rank's experts. None: unknown;
-            then the copies are never used.
+        arrangement: Other conditions that determine the loader's targets, such as this rank's experts. None means that
+            they are unknown; the copies are then never used.
     """
 
     def __init__(self, parameters: Parameters, arrangement: str | None = "") -> None:
         self._parameters, self._places, self._arrangement = parameters, _places_of(parameters), arrangement
         self._names = {_storage(parameter): name for name, parameter in parameters.items()}
         self._known: dict[str, _TensorCopies] = {}
-        # Published tensors by storage. The reference to the storage prevents reuse of its address.
+        # Published tensors by storage. The weak reference prevents reuse of the storage's address.
         self._published: dict[int, tuple[StorageWeakRef, list[tuple[int, int, str]]]] = {}
         # The source is a tensor (str) or a constant (float).
         self._writes: dict[str, list[tuple[_Block, str | float]]] = {}
@@ -224,7 +219,7 @@ class LoadObserver:
     def computed(self, arguments: Any) -> None:
         """Record an operation that is neither a view nor a write.
 
-        The loader does more than copy the tensors in ``arguments``, so these tensors are excluded from the copies.
+        The tensors in ``arguments`` are excluded from the copies, because the loader does more than copy them.
         """
         for leaf in tree_leaves(arguments):
             if isinstance(leaf, Tensor):
@@ -234,7 +229,7 @@ class LoadObserver:
                     self._excluded.add(found[0])
 
     def copies(self) -> FusedCopies:
-        """Return the completely recorded copies after a successful load."""
+        """Return the copies into completely recorded parameters. Call this after a successful load."""
         sources = {
             name: {tensor for _, tensor in writes if isinstance(tensor, str)} for name, writes in self._writes.items()
         }
@@ -272,7 +267,7 @@ class LoadObserver:
         )
 
     def _is_written_once(self, name: str) -> bool:
-        """Return whether the writes into a parameter are adjacent and together cover the whole parameter."""
+        """Return whether the writes into a parameter cover it completely, without overlap."""
         parameter = self._parameters[name]
         if not parameter.is_contiguous() or parameter.dtype not in _DTYPES:
             return False
@@ -288,7 +283,7 @@ class LoadObserver:
         return is_adjacent and int(starts[0]) == first and int(ends[-1]) == first + parameter.numel()
 
     def _tensor_of(self, view: Tensor) -> tuple[str, int] | None:
-        """Return name and first byte of the published tensor that contains a view; None if there is none."""
+        """Return the name and the first byte of the published tensor that contains a view, or None."""
         published = self._published.get(_storage(view))
         if published is None or not view.numel():
             return None

@@ -1,9 +1,8 @@
 """The layout of a checkpoint file: the bytes that each learner rank writes.
 
-A tensor of the checkpoint may be a contiguous part of a parameter, such as one expert of fused experts. The ranks copy
-such a tensor from the parameter. Any other tensor (a merged adapter, a transposed or joined parameter) must be computed
-from parameters, layer by layer. For each layer, one rank computes these tensors, and the other ranks send their parts
-of the layer's parameters to this rank.
+The ranks copy a tensor of the file from their shards if it is a contiguous part of a parameter, such as one expert of
+fused experts. Any other tensor, such as a merged adapter, must be computed from whole parameters. For each layer, one
+rank computes these tensors, and receives the parameters of the layer from the other ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _DTYPE_NAMES = {getattr(torch, dtype): name for name, dtype in DTYPES.items()}
 
 
 class Part(Enum):
-    """The part of a model that a file holds: all weights with merged adapters, the frozen weights, or the adapters."""
+    """The content of a file: all weights with merged adapters, the frozen weights, or the adapters."""
 
     whole = "whole"
     frozen = "frozen"
@@ -39,14 +38,12 @@ class Part(Enum):
 
 
 class ModelShards(Protocol):
-    """The interface to one rank's shards of a model; the learner implements it.
+    """One rank's shards of a model, as the learner provides them.
 
     Attributes:
         name: Class of the model, for messages.
         dtype: Dtype of the written parameters, except adapters.
-        rank: This rank, of ``num_ranks``.
         group: A gloo group of all ranks, separate from the groups of training; None for a single rank.
-        has_adapters: Whether the model has adapters.
     """
 
     name: str
@@ -65,7 +62,7 @@ class ModelShards(Protocol):
         ...
 
     def adapted_layers(self, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
-        """Return every adapted layer; ``tensor_of`` maps parameters to tensors.
+        """Return every adapted layer. ``tensor_of`` maps parameters to tensors of the checkpoint.
 
         Raises `WeightsError` if a tensor is missing.
         """
@@ -76,16 +73,15 @@ class ModelShards(Protocol):
         ...
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """Return the values of all ranks in rank order; a collective. ``kind`` is the type of ``value``."""
+        """Return the values of all ranks in rank order. This is a collective. ``kind`` is the type of ``value``."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """A contiguous part of this rank's shard of a parameter, and its place in the file.
+    """A contiguous part of this rank's shard of a parameter, and its position in the file.
 
     Attributes:
-        name: Name of the parameter.
         parameter: The shard, or the whole parameter if it is not sharded.
         first: First value in the flattened shard; ``num_values`` follow.
         start: First byte in the file.
@@ -105,7 +101,7 @@ class Region:
         return self.num_values * self.dtype.itemsize
 
     def values(self) -> Tensor:
-        """The parameter's current values."""
+        """Return the parameter's current values."""
         local = self.parameter.detach()
         whole = local.to_local() if isinstance(local, DTensor) else local
         return whole.reshape(-1)[self.first : self.first + self.num_values]
@@ -118,19 +114,19 @@ class ModelLayout:
 
     Args:
         shards: The model on this rank.
-        part: The part in the file.
+        part: The content of the file.
 
     Attributes:
         head: Bytes of the file before its data.
-        tensors: Every tensor of the file.
-        tensor_of: Maps each parameter that is a whole tensor of the file to this tensor's name.
+        tensor_of: Tensor name by parameter, for each parameter that is a whole tensor of the file.
         regions: The values that this rank writes into the file.
-        raw_regions: The values that this rank writes into its raw copy; tensors are computed from the raw copy.
+        raw_regions: The values that this rank writes into its raw copy. The raw copy holds the parameters from which
+            tensors are computed.
         num_bytes: Size of the file.
         num_raw_bytes: Size of the raw copy; 0 if no tensor is computed.
 
-    Raises `WeightsError` if a parameter is sharded over a dimension above 1, or a tensor needs parameters of several
-    layers.
+    Raises:
+        WeightsError: a parameter is sharded over a dimension above 1, or a tensor needs parameters of several layers.
     """
 
     def __init__(self, shards: ModelShards, part: Part = Part.whole) -> None:
@@ -168,7 +164,7 @@ class ModelLayout:
         self._plan_computed(computed, [name for storage, name in sources.items() if storage not in written])
 
     def _plan_computed(self, computed: Sequence[StoredTensor], needed: Sequence[str]) -> None:
-        """Lay out the raw copy, which holds the unsharded parameters that ``computed`` needs, layer by layer."""
+        """Lay out the raw copy: the unsharded parameters that ``computed`` needs, layer by layer."""
         self.raw_regions: list[Region] = []
         self._raw: dict[str, tuple[int, Tensor]] = {}
         self._spans: list[list[tuple[str, int, int]]] | None = None
@@ -203,9 +199,9 @@ class ModelLayout:
         return self._groups[self._shards.rank :: self._shards.num_ranks]
 
     def exchange(self, raw: Tensor) -> None:
-        """Send this rank's part of the raw copy to the ranks that compute with it, and receive their parts.
+        """Send this rank's part of the raw copy to the ranks that need it, and receive their parts.
 
-        A collective on the CPU. ``raw``, [bytes] uint8, is this rank's copy.
+        This is a collective. ``raw``, [bytes] uint8 on the CPU, is this rank's copy.
         """
         rank, group = self._shards.rank, self._shards.group
         if self._spans is None:
@@ -226,9 +222,8 @@ class ModelLayout:
     def compute(self, raw: Tensor, place: Callable[[StoredTensor], Tensor]) -> None:
         """Compute and write this rank's tensors.
 
-        Args:
-            raw: [bytes] uint8, this rank's raw copy after `exchange`.
-            place: Function that returns the memory of a tensor, [bytes] uint8.
+        ``raw`` is this rank's raw copy after `exchange`, [bytes] uint8. ``place`` returns the memory of a tensor,
+        [bytes] uint8.
         """
         for names, outputs in self._own_groups:
             whole = {}
@@ -243,8 +238,8 @@ class ModelLayout:
         """Write the whole file in one process, layer by layer.
 
         Args:
-            data: [bytes] uint8, the file.
-            read: Returns whole parameters and buffers by name; called once per layer.
+            data: The file, [bytes] uint8.
+            read: Returns whole parameters and buffers by name. It is called once per layer.
 
         Raises:
             WeightsError: a tensor of the file needs parameters of several layers.
@@ -262,14 +257,11 @@ class ModelLayout:
             raise WeightsError(f"{min(left)} cannot be computed from the parameters of one layer")
 
     def write_head(self, data: Tensor) -> None:
-        """Write the head of the file; ``data`` is the whole file, [bytes] uint8."""
+        """Write the head of the file ``data``, [bytes] uint8."""
         data[: len(self.head)].copy_(torch.frombuffer(bytearray(self.head), dtype=torch.uint8))
 
     def _regions(self, name: str, first: int, num_values: int, start: int, dtype: torch.dtype) -> Iterator[Region]:
-        """Yield this rank's region of a contiguous range of a parameter's values.
-
-        The range starts at byte ``start`` of the file.
-        """
+        """Yield this rank's regions of a range of a parameter. The range starts at byte ``start`` of the file."""
         for own_first, held_first, size in self._own_values(name):
             begin, end = max(first, own_first), min(first + num_values, own_first + size)
             if begin < end:
@@ -283,10 +275,9 @@ class ModelLayout:
                 )
 
     def _own_values(self, name: str) -> Iterator[tuple[int, int, int]]:
-        """Yield the contiguous ranges that this rank writes from a flattened parameter.
+        """Yield the contiguous ranges of a flattened parameter that this rank writes.
 
-        A range is a tuple: first index in the parameter, first index in this rank's shard, number of values. If several
-        ranks hold the same shard, the first one writes it. Raises `WeightsError` for shards of a dimension above 1.
+        A range is a tuple: first index in the parameter, first index in this rank's shard, number of values.
         """
         parameter = self._held[name]
         if not isinstance(parameter, DTensor):
@@ -297,6 +288,7 @@ class ModelLayout:
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         if tuple(shape[2:]) != tuple(parameter.shape[2:]):
             raise WeightsError(f"{name} is sharded as {placements}; only shards of dimension 0 or 1 can be published")
+        # The first of the ranks with the same shard writes it.
         if any(mesh.get_local_rank(axis) for axis, kind in enumerate(placements) if kind.is_replicate()):
             return
         row, size = parameter.shape[1:].numel(), torch.Size(shape).numel()
@@ -319,7 +311,6 @@ def dtype_of(stored: StoredTensor) -> torch.dtype:
 
 
 def _as_published(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an unsharded parameter with ``dtype`` on the meta device, without data. Buffers keep their dtype."""
     kept = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
     return torch.empty(tensor.shape, dtype=kept, device="meta")
 

@@ -1,9 +1,7 @@
 """Loads offered weights into a model, and verifies that every parameter then holds the published values.
 
 The bytes are compared with the offer's digests. The model's ``load_weights`` distributes them, and each write into a
-parameter is compared with its source. A parameter that was not completely written is an error. Later loads of a model
-repeat the copies of the first one with fewer calls (`fused_copies.py`). `open_weights` returns the bytes: from files,
-or from the learner ranks, which send them to this process.
+parameter is compared with its source. A parameter that was not completely written is an error.
 """
 
 from __future__ import annotations
@@ -61,11 +59,7 @@ _copy, _fill, _zero = torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar,
 
 
 class WeightSource(Protocol):
-    """The tensors of one version.
-
-    Attributes:
-        manifest: Manifest of the version.
-    """
+    """The tensors of one version."""
 
     manifest: Manifest
 
@@ -75,7 +69,7 @@ class WeightSource(Protocol):
 
     @property
     def copier(self) -> FileWeights | None:
-        """Copies and verifies host memory; None if the source verifies all bytes itself."""
+        """Object that copies and verifies host memory; None if the source verifies all bytes itself."""
         ...
 
     def verify(self) -> None:
@@ -90,13 +84,13 @@ class WeightSource(Protocol):
 def load_verified(
     model: nn.Module, offer: WeightOffer, *, timeout_s: float = LOAD_TIMEOUT_S, arrangement: str | None = ""
 ) -> int:
-    """Load an offer through the model's ``load_weights``; return the number of verified values.
+    """Load an offer through the model's ``load_weights``. Returns the number of verified values.
 
     Args:
         model: A model with a ``load_weights`` as in SGLang.
         offer: The staged offer.
         timeout_s: Deadline of a stream, to which one second per 100 MB is added.
-        arrangement: See `LoadObserver`.
+        arrangement: As in `LoadObserver`.
 
     Raises:
         WeightsError: the bytes differ from the published ones, or a parameter holds other values afterwards.
@@ -110,7 +104,7 @@ def load_verified(
         tensors = weights.tensors()
         if adapter is not None:
             tensors = adapter.merged(tensors, device)
-        fused, observer = _fused.pop(model, None), None  # after a failure, the next load does not use recorded copies
+        fused, observer = _fused.pop(model, None), None  # a failure forgets the copies
         if fused is not None and fused.fit(parameters, arrangement):
             tensors = fused.take(tensors, parameters)
         else:
@@ -160,7 +154,7 @@ def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) 
         FileNotFoundError: a newer version has replaced the files.
         WeightsError: the manifest differs from the offered one.
     """
-    if offer.carrier == Carrier.engine_stream:  # in an engine server the carrier is a plain string
+    if offer.carrier == Carrier.engine_stream:  # an engine server has a plain string here
         return ArrivingWeights(offer, device, timeout_s=timeout_s)
     return FileWeights(offer, None if device.type == "cpu" else device)
 
@@ -168,18 +162,16 @@ def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) 
 class FileWeights:
     """The tensors of an offer in mapped files. For an adapter, the frozen weights are not included.
 
-    Without a device, the tensors are views of the files; `copy` and `verify` verify the bytes. With a device, the
-    tensors are copies on the device: each byte is copied once, and `verify` compares digests that the device computes.
+    Without a device, the tensors are views of the files, and `copy` and `verify` verify the bytes. With a device, the
+    tensors are copies on the device, and `verify` compares digests that the device computes.
 
     Args:
         offer: A full version or an adapter.
         device: Device of the copies.
 
-    Attributes:
-        manifest: Manifest of the offer.
-
-    Raises `FileNotFoundError` if a newer version has replaced the files, `WeightsError` if the manifest is not the
-    offered one, or if the offer is a delta.
+    Raises:
+        FileNotFoundError: a newer version has replaced the files.
+        WeightsError: the manifest is not the offered one, or the offer is a delta.
     """
 
     def __init__(self, offer: WeightOffer, device: torch.device | None = None) -> None:
@@ -201,7 +193,7 @@ class FileWeights:
         self._digested: list[tuple[Piece, Tensor]] = []
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor. Raises `WeightsError` for a type that torch does not have."""
+        """Yield each tensor with its name. Raises `WeightsError` for a dtype that torch does not have."""
         if self._device is not None:
             yield from self._copies(self._device)
             return
@@ -209,10 +201,7 @@ class FileWeights:
             yield stored.name, shaped(stored, self._files[stored.file][stored.start : stored.start + stored.num_bytes])
 
     def _copies(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Copy in a thread, a few spans ahead of the loader.
-
-        `ComparedWrites` does not see operations of that thread.
-        """
+        """Copy in a thread, a few spans ahead of the loader. `ComparedWrites` does not see that thread."""
         copies, digests = BucketCopies(self._threads, device), DeviceDigests(device)
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         pending: deque[Future[list[tuple[str, Tensor]]]] = deque()
@@ -245,7 +234,7 @@ class FileWeights:
         digests: DeviceDigests,
         stream: torch.cuda.Stream | None,
     ) -> list[tuple[str, Tensor]]:
-        """Copy adjacent tensors, and begin to digest the copy; return name and copy of each."""
+        """Copy adjacent tensors, and begin to digest the copy. Returns the name and the copy of each."""
         first, end = span[0].start, span[-1].start + span[-1].num_bytes
         with torch.cuda.stream(stream):
             data = copies.copied(self._maps[span[0].file][first:end])
@@ -255,11 +244,11 @@ class FileWeights:
 
     @property
     def copier(self) -> FileWeights | None:
-        """See `WeightSource.copier`. This object is the copier if the tensors are views of the files."""
+        """This object, if the tensors are views of the files; otherwise None."""
         return self if self._device is None else None
 
     def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:
-        """Return the pieces that together cover exactly these bytes of a mapped file; empty if no pieces do."""
+        """Return the pieces that cover exactly these bytes of a mapped file; empty if no pieces do."""
         for index, data in enumerate(self._maps):
             start = address - data.ctypes.data
             if 0 <= start <= len(data) - num_bytes:
@@ -276,8 +265,7 @@ class FileWeights:
     def copy(self, pieces: Sequence[Piece], target: np.ndarray) -> bool:
         """Copy pieces to ``target``, [bytes] uint8. Returns whether ``target`` then holds the published bytes.
 
-        The copy is digested while it is in the processor's cache, which costs almost nothing. `verify` does not read
-        these pieces again.
+        `verify` does not read these pieces again.
         """
         ends = list(accumulate(piece.num_bytes for piece in pieces))
         places = [target[end - piece.num_bytes : end] for piece, end in zip(pieces, ends, strict=True)]
@@ -291,7 +279,7 @@ class FileWeights:
         """Verify the copies on the device, and all bytes of the files that are not yet verified.
 
         Raises:
-            WeightsError: bytes differ from the published ones; the message names the first tensor.
+            WeightsError: bytes differ from the published ones. The message names the first tensor.
         """
         arrived = torch.stack([digest for _, digest in self._digested]).tolist() if self._digested else []
         wrong: list[Piece] = []
@@ -311,7 +299,7 @@ class FileWeights:
         self._verified.update(left)
 
     def close(self) -> None:
-        """Do nothing: a file stays mapped as long as tensors are views of it."""
+        """Do nothing. A file stays mapped as long as tensors are views of it."""
 
     def _copy(self, piece: Piece, target: np.ndarray) -> bool:
         source, digest = self._bytes_of(piece), xxhash.xxh3_128()
@@ -325,14 +313,14 @@ class FileWeights:
 
 
 class PublishedAdapter:
-    """The adapters of an offer; every byte is verified.
+    """The verified adapters of an offer.
 
     Attributes:
-        weights: The tensors of the adapters.
-        base: The frozen weights.
+        base: Offer of the frozen weights.
 
-    Raises `FileNotFoundError` if a newer version has replaced the adapters, `WeightsError` if bytes differ from the
-    published ones.
+    Raises:
+        FileNotFoundError: a newer version has replaced the adapters.
+        WeightsError: bytes differ from the published ones.
     """
 
     def __init__(self, offer: WeightOffer) -> None:
@@ -367,15 +355,13 @@ class PublishedAdapter:
 
 
 class AdaptedModules:
-    """Adds adapters to linear layers of a model, which then compute W x + scale · B A x."""
+    """Adapters in the linear layers of a model, which then compute W x + scale · B A x."""
 
     def __init__(self) -> None:
         self._hooks: list[RemovableHandle] = []
 
     def load(self, adapter: PublishedAdapter, version: int, modules: Mapping[str, nn.Module]) -> None:
-        """Replace the adapters by those of a version, in the dtype of the weights.
-
-        Each write is compared with its source.
+        """Replace the adapters by those of a version, in the dtype of the weights. Each write is verified.
 
         ``modules`` maps names of frozen weights to linear layers. Raises `WeightsError` if a layer is missing, or an
         adapter holds other values afterwards.
@@ -405,16 +391,14 @@ class AdaptedModules:
 
 
 def _add(down: Tensor, up: Tensor, scale: float, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Add scale · B A x: a forward hook."""
     return output + scale * F.linear(F.linear(inputs[0], down), up)
 
 
 @contextmanager
 def submissions_run_at_once() -> Iterator[None]:
-    """In this block, if this thread calls ``ThreadPoolExecutor.submit``, the work runs immediately on this thread.
+    """Inside this context, run work that this thread submits to a ``ThreadPoolExecutor`` at once, on this thread.
 
-    Calls of other threads do not change. Neither do calls to subclasses with their own ``submit``, such as
-    `DigestThreads`.
+    Calls of other threads do not change. Neither do subclasses with their own ``submit``, such as `DigestThreads`.
     """
     this_thread, submit = threading.get_ident(), ThreadPoolExecutor.submit
 
@@ -436,18 +420,13 @@ def submissions_run_at_once() -> Iterator[None]:
 
 
 class ComparedWrites(TorchDispatchMode):
-    """In this block, every copy of published weights into a parameter is verified.
+    """A context that verifies every copy of published weights into a parameter.
 
-    A copy of whole pieces on the CPU is compared with the published digest. Any other copy (part of a piece, another
-    dtype, on a GPU) is compared with its source, and the source's digest is verified at the end.
+    A copy of whole pieces on the CPU is compared with the published digest. Any other copy is compared with its source,
+    and the source's digest is verified at the end.
 
-    A dispatch mode sees only the operations of its own thread. The loaders of some models in SGLang submit copies to a
-    thread pool; in this block these copies run on this thread.
-
-    Args:
-        parameters: The model's parameters by name.
-        weights: The published tensors.
-        observer: Records what the model's loader does.
+    The context sees only operations of its own thread. It therefore runs copies on this thread that a model's loader
+    submits to a thread pool. ``observer`` records the operations of the loader.
     """
 
     def __init__(
@@ -534,8 +513,7 @@ class ComparedWrites(TorchDispatchMode):
             differs = torch.tensor(not copier.copy(pieces, flat))
         else:
             _copy(target, source)
-            # Compare integers, because NaN differs from itself. `check` reads the results, so this does not
-            # synchronize.
+            # Compare integers, because NaN differs from itself. `check` reads the result, so nothing waits here.
             integers, wanted = _INTEGERS[target.element_size()], source
             if not (is_alike and is_flat and source.device == target.device):
                 target, wanted = target.contiguous(), source.to(target).expand(target.shape).contiguous()

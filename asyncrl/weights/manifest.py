@@ -1,8 +1,7 @@
-"""The manifest of a published policy version: the places of its tensors, and digests of all bytes.
+"""The manifest of a published policy version: the positions of its tensors, and digests of all bytes.
 
-A version is a directory in Hugging Face layout with a *manifest*: a JSON file with each tensor's place in the data
-files and the digest of each piece. A `WeightOffer` has the manifest's digest, so a reader can verify every byte of the
-version from the offer. This module does not import torch; tensors are numpy arrays here.
+A version is a directory in Hugging Face layout with a JSON file, the *manifest*. A `WeightOffer` has the manifest's
+digest, so a reader can verify every byte of the version from the offer.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ class StoredTensor:
     Attributes:
         name: Name in the checkpoint. Example: ``"model.norm.weight"``.
         dtype: Dtype by its name in safetensors. Example: ``"BF16"``.
-        shape: Size of each dimension.
         file: Index into `Manifest.files`.
         start: First byte in the file; ``num_bytes`` follow.
     """
@@ -73,7 +71,7 @@ class Piece:
     """Bytes of one tensor in a data file, with their digest.
 
     Attributes:
-        device_digest: `device_digest_of` the bytes, for engines on a GPU; None from a learner on a CPU.
+        device_digest: The `device_digest_of` the bytes, for engines on a GPU; None from a learner on a CPU.
     """
 
     file: int
@@ -85,13 +83,13 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A changed piece, and the place of its new values in a delta file.
+    """A changed piece, and the position of its new values in a delta file.
 
     Attributes:
         start: First byte of the piece in the data file.
         item_bytes: Bytes per value: 1, 2, 4 or 8.
         num_values: Number of values in the delta file.
-        gap_bytes: Bytes per gap between the values' indices; the gaps follow the values. 0 for a whole piece.
+        gap_bytes: Bytes per gap between the values' indices; 0 for a whole piece. The gaps follow the values.
         file: Index into `Delta.files`.
         at: First byte in the delta file; ``num_bytes`` follow.
     """
@@ -112,7 +110,6 @@ class Delta:
     Attributes:
         base: The base version, identified by the digest of its manifest.
         files: Delta files, one per learner rank, relative to the manifest's directory.
-        changes: Every piece that changed.
     """
 
     base: WeightOffer
@@ -143,7 +140,6 @@ class Adapter:
 
     Attributes:
         base: The frozen weights: a full offer of version `FROZEN`, the same for all versions.
-        layers: Every adapted layer.
     """
 
     base: WeightOffer
@@ -155,10 +151,9 @@ class Manifest:
     """The description of a version: everything except its bytes.
 
     Attributes:
-        directory: Folder of ``files``, the model in Hugging Face layout. The written path is relative if the manifest
-            is in the folder or beside it. Then both can be moved together.
+        directory: Folder of ``files``. The written path is relative if the manifest is in the folder or beside it, so
+            that both can be moved together.
         files: Data files in safetensors format. For a delta, the file that it results in.
-        tensors: Every tensor.
         pieces: The pieces, which cover all bytes of all tensors in ``files``.
         delta: The changes, if the version has no data file.
         adapter: The adapted layers, if ``tensors`` are the matrices A and B of adapters.
@@ -178,7 +173,7 @@ class Manifest:
 
     @property
     def base(self) -> WeightOffer | None:
-        """The version on which this version depends; None for a full version."""
+        """The version that a delta or an adapter needs; None for a full version."""
         needs = self.delta or self.adapter
         return None if needs is None else needs.base
 
@@ -196,7 +191,7 @@ class Manifest:
         )
 
     def offer(self, path: Path, version: int) -> WeightOffer:
-        """Write the manifest to ``path`` atomically; return the offer of the version.
+        """Write the manifest to ``path`` atomically. Returns the offer of the version.
 
         Raises:
             WeightsError: some bytes of a tensor have no digest.
@@ -204,7 +199,7 @@ class Manifest:
         self._check_coverage()
         folder = path.parent.absolute()
 
-        def seen_from_folder(other: str) -> str:  # relative if the manifest is in the folder or beside it
+        def seen_from_folder(other: str) -> str:
             whole = Path(other).absolute()
             if whole.is_relative_to(folder):
                 return str(whole.relative_to(folder))
@@ -224,7 +219,7 @@ class Manifest:
         )
 
     def with_paths(self, change: Callable[[str], str]) -> Manifest:
-        """Return the manifest with new paths for its folder and for its base's manifest."""
+        """Return the manifest with changed paths of its folder and of its base's manifest."""
         changed = replace(self, directory=change(self.directory))
         if needs := self.delta or self.adapter:
             base = replace(needs.base, manifest=change(needs.base.manifest))
@@ -250,7 +245,10 @@ def digest_of(content: Buffer | np.ndarray) -> str:
 
 
 def factors_of(indices: Any) -> Any:
-    """Return an odd factor per index, by SplitMix64 (Steele et al., OOPSLA 2014); int64 arrays of numpy or torch."""
+    """Return an odd factor per index, by SplitMix64 (Steele et al., OOPSLA 2014).
+
+    Indices and factors are int64 arrays of numpy or torch.
+    """
     mixed = indices * -0x61C8864680B583EB
     mixed = (mixed ^ (mixed >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     mixed = (mixed ^ (mixed >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
@@ -263,10 +261,10 @@ def _halves_of_factors() -> np.ndarray:
 
 
 def device_digest_of(data: np.ndarray) -> int:
-    """Return a digest that is fast to compute on a GPU: the sum of the 32-bit words times `factors_of` their indices.
+    """Return a digest that a GPU computes fast: the sum of the 32-bit words times `factors_of` their indices.
 
-    The sum is exact modulo 2^64 and signed. The digest changes if a single word changes. Two different pieces have the
-    same digest with a probability of at most 2^-32 (multilinear hashing, arXiv 1202.4961).
+    The sum is modulo 2^64 and signed. The digest changes if a single word changes. Two different pieces have the same
+    digest with a probability of at most 2^-32 (multilinear hashing, arXiv 1202.4961).
 
     Args:
         data: [bytes] uint8, at most `PIECE_BYTES`; zeros fill the last word.
@@ -282,12 +280,8 @@ def device_digest_of(data: np.ndarray) -> int:
 def pieces_of(file: int, start: int, num_bytes: int, data: np.ndarray, *, for_device: bool = False) -> list[Piece]:
     """Digest a range of a data file in pieces.
 
-    Args:
-        file: Index of the file.
-        start: First byte of the range.
-        num_bytes: Bytes of the range.
-        data: [bytes] uint8, the whole file.
-        for_device: Also compute `Piece.device_digest`.
+    ``start`` and ``num_bytes`` are the range. ``data`` is the whole file, [bytes] uint8. ``for_device`` computes
+    `Piece.device_digest` too.
     """
     pieces: list[Piece] = []
     for at in range(start, start + num_bytes, PIECE_BYTES):
@@ -300,7 +294,7 @@ def pieces_of(file: int, start: int, num_bytes: int, data: np.ndarray, *, for_de
 class DigestThreads(ThreadPoolExecutor):
     """Threads that digest and copy while a model is loaded.
 
-    During a load ``ThreadPoolExecutor.submit`` is replaced, so that the model's writes stay on the loading thread
+    During a load, ``ThreadPoolExecutor.submit`` is replaced, so that the model's writes stay on the loading thread
     (`load.ComparedWrites`). This class keeps the original method.
     """
 
@@ -310,8 +304,8 @@ class DigestThreads(ThreadPoolExecutor):
         super().__init__(num_threads)
 
     def wrong(self, pieces: Sequence[Piece], bytes_of: Callable[[Piece], np.ndarray]) -> list[Piece]:
-        """Return the pieces whose bytes, [bytes] uint8, differ from the published ones."""
-        mapped = map if len(pieces) == 1 else self.map  # waking a thread takes longer than one digest
+        """Return the pieces that differ from the published ones. ``bytes_of`` returns [bytes] uint8."""
+        mapped = map if len(pieces) == 1 else self.map  # a digest is faster than waking a thread
         are_right = mapped(lambda piece: digest_of(bytes_of(piece)) == piece.digest, pieces)
         return [piece for piece, is_right in zip(pieces, are_right, strict=True) if not is_right]
 
@@ -327,7 +321,7 @@ def read_manifest(offer: WeightOffer) -> Manifest:
 
 
 def parse_manifest(offer: WeightOffer, content: bytes) -> Manifest:
-    """Return the manifest with this text; raises `WeightsError` as `read_manifest` does."""
+    """Return the manifest with this text. Raises `WeightsError` as `read_manifest` does."""
     if digest_of(content) != offer.digest:
         raise WeightsError(
             f"{offer.name}: {offer.manifest} is not the manifest that was offered: its digest is "
@@ -351,13 +345,10 @@ def map_file(path: Path) -> np.ndarray:
 
 
 def safetensors_header(tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> tuple[bytes, list[int]]:
-    """Return the head of a safetensors file; the caller writes the data.
+    """Return the bytes of a safetensors file before its data, and the first byte of each tensor in the file.
 
     Args:
         tensors: Name, dtype (safetensors name), shape and bytes of each tensor, in file order.
-
-    Returns:
-        The bytes before the data, and the first byte of each tensor in the file.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets = [0]

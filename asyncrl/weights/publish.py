@@ -1,11 +1,7 @@
-"""The learner's side of a weight update: the ranks copy and digest their shards, and rank 0 offers the version.
+"""Publishing a policy version: each learner rank copies and digests its shards, and rank 0 offers the version.
 
-`WeightPublisher.publish` copies the shards once, into prepared memory, and the learner continues. A thread does the
-rest during training: it converts and digests the bytes, gathers the digests of all ranks, and writes the manifest. If a
-rank fails, it tells the other ranks, which then do not wait for it. Rank 0 reports the failure.
-
-A version is full, a delta to the previous version, or the adapters alone. The bytes are in files. With a stream, each
-rank also holds its part in memory and sends it (`PublishOptions.carrier`).
+Training waits only for the copy. A thread then converts and digests the bytes, gathers the digests of all ranks, and
+writes the manifest. If a rank fails, the other ranks do not wait for it, and rank 0 reports the failure.
 """
 
 from __future__ import annotations
@@ -39,9 +35,10 @@ _SNAPSHOT = re.compile(r"v(\d{8})")
 
 
 class WeightPublisher:
-    """Publishes the weights of a model, version after version. Every method is a collective.
+    """The publisher of a model's policy versions on one learner rank. Every method is a collective.
 
-    Even with ``options.adapters``, adapters are merged if an adapted weight is not a tensor of the checkpoint.
+    A version is full, a delta to the previous version, or the adapters alone. If an adapted weight is not a tensor of
+    the checkpoint, adapters are merged even with ``options.adapters``.
 
     Args:
         shards: The model on this rank.
@@ -52,7 +49,9 @@ class WeightPublisher:
         options: How versions are published.
         log: On rank 0, receives each version and each failure; None if there are no engines.
 
-    Raises `WeightsError` if the ranks have different layouts, `ValueError` if the interface does not exist.
+    Raises:
+        WeightsError: the ranks have different layouts.
+        ValueError: the interface does not exist.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class WeightPublisher:
                 self._sender = WeightSender(
                     self._options, rank=shards.rank, num_ranks=shards.num_ranks, address=address
                 )
-            self._is_elsewhere = place[0] != host  # this rank is on another host, and keeps no files of versions
+            self._is_elsewhere = place[0] != host  # only rank 0's host keeps files
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._count = 0
         self._ready: Future[list[RankPart]] = self._thread.submit(self._prepare)
@@ -105,13 +104,14 @@ class WeightPublisher:
     def publish(self, version: int, *, then: Callable[[], None] = lambda: None) -> Future[WeightOffer | None]:
         """Copy the current weights, and publish them as ``version`` in the background.
 
-        ``then`` is called after this rank's copy. The version is offered after ``then`` has returned on all ranks.
+        ``then`` is called after this rank's copy. Rank 0 offers the version after ``then`` has returned on all ranks.
 
         Returns:
-            A future of the offer on rank 0, of None on the other ranks. The next call waits for it.
+            A future of the offer on rank 0, and of None on the other ranks. The next call waits for it.
 
         Raises:
-            WeightsError: the files could not be prepared, for example without room, or the previous version failed.
+            WeightsError: the files could not be prepared, for example without disk space, or the previous version
+                failed.
         """
         self.wait()
         try:
@@ -146,10 +146,6 @@ class WeightPublisher:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _publish_adapters_alone(self) -> None:
-        """Make the layouts of the adapters and of the frozen weights.
-
-        If that is impossible, warn that adapters are merged.
-        """
         frozen = ModelLayout(self._shards, Part.frozen)
         try:
             layers = self._shards.adapted_layers(frozen.tensor_of)
@@ -157,13 +153,12 @@ class WeightPublisher:
             logger.warning("adapters are merged before they are published: %s", error)
             return
         self._frozen, self._layout = frozen, ModelLayout(self._shards, Part.adapters)
-        # The frozen weights are published with the first version.
+        # The first version publishes the frozen weights.
         self._adapter = Adapter(base=WeightOffer(version=FROZEN, manifest="", digest="", num_bytes=0), layers=layers)
 
     # The publish thread runs the following methods.
 
     def _prepare(self) -> list[RankPart]:
-        """Remove old versions, and create the files of the next version."""
         with self._stage("prepare"):
             if self._is_first and self._keep > 0 and self._directory.is_dir():
                 self._remove_old()
@@ -188,7 +183,7 @@ class WeightPublisher:
         versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
         data_file = DATA_FILE if self._frozen is None else ADAPTER_FILE
         first_kept = max(0, len(versions) - self._keep)
-        # Keep more versions until no engine needs an older one, and the oldest kept version is full.
+        # Keep older versions that an engine may need, and a full version that the oldest kept delta needs.
         while first_kept > 0:
             first = versions[first_kept]
             is_needed = self._is_shown and first.name > _folder_name(self._oldest)
@@ -199,7 +194,6 @@ class WeightPublisher:
             shutil.rmtree(old)
 
     def _describe(self, part: RankPart) -> None:
-        """Write the JSON files beside the weights. They are the same for every version."""
         if not part.is_full:
             return
         kind = part.layout.part
@@ -213,8 +207,7 @@ class WeightPublisher:
     def _finish(self, version: int, parts: list[RankPart] | Exception) -> WeightOffer | None:
         """Publish the copied version, or report the failure of the copy.
 
-        Rank 0 does not report a failed collective, because the controller's calls to the ranks report the cause, such
-        as a dead rank.
+        Rank 0 does not report a failed collective, because the controller's calls to the ranks report the cause.
         """
         with record.span(SpanKind.publish, lane="/publish", version=version):
             with self._stage("digest", version):
@@ -243,7 +236,7 @@ class WeightPublisher:
         return record.span(SpanKind.publish_stage, lane="/publish", version=version, cause=name)
 
     def _gathered(self, version: int, parts: list[RankPart] | Exception) -> list[Any]:
-        """Finish this rank's part. Returns, per rank, the `RankShare` of each file or the text of the failure."""
+        """Finish this rank's part. Return the `RankShare`s of every rank, or the text of its failure."""
         own: list[RankShare] | str | None = None
         if self._exchanged(parts):
             try:
@@ -278,7 +271,6 @@ class WeightPublisher:
         return True
 
     def _share(self, version: int, part: RankPart) -> RankShare:
-        """Finish this rank's part of one file, and keep it in memory for the rounds of a stream."""
         own = part.finish(self._base)
         if self._sender is not None:
             self._sender.hold(FROZEN if part.is_frozen else version, part.data, own.pieces, part.delta())
@@ -291,7 +283,6 @@ class WeightPublisher:
         return own
 
     def _offer(self, version: int, parts: Sequence[RankPart], shares: Sequence[Sequence[RankShare]]) -> WeightOffer:
-        """Move the files into place, frozen weights first, and write their manifests. Returns the version's offer."""
         offer: WeightOffer | None = None
         for part, own in zip(parts, zip(*shares, strict=True), strict=True):
             offer = self._write_manifest(FROZEN if part.is_frozen else version, part, own)

@@ -1,12 +1,11 @@
 """The versions that a host receives from a stream. All engines of the host share each version.
 
-The workers of a host share one folder in the host's memory. A worker that wants a version locks the folder. If the
-version is there, the worker links it. Otherwise the worker receives the version, and the other workers wait for the
-lock. So each byte crosses the network once per host, and the host's memory holds it once. If a worker dies, the kernel
-releases its lock, and the next worker receives the version. The folder of a version gets its name when it is complete.
+The engine workers of a host share one folder in the host's memory. A worker that wants a version locks the folder,
+receives the version if it is not there, and links it. So each byte crosses the network once per host. If a worker dies,
+the kernel releases its lock. A version's folder gets its name when it is complete.
 
-The folder keeps the newest version until the next one arrives, because some workers ask late, and because a delta needs
-its base. A linked version stays until the engine has loaded it. The last worker removes the folder.
+The folder keeps the newest version until the next one arrives, because some workers ask late, and a delta needs its
+base. The last worker removes the folder.
 """
 
 from __future__ import annotations
@@ -64,11 +63,11 @@ class ReceivedVersions:
 
     @asynccontextmanager
     async def version(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
-        """Receive an offered version unless the host has it. Yield the offer of the local version, full or an adapter.
+        """Receive an offered version unless the host has it. Yield an offer of the local version, full or an adapter.
 
-        The yielded version has its own folder; the frozen weights of an adapter are beside it. No other worker changes
-        the folders before the context ends. If another worker holds the lock for twice the deadline of a transfer, this
-        worker receives into separate folders.
+        No other worker changes the folder of the version before the context ends. The frozen weights of an adapter are
+        beside it. If another worker holds the lock for twice the deadline of a transfer, this worker receives into
+        folders of its own.
 
         Raises the errors of `receive_weights`.
         """
@@ -126,7 +125,7 @@ class ReceivedVersions:
             self._alone = None
 
     def _locked(self) -> int:
-        """Wait until no other worker changes the folder; return the descriptor that holds the lock."""
+        """Wait until no other worker changes the folder. Returns the descriptor that holds the lock."""
         while True:
             lock = _flocked(make_private_folder(self._folder), fcntl.LOCK_EX)
             try:
@@ -158,7 +157,7 @@ class ReceivedVersions:
         return self._folder / f"{learner}-{offer.version:08d}"
 
     def _make_room(self, entry: Path, offer: WeightOffer) -> Path | None:
-        """Remove incomplete and older versions, and those of other learners. Keep and return the base of a delta."""
+        """Remove incomplete, older and other learners' versions. Keep and return the base of a delta."""
         base = entry.with_name(f"{entry.name[:8]}-{offer.base_version:08d}") if offer.kind == "delta" else None
         for path in self._folder.iterdir():
             other = _ENTRY.fullmatch(path.name)
@@ -168,8 +167,7 @@ class ReceivedVersions:
         return base if base is not None and base.is_dir() else None
 
     async def _received(self, offer: WeightOffer, base: Path | None) -> Path:
-        """Receive a version into a new folder, and apply a delta; return the folder."""
-        from asyncrl.weights.stream import receive_weights  # this import loads torch, which other workers do not need
+        from asyncrl.weights.stream import receive_weights  # loads torch, which other workers do not need
 
         holds = "" if base is None else digest_of((base / MANIFEST).read_bytes())
         local = await receive_weights(offer, self._folder, timeout_s=self._timeout_s, holds=holds)
@@ -202,7 +200,6 @@ class ReceivedVersions:
             ) from None
 
     async def _receive_frozen(self, offer: WeightOffer, manifest: Manifest) -> None:
-        """Receive the frozen weights of an adapter, unless the host has them."""
         from asyncrl.weights.stream import receive_weights
 
         assert manifest.base is not None, "an adapter applies to something"
@@ -218,7 +215,7 @@ class ReceivedVersions:
 
 
 def _apply(local: WeightOffer, base: Path) -> None:
-    """Apply a received delta to the data file of the base. If the base's file is in use, apply it to a copy."""
+    """Apply a received delta to the base's data file, or to a copy if the file is in use."""
     manifest, folder = read_manifest(local), Path(local.manifest).parent
     assert manifest.delta is not None, "a delta"
     old, new = base / manifest.files[0], folder / manifest.files[0]
@@ -255,7 +252,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def _is_of(folder: Path, digest: str) -> bool:
-    """Whether a folder has the manifest with this digest. A folder gets its name when it is complete."""
+    """Return whether a folder has the manifest with this digest."""
     try:
         return digest_of((folder / MANIFEST).read_bytes()) == digest
     except (FileNotFoundError, NotADirectoryError):
@@ -273,6 +270,6 @@ def _flocked(folder: Path, operation: int) -> int:
 
 
 def _release(locking: Future[int]) -> None:
-    """Release a lock that was acquired for a cancelled caller."""
+    """Release a lock that was acquired after its caller was cancelled."""
     if not locking.cancelled() and locking.exception() is None:
         os.close(locking.result())

@@ -1,17 +1,13 @@
-"""Rounds: the learner ranks send a version over the network. This module chooses receivers and connects members.
+"""Rounds: transfers of a version from the learner ranks to receivers. This module chooses and connects the members.
 
     receivers ──ask──▶ rank 0              A round: one version, its receivers, one deadline.
     receivers ◀──call, present──▶ rank 0   A receiver that does not answer the call is not in the round.
     rank 0 ──round──▶ receivers, ranks     Each member stores its address at rank 0 for the other members (`Meeting`).
     ranks ──done──▶ rank 0                 Then the next round begins.
 
-These messages go over one TCP socket of rank 0, the *channel*. A message is its length followed by a msgpack map. Each
-side proves that it has the channel's key. The key is created when the learner starts, and receivers get it in the
-offers, which the buffer encrypts beyond loopback. Addresses are numeric, so no name service is needed. The weights
-themselves go from each rank to the receivers (`stream.py`).
-
-`RoundCoordinator` runs on rank 0, on its own event loop; training does not wait for it. Messages and its own deadlines
-wake it.
+These messages use a TCP socket of rank 0, the *channel*. A message is its length followed by a msgpack map. Each side
+proves that it has the channel's key, which receivers get in the offers. The buffer encrypts the offers beyond loopback.
+The weights go from each rank to the receivers directly (`stream.py`).
 """
 
 from __future__ import annotations
@@ -59,16 +55,12 @@ class Round:
 
     Attributes:
         number: Number of the round, from 1.
-        version: Policy version.
-        group: Number of the round in which the members made their process group. The first members are the learner
-            ranks.
-        num_receivers: Number of receivers.
+        group: Number of the round that made the process group of the members. Its first ranks are the learner ranks.
         shares: Number of the manifest's pieces that each learner rank sends, in the manifest's order.
         is_delta: Whether each rank sends its delta file instead of its pieces. The receivers then hold the previous
             version.
         timeout_s: Deadline of the round, including the transfers.
         oldest: Oldest version that the ranks still hold.
-        backend: See `PublishOptions`.
     """
 
     number: int
@@ -103,7 +95,6 @@ class RoundRequest:
 
     Attributes:
         receiver: Connection of the receiver.
-        version: Policy version.
         holds: Digest of the receiver's current version, or empty.
         host: Host name of the receiver.
     """
@@ -115,10 +106,10 @@ class RoundRequest:
 
 
 class HeldVersions(dict[int, T]):
-    """The newest versions on a learner rank: its parts, or the offers on rank 0. Frozen weights are never removed.
+    """The newest versions on a learner rank, by version. Frozen weights are never removed.
 
     Args:
-        count: Number of versions. The oldest version that is still offered to engines is held as well.
+        count: Number of versions. The oldest version that is still offered to engines is held in addition.
     """
 
     def __init__(self, count: int) -> None:
@@ -126,7 +117,7 @@ class HeldVersions(dict[int, T]):
         self._count, self.oldest = count, 0
 
     def add(self, version: int, held: T) -> None:
-        """Hold a version; forget the oldest versions beyond the limit."""
+        """Hold a version, and forget the oldest versions beyond the limit."""
         self[version] = held
         for older in sorted(self.keys() - {FROZEN})[: -self._count]:
             if older != self.oldest:
@@ -146,11 +137,10 @@ def rounds_of(
     """Divide requests into rounds, oldest version first.
 
     Args:
-        requests: At least one.
+        requests: At least one request.
         offers: The versions that the ranks hold.
-        only_newest: Send only the newest of the requested policy versions. A receiver that requested an older version
-            requests again. Must be False if engines pause for the requested version, because they cannot load another
-            version then.
+        only_newest: Send only the newest requested policy version. The other receivers then request again. Must be
+            False for paused engines, which cannot load another version.
 
     Returns:
         Per round the offer, its requests, and whether a delta is sent. The offer is None if no version is sent.
@@ -169,11 +159,10 @@ def rounds_of(
 
 @dataclass(kw_only=True)
 class Meeting:
-    """A key-value store in which the members of a new group exchange addresses.
+    """A key-value store for the addresses of the members of a new group.
 
     Attributes:
         ends_s: Time of the event loop at which the round ends.
-        values: Stored values by key.
         pending: Waiting members, each with its key and the required number of keys.
     """
 
@@ -182,7 +171,7 @@ class Meeting:
     pending: list[tuple[Any, str, int]] = field(default_factory=list)
 
     def take(self, member: Any, message: Mapping[str, Any]) -> list[Any]:
-        """Store a member's value, or a member's request for a key. Returns the members that can be answered now."""
+        """Process a member's value or request for a key. Returns the members that can be answered now."""
         if message["kind"] == "leave":
             self.values[message["key"]] = message["value"]
         else:
@@ -193,9 +182,10 @@ class Meeting:
 
 
 class RoundCoordinator:
-    """Listens for receivers and ranks on a free port of ``host``, an IPv4 address, and runs one round after the other.
+    """The coordinator on rank 0, which runs one round after the other in its own event loop.
 
-    Any thread may change ``offers``, the versions that every rank holds.
+    It listens for receivers and ranks on a free port of ``host``, an IPv4 address. Any thread may change ``offers``,
+    the versions that every rank holds.
 
     Attributes:
         address: Address of the channel.
@@ -226,7 +216,7 @@ class RoundCoordinator:
             making = asyncio.create_task(self._make_rounds())
             await asyncio.wait({making, asyncio.wrap_future(self._closed)}, return_when=asyncio.FIRST_COMPLETED)
             if making.done() and (error := making.exception()) is not None:
-                # No other code reads this error; the receivers only report missed deadlines.
+                # No other code reads this error. The receivers report only missed deadlines.
                 logger.error("no further round of weights is made: %r", error)
         finally:
             server.close()
@@ -259,7 +249,6 @@ class RoundCoordinator:
                     await self._run(number, offered, asked, is_delta=is_delta)
 
     async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Admit a connection that has the key, and process its messages."""
         key, nonce = self.address.access, secrets.token_bytes(_NONCE_BYTES)
         try:
             _keep_alive(writer.get_extra_info("socket"))
@@ -281,7 +270,7 @@ class RoundCoordinator:
                 except (KeyError, TypeError, ValueError) as error:
                     logger.warning("%.100r on the channel of weights is ignored: %r", message, error)
         except (EOFError, OSError, asyncio.CancelledError):
-            pass  # the connection or the coordinator ended, or a process without the key sent nothing
+            pass  # the connection or the coordinator ended, or the client sent no key
         finally:
             writer.close()
 
@@ -296,7 +285,7 @@ class RoundCoordinator:
                 if message["failed"]:
                     self._members = []
                     if (broken := self._meetings.pop(message["round"], None)) is not None:
-                        for member, _, _ in broken.pending:  # so that they do not wait until the deadline
+                        for member, _, _ in broken.pending:  # otherwise they wait until the deadline
                             _send(member, {"over": message["round"]})
                 self._ranks[message["rank"]] = sender
                 self._done[message["rank"]] = message["round"]
@@ -308,12 +297,9 @@ class RoundCoordinator:
                 _send(sender, {"over": message["round"]})
 
     async def _run(self, number: int, offered: HeldOffer, requests: Sequence[RoundRequest], *, is_delta: bool) -> None:
-        """Announce a round, and wait until all ranks are done with it.
-
-        If the members are the same, they keep their group.
-        """
+        """Run a round, in the previous group if the members are the same."""
         if {request.receiver for request in requests} != set(self._members):
-            # Receivers of one host are neighbors.
+            # Receivers of one host are neighbors, so that only one of them receives from another host.
             self._members = [request.receiver for request in sorted(requests, key=lambda request: request.host)]
             self._group = number
         this = Round(
@@ -355,7 +341,6 @@ def _answer(requests: Sequence[RoundRequest], answer: dict[str, Any]) -> None:
 
 
 async def _gathered(queue: asyncio.Queue[T], count: int, wait_s: float) -> list[T]:
-    """Return the items that arrive in the queue within ``wait_s``, at most ``count``."""
     found: list[T] = []
     try:
         async with asyncio.timeout(wait_s):
@@ -370,7 +355,7 @@ async def _gathered(queue: asyncio.Queue[T], count: int, wait_s: float) -> list[
 
 
 class ChannelRefused(WeightsError):
-    """No process listens at a channel's address, or the process there belongs to another sender."""
+    """An error: no process listens at a channel's address, or another sender listens there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -379,7 +364,7 @@ class ChannelAddress:
 
     Attributes:
         endpoint: IPv4 address and port. Example: ``"10.0.0.5:41234"``.
-        access: The key, never shown.
+        access: The key, which is never shown.
     """
 
     endpoint: str
@@ -387,23 +372,22 @@ class ChannelAddress:
 
 
 class WeightChannel:
-    """A blocking connection to rank 0, for one thread at a time; a context manager.
+    """A blocking connection to rank 0, for one thread at a time. It is a context manager.
 
     Attributes:
-        address: Address of rank 0.
-        own_host: This host's address on the connection; rank 0's host can reach it.
+        own_host: This host's address on the connection, which rank 0's host can reach.
     """
 
     def __init__(self, address: ChannelAddress) -> None:
         self.address, self._socket = address, socket.socket()
 
     def connect(self, timeout_s: float) -> Self:
-        """Connect to rank 0, once.
+        """Connect to rank 0. May be called once.
 
         Raises:
-            ChannelRefused: no process listens at the address, or the process belongs to another sender.
-            WeightsError: as `receive`; also if `close` was called.
-            TimeoutError: as `receive`.
+            ChannelRefused: no process listens at the address, or another sender listens there.
+            WeightsError: rank 0 cannot be reached, the connection ended, or `close` was called.
+            TimeoutError: rank 0 did not answer in time.
         """
         address, ends_s = self.address, time.monotonic() + timeout_s
         host, _, port = address.endpoint.rpartition(":")
@@ -442,10 +426,10 @@ class WeightChannel:
         self._write(_framed(message))
 
     def receive(self, timeout_s: float | None) -> dict[str, Any]:
-        """Wait for the next message; None waits without a deadline.
+        """Wait for the next message. None waits without a deadline.
 
         Raises:
-            WeightsError: the connection ended, or cannot be made.
+            WeightsError: the connection ended.
             TimeoutError: no message came in time.
         """
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -494,7 +478,6 @@ def _framed(message: dict[str, Any]) -> bytes:
 
 
 def _send(receiver: StreamWriter, message: dict[str, Any]) -> None:
-    """Send to a connection of the coordinator; ignore an ended connection."""
     if not receiver.is_closing():
         receiver.write(_framed(message))
 

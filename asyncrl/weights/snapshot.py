@@ -1,6 +1,6 @@
 """One learner rank's part of a published version: the copy of its shards, its digests and its file.
 
-The file is created in advance, so that the rank only copies when it publishes. A thread converts and digests later.
+The file is created in advance, so that the rank only copies when it publishes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncrl.weights.manifest import DIGEST_THREADS, PIECE_BYTES, Change, Piece,
 
 DATA_FILE = "model.safetensors"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; older kernels allocate the pages at the first write
-# mmap's own madvise holds the interpreter's lock for 0.6 s per GB and would block the rank's computation.
+# mmap's own madvise holds the GIL for 0.6 s per GB, which would block the rank's computation.
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -37,7 +37,7 @@ class RankShare:
 
     Attributes:
         pieces: Digests of all bytes that this rank wrote.
-        changes: For a delta, the pieces that changed.
+        changes: The changed pieces of a delta.
     """
 
     pieces: list[Piece]
@@ -45,15 +45,16 @@ class RankShare:
 
 
 class WritableFile:
-    """A mapped file of known size; this rank writes some of its ranges.
+    """A mapped file of known size. This rank writes some ranges of the file.
 
     Args:
         path: The file, which another rank may have created; None uses memory of this process.
         num_bytes: Size of the file.
-        regions: The ranges that this rank writes. Their memory is reserved and allocated.
-        is_alone: Reserve the whole file, because no other rank opens it.
+        regions: The ranges that this rank writes. Their memory is allocated in advance.
+        is_alone: Whether to reserve the whole file, because no other rank opens it.
 
-    Raises `WeightsError` if the bytes cannot be reserved, for example because there is no room.
+    Raises:
+        WeightsError: the bytes cannot be reserved, for example because there is no room.
     """
 
     def __init__(self, path: Path | None, num_bytes: int, regions: Sequence[Region], *, is_alone: bool = False) -> None:
@@ -77,7 +78,7 @@ class WritableFile:
             _madvise(self.data.data_ptr() + first, min(last, num_bytes) - first, _POPULATE_WRITE)
 
     def write(self, regions: Sequence[Region]) -> None:
-        """Copy the parameters' values. Values on a GPU pass through two page-locked buckets."""
+        """Copy the parameters' values into the file."""
         on_gpu = [region for region in regions if region.parameter.device.type == "cuda"]
         for region in regions:
             if region.parameter.device.type != "cuda":
@@ -118,12 +119,12 @@ class WritableFile:
         return self.data[start : start + num_bytes]
 
     def digest(self, spans: Sequence[tuple[int, int]], *, for_device: bool) -> list[list[Piece]]:
-        """Digest each span (first byte, number of bytes) while the file system writes the bytes.
+        """Digest each span (first byte, number of bytes), and sync the file at the same time.
 
         Returns the pieces per span.
         """
         digest = partial(pieces_of, 0, data=self.data.numpy(), for_device=for_device)
-        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # waking threads takes longer than the digests
+        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # the digests are faster than waking threads
             digested = [digest(*span) for span in spans]
             self.sync()
             return digested
@@ -141,7 +142,7 @@ class WritableFile:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Unmap the file, without removing it. May be called more than once."""
+        """Unmap the file without removing it. May be called more than once."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -150,14 +151,10 @@ class WritableFile:
 
 
 class RankPart:
-    """This rank's part of one version: copied values, and tensors computed from a raw copy.
+    """This rank's part of one version: copied values and computed tensors.
 
-    Args:
-        layout: Layout of the version's data file.
-        folder: New folder for the files of the version.
-        rank: This rank.
-        name: Name of the data file.
-        is_full: False for a delta: the part stays in memory, and a file in the folder holds the changes.
+    If ``is_full`` is False, the part is a delta. The data then stays in memory, and a file in ``folder`` holds the
+    changes.
     """
 
     def __init__(
@@ -189,14 +186,14 @@ class RankPart:
             self._raw.write(self.layout.raw_regions)
 
     def exchange(self) -> None:
-        """Send the raw copy to the ranks that compute with it (`ModelLayout.exchange`)."""
+        """Exchange the raw copy between the ranks, as `ModelLayout.exchange` does."""
         if self._raw is not None:
             self.layout.exchange(self._raw.data)
 
     def finish(self, base: RankPart | None = None) -> RankShare:
-        """Compute the remaining tensors, and digest the part.
+        """Compute the remaining tensors, and digest the part. Call `exchange` first.
 
-        For a delta, write the changes since ``base``. Call `exchange` first.
+        For a delta, write the changes since ``base``.
         """
         computed = self.layout.computed if self._raw is not None else []
         if self._raw is not None:
@@ -230,7 +227,7 @@ class RankPart:
         return torch.from_numpy(map_file(path).copy()) if path.stat().st_size else torch.empty(0, dtype=torch.uint8)
 
     def close(self, *, keep_data: bool = False) -> None:
-        """Release the memory of this part; ``keep_data`` keeps the data as the base of the next version."""
+        """Release the memory of this part. ``keep_data`` keeps the data as the base of the next version."""
         if not keep_data:
             self._file.close()
         if self._raw is not None:

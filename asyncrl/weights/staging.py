@@ -1,10 +1,9 @@
-"""Stages offered weights for one engine while the engine generates. The engine then pauses only for the load.
+"""Stages offered weights for one engine while the engine generates, so that it pauses only for the load.
 
-- A full version or an adapter in a folder is hard-linked, so that the learner may remove it.
-- A delta in a folder is applied to an image of the engine's version in host memory. Full versions are copied there if
-  the options say so, or if the file system has no hard links.
-- A version of a host stream is received into host memory, once for all engines of the host, and hard-linked
-  (`received.py`).
+- A full version or an adapter in a folder is hard-linked, so that the learner may remove its own link.
+- A delta in a folder is applied to a copy of the engine's version in host memory, the *image*. Full versions are copied
+  there if the options say so, or if hard links are impossible.
+- A version of a host stream is received into host memory, once for all engines of the host, and hard-linked.
 - A version of an engine stream is not staged.
 """
 
@@ -39,12 +38,12 @@ LINKS = ".staged"
 
 
 class WeightStager:
-    """Stages offers for one engine.
+    """The stager of offers for one engine.
 
     Args:
-        name: Unique in a run. Example: ``"engine-3"``.
+        name: Name that is unique in the run. Example: ``"engine-3"``.
         memory: Folder in the host's memory; it is made if it does not exist. No other user may write to it.
-        copies: Copy full versions to ``memory`` instead of linking them, so that deltas can be applied.
+        copies: Whether full versions are copied to ``memory`` instead of linked. Deltas need copies.
         timeout_s: Deadline of staging, to which one second per 100 MB is added.
     """
 
@@ -61,10 +60,10 @@ class WeightStager:
 
     @asynccontextmanager
     async def staged(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
-        """Stage an offer in a thread, and yield the staged offer: the same version in full, or as an adapter.
+        """Stage an offer in a thread, and yield an offer of the local files.
 
-        After a deadline or a cancellation, the thread keeps its folders until it ends, and then removes them. The next
-        version uses other folders.
+        The yielded offer is of the same version, in full or as an adapter. After a deadline or a cancellation, the
+        thread still runs. It removes its folders when it ends, and the next version uses other folders.
 
         Raises:
             WeightsGone: the version was removed before it was staged; ask for the newest.
@@ -111,10 +110,7 @@ class WeightStager:
                 self._leave_behind(of_thread, working)
 
     def _leave_behind(self, of_thread: WeightStager, working: asyncio.Future[WeightOffer]) -> None:
-        """Stage into new folders, because a thread that missed its deadline still writes into the old ones.
-
-        That thread removes the old folders when it ends.
-        """
+        """Use new folders, because a thread that missed its deadline still writes into the old ones."""
         self._life += 1
         self._image = self._image.with_name(f"{self._name}.{self._life}")
         self._links, self._held = None, ""
@@ -127,7 +123,6 @@ class WeightStager:
         working.add_done_callback(remove)
 
     async def _linked_on_host(self, offer: WeightOffer) -> WeightOffer:
-        """Receive a version unless another engine of this host has received it; link it."""
         async with self._received.version(offer) as shared:
             try:
                 return await asyncio.to_thread(self._links_of, shared)
@@ -174,10 +169,7 @@ class WeightStager:
             shutil.rmtree(self._links, ignore_errors=True)
 
     def _linked(self, offer: WeightOffer) -> WeightOffer | None:
-        """Link the files of a version, so that the learner may remove it.
-
-        Returns None if a link is impossible or unsafe.
-        """
+        """Link the files of a version. Return None if that is impossible or unsafe."""
         try:
             return self._links_of(offer)
         except FileNotFoundError:
@@ -189,7 +181,6 @@ class WeightStager:
             return None
 
     def _links_of(self, offer: WeightOffer) -> WeightOffer:
-        """Link the files of a version and of its base. Raises `NotPrivate` or `OSError`."""
         manifest, source = read_manifest(offer), Path(offer.manifest)
         if Path(manifest.directory) != source.parent:
             return offer
@@ -206,7 +197,6 @@ class WeightStager:
         return replace(offer, manifest=str(self._links / source.parent.name / source.name))
 
     def _adapter_in_memory(self, offer: WeightOffer) -> WeightOffer:
-        """Copy an adapter, and the frozen weights unless the image holds them."""
         manifest, source = read_manifest(offer), Path(offer.manifest)
         assert manifest.base is not None, "an adapter applies to something"
         frozen = Path(manifest.base.manifest)
@@ -222,7 +212,7 @@ class WeightStager:
         return replace(offer, manifest=str(target / source.name))
 
     def _in_memory(self, offer: WeightOffer) -> WeightOffer:
-        """Update the image to the offered version, by the deltas since the image's version or since a full version."""
+        """Change the image to the offered version, by deltas from the image's version or from a full version."""
         steps = [(offer, read_manifest(offer))]
         while (delta := steps[-1][1].delta) is not None and delta.base.digest != self._held:
             steps.append((delta.base, read_manifest(delta.base)))
@@ -239,14 +229,13 @@ class WeightStager:
         return replace(offer, manifest=str(local), kind="full", base_version=None)
 
     def _copy(self, manifest: Manifest, folder: Path) -> None:
-        """Copy the data files into a folder of the image. They overwrite old files there and reuse their memory."""
+        """Copy the data files. Old files are overwritten in place, which reuses their memory."""
         make_private_folder(folder)
         for name in manifest.files:
             copy_file(Path(manifest.directory, name), folder / name)
 
 
 def _copy_manifest(source: Path, target: Path) -> None:
-    """Copy a manifest to a file of this user, without following links."""
     content = source.read_bytes()
     with os.fdopen(open_private(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(content)

@@ -1,22 +1,15 @@
 """Weights over the network: the learner ranks send their own bytes, and the receivers of a round forward them.
 
-    each rank ══ its own bytes ══▶ receiver ══▶ receiver ══▶ …      All are members of one process group, which exists
-                                                                     as long as its members.
+    each rank ══ its own bytes ══▶ receiver ══▶ receiver ══▶ …      All are members of one process group.
 
-`rounds.py` chooses the receivers of a round and connects its members. Each byte leaves its rank once: the first
-receiver forwards it to the next one, and receivers of one host are neighbors. No rank holds or receives the bytes of
-another rank. Receivers compare every byte with its digest as it arrives. There are two kinds of receivers:
+Receivers compare every byte with its digest as it arrives. There are two kinds of receivers:
 
-- A host of engines receives a version into its memory while its engines generate (`receive_weights`). The result is a
-  data file and a manifest.
-- An engine's rank receives bucket by bucket while the engine is paused (`ArrivingWeights`). No host holds a copy,
-  and the engine loads each tensor as soon as it is complete.
+- A host of engines receives a version into its memory while its engines generate (`receive_weights`).
+- An engine's rank receives bucket by bucket while the engine is paused (`ArrivingWeights`).
 
-If a member dies or stops, the round ends for all members by its deadline, which grows with the number of bytes. The
-other receivers ask again, up to `MAX_ROUNDS` times, in a new group. Each learner rank has a thread that waits for rank
-0 to announce a round. A receiver waits for rank 0 and then for its neighbors, until the deadline; a host waits in a
-thread. Training does not wait for these threads. The members of a group do not authenticate each other, and the digests
-do not protect against an attacker.
+If a member dies or stops, the round ends for all members by its deadline. The receivers ask again, up to `MAX_ROUNDS`
+times, in a new group. Training does not wait for a round, because the learner ranks send from threads. The members of a
+group do not authenticate each other, and the digests do not protect against an attacker.
 """
 
 from __future__ import annotations
@@ -84,7 +77,7 @@ _FOREVER = timedelta(days=20)  # the longest timeout that torch accepts
 
 @dataclass(frozen=True, kw_only=True)
 class HeldPart:
-    """One learner rank's part of a version: [bytes] uint8, the ``pieces`` that the rank sends, and its delta file."""
+    """One learner rank's part of a version: the data file, [bytes] uint8, its own pieces, and its delta file."""
 
     data: Tensor
     pieces: tuple[Piece, ...]
@@ -94,13 +87,13 @@ class HeldPart:
 class WeightSender:
     """The sender of one learner rank. `hold` and `offer` return at once; rounds run on the sender's own thread.
 
-    Without an ``address`` this is rank 0's sender, which listens. The senders of the other ranks connect to
-    ``address``.
+    Without an ``address`` this is rank 0's sender, which listens. Other senders connect to ``address``.
 
     Attributes:
         address: Address of rank 0's channel.
 
-    Raises `ValueError` if the interface does not exist.
+    Raises:
+        ValueError: the interface does not exist.
     """
 
     def __init__(
@@ -126,22 +119,15 @@ class WeightSender:
     def hold(self, version: int, data: Tensor, pieces: Sequence[Piece], delta: Tensor | None = None) -> None:
         """Hold this rank's part of a version for future rounds.
 
-        Args:
-            version: Policy version.
-            data: [bytes] uint8, the data file.
-            pieces: This rank's pieces of the data file.
-            delta: [bytes] uint8 of this rank's delta file, for receivers that hold the previous version.
+        ``data`` is the data file, and ``pieces`` are this rank's pieces of it. ``delta`` is this rank's delta file, for
+        receivers that hold the previous version. Both files are [bytes] uint8.
         """
         self._parts.add(version, HeldPart(data=data, pieces=tuple(pieces), delta=delta))
 
     def offer(self, offer: WeightOffer, shares: Sequence[int]) -> WeightOffer:
-        """Return the offer with rank 0's channel in place of the path.
+        """Return the offer with rank 0's channel in place of the path. Call this when every rank holds its part.
 
-        Call this on rank 0 when every rank holds its part.
-
-        Args:
-            offer: The offer, with the manifest's path on this host.
-            shares: Number of the manifest's pieces that each rank holds, in the manifest's order.
+        ``shares`` are the numbers of the manifest's pieces that the ranks hold, in the manifest's order.
         """
         assert self._coordinator is not None, "rank 0 offers"
         delta = read_manifest(offer).delta
@@ -162,7 +148,7 @@ class WeightSender:
             self._coordinator.offers.retire(oldest)
 
     def close(self) -> None:
-        """Stop taking part in rounds; abandon a running round. May be called more than once."""
+        """Abandon a running round, and take part in no more. May be called more than once."""
         self._is_closed.set()
         if self._coordinator is not None:
             self._coordinator.close()
@@ -176,7 +162,7 @@ class WeightSender:
     # The sender's thread runs the following methods.
 
     def _take_part(self) -> None:
-        """Send in every round that rank 0 announces; connect again if the connection is lost."""
+        """Send in every round that rank 0 announces. Connect again if the connection is lost."""
         number, is_sent = 0, True
         while not self._is_closed.is_set():
             try:
@@ -195,10 +181,7 @@ class WeightSender:
                     logger.warning("learner rank %d connects to rank 0 again: %s", self._rank, error)
 
     def _send(self, this: Round) -> bool:
-        """Send this rank's part to the first receiver.
-
-        Returns whether it was sent. After a failure the receivers ask again.
-        """
+        """Send this rank's part to the first receiver. Return False after a failure."""
         began_s = time.monotonic()
         try:
             self._parts.retire(this.oldest)
@@ -236,7 +219,7 @@ class WeightSender:
 
 
 class RoundDeadline:
-    """The time at which a wait ends."""
+    """The deadline of one or more waits."""
 
     def __init__(self, timeout_s: float) -> None:
         self._ends_s = time.monotonic() + timeout_s
@@ -253,21 +236,12 @@ class RoundDeadline:
 
     @property
     def left(self) -> timedelta:
-        """Remaining time in torch's form."""
+        """Remaining time as a timedelta."""
         return timedelta(seconds=self.left_s)
 
 
 class RoundStore(Store):
-    """A torch store on rank 0, over the channel.
-
-    The members of a new group exchange addresses there. Each member of a gloo group stores one key. Its request is
-    answered when all members have stored their keys.
-
-    Args:
-        channel: Channel to rank 0.
-        this: Round in which the group is made.
-        deadline: Deadline of all waits.
-    """
+    """A torch store on rank 0, over the channel. The members of a new group exchange their addresses there."""
 
     def __init__(self, channel: WeightChannel, this: Round, deadline: RoundDeadline) -> None:
         super().__init__()
@@ -292,7 +266,8 @@ class RoundStore(Store):
         return self._known[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for several keys. The round's deadline applies, not ``timeout``. Raises the errors of `get`."""
+        """Wait for several keys, until the round's deadline; ``timeout`` is ignored. Raises the errors of `get`."""
+        # Each member of a gloo group stores one key, so one answer with all keys is enough.
         count = self._this.num_members if self._this.backend == "gloo" else 1
         for key in keys:
             with self._lock:
@@ -311,13 +286,8 @@ class RoundStore(Store):
 class WeightGroup:
     """A process group of the learner ranks, followed by the receivers.
 
-    All rounds with the same members use one group.
-
-    Args:
-        channel: Channel of this process to rank 0; the group keeps it open.
-        this: The round in which the members meet.
-        place: Rank of this process in the group.
-        deadline: Deadline for making the group.
+    All rounds with the same members use one group. ``place`` is the rank of this process in the group, and ``deadline``
+    limits the making of the group.
     """
 
     def __init__(self, channel: WeightChannel, this: Round, place: int, deadline: RoundDeadline) -> None:
@@ -339,11 +309,11 @@ class WeightGroup:
             self._group = ProcessGroupGloo(own, place, this.num_members, options)
 
     def send(self, data: Tensor, to: int, deadline: RoundDeadline) -> Callable[[], None]:
-        """Begin to send [bytes] uint8. Host memory is first copied to the GPU, through page-locked buckets.
+        """Begin to send [bytes] uint8. With NCCL, host memory is first copied to the GPU.
 
         Returns:
-            A function that waits until the transfer has ended. The function raises `RuntimeError` if the other member
-            was lost, or if the deadline has passed.
+            A function that waits until the transfer has ended. It raises `RuntimeError` if the other member was lost,
+            or if the deadline has passed.
         """
         if self._is_nccl and data.device.type == "cpu":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -356,11 +326,11 @@ class WeightGroup:
         return partial(self._wait, self._group.recv([data], source, 0), data, deadline)
 
     def _wait(self, work: Any, _data: Tensor, deadline: RoundDeadline) -> None:
-        """Wait for a transfer. ``_data`` is an argument only to keep the data alive until then."""
+        """Wait for a transfer. The argument ``_data`` keeps its memory alive until then."""
         work.wait(deadline.left)
 
     def abort(self) -> None:
-        """End running transfers. A thread that waits for them gets an error."""
+        """End running NCCL transfers. A thread that waits for them gets an error."""
         if self._is_nccl:
             self._group.abort()
 
@@ -373,14 +343,14 @@ class GroupMember:
         self._group: WeightGroup | None = None
 
     def group(self, this: Round, place: int, deadline: RoundDeadline) -> WeightGroup:
-        """Return the group of a round: the newest one if it has the same members, or a new one."""
+        """Return the group of a round: the newest group if it has the same members, or a new one."""
         if self._group is None or self._group.number != this.group:
             self._leave()
             self._group = WeightGroup(self.channel, this, place, deadline)
         return self._group
 
     def close(self) -> None:
-        """Leave the group and end the connection. The next round of this process then makes a new group."""
+        """Leave the group and end the connection. The next round of this process needs a new member."""
         self._leave()
         self.channel.close()
 
@@ -408,10 +378,10 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
 
     Raises:
         WeightsGone: the ranks no longer hold the version, or rank 0 has ended.
-        WeightsError: all `MAX_ROUNDS` attempts failed; without room for the version, each attempt fails.
+        WeightsError: all `MAX_ROUNDS` attempts failed, for example because the folder has no room.
         DeadlineError: the version was not received in time.
     """
-    # Twice the time of one round: the host may wait for a running round before its own round starts.
+    # Twice the time of a round, because another round may run first.
     limit_s = 2 * (load_limit_s(timeout_s, offer.num_bytes) + HOST_WINDOW_S + rounds.CALL_S)
     errors: list[str] = []
     for _ in range(MAX_ROUNDS):
@@ -439,10 +409,6 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
 
 
 def _received_once(offer: WeightOffer, folder: Path, limit_s: float, holds: str) -> WeightOffer:
-    """Ask for a version, receive it in a round, and verify it.
-
-    Raises `WeightsError` if the round failed, and as `admission`.
-    """
     try:
         with closing(admission(offer, RoundDeadline(limit_s), holds=holds)) as admitted:
             return _receive_files(admitted, offer, folder)
@@ -455,7 +421,7 @@ def _received_once(offer: WeightOffer, folder: Path, limit_s: float, holds: str)
 
 
 def _receive_files(admitted: ReceiverRound, offer: WeightOffer, folder: Path) -> WeightOffer:
-    """Receive the data file or the delta files. `apply_delta` verifies a delta later."""
+    """Receive the files of a version. A delta is verified later, by `apply_delta`."""
     local = replace(offer, manifest=str(folder / "manifest.json"), carrier=Carrier.folder)
     manifest = parse_manifest(local, admitted.manifest)
     Path(local.manifest).write_bytes(admitted.manifest)
@@ -489,7 +455,7 @@ def new_data_file(folder: Path, manifest: Manifest) -> Tensor:
 
 
 def new_file(path: Path, size: int) -> Tensor:
-    """Create a file and map it: [size] uint8. Raises `WeightsError` if the bytes cannot be reserved."""
+    """Create a file and map it: [size] uint8. Raises `WeightsError` if there is no room for it."""
     with os.fdopen(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), "w+b") as file:
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -501,14 +467,14 @@ def new_file(path: Path, size: int) -> Tensor:
 
 
 class RoundFailed(WeightsError):
-    """A round failed for an engine's rank; the rank may ask for another round."""
+    """An error: a round failed for an engine's rank. The rank may ask for another round."""
 
 
 class ArrivingWeights:
-    """Receives a version in one round, in a rank of an engine, while the model loads it.
+    """A version that an engine's rank receives in one round, while the model loads it.
 
-    Memory holds at most the tensor being loaded, incomplete tensors, and `NUM_UNDER_WAY` buckets of `SPAN_BYTES` in
-    each direction. Each wait ends at the deadline.
+    Memory holds at most the tensor that the model loads, incomplete tensors, and `NUM_UNDER_WAY` buckets of
+    `SPAN_BYTES` in each direction. Each wait ends at the deadline.
 
     Args:
         offer: An offer with `Carrier.engine_stream`.
@@ -517,10 +483,11 @@ class ArrivingWeights:
 
     Attributes:
         manifest: Manifest of the version. The constructor waits for it.
-        copier: None, because each tensor is verified before it is handed over.
 
-    Raises `RoundFailed` if the round failed, `WeightsGone` if the ranks no longer hold the version, `DeadlineError` if
-    the version did not arrive in time.
+    Raises:
+        RoundFailed: the round failed.
+        WeightsGone: the ranks no longer hold the version.
+        DeadlineError: the version did not arrive in time.
     """
 
     copier = None
@@ -533,7 +500,7 @@ class ArrivingWeights:
             self.manifest: Manifest = parse_manifest(offer, self._admitted.manifest)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each verified tensor with its name when it is complete. Raises the errors of the constructor."""
+        """Yield each tensor with its name, when it is complete and verified. Raises the errors of the constructor."""
         is_nccl = self._admitted.round.backend == "nccl"
         device = self._device if is_nccl else torch.device("cpu")
         with self._named_failures():
@@ -572,14 +539,12 @@ class ArrivingWeights:
 
 @dataclass(kw_only=True)
 class ReceiverRound:
-    """A receiver's place in a round.
+    """A receiver's membership in a round.
 
     Attributes:
-        round: The round.
         manifest: Text of the version's manifest.
-        member: This process; it can take part in other rounds after this round succeeds.
+        member: This process. It can take part in other rounds after this round succeeds.
         place: Rank of this receiver in the group.
-        deadline: Deadline of the round.
         is_done: Whether all bytes have arrived and were forwarded.
     """
 
@@ -591,14 +556,14 @@ class ReceiverRound:
     is_done: bool = False
 
     def close(self) -> None:
-        """Leave the round. After a failure, leave the group, too. May be called more than once."""
+        """Leave the round. After a failure, leave the group too. May be called more than once."""
         if not self.is_done:
             self.member.close()
         elif self.member not in _idle:
             _idle.append(self.member)
 
     def buckets(self, manifest: Manifest) -> Iterator[Bucket]:
-        """Yield the buckets of all ranks in file order, so that the parts of a tensor arrive soon after each other."""
+        """Yield the buckets of all ranks in file order, so that the bytes of one tensor arrive together."""
         parts, first = [], 0
         for rank, share in enumerate(self.round.shares):
             parts.append(buckets_of(rank, manifest.pieces[first : first + share]))
@@ -610,12 +575,8 @@ class ReceiverRound:
     ) -> Iterator[tuple[Bucket, Tensor]]:
         """Receive buckets, forward them to the next receiver, and yield each bucket with its bytes.
 
-        Args:
-            buckets: The buckets, in the same order on all receivers.
-            place_of: Returns the memory for a bucket, [bytes] uint8; no other code may write to it.
-
-        Raises:
-            RuntimeError: a neighbor was lost, or the deadline has passed.
+        The buckets have the same order on all receivers. ``place_of`` returns the memory for a bucket, [bytes] uint8,
+        and no other code may write to it. Raises `RuntimeError` if a neighbor was lost, or if the deadline has passed.
         """
         group = self.member.group(self.round, self.place, self.deadline)
         receiving: deque[tuple[Bucket, Tensor, Callable[[], None]]] = deque()
@@ -645,7 +606,7 @@ _idle: list[GroupMember] = []
 
 
 def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -> ReceiverRound:
-    """Ask rank 0 for a version, and answer rank 0's call. Returns this receiver's place in a round.
+    """Ask rank 0 for a version, and answer rank 0's call. Returns this receiver's membership in a round.
 
     Raises:
         WeightsGone: the ranks no longer hold the version, or rank 0 has ended.
@@ -656,7 +617,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
     member: GroupMember | None = None
     while _idle and member is None:
         member = _idle.pop()
-        # A channel to another address, or a closed channel, belongs to a learner that has ended.
+        # A closed channel, or a channel to another address, belongs to a learner that has ended.
         if member.channel.address != address or not member.channel.is_open:
             member.close()
             member = None
@@ -693,7 +654,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """The bytes that one learner rank sends in one transfer: adjacent pieces of a file, or a part of a delta file."""
+    """The bytes of one transfer from a learner rank: adjacent pieces of a data file, or a part of a delta file."""
 
     sender: int
     first: int
@@ -715,7 +676,7 @@ def buckets_of(sender: int, pieces: Sequence[Piece]) -> Iterator[Bucket]:
 
 
 def file_buckets(sender: int, num_bytes: int) -> Iterator[Bucket]:
-    """Yield the buckets of a file without pieces."""
+    """Yield the buckets of a delta file."""
     for first in range(0, num_bytes, SPAN_BYTES):
         yield Bucket(sender=sender, first=first, end=min(first + SPAN_BYTES, num_bytes))
 
