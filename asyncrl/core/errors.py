@@ -1,6 +1,6 @@
-"""The exceptions of a run. Each carries a single string, so that Ray can pickle it.
+"""The exceptions of a run. Each exception has a single string as its argument, so that Ray can pickle it.
 
-A user's mistake (a wrong option, a missing file) is a ``ValueError`` instead, raised where the value is read.
+A user's mistake (a wrong option, a missing file) raises ``ValueError`` instead.
 """
 
 import sys
@@ -64,7 +64,7 @@ class MembershipRefused(AsyncRLError):
 
 
 class RequestRefused(EngineError):
-    """Every engine would refuse this request: the prompt or an option is wrong. A restart does not help."""
+    """Every engine would refuse this request, because its prompt or an option is wrong. A restart does not help."""
 
 
 class EpisodeOverflow(AsyncRLError):
@@ -72,7 +72,7 @@ class EpisodeOverflow(AsyncRLError):
 
 
 class EpisodeEnded(AsyncRLError):
-    """An episode gets no more answers. Its group was stopped, handed over or revoked, or its engine has failed."""
+    """An engine does not continue an episode: its group was stopped, handed over or revoked, or the engine failed."""
 
 
 class WeightsError(AsyncRLError):
@@ -94,7 +94,7 @@ class RewardError(AsyncRLError):
 class SandboxError(AsyncRLError):
     """This machine cannot isolate a program, or a sandbox failed.
 
-    An error of the program itself never raises this exception.
+    An error of the isolated program does not raise this exception.
     """
 
 
@@ -149,21 +149,21 @@ class RateExceeded(ReplayBufferError):
 class UsageError(TypeError, ValueError, AssertionError):
     """A call, a dispatch mode or a resource pool of the single controller does not support this use.
 
-    It is also an AssertionError: verl raises AssertionError, and code written for verl may catch it.
+    The class is also an AssertionError, because code written for verl may catch that.
     """
 
 
 class BatchError(ValueError, AssertionError):
-    """The parts of a `DataProto` do not match each other or the request.
+    """The fields of a `DataProto` do not match each other or the request.
 
-    Like `UsageError`, it is also an AssertionError.
+    The class is also an AssertionError, because code written for verl may catch that.
     """
 
 
 def root_cause(error: BaseException) -> BaseException:
     """Return the main cause inside exception groups and Ray's wrappers.
 
-    In a group, an `AsyncRLError` has priority over other errors, and a missed deadline comes last.
+    In an exception group, an `AsyncRLError` has priority over other errors. A missed deadline comes last.
     """
     if isinstance(error, BaseExceptionGroup):
         return min((root_cause(inner) for inner in error.exceptions), key=_rank)
@@ -178,10 +178,10 @@ def _rank(cause: BaseException) -> int:
 
 
 def with_exit_status(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Decorator: print an error of a command as one message, and return an exit status.
+    """Decorate a command: print its error as one message, and return an exit status.
 
-    The status is 2 for a user's mistake (`ValueError`) and for a file that cannot be read or written (`OSError`), 1 for
-    an `AsyncRLError`.
+    The status is 1 for an `AsyncRLError`. It is 2 for a user's mistake (`ValueError`) and for a file that cannot be
+    read or written (`OSError`).
     """
 
     @wraps(command)
@@ -198,7 +198,7 @@ def with_exit_status(command: Callable[Arguments, int]) -> Callable[Arguments, i
 def check_bounds(section: str, options: object, **bounds: str) -> None:
     """Raise `ValueError` for an option that violates its bound.
 
-    A bound is ``>= LOW`` or ``> LOW``, optionally followed by a unit and by ``; REMEDY``.
+    A bound is ``>= LOW`` or ``> LOW``, then optionally a unit and ``; REMEDY``.
 
     Example: ``check_bounds("checkpoint.", self, every_steps=">= 0; 0 saves no checkpoint")``.
     """
