@@ -73,8 +73,7 @@ class Prediction:
     Attributes:
         scenario: The simulated choice.
         outcome: The result with the scenario's own response lengths.
-        step_s: 5th and 95th percentile of the step time over resampled lengths. The interval is widened if it does not
-            include ``outcome.step_s``.
+        step_s: 5th and 95th percentile of the step time over resampled lengths, widened to include ``outcome.step_s``.
         lag_mean: The same interval for the mean lag.
     """
 

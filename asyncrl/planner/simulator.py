@@ -114,6 +114,7 @@ class SimulatedWorker:
         self.idle: defaultdict[str, float] = defaultdict(float)
 
     def start(self) -> None:
+        """Request leases and weights."""
         self._buffer.join(self._client, self._on_revoked, self._on_hand_on if self._scenario.hands_on else None)
         self._report_loaded(0, 0.0)
         self._follow_weights()
@@ -378,9 +379,7 @@ class SimulatedLearner:
 
     def _ask_plan(self, version: int, made: simpy.Event) -> None:
         def on_plan(batch: commands.Batch | commands.NothingYet) -> None:
-            if isinstance(
-                batch, commands.NothingYet
-            ):  # the filters dropped many groups: request again
+            if isinstance(batch, commands.NothingYet):  # the filters dropped many groups: request again
                 self._ask_plan(version, made)
                 return
             self._simulation.planned({group.group_id for group in batch.groups})
