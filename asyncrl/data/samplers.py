@@ -1,8 +1,7 @@
 """Samplers choose the row of the training files for each prompt group; `SAMPLERS` names them for ``data.sampler``.
 
-The prompt stream asks a sampler for a row when the buffer has room for a prompt, and reports finished groups to the
-sampler. The same calls in the same order give the same rows: a sampler uses no clock, and only random numbers from its
-seed. Its state is part of each checkpoint.
+A sampler must not use a clock, or random numbers other than those from its seed. The same calls then give the same
+rows. Its state is part of each checkpoint.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ UNIFORM = "uniform"
 class Sampler(Protocol):
     """Chooses rows.
 
-    The class is called with ``sources``, [N] names of the rows' data sources, and by keyword with:
+    The prompt stream calls the class with ``sources``, [N] names of the rows' data sources, and these keywords:
 
     - ``seed``: the run's seed;
     - ``shuffle``: ``data.shuffle``;
     - ``weights``: ``data.source_weights``, with a weight for each source;
-    - ``data.sampler_options``.
+    - each option in ``data.sampler_options``.
     """
 
     def choose(self) -> int:
@@ -40,8 +39,8 @@ class Sampler(Protocol):
     def note(self, row: int, group: GroupSummary) -> None:
         """Take the outcome of a finished group of a row, even if a filter dropped the group.
 
-        ``group`` has the rewards, lengths and versions. The buffer may lose outcomes when its server restarts. If a
-        group is generated again, its outcome is reported again.
+        ``group`` has the rewards, lengths and versions. The buffer may lose outcomes when its server restarts. It
+        reports the outcome of a group that is generated again a second time.
         """
         ...
 
@@ -55,12 +54,12 @@ class Sampler(Protocol):
 
 
 SAMPLERS: Registry[Any] = Registry("data.sampler")
-"""Sampler classes by name; `UNIFORM` is not one of them."""
+"""Sampler classes by name, without `UNIFORM`."""
 
 
 @SAMPLERS.register("weighted")
 class WeightedSampler:
-    """Takes data sources in proportion to their weights. Each source has its own epochs and its own shuffled order.
+    """Takes data sources in proportion to their weights. Each source has its own epochs and shuffled order.
 
     Example: with weights 3 and 1, four consecutive prompts hold three of the first source and one of the second.
     """
@@ -111,19 +110,19 @@ class WeightedSampler:
 
 @SAMPLERS.register("difficulty")
 class DifficultySampler(WeightedSampler):
-    """Prefers rows whose success rate is near a target. Rates near 0.5 teach most; a lower target prefers harder rows.
+    """Prefers rows with a success rate near a target. Rates near 0.5 teach most; a lower target prefers harder rows.
 
-    Each source has a *pool* of rows whose estimated success rate is within ``width`` of ``target``. When a group of a
-    row is finished, the row's estimate changes, and the row enters or leaves the pool. A chosen row leaves the pool
-    until its group is finished. A share ``explore`` of the prompts comes from all rows of the source, in order. While
-    the pool is empty, all prompts do. Therefore rows can enter the pool at any time.
+    Each source has a *pool* of rows with an estimated success rate within ``width`` of ``target``. A finished group
+    updates the estimate of its row, and the row enters or leaves the pool. A chosen row leaves the pool until its group
+    is finished. A share ``explore`` of the prompts comes from all rows of the source in order, and all prompts do while
+    the pool is empty.
 
     Args:
         target: Success rate, in [0, 1]. Example: 0.8 prefers easy rows, 0.2 hard ones.
         width: Largest difference between ``target`` and a success rate in the pool; > 0.
         explore: Share of the prompts that come from all rows in order, in (0, 1].
         success: Smallest reward of a successful trajectory.
-        memory: Weight of the old estimate when a finished group updates the estimate, in [0, 1).
+        memory: Weight of the old estimate in an update, in [0, 1).
     """
 
     def __init__(
@@ -199,7 +198,7 @@ def make_sampler(
     """Make the sampler ``name`` for rows of ``sources``. If ``weights`` is empty, all sources have the same weight.
 
     Raises:
-        ValueError: a source has no weight or a weight has no rows, or the class does not take the ``options``.
+        ValueError: the weights do not have exactly the sources, or the class does not take the ``options``.
     """
     found = dict.fromkeys(sources)
     given = weights or dict.fromkeys(found, 1.0)

@@ -236,7 +236,7 @@ class Trace:
 
     @property
     def window(self) -> tuple[int, int]:
-        """The time from the start of the first step to the end of the last finished one; empty without a finished step."""
+        """The time from the start of the first step to the end of the last finished step, or an empty interval."""
         done = [step for step in self.steps if not step.is_open]
         return (done[0].start, done[-1].end) if done else (self.start, self.start)
 
