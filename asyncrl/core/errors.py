@@ -28,11 +28,11 @@ class AccountError(AsyncRLError):
 
 
 class DeadlineError(AsyncRLError):
-    """A configured deadline passed. The message names the awaited result and the deadline."""
+    """A configured deadline passed."""
 
 
 class WorkerDiedError(AsyncRLError):
-    """A process of the run died. The message names the process and ends with the last lines of its log."""
+    """A process of the run died. The message ends with the last lines of its log."""
 
 
 class LearnerDiedError(WorkerDiedError):
@@ -60,7 +60,7 @@ class EngineLost(EngineError):
 
 
 class MembershipRefused(AsyncRLError):
-    """The run refused a request to add or remove an engine. The message gives the reason and the remedy."""
+    """The run refused a request to add or remove an engine."""
 
 
 class RequestRefused(EngineError):
@@ -68,7 +68,7 @@ class RequestRefused(EngineError):
 
 
 class EpisodeOverflow(AsyncRLError):
-    """An episode has used its budget of turns, tokens or context. The message names the budget."""
+    """An episode has used its budget of turns, tokens or context."""
 
 
 class EpisodeEnded(AsyncRLError):
@@ -94,7 +94,7 @@ class RewardError(AsyncRLError):
 class SandboxError(AsyncRLError):
     """This machine cannot isolate a program, or a sandbox failed.
 
-    An error of the isolated program does not raise this exception.
+    Errors of the isolated program do not raise this exception.
     """
 
 
@@ -156,7 +156,7 @@ class UsageError(TypeError, ValueError, AssertionError):
 class BatchError(ValueError, AssertionError):
     """The fields of a `DataProto` do not match each other or the request.
 
-    The class is also an AssertionError, because code written for verl may catch that.
+    Like `UsageError`, it is also an AssertionError.
     """
 
 

@@ -2,7 +2,6 @@
 
 Only the supervisor handles SIGINT and SIGTERM, because ``scancel`` or systemd sends SIGTERM to every process of a run
 at once. The controller blocks both signals. Its threads and child processes, including Ray's daemons, inherit the mask.
-Each parent process stops its children by closing a pipe or by another signal.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 WORKER_BYTES = 256 << 20
-"""Number of freed bytes that a computing process keeps. A step of a small model needs less."""
+"""Number of freed bytes that a computing process keeps."""
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """Environment variables that hide all GPUs from a process."""
@@ -55,8 +54,6 @@ class NotPrivate(AsyncRLError):
 
 def make_private_folder(folder: Path) -> Path:
     """Create a folder, and missing parents, that only this user can open; return the folder.
-
-    The function keeps an existing folder of this user.
 
     Raises:
         NotPrivate: the path is a link or a file, belongs to another user, or is writable by other users.
@@ -86,7 +83,7 @@ def check_owned(folder: Path) -> None:
 def socket_base(longest: str) -> str:
     """Return the folder for temporary files, or ``/tmp`` if the path ``longest`` below it is too long for a socket.
 
-    Linux limits the path of a socket to 107 bytes. The ``TMPDIR`` of a batch system is often too long.
+    Linux limits the path of a socket to 107 bytes.
     """
     base = tempfile.gettempdir()
     return base if len(os.fsencode(os.path.join(base, longest))) <= _MAX_SOCKET_PATH_BYTES else "/tmp"
@@ -105,9 +102,8 @@ def is_bare_name(name: object) -> bool:
 def keep_freed_memory(num_bytes: int) -> None:
     """Make glibc keep freed memory for later allocations instead of returning it to the kernel.
 
-    The kernel zeroes each new page at its first access. Without this function, a process that allocates the same
-    tensors in every step pays for this in every step. The cost was a tenth of the processor time of a small model's
-    update.
+    Otherwise, a process that allocates the same tensors in every step waits in every step for the kernel to zero new
+    pages.
 
     Args:
         num_bytes: Largest number of bytes to keep at the end of each heap, in 0..2**31 - 1. glibc always returns a
@@ -137,8 +133,7 @@ def end_with_parent() -> None:
 def own_python() -> dict[str, str]:
     """Return the ``runtime_env`` that Ray needs to start workers with this Python; empty if Ray needs none.
 
-    Ray puts the path of Python into a shell command without quotes. Without this, workers do not start if the path
-    contains a space.
+    Ray does not quote the path of Python. Without this, workers do not start if the path contains a space.
     """
     quoted = shlex.quote(sys.executable)
     return {} if quoted == sys.executable else {"py_executable": quoted}
@@ -147,8 +142,7 @@ def own_python() -> dict[str, str]:
 def forget_process_group(environment: MutableMapping[str, str] = os.environ) -> list[str]:
     """Remove the variables with which torchrun or a batch system describes a process group; return their names.
 
-    The processes of a run form their own groups. With these variables, they would look for the ranks of the foreign
-    group.
+    Otherwise the processes of a run would look for the ranks of that group.
     """
     found = [name for name in environment if name in _GROUP_VARIABLES or name.startswith("TORCHELASTIC_")]
     for name in found:
@@ -159,7 +153,7 @@ def forget_process_group(environment: MutableMapping[str, str] = os.environ) -> 
 def ray_folder() -> str:
     """Return the folder for the sessions of a Ray cluster on this host.
 
-    It is Ray's default folder if the paths of Ray's sockets are short enough there.
+    It is in ``RAY_TMPDIR``, or else in `socket_base`.
     """
     return os.path.join(os.environ.get("RAY_TMPDIR") or socket_base(_LONGEST_RAY_SOCKET), "ray")
 
@@ -207,7 +201,7 @@ def _visible_uuids(environment: Mapping[str, str]) -> list[str]:
 
 
 def _visible(listed: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the UUIDs of the visible GPUs. A MIG instance has its own UUID, which is not in ``listed``."""
+    """Return the UUIDs of the visible GPUs."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return listed
@@ -226,14 +220,13 @@ def _visible(listed: list[str], environment: Mapping[str, str]) -> list[str]:
 
 @cache
 def _listed_uuids(tool: str) -> list[str]:
-    """Return the UUIDs of this machine's GPUs in the order of the NVIDIA driver."""
     lines = [line for line in _answer(tool, "-L") if line.startswith("GPU ")]
     return [line.rpartition("UUID: ")[2].rstrip(")") for line in lines]
 
 
 @cache
 def _answer(tool: str, *arguments: str) -> list[str]:
-    """Return the output lines of nvidia-smi. Raises `DeadlineError` if the NVIDIA driver does not answer."""
+    """Return the output lines of nvidia-smi."""
     process = subprocess.Popen([tool, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         listed, _ = process.communicate(timeout=_DRIVER_TIMEOUT_S)
@@ -273,8 +266,7 @@ def release_resource_tracker() -> None:
 def outlive_stop() -> None:
     """Ignore SIGTERM in this process. Programs that it starts and children that it forks still obey both stop signals.
 
-    The function sets a handler and not a mask, because a user's code may stop its subprocesses with SIGTERM, and
-    subprocesses inherit a mask. Call it in the main thread, before other threads start.
+    A mask would not do, because subprocesses inherit it. Call this in the main thread, before other threads start.
     """
     term = {signal.SIGTERM}
     let_through = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, term)

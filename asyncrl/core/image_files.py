@@ -1,7 +1,6 @@
 """Reads images in messages and rows, and converts them to `Image` objects with the model's image processor.
 
-An image is a data URL, base64 text, or the bytes of a file. In rows it may also be a path. The module downloads
-nothing.
+An image is a data URL, base64 text, or the bytes of a file. In rows it may also be a path.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe")
 """Model types whose images can be trained on."""
 
 MAX_SOURCE_PIXELS = 1 << 26
-"""Limit on the pixels of an image file, checked before decoding. A larger decoded image would need over 200 MB."""
+"""Limit on the pixels of an image file, checked before decoding."""
 
 MAX_ASPECT_RATIO = 200
 """Largest ratio of the longer to the shorter side that the image processor accepts."""

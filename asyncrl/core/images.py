@@ -1,9 +1,7 @@
 """Images of prompts and tool results, as grids of patches with 8-bit pixels and as columns of a prompt group.
 
-A group stores and sends 8-bit pixels, which need an eighth of the bytes of float32 features. The learner computes the
-features (`PixelFormat.features`). In the token sequence, an image is a run of placeholder tokens, one per
-``merge_size``² patches. The language model replaces the embeddings of the placeholders by the *merged features* of the
-image.
+In the token sequence, an image is a run of placeholder tokens, one per ``merge_size``² patches. The language model
+replaces their embeddings by the *merged features* of the image.
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ def positions_of(start: int, num_tokens: int, images: Sequence[PlacedImage]) -> 
     """Compute positions for multimodal rotary embeddings (Qwen3-VL, arXiv 2511.21631; Qwen2-VL, arXiv 2409.12191, 2.1).
 
     A text token has the same position on all axes: one more than the largest earlier position. The position of an image
-    token is its index in the grid plus an offset. The offset is the position of a text token at the start of the image.
+    token is its index in the grid plus the position of a text token at the start of the image.
 
     Args:
         start: Position of the first token.
@@ -87,8 +85,8 @@ def positions_of(start: int, num_tokens: int, images: Sequence[PlacedImage]) -> 
 
     Returns:
         [T, 3] int32 positions in time, height and width, and the position of the next token. Example: a text token, an
-            image of 1 × 2 × 1 merged patches and a text token, with ``start=5``, give the positions (5, 5, 5), (6, 6,
-            6), (6, 7, 6) and (8, 8, 8), and the next position 9.
+        image of 1 × 2 × 1 merged patches and a text token, with ``start=5``, give the positions (5, 5, 5), (6, 6, 6),
+        (6, 7, 6) and (8, 8, 8), and the next position 9.
     """
     positions, done = np.empty((num_tokens, 3), dtype=np.int32), 0
     for placed in images:
@@ -143,7 +141,7 @@ class GroupImages:
 
     @cached_property
     def images(self) -> tuple[Image, ...]:
-        """The images of the group. The digest of each image is computed from the stored pixels."""
+        """The images of the group."""
         return tuple(
             Image(
                 pixels=self.pixels_of(index),

@@ -1,6 +1,7 @@
 """Restarts a component of a run whenever it fails. The time between two restarts is a *life* of the component.
 
-    begin ──▶ watch ──raises──▶ end ──▶ pause ──▶ begin ──▶ watch … └─────── raises ───────────▲
+    begin ──▶ watch ──raises──▶ end ──▶ pause ──▶ begin ──▶ watch …
+      └─────── raises ───────────▲
 
 `keep_up` restarts rollout workers, the buffer server, the stores and the learner's ranks.
 """

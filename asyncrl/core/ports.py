@@ -16,7 +16,7 @@ class RolloutBuffer(Protocol):
 
     Attributes:
         count_generated: Set by the worker. Returns the number of policy tokens that this worker has generated so far,
-            including running samples. Each heartbeat reports this number.
+            including running samples.
     """
 
     count_generated: Callable[[], int]
@@ -28,8 +28,7 @@ class RolloutBuffer(Protocol):
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         """Wait until at least one group is admitted at ``engine_version``; return up to ``max_groups`` leases.
 
-        Returns an empty list if the server's long-poll period ends first. Then call again with the engine's current
-        version.
+        Returns an empty list if the server's long-poll period ends first. Then call again.
         """
         ...
 
@@ -38,33 +37,33 @@ class RolloutBuffer(Protocol):
         ...
 
     async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0, data_source: str = "") -> None:
-        """Store a finished group and wait until it is stored. The client retries; the buffer stores the group once.
+        """Store a finished group and wait until it is stored. Idempotent.
 
         Args:
             group: The finished group.
-            num_left_out: Number of tokens of trajectories that the worker omitted from the group. These tokens count as
-                dropped for the reason ``reward``.
+            num_left_out: Tokens of trajectories that the worker omitted. They count as dropped for the reason
+                ``reward``.
             data_source: As in `Prompt`.
 
         Raises:
             LeaseExpired: the attempt is no longer current. Its tokens count as dropped.
-            VersionTooOld: the group has a token that is older than the policy version of its lease.
+            VersionTooOld: a token is older than the policy version of the lease.
         """
         ...
 
     async def release(self, lease: Lease, *, num_tokens: int, reason: str, max_failures: int = 0) -> bool:
         """Return a lease without a result. Its ``num_tokens`` policy tokens count as dropped for ``reason``.
 
-        The buffer requeues the prompt. If ``max_failures`` is not 0, the attempt counts as failed. The buffer drops the
-        group after ``max_failures`` failed attempts on any workers. Returns whether the buffer dropped the group.
+        The buffer requeues the prompt. If ``max_failures`` is not 0, the attempt counts as failed, and the buffer drops
+        the group after ``max_failures`` failed attempts. Returns whether the buffer dropped the group.
         """
         ...
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
         """Return the saved prefix of this lease's group, if an earlier attempt saved one.
 
-        Call this once, before generating. The later put or release must include the tokens of the prefix. If a worker
-        does not take the prefix, its tokens count as dropped at the put.
+        Call this once, before generating. The later put or release must include the tokens of the prefix. Otherwise
+        they count as dropped at the put.
         """
         ...
 
@@ -73,7 +72,7 @@ class RolloutBuffer(Protocol):
 
         Unfinished samples have the finish reason ``unfinished``; the group has at least one token.
 
-        Raises the errors of `put`, and `StoreFull` if the store is full.
+        Raises the errors of `put`, and `StoreFull`.
         """
         ...
 
@@ -189,10 +188,9 @@ class ControlBuffer(Protocol):
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
         """Keep up to ``num_engines`` engines on ``version`` until `unpin` or the next `pin`.
 
-        Call this method before the version is offered. The first engines that request the version stay on it, and the
-        other engines load newer versions. The buffer offers the version until ``num_engines`` engines serve it, even if
-        newer versions exist. The call waits until the set of engines that serve the version differs from ``known``, and
-        returns that set.
+        Call this before the version is offered. The first engines that request the version stay on it. The buffer
+        offers the version until ``num_engines`` engines serve it, even if newer versions exist. The call waits until
+        the set of engines that serve the version differs from ``known``, and returns that set.
 
         Raises:
             WeightsGone: no engine serves the version, and it is no longer offered.
@@ -216,11 +214,9 @@ class ControlBuffer(Protocol):
 
         The buffer withdraws all offers and revokes running attempts. It drops the groups and saved prefixes that have a
         token of a later version. Engines get new leases after they load weights of the new learner. The caller must
-        enqueue the prompts that were finished after the checkpoint again.
+        enqueue the prompts again that finished after the checkpoint.
 
-        Args:
-            version: Learner version of the checkpoint.
-            incarnation: Number of the learner's new incarnation.
+        ``incarnation`` is the number of the learner's new incarnation.
         """
         ...
 
@@ -239,7 +235,6 @@ class ControlBuffer(Protocol):
         """Write the state that a new life needs to ``folder``, an absolute path. Returns when the folder is complete.
 
         The steps before ``version`` must be planned or committed. ``key`` is a random text that names the checkpoint.
-        Training and generation continue meanwhile.
         """
         ...
 
@@ -249,11 +244,7 @@ class ControlBuffer(Protocol):
 
 
 class LearnerPort(Protocol):
-    """The interface of the controller to the learner group. The ranks execute calls in the order of the calls.
-
-    Attributes:
-        checkpoints: The folder of the checkpoints.
-    """
+    """The interface of the controller to the learner group. The ranks execute calls in the order of the calls."""
 
     checkpoints: Path
 
@@ -349,8 +340,8 @@ class ColocatedFleetPort(FleetPort, Protocol):
     async def release_device(self, incarnation: int | None = None) -> None:
         """Wait until running groups end, then release the devices until the next weights are offered.
 
-        No engine starts before `take_device`. If a new learner replaces a dead one, ``incarnation`` is that of the new
-        learner. The engines then refuse weights of earlier incarnations.
+        No engine starts before `take_device`. With a new learner, ``incarnation`` is its incarnation. The engines then
+        refuse weights of earlier incarnations.
         """
         ...
 

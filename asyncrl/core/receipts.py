@@ -64,8 +64,7 @@ def stop() -> None:
 def note(act: Act, **values: Any) -> None:
     """Append a line. Without `start`, do nothing.
 
-    If the write fails, the function logs an error, and the next call writes the line again. ``asyncrl audit`` reports a
-    line that is still missing when its process ends.
+    If the write fails, the function logs an error, and the next call writes the line again.
     """
     if (path := _path) is None:
         return

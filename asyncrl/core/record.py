@@ -1,8 +1,7 @@
 """The profile of each process: spans, levels and group stamps, in one append-only file per process.
 
-A process calls `start` once; then `span`, `level` and `stamp` record from any thread. Without `start` they do nothing.
-Callers do not wait, because a separate thread writes the records every 50 ms. If the process is killed, at most the
-records of the last 50 ms are missing.
+A process calls `start` once; then `span`, `level` and `stamp` record from any thread. A separate thread writes the
+records every 50 ms. If the process is killed, at most the records of the last 50 ms are missing.
 
 The file ``<process>@<host>-<pid>.msgpack`` is a stream of msgpack arrays. The first item of each array is its `Tag`.
 Times are integer nanoseconds of the process's monotonic clock. `clock` records the offset to the buffer server's clock.
@@ -196,10 +195,10 @@ NO_SPAN = OpenSpan(None, 0)
 
 
 class Recorder:
-    """Records the spans, levels and stamps of one process in the order of the calls, in its own file.
+    """Records the spans, levels and stamps of one process in its own file.
 
-    A thread appends the records to the file. The queue holds at most 8 MiB, and the file at most ``max_file_bytes``.
-    The recorder drops and counts further records. After a write error the thread logs one warning and stops.
+    The queue holds at most 8 MiB, and the file at most ``max_file_bytes``. The recorder drops and counts further
+    records. After a write error it logs one warning and stops.
 
     Args:
         directory: Folder of the file; created if it is missing.
@@ -268,7 +267,7 @@ class Recorder:
         cause: str = "",
         start: int | None = None,
     ) -> OpenSpan:
-        """Begin a span now or at ``start``. The start is recorded at once, so that a span without an end is visible.
+        """Begin a span now or at ``start``.
 
         Args:
             kind: A `SpanKind`.
@@ -377,7 +376,7 @@ _recorder: Recorder | None = None
 def start(config: ProfileConfig, *, process: str, pool: Pool) -> None:
     """Start to record this process, unless it already records or the options disable recording.
 
-    Independently of the options, the process also writes `receipts`, and its `stacks` when another process asks. If the
+    The process also writes `receipts`, and its `stacks` when another process asks, independently of the options. If the
     folder is not writable, the run continues without recording and logs a warning.
     """
     global _recorder

@@ -88,7 +88,7 @@ def absolute_name(name: str) -> str:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file once per process, under a unique module name. The file can import other files of its folder."""
+    """Import a file once per process. The file can import other files of its folder."""
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -1,6 +1,6 @@
 """Wait for remote results with a deadline, and for the end of processes on this machine.
 
-Errors name the worker and show the end of its log. Only functions that need Ray import it.
+Only functions that need Ray import it.
 """
 
 from __future__ import annotations
@@ -79,9 +79,11 @@ async def fetch_async(refs: Sequence[Any]) -> list[Any]:
 async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str) -> T:
     """Await the result of a group's call for at most ``timeout_s`` seconds, the value of ``option``.
 
-    Time does not count while this process is stopped. Raises `DeadlineError` at the deadline. The message contains
-    ``what``. Example: ``"the update of step 7"``. For lists of references and for futures, the message also names the
-    late workers and ends with the log of the first late worker.
+    Time does not count while this process is stopped.
+
+    Raises:
+        DeadlineError: at the deadline. The message contains ``what``, such as ``"the update of step 7"``. For
+            references and futures, it also names the late workers and ends with the log of the first one.
     """
     call, left_s = asyncio.ensure_future(pending), timeout_s
     try:
@@ -123,9 +125,8 @@ def death_among(refs: Sequence[Any], timeout_s: float) -> WorkerDiedError | None
 class StepDeadline:
     """A deadline for repeated calls, separate for each kind of call.
 
-    The first call of a kind has ``limit_s``, which must be enough for the largest model. Later calls have ``factor``
-    times the longest call of the kind so far, at least ``floor_s`` and at most ``limit_s``. This detects a hanging rank
-    earlier.
+    The first call of a kind has ``limit_s``. Later calls have ``factor`` times the longest call so far, at least
+    ``floor_s`` and at most ``limit_s``. This detects a hanging rank earlier.
     """
 
     def __init__(self, limit_s: float, *, floor_s: float = 120.0, factor: float = 10.0) -> None:
@@ -143,8 +144,8 @@ class StepDeadline:
     async def within(self, pending: Awaitable[T], kind: str, what: str, option: str) -> T:
         """Await a result, as the function `within` does, with the deadline of this kind of call.
 
-        If ``pending`` has ``queued_s``, the measured duration begins at that time. A caller that starts to wait late
-        would otherwise measure a short call, and the next deadline would be too short.
+        If ``pending`` has ``queued_s``, the measured duration begins at that time. Otherwise a caller that starts to
+        wait late would shorten the next deadline too much.
         """
         began_s = getattr(pending, "queued_s", time.monotonic())
         timeout_s = self.seconds(kind)
@@ -202,10 +203,7 @@ _TAIL_BYTES = 16_384
 
 
 async def process_end(pid: int) -> None:
-    """Wait until a process of this machine has ended. The process need not be a child.
-
-    A zombie counts as ended. The function does not reap it.
-    """
+    """Wait until a process of this machine has ended. It need not be a child. A zombie counts as ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,8 +1,7 @@
 """The stacks of all threads of a run's processes, written when a deadline is missed.
 
-Each process calls `listen`, and then writes its stacks to its own file when it gets a signal. The signal handler is C
-code (`faulthandler`), so a process also answers while it is blocked in a library or holds the GIL. `missed` signals the
-processes of this host.
+Each process calls `listen`, and then writes its stacks to its own file at a signal. The signal handler is C code
+(`faulthandler`), so it also runs while the process is blocked in a library or holds the GIL.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ def stop() -> None:
 def missed(message: str, details: str = "") -> DeadlineError:
     """Ask the processes of the run on this host for their stacks, then return the error of a missed deadline.
 
-    The text of the error is the message, the folder of the stacks, the processes that did not answer, and ``details``.
-    In a process that does not `listen`, the text is only the message and the details.
+    In a process that does not `listen`, the function only returns the error.
     """
     global _asked_s
     if _file is None:
@@ -117,7 +115,6 @@ def _is_written_by(path: Path, pid: int) -> bool:
 
 
 def _state_of(pid: int) -> str:
-    """Return the state of a process by its name in Linux. Example: ``T (stopped)``."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("State:"))

@@ -49,7 +49,6 @@ class Turn:
         sampled: Whether the policy wrote the tokens.
         logprobs: [T] float32, behavior log-probs at the sampling temperature; 0 at tokens that were not sampled.
         versions: [T] int32, policy version of each token as the engine reported it; -1 where not sampled.
-        finish_reason: Why a sampled turn ended.
         columns: Further [T, …] numeric arrays by name. Example: ``routed_experts`` [T, layers, top-k] int16.
         images: The images in a turn that was not sampled, in order.
     """
@@ -108,10 +107,8 @@ class Branch:
     """A path from a root to a leaf; the input of one forward pass of the policy.
 
     Attributes:
-        trajectory: Index of the branch's trajectory.
         turns: Indices of the turns, from the root to the leaf.
-        trained: The sampled turns of ``turns`` that are not in an earlier branch. The loss mask includes only these
-            turns.
+        trained: The sampled turns that are not in an earlier branch. The loss mask includes only these turns.
     """
 
     trajectory: int
@@ -512,7 +509,7 @@ class TrajectoryGroup:
         return any(chain != chains[0] for chain in chains)
 
     def _counts(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return tokens after the prompt, tokens of all branches, and number of branches, each per trajectory [G].
+        """Return per trajectory [G]: tokens after the prompt, tokens of all branches, and number of branches.
 
         The last two are empty if each trajectory has a single branch.
         """

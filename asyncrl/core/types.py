@@ -57,10 +57,7 @@ class AnsweredPrompt:
     """Rewards of the answers to one held-out prompt. One policy version sampled all answers.
 
     Attributes:
-        group_id: As in `Prompt`.
-        data_source: As in `Prompt`.
         sampled: Reward of each answer at the training temperature.
-        greedy: Reward of the greedy answer.
         response_lengths: Tokens of each answer; the greedy answer is last.
         num_truncated: Answers that reached the length limit.
         reward_failure: Why the reward function failed; empty if it succeeded. A failure leaves no rewards.
@@ -80,7 +77,6 @@ class Lease:
     """The permission of one worker to roll out one prompt group.
 
     Attributes:
-        prompt: The prompt to roll out.
         attempt: Number of the attempt, from 0. The buffer refuses a put of an older attempt.
         engine_version: The policy version that the worker's engine served at admission.
         deadline_version: ``engine_version`` + max_lag, the last learner version that may consume the group.
@@ -98,7 +94,6 @@ class GroupSummary:
 
     Attributes:
         group_id: As in `Prompt`; ``attempt``: as in `Lease`.
-        num_prompt_tokens: P.
         response_lengths: [G] ints, tokens after the prompt, of the policy and of the environment.
         num_tokens: Tokens that the policy wrote in all trajectories; the unit of the token account.
         oldest_version: Version of the group's oldest token; ``newest_version``: of its newest.
@@ -111,8 +106,7 @@ class GroupSummary:
         has_unlike_turns: Whether turns have rewards that differ between trajectories or belong to several branches of a
             trajectory.
         digest: `receipts.token_digest` of the tokens that the policy wrote, without baselines.
-        num_uses: Number of earlier learner steps that trained on the group; the buffer counts them.
-        data_source: As in `Prompt`.
+        num_uses: Number of earlier learner steps that trained on the group.
     """
 
     group_id: int
@@ -149,7 +143,6 @@ class Plan:
 
     Attributes:
         version: Learner version that consumes the batch; ``version + 1`` after the step.
-        groups: The groups of the batch.
     """
 
     version: int
@@ -190,7 +183,6 @@ class BufferStats:
         tokens_buffered: Policy tokens of stored and planned groups, and of saved prefixes.
         lag_histogram: Number of uses of groups by their lag in learner steps.
         puts_refused: Refused puts by reason (duplicate, expired, …).
-        stored_bytes: Bytes of the stored payloads.
         leases_waiting: Workers that wait for admission.
         mean_length_kept: Mean response length of consumed samples, in tokens.
         mean_length_dropped: Mean response length of dropped samples, in tokens; 0 if none were dropped. The difference
@@ -261,7 +253,6 @@ class WeightOffer:
             Example: ``"10.0.0.5:41234"``.
         digest: Digest of the manifest's bytes, by `digest_of`.
         num_bytes: Bytes of all tensors; for an adapter, including the frozen weights. Deadlines depend on this number.
-        carrier: How the bytes reach the engines.
         kind: The engine's host converts a delta to a full version before loading. An engine applies an adapter to the
             frozen weights.
         base_version: The version to which a delta applies; `FROZEN` for an adapter, None for a full version.

@@ -44,7 +44,7 @@ def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokeniz
     """Read all rows of parquet or jsonl files.
 
     A plain row becomes prompt, response and end-of-sequence token. A conversation is rendered with the chat template
-    before and after each assistant turn. The text that the turn adds is learned. Learned text and other text are tokenized
+    before and after each assistant turn. The added text is learned. Learned text and other text are tokenized
     separately, as in generation.
 
     Args:
