@@ -20,7 +20,6 @@ class Demonstration:
     Attributes:
         token_ids: [T] int32.
         learned: [T] bool, True at tokens of the assistant, including the end token. The first token is always False.
-        where: File and row, for messages.
     """
 
     token_ids: np.ndarray
@@ -43,14 +42,10 @@ class DemonstrationFormat:
 def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokenizer: Any) -> list[Demonstration]:
     """Read all rows of parquet or jsonl files.
 
-    A plain row becomes prompt, response and end-of-sequence token. A conversation is rendered with the chat template
-    before and after each assistant turn. The added text is learned. Learned text and other text are tokenized
-    separately, as in generation.
+    A plain row becomes prompt, response and end-of-sequence token. A conversation is rendered before and after each
+    assistant turn. The added text is learned. Learned text and other text are tokenized separately, as in generation.
 
-    Args:
-        files: Paths of the files.
-        form: Columns and format.
-        tokenizer: The policy's tokenizer, from transformers.
+    ``tokenizer`` is the policy's tokenizer, from transformers.
 
     Raises:
         ValueError: a file, row or column does not match ``form``. The message names it.

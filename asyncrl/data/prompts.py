@@ -52,14 +52,8 @@ class PromptStream:
     ) -> None:
         """Read and tokenize the training files.
 
-        The stream reads image files twice: first to count their tokens, and again when it returns their prompt.
-
-        Args:
-            config: Files and columns.
-            tokenizer: The policy's tokenizer.
-            seed: Seed of the order.
-            has_environment: Whether the run has an environment. Prompts then have messages.
-            images: Reader of the images of rows; None for a text model.
+        If ``has_environment``, all prompts have messages. ``images`` is None for a text model. The stream reads image
+        files twice: first to count their tokens, and again when it returns their prompt.
 
         Raises:
             ValueError: a file, row or column does not match ``config``. The message names it.
@@ -124,10 +118,7 @@ class PromptStream:
         )
 
     def _asked(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the sampler.
-
-        An exception of the user's class becomes `SamplerError` with the sampler's name.
-        """
+        """Call a method of the sampler. Its exceptions become `SamplerError`."""
         try:
             return method(*arguments)
         except Exception as error:
@@ -245,10 +236,7 @@ class _PromptReader:
         self._images = images
 
     def read(self, paths: Sequence[str]) -> tuple[list[Prompt], list[list[str]], int]:
-        """Read files. The group id of a prompt is its index.
-
-        Returns the prompts, the path and the digest of each file, and the number of filtered prompts.
-        """
+        """Read files. Return the prompts, the path and the digest of each file, and the number of filtered prompts."""
         prompts: list[Prompt] = []
         files: list[list[str]] = []
         num_filtered = 0
@@ -266,7 +254,6 @@ class _PromptReader:
         return prompts, files, num_filtered
 
     def _prompts_of(self, rows: Rows) -> list[Prompt]:
-        """Return the prompt of each row of one file. Its group id is the row's index."""
         config = self._config
         columns = {key: rows.serializable_column(key) for key in (config.ground_truth_key, *config.extra_keys) if key}
         sources = _names(rows, config.data_source_key, "a string")
@@ -303,7 +290,7 @@ class _PromptReader:
     def _rendered(
         self, rows: Rows, tools: Sequence[tuple[Message, ...]]
     ) -> tuple[Sequence[tuple[Message, ...]], list[str]]:
-        """Return the messages of each row, and their text as the chat template renders it."""
+        """Return the messages and the rendered text of each row."""
         config = self._config
         messages: Sequence[tuple[Message, ...]] = read_messages(
             rows, config.prompt_key, system_prompt=config.system_prompt, has_images=self._images is not None

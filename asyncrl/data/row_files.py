@@ -24,12 +24,9 @@ class Rows:
     """The rows of one file.
 
     Attributes:
-        path: The path as the user wrote it.
         unit: ``row`` of a parquet file (from 0) or ``line`` of a jsonl file (from 1, as in editors).
         numbers: Row or line number of each entry of ``values``.
-        values: One mapping from column name to value per row.
         digest: Hexadecimal digest of the file's bytes.
-        section: Section of the options, for messages.
     """
 
     path: str

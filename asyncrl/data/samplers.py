@@ -1,7 +1,6 @@
 """Samplers choose the row of the training files for each prompt group; `SAMPLERS` names them for ``data.sampler``.
 
-A sampler must not use a clock, or random numbers other than those from its seed. The same calls then give the same
-rows. Its state is part of each checkpoint.
+A sampler must not use a clock, or random numbers other than those from its seed. Its state is part of each checkpoint.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class Sampler(Protocol):
     def note(self, row: int, group: GroupSummary) -> None:
         """Take the outcome of a finished group of a row, even if a filter dropped the group.
 
-        ``group`` has the rewards, lengths and versions. The buffer may lose outcomes when its server restarts. It
-        reports the outcome of a group that is generated again a second time.
+        The buffer may lose outcomes when its server restarts. If the fleet generates a group again, its outcome arrives
+        again.
         """
         ...
 
@@ -59,10 +58,7 @@ SAMPLERS: Registry[Any] = Registry("data.sampler")
 
 @SAMPLERS.register("weighted")
 class WeightedSampler:
-    """Takes data sources in proportion to their weights. Each source has its own epochs and shuffled order.
-
-    Example: with weights 3 and 1, four consecutive prompts hold three of the first source and one of the second.
-    """
+    """Takes data sources in proportion to their weights. Each source has its own epochs and shuffled order."""
 
     def __init__(self, sources: Sequence[str], *, seed: int, shuffle: bool, weights: Mapping[str, float]) -> None:
         self._rows: dict[str, list[int]] = {name: [] for name in weights}
@@ -118,7 +114,7 @@ class DifficultySampler(WeightedSampler):
     the pool is empty.
 
     Args:
-        target: Success rate, in [0, 1]. Example: 0.8 prefers easy rows, 0.2 hard ones.
+        target: Success rate, in [0, 1].
         width: Largest difference between ``target`` and a success rate in the pool; > 0.
         explore: Share of the prompts that come from all rows in order, in (0, 1].
         success: Smallest reward of a successful trajectory.

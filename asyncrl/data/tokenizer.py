@@ -31,8 +31,7 @@ class Tokenizer(Protocol):
 def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
     """Return the tokenizer of a model directory. With ``chat_template`` it can render conversations.
 
-    The library ``tokenizers`` loads the tokenizer if ``tokenizer.json`` defines it completely, otherwise transformers
-    does.
+    The library ``tokenizers`` loads it if ``tokenizer.json`` is complete, otherwise transformers does.
     """
     file = Path(model_path, "tokenizer.json")
     settings = json.loads(Path(model_path, "tokenizer_config.json").read_text())

@@ -88,7 +88,7 @@ def kernels(setup: Setup) -> Measured:
 
 
 def _kernel_tflops(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
-    """Return the speed of forward and backward on a batch of packed sequences, in TFLOP/s of causal attention."""
+    """Return the speed of forward and backward, in TFLOP/s of causal attention."""
     lengths = [sizes.length] * sizes.num_sequences
     shapes = [(sum(lengths), heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
     q, k, v = (torch.randn(size, device=device, dtype=dtype, requires_grad=True) for size in shapes)
@@ -191,7 +191,7 @@ def _trainer(setup: Setup, model: str, *, num_ranks: int = 1, **options: Any) ->
 def train(
     setup: Setup, *, model: str, sp_size: int, activation_checkpointing: bool | str, torch_compile: bool
 ) -> Measured:
-    """Make learner steps on the same batch. `program.training` compares loss and gradient of the first step."""
+    """Make learner steps on the same batch."""
     num_ranks = int(os.environ["WORLD_SIZE"])
     trainer = _trainer(
         setup,

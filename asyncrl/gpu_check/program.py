@@ -1,8 +1,7 @@
 """``asyncrl check-gpu [--model DIR] [--gpus N]``: checks this machine for training, one line per check.
 
-The checks do not need a network, and continue after a failure. Without SGLang or Ray, some checks are skipped. At the
-end, the command prints all results again and writes a JSON file for bug reports. The exit status is 1 if a check
-failed.
+The checks do not need a network, and continue after a failure. At the end, the command writes a JSON file for bug
+reports. The exit status is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -59,8 +58,6 @@ class Result:
 
     Attributes:
         name: What was checked. Example: ``train dense ranks=2 sp=2``.
-        state: Whether it works.
-        seconds: Wall time.
         number: The measured values as text.
         remedy: Option or action for the user, or empty.
         figures: The measured values by name.
@@ -130,10 +127,7 @@ def _version(package: str) -> str:
 
 
 def _cards() -> list[str]:
-    """Return name, memory, driver and compute capability of each GPU.
-
-    Example: ``NVIDIA H100 80GB HBM3, 81559 MiB, …``.
-    """
+    """Return name, memory, driver and compute capability of each GPU."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -233,7 +227,7 @@ def _saved_model(setup: Setup, *, experts: bool = False) -> str:
 def _variants(setup: Setup) -> list[tuple[int, int, bool | str, bool]]:
     """Return the variants: ranks, sequence-parallel ranks, activation checkpointing, compiling.
 
-    The first variant is the reference.
+    The first is the reference.
     """
     rows: list[tuple[int, int, bool | str, bool]] = [(1, 1, False, False), (1, 1, True, False)]
     if setup.device == "cuda":

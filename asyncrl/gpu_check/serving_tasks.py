@@ -37,10 +37,7 @@ _SHARED_GPU = ["--mem-fraction-static", "0.35"]
 
 
 class _Pair:
-    """A learner and an engine of the same model. If possible, the engine has a separate GPU.
-
-    ``dtype`` replaces the dtype of the setup. ``fp32_head`` is the argument of `SGLangServer`.
-    """
+    """A learner and an engine of the same model. If possible, the engine has a separate GPU."""
 
     def __init__(
         self, setup: Setup, model: str, tp_size: int, *, dtype: str = "", fp32_head: bool | None = None
@@ -199,7 +196,7 @@ async def _release(pair: _Pair, memory: Path) -> dict[str, Any]:
 
 
 def _free_bytes(pair: _Pair) -> int:
-    """Return the free bytes of the GPU that learner and engine share; 0 if they do not share a GPU."""
+    """Return the free bytes of a shared GPU; 0 without one."""
     is_shared = pair.setup.device == "cuda" and not pair.is_alone
     return torch.cuda.mem_get_info()[0] if is_shared else 0
 

@@ -1,7 +1,7 @@
 """Runs one task of the check in its own processes, so that each task starts with an empty device.
 
-A task is a function of `learner_tasks` or `serving_tasks`. It yields measurements. Rank 0 prints each measurement as a
-line that begins with `MARK`. All other output goes to the task's log.
+A task is a function of `learner_tasks` or `serving_tasks`. Rank 0 prints each measurement as a line that begins with
+`MARK`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # `learner.config.RENDEZVOUS_FILE`
 
 
 class TaskFailed(Exception):
-    """A process of a task failed. The message has the end of its log."""
+    """A process of a task failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,6 @@ class Sizes:
         hidden, mlp, heads, kv_heads, head_dim, layers, vocabulary: Sizes of the dense model.
         moe_hidden, experts, expert_mlp: Sizes of the mixture of experts. Its other sizes are those of the dense model.
         head_vocabulary: Vocabulary of the log-prob check.
-        num_sequences: Sequences of a batch.
         length: Tokens of each sequence.
         num_steps: Measured learner steps.
         num_new_tokens: Tokens of each sample.
@@ -111,7 +110,6 @@ class Setup:
     Attributes:
         device: ``cpu`` or ``cuda``.
         num_gpus: Number of GPUs to use; on the CPU, the largest number of ranks.
-        sizes: Sizes of models and batches.
         model: Folder of the user's model, or empty.
         folder: Folder for models, logs and results.
         timeout_s: Deadline of each task.

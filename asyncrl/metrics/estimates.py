@@ -68,7 +68,6 @@ class Evaluation:
         policy_version: Version that sampled all tokens.
         sampled: Mean reward at the training temperature, equal to the estimate ``mean@k``.
         greedy: Mean reward of greedy decoding.
-        num_prompts: Number of held-out prompts.
         num_failed: Number of prompts with a failed reward; the means exclude them.
         num_missing: Number of prompts without an answer after the loss of engines; the means exclude them.
         incomplete: Reason for missing prompts by engine.

@@ -16,8 +16,7 @@ class History:
     """Steps and evaluations before a checkpoint, in order.
 
     Attributes:
-        steps: Records of the steps before the checkpoint's version.
-        evaluations: Evaluations of versions before the checkpoint's version.
+        steps: Records of the steps before the checkpoint's version; ``evaluations`` likewise.
     """
 
     steps: Sequence[StepRecord] = ()
@@ -54,7 +53,6 @@ def read_records(run_dir: Path) -> History:
 
 
 def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
-    """Return the objects in a file of JSON lines, without an incomplete last line from a killed process."""
     whole, _, _ = (path.read_text(errors="replace") if path.is_file() else "").rpartition("\n")
     return [
         json_object(line, f"line {number} of {path}", *keys) for number, line in enumerate(whole.splitlines(), start=1)

@@ -32,11 +32,11 @@ class LifeRecord:
 
     Attributes:
         host: Name of the controller's host.
-        began_s: Unix time of the start of the life.
+        began_s: Unix time of the start.
         resumed: The checkpoint that the life continues; empty for a new run.
-        before: Folder of the life that saved this checkpoint; empty for a new run.
-        ended_s: Unix time of the end of the life; 0 while it runs.
-        status: Exit status of the life; None while it runs, and after its supervisor was killed.
+        before: Folder of the life that saved this checkpoint.
+        ended_s: Unix time of the end; 0 while the life runs.
+        status: Exit status; None while the life runs, and after its supervisor was killed.
     """
 
     host: str

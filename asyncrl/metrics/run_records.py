@@ -64,10 +64,11 @@ class StepRecord:
         metrics: Metrics of the trajectories by name, as means over the batch's groups. Example: ``reward.NAME``.
         episodes: Counts of environments and their requests by name, summed over the engines since training began.
             Example: ``unknown_keys``. Empty without environments.
-        groups: Groups by state after the step's commit; for trackers, not in ``metrics.jsonl``.
+        groups: Groups by state after the step's commit. This field and the next three are for trackers, not in
+            ``metrics.jsonl``.
         lags: Number of the batch's groups by lag; for trackers, not in ``metrics.jsonl``.
-        tokens_dropped_by_reason: Dropped tokens over all lives of the run; for trackers, not in ``metrics.jsonl``.
-        groups_dropped_by_reason: Dropped groups over all lives of the run; for trackers, not in ``metrics.jsonl``.
+        tokens_dropped_by_reason: Dropped tokens over all lives of the run.
+        groups_dropped_by_reason: Dropped groups over all lives of the run.
     """
 
     step: int
@@ -126,10 +127,8 @@ class TrainingResult:
         policy_version: Learner version at the end.
         train_wall_s: Seconds from the first admission to the last update.
         tokens: The token account after the fleet has stopped.
-        max_lag_realised: Largest lag of a group that this run consumed.
         max_lag_before: Largest lag before the resumed checkpoint; 0 for a new run.
         lag_histogram: Number of consumed groups by lag in learner steps.
-        tokens_dropped: Dropped tokens by reason.
         groups_failed: Failed attempts of this run by reason.
         samples_per_group: Mean over all steps of this run, as in `StepRecord`; 0 without steps.
     """
@@ -259,8 +258,7 @@ class MetricsWriter:
     evaluations of lost versions to ``evaluations.lost.jsonl``.
 
     Attributes:
-        steps: The written records, without lost ones.
-        evaluations: The written evaluations, without lost ones.
+        steps: The written records, without lost ones; ``evaluations`` likewise.
     """
 
     def __init__(self, run_dir: Path) -> None:

@@ -1,8 +1,7 @@
 """Trackers of a run's metrics: Weights & Biases, MLflow and Prometheus.
 
-The option ``tracker`` names the trackers. If a tracker fails, the failure is logged and counted, and training
-continues. A tracker's package is imported when the tracker is opened. ``configs/grafana.json`` uses the metric names of
-Prometheus.
+If a tracker fails, the failure is logged and counted, and training continues. A tracker's package is imported when the
+tracker is opened. ``configs/grafana.json`` uses the metric names of Prometheus.
 """
 
 from __future__ import annotations
@@ -57,10 +56,9 @@ class TrackedRun:
     """The description of a run for its trackers.
 
     Attributes:
-        experiment: Name of the experiment, and of the tracker's project or experiment.
+        experiment: Name of the experiment or project in the tracker.
         folder: Folder of the run; its name is the run's name in the tracker.
         options: The resolved configuration, nested.
-        prometheus_address: ``host:port`` of ``/metrics``.
     """
 
     experiment: str
@@ -195,8 +193,7 @@ class WandbTracker:
 class MlflowTracker:
     """MLflow at ``MLFLOW_TRACKING_URI``; without that variable, a database in the run's folder.
 
-    MLflow sends in a background thread. The tracker leaves out values that are not finite, because some of MLflow's
-    stores refuse them.
+    Some of MLflow's stores refuse values that are not finite, so the tracker leaves them out.
     """
 
     keeps_history = True

@@ -1,7 +1,4 @@
-"""Derives a scenario from a recorded run: speeds of engines, learner and weight updates, and response lengths.
-
-The simulation computes the waits. Therefore the calibration removes all waits from the recorded times.
-"""
+"""Derives a scenario from a recorded run, without the recorded waits, which the simulation computes."""
 
 from __future__ import annotations
 
@@ -39,8 +36,6 @@ class Calibration:
 
     Attributes:
         scenario: The speeds and lengths of the run, with the options of the run.
-        step_s: Measured seconds per step.
-        lag_mean: Measured mean lag of the trained groups.
         num_faults: Number of failed attempts, plus engines that are down at the end, plus lost records.
         notes: Sentences about values that the record does not contain.
     """
@@ -93,14 +88,9 @@ def calibrate(trace: Trace, config: RunConfig) -> Calibration:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch of an in-process engine.
+    """A batch of an in-process engine. ``start`` and ``end`` are in nanoseconds; ``longest`` is in tokens.
 
-    Attributes:
-        start: Start of the batch, in nanoseconds.
-        end: End of its groups, in nanoseconds.
-        num_samples: Number of samples in the batch.
-        longest: Tokens of its longest sample.
-        token_s: Seconds of a decoding step. Without recorded first tokens, the whole batch counts as decoding.
+    ``token_s`` is the seconds of a decoding step. Without recorded first tokens, the whole batch counts as decoding.
     """
 
     start: int
@@ -205,7 +195,7 @@ class _Reading:
             last, stored = life.last(GroupEvent.last_token), life.time(GroupEvent.stored)
             if last is not None and stored is not None and stored > last.time:
                 settles[last.lane].append((last.time, stored))
-        # A worker scores and stores its groups one by one, so they are a single activity.
+        # A worker scores and stores its groups one by one.
         settled = [span for lane in settles.values() for span in united(lane)]
         load_s, settle_s, batch_s = fair_shares(loads, settled, batches)
         waited_s = sum(batch.duration_s for batch in self._batches) - batch_s
@@ -231,7 +221,7 @@ class _Reading:
         )
 
     def _cpu_s(self, pool: str) -> float:
-        """Return the CPU seconds per step of the processes of a pool; 0 without a record."""
+        """Return the CPU seconds per step of the processes of a pool."""
         total_s = 0.0
         for lane in {level.lane for level in self._trace.levels if level.name == LevelName.cpu}:
             levels = [level for level in self._trace.levels_of(LevelName.cpu, lane) if level.time >= self._start]
@@ -363,11 +353,7 @@ class _Reading:
 
     @cached_property
     def _batches(self) -> list[_Batch]:
-        """The batches of the in-process engines.
-
-        A batch begins when its last group is leased, or when the engine becomes free. All its groups end at the same
-        time.
-        """
+        """The batches of the in-process engines, from the last lease of a batch, or the end of the previous one."""
         ends: dict[str, list[tuple[int, GroupLife]]] = defaultdict(list)
         for life in self.trained:
             last = life.last(GroupEvent.last_token)
@@ -388,10 +374,7 @@ class _Reading:
         return batches
 
     def _prefill_s_per_token(self) -> float:
-        """Return the seconds to recompute the KV cache of one token after an update.
-
-        The result assumes that a running sample has, on average, written half of its response at an update.
-        """
+        """Return the seconds to recompute the KV cache of one token, assuming half-written responses at an update."""
         spans = self._during(SpanKind.re_prefill)
         if not spans:
             return 0.0
@@ -402,7 +385,7 @@ class _Reading:
 
 
 def _ratios(times: Sequence[tuple[float, float]]) -> list[float]:
-    """Return the ratios of measured to expected time, normalized to a mean of 1."""
+    """Return the ratios of measured to expected time, with a mean of 1."""
     ratios = [took_s / max(expected_s, 1e-9) for took_s, expected_s in times]
     mean = fmean(ratios) if ratios else 1.0
     return [ratio / mean for ratio in ratios]

@@ -1,7 +1,6 @@
 """Simulates every choice of options and recommends one; `advise` finds the best change of one option of a run.
 
-The fastest choice is not always the best, because staleness slows learning. `advise` does not add up idle times,
-because removing one cause of waiting exposes the next. It simulates the whole run for each change.
+The fastest choice is not always the best, because staleness slows learning.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from asyncrl.profile.report import Advice
 from buffer.config import OnStale
 
 NUM_REPLICATES = 8
-"""Number of simulations for the interval of one choice. All but the first resample the response lengths."""
+"""Number of simulations for the interval of one choice."""
 AS_FAST = 0.02
 """Two choices count as equally fast if their step times differ by at most this share."""
 MIN_GAIN = 0.03
@@ -39,10 +38,7 @@ class Choices:
 
     Attributes:
         splits: Pairs (number of engines, number of ranks). Example: ``[(6, 2), (4, 4)]``.
-        max_lag: Staleness bounds.
         groups_per_step: Batch sizes in prompt groups.
-        publish_every: Learner steps between two published versions.
-        on_stale: What the buffer does with a straggler at its deadline.
     """
 
     splits: Sequence[tuple[int, int]] = ()
@@ -71,7 +67,6 @@ class Prediction:
     """The predicted result of a choice.
 
     Attributes:
-        scenario: The simulated choice.
         outcome: The result with the scenario's own response lengths.
         step_s: 5th and 95th percentile of the step time over resampled lengths, widened to include ``outcome.step_s``.
         lag_mean: The same interval for the mean lag.
@@ -113,7 +108,6 @@ class RunPlan:
     Attributes:
         base: The scenario with the present options.
         predictions: One prediction per choice; the first one is for ``base``.
-        recommended: The recommended prediction.
         notes: Assumptions of the predictions, as sentences.
     """
 
@@ -128,10 +122,7 @@ class RunPlan:
         return self.predictions[0]
 
     def curves(self) -> list[dict[str, Any]]:
-        """Return the curves of step time over mean lag: one curve per split, one point per staleness bound.
-
-        All other options have the values of ``base``.
-        """
+        """Return the curves of step time over mean lag: one curve per split, one point per staleness bound."""
         points: dict[str, list[dict[str, Any]]] = {}
         for one in sorted(self.predictions, key=lambda one: (one.scenario.num_engines, one.scenario.max_lag)):
             scenario, base = one.scenario, self.base
@@ -208,8 +199,7 @@ def recommend(predictions: Sequence[Prediction]) -> Prediction:
     """Return the prediction with the smallest lag among those that are as fast as the fastest one.
 
     The first prediction is for the present options; it wins a tie. Another choice competes only if it has the same
-    batch size, uses at most as many devices and does not start to drop prompts. Batch size and dropped prompts change
-    what the model learns, and the simulation cannot predict that.
+    batch size, uses at most as many devices and does not start to drop prompts.
     """
     fast = _as_fast(predictions)
     return min(fast, key=lambda one: (round(one.outcome.lag_mean, 2), one.scenario.max_lag, one is not predictions[0]))
@@ -270,7 +260,7 @@ def advise(
     paying = []
     for changed in _changes(scenario, keep_split=keep_split):
         with suppress(ReplayBufferError):  # a run with this change is not possible
-            # First simulate once: most changes do not need the simulations for the interval.
+            # Most changes do not need the simulations for the interval.
             if predict(changed, replicates=1, seed=seed).outcome.step_s < now.outcome.step_s * (1 - MIN_GAIN):
                 found = predict(changed, replicates=_REPLICATES, seed=seed)
                 paying += [found] if found.step_s[1] < now.step_s[0] else []

@@ -1,6 +1,6 @@
 """Computes the memory of each device by kind from the options and ``config.json``, before the run starts.
 
-docs/gpus.md explains the terms of `rank_bytes`. `engine_memory` divides the memory of a GPU as SGLang does.
+docs/gpus.md explains the terms of `rank_bytes`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FLOAT32_BYTES = 4
 CONTEXT_BYTES = 2 * GIB
 """Memory of a rank outside torch's allocator: CUDA context, kernels, and the buffers of NCCL and cuBLAS."""
 _PLAIN_HEADS = frozenset({"gemma", "gemma2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe"})
-"""Model types that do not normalize queries and keys. The plan assumes that all other types do."""
+"""Model types that do not normalize queries and keys."""
 _WEIGHT_CHUNK_TOKENS = 4096
 """Tokens per matrix product for the gradient of the output layer on a GPU, as in ``learner.heads``."""
 _WITH_SINKS = frozenset({"deepseek_v4", "gpt_oss", "openai_privacy_filter"})
@@ -56,7 +56,6 @@ class ModelSize:
     """The sizes of a decoder that determine its memory.
 
     Attributes:
-        num_parameters: Number of all parameters.
         layers: Number of parameters of each decoder layer.
         hidden: Width of the residual stream.
         intermediate: Width of the MLP. For a mixture of experts: total width of the experts per token, including shared
@@ -65,7 +64,6 @@ class ModelSize:
         key: Key heads × head size.
         cached: Values per token in the KV caches of all layers together.
         cache_heads: Largest number of devices that can divide a KV cache; 1 for latent attention.
-        vocabulary: Number of tokens in the vocabulary.
         linear_rows: Sum of the input and output widths of all linear layers, the number of parameters of LoRA rank 1.
         is_tied: Whether the output layer shares its weight with the input embedding.
         num_experts: Number of experts per layer; 0 for a dense model.
@@ -163,7 +161,7 @@ class ModelSize:
 
 
 def _layers_of(stored: Mapping[str, int], num_layers: int) -> tuple[int, ...]:
-    """Count the values of each decoder layer by the names of the parameters. Return () if a layer has no values."""
+    """Count the values of each decoder layer. Return () if a layer has no values."""
     sizes = [0] * num_layers
     for name, size in stored.items():
         match = _LAYER.search(name)
@@ -192,7 +190,6 @@ def _attention_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _mixture_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes of a mixture of experts, as in `ModelSize`. Raises `KeyError` for a missing size."""
     width = settings.get("moe_intermediate_size") or settings["intermediate_size"]
     num_experts = _first_of(settings, _EXPERTS)
     if not num_experts:
@@ -204,7 +201,6 @@ def _mixture_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _first_of(settings: Mapping[str, Any], names: Sequence[str]) -> int:
-    """Return the value of the first of ``names`` in the settings; 0 if none is there."""
     return next((settings[name] for name in names if settings.get(name)), 0)
 
 
@@ -223,7 +219,6 @@ class RankSetup:
         keeps_attention: The backward pass does not recompute attention (``activation_checkpointing=selective``).
         whole_gradients: Each rank keeps unsharded float32 gradients until the update (``gradient_sync=update``).
         compute_bytes: Bytes of one value in the forward and backward pass: 2 in bfloat16, 4 in float32.
-        frozen_bytes: Bytes of a stored frozen parameter.
         chunk_tokens: Number of tokens with logits in memory at the same time.
         keeps_gathered: Gathered parameters stay in memory from the first to the last micro-batch
             (``resharding=update``).
@@ -254,13 +249,8 @@ class RankSetup:
 def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     """Return the peak memory that torch allocates on a rank that trains a model, as kind → bytes.
 
-    The first five kinds count for the whole update. The other kinds are temporary. They have their values at the moment
-    of the backward pass with the largest sum:
-
-    - in the output layer;
-    - in a decoder layer, before or after the gradients of its parameters exist, while FSDP reduces the layer above and
-      gathers the layer below;
-    - at the end, when FSDP reduces the root unit.
+    The first five kinds count for the whole update. The other kinds have their values at the moment of the backward
+    pass with the largest sum: in the output layer, in a decoder layer, or when FSDP reduces the root unit.
     """
     model = _padded(model, setup.num_shards)
     size, shards, gathers = setup.compute_bytes, setup.num_shards, int(setup.gathers)
@@ -281,14 +271,11 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
 
 
 def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[str, int]]:
-    """Return the temporary memory at each moment of the backward pass, as kind → bytes.
-
-    ``head`` is the number of trained parameters of the output layer.
-    """
+    """Return the temporary memory at each moment of the backward pass, as kind → bytes."""
     size, gathers, trains_all = setup.compute_bytes, int(setup.gathers), not setup.lora_rank
     gathers_layers = 0 if setup.keeps_gathered else gathers * size
     reduced = gathers * (not setup.whole_gradients) * _FLOAT32_BYTES
-    # With checkpointing, every layer keeps its input, and the backward pass recomputes one layer at a time.
+    # The backward pass recomputes one layer at a time.
     whole_layer = _layer_per_token(model, size)
     keeps_attention = setup.checkpointing and setup.keeps_attention and not model.has_sinks
     attention = size * 2 * (model.query + model.key) if keeps_attention else 0
@@ -330,8 +317,7 @@ def _output_layer(model: ModelSize, setup: RankSetup, head: int) -> int:
 def _padded(model: ModelSize, num_shards: int) -> ModelSize:
     """Return the model as FSDP stores it, by the rule of `learner.fsdp.shard_dimension`, which would load torch.
 
-    FSDP pads the experts of a layer to a multiple of the number of shards. It does not pad if the number of shards
-    divides the number of experts, or both ``hidden`` and ``expert_width``.
+    FSDP pads the experts of a layer to a multiple of the number of shards.
     """
     divides = not any(size % num_shards for size in (model.hidden, model.expert_width))
     if not model.num_experts or divides:
@@ -387,8 +373,7 @@ def rank_setup(config: RunConfig, role: str, model: ModelSize, *, card_bytes: in
 def rank_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, dict[str, int]]:
     """Return the peak memory of one rank of each learner pool, as pool → kind → bytes.
 
-    The roles of a pool take turns. While one role computes, the other roles keep only the memory that they do not
-    offload. ``model`` has the sizes of the policy. A critic or a reward model with its own path has its own sizes.
+    The roles of a pool take turns. ``model`` has the sizes of the policy.
     """
     context = {"CUDA context": CONTEXT_BYTES} if config.learner.device is Device.cuda else {}
     pools: dict[str, dict[str, int]] = {}
@@ -411,7 +396,7 @@ def paused_rank_bytes(config: RunConfig, model: ModelSize, *, card_bytes: int = 
 
 
 def _role_uses(config: RunConfig, pool: str, model: ModelSize, card_bytes: int) -> dict[str, dict[str, int]]:
-    """Return the peak memory that each role of a pool needs alone, as role → kind → bytes."""
+    """Return the peak memory that each role of a pool needs alone."""
     uses = {}
     for role in (role for role, its_pool in learner_roles(config).items() if its_pool == pool):
         path = role_model(config, role)
@@ -422,7 +407,6 @@ def _role_uses(config: RunConfig, pool: str, model: ModelSize, card_bytes: int) 
 
 
 def _kept(config: RunConfig, role: str, parts: Mapping[str, int], *, is_paused: bool = False) -> dict[str, int]:
-    """Return the memory that a role keeps on the device while another role, or engines (``is_paused``), use it."""
     options = role_options(config, role)
     by_use = options.param_offload, options.optimizer_offload
     moves = is_paused and options.offload_at_transition_only and not any(by_use)
@@ -452,8 +436,8 @@ def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
 def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, int]:
     """Return the memory of one device of an engine, as kind → bytes.
 
-    ``kv cache`` holds all samples that one worker may run, at full length. ``rollout_fleet.sglang.max_total_tokens``
-    limits it. On a GPU, it is also limited to the memory that SGLang does not reserve for ``activations and graphs``.
+    ``kv cache`` holds all samples that one worker may run, at full length, if ``rollout_fleet.sglang.max_total_tokens``
+    and, on a GPU, SGLang's memory fraction permit it.
     """
     fleet = config.rollout_fleet
     size = _FLOAT32_BYTES if fleet.sglang.dtype_on(fleet.device) in FLOAT32_NAMES else 2

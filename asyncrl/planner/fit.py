@@ -25,10 +25,7 @@ _MIB = 1 << 20
 USABLE_SHARE = 0.95
 """Share of a GPU's memory that a plan may use. torch's allocator also holds bytes that no tensor uses."""
 SELECTIVE_SHARE = 0.85
-"""Layers keep attention activations by default if a rank then needs at most this share of a GPU.
-
-The plan may err by 8%.
-"""
+"""Layers keep attention activations by default if a rank then needs at most this share of a GPU."""
 CARDS = {
     "A10": 23028, "A100": 81920, "A100-40": 40960, "B200": 183359, "H100": 81559, "H20": 97871, "H200": 143771,
     "L4": 23034, "L40S": 46068, "RTX4090": 24564,
@@ -103,10 +100,7 @@ class DeviceUse:
 
     @property
     def usable(self) -> int:
-        """Bytes that may be used.
-
-        An SGLang engine may use the whole GPU, because ``parts`` includes SGLang's reserve.
-        """
+        """Bytes that may be used. For an SGLang engine, ``parts`` includes SGLang's reserve."""
         return self.card_bytes if "activations and graphs" in self.parts else round(self.card_bytes * USABLE_SHARE)
 
     @property
@@ -120,10 +114,7 @@ class DeviceUse:
 
 
 def device_uses(config: RunConfig, model: ModelSize, card: int = 0) -> list[DeviceUse]:
-    """Return the memory of each kind of device of a run; ``card`` is the memory of a GPU in bytes, or 0.
-
-    Colocated ranks and engines take turns. The paused ones keep some memory on the device.
-    """
+    """Return the memory of each kind of device of a run; ``card`` is the memory of a GPU in bytes, or 0."""
     learner, is_shared = config.learner, config.placement.colocated
     on_card = card if learner.device is Device.cuda else 0
     engines_on_card = card if config.rollout_fleet.device is EngineDevice.cuda else 0
@@ -142,8 +133,7 @@ def check_memory_of_devices(config: RunConfig, model: ModelSize, card: int) -> N
     """Refuse a run with ranks or engines that do not fit on a GPU with ``card`` bytes.
 
     Raises:
-        ValueError: a rank or an engine does not fit. The message has the bytes by kind, and options that make the run
-            fit.
+        ValueError: with the bytes by kind, and options that make the run fit.
     """
     misfits = [use for use in device_uses(config, model, card) if not use.fits]
     if not misfits:
@@ -157,8 +147,7 @@ def check_memory_of_devices(config: RunConfig, model: ModelSize, card: int) -> N
 def with_recomputation(config: RunConfig, card: int) -> RunConfig:
     """Set ``learner.activation_checkpointing`` to ``selective`` if it is not set and all ranks then fit easily.
 
-    Otherwise, or if the sizes of a model cannot be read, the option stays unset. Ranks on CUDA then recompute whole
-    layers. ``card`` is the memory of a GPU in bytes; 0 if it is unknown.
+    ``card`` is the memory of a GPU in bytes; 0 if it is unknown.
     """
     if config.learner.activation_checkpointing is not None or config.learner.device is not Device.cuda or not card:
         return config
@@ -199,7 +188,7 @@ def _excess(config: RunConfig, model: ModelSize, card: int) -> int:
 
 
 def _remedies(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Yield options that reduce memory, cheapest in time first, with the options of roles that override them."""
+    """Yield options that reduce memory, cheapest in time first. Options of roles follow that override them."""
     for name, value in _remedies_of_all_roles(config):
         yield name, value
         section, _, option = name.rpartition(".")
@@ -228,7 +217,7 @@ def _remedies_of_all_roles(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 
 def with_options(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
-    """Return the run with new values of ``options``, by name: options of the learner, a role, the fleet or SGLang."""
+    """Return the run with new values of ``options``, by dotted name."""
     learner, fleet = config.learner, config.rollout_fleet
     for name, value in options.items():
         section, _, last = name.rpartition(".")
@@ -252,13 +241,10 @@ class Layout:
     """A way to divide GPUs between ranks and engines, with the largest token budget that fits.
 
     Attributes:
-        num_ranks: Learner ranks.
         sp_size: Ranks that share a sequence.
         num_engines: Engines on the other GPUs.
         tp_size: GPUs per engine.
         budget: Largest ``learner.max_tokens_per_micro_batch`` that fits, in tokens.
-        rank: Memory of a rank with this budget.
-        engine: Memory of a device of an engine.
     """
 
     num_ranks: int
@@ -273,8 +259,8 @@ class Layout:
 def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: int) -> list[Layout]:
     """Find the layouts that fit on ``num_gpus`` GPUs of ``card`` bytes, at most one per number of ranks and sp size.
 
-    All roles are in the pool ``learner`` and keep their own options. The token budgets are powers of two from 1,024 to
-    131,072. ``sp_size`` ranks share each sequence. Together, their budgets must hold the longest sample.
+    All roles are in the pool ``learner``. The token budgets are powers of two from 1,024 to 131,072. The budgets of the
+    ranks of a sequence must together hold the longest sample.
     """
     fleet, learner = config.rollout_fleet, config.learner
     own = [learner.own_options(role) for role in learner_roles(config)]

@@ -1,7 +1,6 @@
 """Scenarios: the numbers that describe engines, learner, weight updates and response lengths for the simulator.
 
-A scenario comes from a YAML file or from a run. Times are in seconds, lengths in tokens. A scenario holds durations
-without waiting, because `asyncrl.planner.simulator` computes the waits.
+Times are in seconds, without waits. Lengths are in tokens.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ from buffer.config import OnStale
 from rollout_fleet.config import EngineKind, OnUpdate, SaveProgress
 
 _MOST_TOKENS, _MOST_SPREAD, _MOST_LAG, _MOST_BYTES = 1e9, 10.0, 10_000, 2**62
-"""Upper limits of some values. The limit of all other values is a million.
-
-With larger values, the simulation would overflow or take too long.
-"""
+"""Upper limits of some values. The limit of all other values is a million."""
 
 _DRAWN_AT_ONCE = 1024
 
@@ -37,8 +33,6 @@ class LengthModel:
         mean_tokens: Mean of the distribution before the limit ``max_tokens`` applies.
         spread: Standard deviation of the logarithm of the lengths within one prompt. Example: 0.6.
         prompt_spread: Standard deviation of the logarithm of the mean length per prompt.
-        max_tokens: Largest response length.
-        prompt_tokens: Mean tokens of a prompt.
     """
 
     recorded: list[list[int]] = field(default_factory=list)
@@ -92,8 +86,7 @@ class EngineModel:
         takes_batches: The engine finishes a batch before it starts the next one, as the in-process engine does.
             Otherwise a sample starts as soon as the engine has room.
         batch_s: Time of a batch without its decoding steps.
-        variation: Ratios of the recorded to the expected times of batches, in recorded order. The simulated batches
-            vary in the same way.
+        variation: Ratios of the recorded to the expected times of batches, in recorded order.
     """
 
     step_s: float = 0.02
@@ -123,8 +116,7 @@ class LearnerModel:
         load_s: Pause of an engine to load the version.
         on_update: What an engine does with the KV cache of running samples after an update.
         shares_learner: The ranks also pause for ``publish_s`` and ``load_s``.
-        variation: Ratios of the recorded to the expected times of steps, in recorded order. The simulated steps vary in
-            the same way.
+        variation: Ratios of the recorded to the expected times of steps, in recorded order.
     """
 
     step_s: float = 1.0
@@ -146,8 +138,8 @@ class LearnerModel:
 class HostModel:
     """The CPU cores of a host, if engines and ranks compute on the CPU.
 
-    All engines share one core, and all ranks share another core. Each core divides its time equally between its
-    activities. The other processes use the core with fewer activities.
+    All engines share one core, and all ranks share another core. The other processes use the core with fewer
+    activities.
 
     Attributes:
         is_shared: Whether engines and ranks compute on these cores. If False, the other fields have no effect. True
@@ -173,20 +165,14 @@ class Scenario:
     """A complete system for the simulator.
 
     Attributes:
-        num_engines: Number of engines.
         devices_per_engine: ``rollout_fleet.sglang.tp_size``.
         num_ranks: Number of learner ranks, with one device each.
         ranks_at_once: Required divisor of the number of ranks, from ``learner.sp_size`` and ``learner.fsdp_size``.
         groups_in_flight: Prompt groups that one engine generates at a time. The worker may also score and store up to
             this number of finished groups.
         groups_per_step: Prompt groups per batch.
-        samples_per_prompt: Samples per prompt group (G).
-        max_lag: Staleness bound.
-        max_uses: ``buffer.max_uses``.
-        on_stale: ``buffer.on_stale``.
-        order: ``buffer.order``.
+        samples_per_prompt: Samples per prompt group.
         publish_every: Learner steps between two published versions.
-        max_stored_bytes: Largest number of bytes in the buffer.
         bytes_per_token: Bytes per stored token: id, log-prob, version, masks.
         settle_s: Time from a group's last token until the buffer has stored the group: reward, encoding, network.
         ask_s: Delay between a free group slot and the request for a lease, if other slots are occupied.
@@ -195,15 +181,10 @@ class Scenario:
         equal_rewards: Share of groups that ``buffer.filters=[equal_rewards]`` drops; 0 without this filter.
         queue_groups: Largest number of finished groups that wait for a batch, at least ``groups_per_step``. Above it,
             the buffer drops the oldest group and requeues its prompt. 0 means no limit, as in asyncrl.
-        num_steps: Learner steps to simulate.
         warm_up_steps: Number of first steps that do not count in the results.
         hands_on: Workers hand over running groups when the buffer asks: ``rollout_fleet.save_progress`` is not
             ``never``.
         whole_groups: Simulate a group as its longest sample with the mean load of its samples, for very large fleets.
-        lengths: Response lengths.
-        engine: Speed of an engine.
-        learner: Times of the learner.
-        host: CPU cores that engines and ranks share.
     """
 
     num_engines: int = 1

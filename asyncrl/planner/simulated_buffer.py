@@ -1,7 +1,4 @@
-"""Runs the real replay buffer (`buffer.service`) in simulated time, without sockets, on simpy's clock.
-
-The buffer uses asyncio timers. `SimulatedLoop` turns each timer into a simpy event.
-"""
+"""Runs the real replay buffer (`buffer.service`) in simulated time, without sockets, on simpy's clock."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from buffer.service import BufferService
 from buffer.sockets import LoopClock
 
 _NEVER_S = 1e12
-"""Deadline of a simulated buffer. Simulated clients do not die, and their requests do not time out."""
+"""Deadline of a simulated buffer, so that nothing times out."""
 _COLLECT_EVERY = 200_000
 
 OnReply = Callable[[Any], None]
@@ -36,7 +33,7 @@ OnHandOn = Callable[[Sequence[tuple[int, int]]], None]
 
 
 class SimulatedLoop(asyncio.AbstractEventLoop):
-    """The methods of an event loop that timers need, on a simpy clock."""
+    """An event loop on a simpy clock, with the methods that asyncio timers need."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
@@ -69,8 +66,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def running(self) -> Iterator[None]:
         """Replace the running event loop of this thread until the context ends. The replaced loop does not run.
 
-        The context hides the warnings of the simulated buffer. It also makes garbage collection rare, because each
-        collection would visit the many objects of a large simulation.
+        The context hides the warnings of the simulated buffer, and makes garbage collection rare to save time.
         """
         before, log = events._get_running_loop(), logging.getLogger("buffer")
         events._set_running_loop(self)
@@ -119,12 +115,11 @@ class SimulatedBuffer:
     """The buffer of a simulated run, and the calls of its clients. A reply takes no simulated time.
 
     Args:
-        env: The simulation clock.
         config: Options of the buffer, from `buffer_options`, so that leases and producers do not time out.
         groups_per_step: Prompt groups per batch.
 
     Attributes:
-        ledger: The ledger of the service; callers only read it.
+        ledger: The ledger of the service, read-only.
         num_requests: Number of handled requests.
         service_s: CPU seconds of the service for these requests.
     """

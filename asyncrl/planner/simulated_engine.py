@@ -1,8 +1,7 @@
-"""Simulated engines, which return each prompt group when its longest sample is finished, and shared CPU cores.
+"""Simulated engines and shared CPU cores.
 
 Between two events, all running samples of an engine decode at the same speed. Therefore one number represents the
-progress of all samples: the tokens of an imaginary sample that runs since the start of the simulation. An event costs
-O(log n) for n running samples.
+progress of all samples: the tokens of an imaginary sample that runs since the start of the simulation.
 """
 
 from __future__ import annotations
@@ -25,15 +24,10 @@ class SimulatedGroup:
     """A prompt group on an engine.
 
     Attributes:
-        group_id: Id of the group.
-        attempt: Attempt of the lease.
         lengths: Final number of tokens of each sample.
         to_write: Number of tokens that each unfinished sample needs at the start of this attempt.
-        num_left: Number of unfinished samples.
         oldest_version: Policy version of the first token; -1 before the first token.
         newest_version: Policy version of the last token.
-        has_begun: Whether the engine has started one of the samples.
-        is_revoked: Whether the lease was revoked.
         written: Tokens of the samples that this attempt finished.
         on_cut: Callback of `SimulatedEngine.cut`; None before that call.
         cut_at: Time of `SimulatedEngine.cut`, in simulated seconds.
@@ -73,20 +67,15 @@ class SimulatedEngine:
     """An engine with the speed of an `EngineModel`.
 
     Args:
-        env: The simulation clock.
-        model: Speed of the engine.
         on_update: What a weight update does to running samples.
         prompt_tokens: Tokens of a prompt. The engine computes their KV cache once per group.
         whole_groups: ``Scenario.whole_groups``.
-        on_finished: Gets each finished group.
         after: Calls a function after a number of seconds of work.
         vary: Maps the expected time of a batch to its simulated time.
 
     Attributes:
-        version: Policy version that the engine serves.
         loading_s: Seconds of pauses to load weights.
         prefill_s: Seconds of recomputing KV caches after updates.
-        num_tokens: Number of decoded tokens.
     """
 
     def __init__(
@@ -161,9 +150,8 @@ class SimulatedEngine:
     def cut(self, group: SimulatedGroup, on_cut: Callable[[list[int]], None]) -> None:
         """Stop a group so that another engine can continue it.
 
-        The engine calls ``on_cut`` with the number of tokens that each unfinished sample still needs. It does so after
-        the next decoding step, or at the end of a batch. In a batch, a stopped sample that has not started decodes one
-        token.
+        After the next decoding step, or at the end of a batch, the engine calls ``on_cut`` with the number of tokens
+        that each unfinished sample still needs.
         """
         self._advance()
         group.on_cut, group.cut_at = on_cut, self._env.now
@@ -335,9 +323,7 @@ class SimulatedEngine:
 class SharedCore:
     """A CPU core that all its jobs share equally (processor sharing).
 
-    The work of a job is the number of seconds that the job takes alone. With n jobs, each job runs at 1/n of the full
-    speed. Therefore one number represents the progress of all jobs: the finished work of an imaginary job that runs
-    since the start of the simulation.
+    The work of a job is the number of seconds that the job takes alone.
     """
 
     def __init__(self, env: simpy.Environment) -> None:

@@ -40,10 +40,7 @@ class SimulatedRun:
     """The result of a simulated run, without its warm-up steps.
 
     Attributes:
-        step_s: Mean seconds per step.
         tokens_per_s: Trained response tokens per second.
-        lag_mean: Mean lag of the trained groups.
-        lag_histogram: Share of the trained groups by lag.
         learner_idle: Idle share of the ranks' time, by cause, with the names of `asyncrl.profile.attribution`.
         fleet_idle: Idle share of the fleet's capacity, by cause. The capacity is the time × all group slots.
         stored_bytes: Largest number of bytes in the buffer.
@@ -321,7 +318,7 @@ class SimulatedWorker:
 
 
 class SimulatedLearner:
-    """The simulated learner ranks, and the loops of the controller: plan, update, commit, publish."""
+    """The simulated learner ranks and loops of the controller."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation, self._scenario, self._env = simulation, simulation.scenario, simulation.env
@@ -446,20 +443,15 @@ class SimulatedLearner:
 
 
 class Simulation:
-    """The state of a simulation. `simulate` needs only a scenario.
+    """The state of a simulation.
 
     Attributes:
-        buffer: The real service in simulated time.
-        workers: One worker per engine.
-        learner: Ranks and controller.
         capacity: Largest number of groups in flight on all workers.
         host: The cores that engines and ranks share; None if each has its own device.
-        lengths: A stream of response lengths, one list per lease. A later lease of a prompt gets new lengths, unless
-            the earlier lease was saved.
+        lengths: A stream of response lengths, one list per lease.
         rewards: Random numbers for the lengths, and for the choice of groups with equal rewards.
         rng: Random numbers for the start of a recorded variation.
-        saved: Handed-over groups by group id. A value has two numbers per sample: its final tokens, and its missing
-            tokens.
+        saved: Handed-over groups by group id. A value has the final and the missing tokens of each sample.
     """
 
     def __init__(self, scenario: Scenario, *, seed: int = 0) -> None:

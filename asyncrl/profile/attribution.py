@@ -87,10 +87,7 @@ class Stretch:
 
     Attributes:
         lane: The lane of the rank or engine.
-        start: Start of the period, in nanoseconds.
-        end: End of the period, in nanoseconds.
         state: ``busy``, or a `FleetCause` or `LearnerCause`.
-        places: Number of places in this state.
     """
 
     lane: str
@@ -111,7 +108,6 @@ class PoolTime:
 
     Attributes:
         capacity: The busy time plus all idle time.
-        busy: The busy time.
         idle: The idle time by cause, largest first.
     """
 
@@ -343,7 +339,7 @@ def _learner_stretches(trace: Trace, window: tuple[int, int], fleet: Sequence[St
 
 
 def _rank_state(now: Mapping[str, int]) -> str | None:
-    """Return the state of a rank; None if the rank waits for a batch, so that `_no_batch` finds the cause."""
+    """Return the state of a rank; None if the rank waits for a batch."""
     if now["down"]:
         return LearnerCause.rank_down
     for kind, cause in _BLOCKED:
@@ -440,7 +436,7 @@ def _pool_time(stretches: Iterable[Stretch]) -> PoolTime:
 
 @dataclass(frozen=True)
 class LagSplit:
-    """Mean lag of a step's groups in learner steps, split into the lag before storage and the lag in the queue."""
+    """Mean lag of a step's groups: total, before storage, and in the queue."""
 
     mean: float = 0.0
     before_queue: float = 0.0
@@ -453,10 +449,8 @@ class Figures:
 
     Attributes:
         duration: Nanoseconds from start to end.
-        num_steps: Number of learner steps.
         pools: The time of the places of each pool, ``learner`` and ``fleet``.
         num_lanes: Number of ranks or engines of each pool.
-        lag: Lag of the trained groups.
     """
 
     duration: int
@@ -526,12 +520,11 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapReport:
-    """The overlap of generation and training (``overlap.json``). The times of all steps sum to the time of the run.
+    """The overlap of generation and training (``overlap.json``).
 
     Attributes:
         run: Figures from the start of the first step to the end of the last finished step.
-        steps: Version and figures of each step, in order of time. The version of a repeated step appears twice.
-        attribution: The basis of the figures.
+        steps: Version and figures of each step, in order of time. A repeated step appears twice.
         recorded: Dropped records, damaged files, and the largest error of the clocks.
     """
 
@@ -596,11 +589,7 @@ class OverlapReport:
 
 
 class LiveUse:
-    """Adds up the use of the pools in the finished steps of a run in progress. It reads each step once.
-
-    Args:
-        run_dir: The run's folder.
-    """
+    """Adds up the use of the pools in the finished steps of a run in progress. It reads each step once."""
 
     def __init__(self, run_dir: Path) -> None:
         self._reader = TraceReader(run_dir)
@@ -615,7 +604,7 @@ class LiveUse:
         Raises the errors of `TraceReader.read`.
         """
         trace = self._reader.read()
-        # Compare times, not versions, because a learner that returns to a checkpoint repeats steps.
+        # Compare times, because a learner that returns to a checkpoint repeats versions.
         new = [step for step in trace.steps if not step.is_open and (self._upto is None or step.end > self._upto)]
         if new:
             new[0] = replace(new[0], start=new[0].start if self._upto is None else self._upto)

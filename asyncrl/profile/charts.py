@@ -192,7 +192,7 @@ _STAGES = {
 
 
 def _version_of(trace: Trace, span: Span) -> int:
-    """Return the version of a stage. Without a version in its span, this is the version that the engine serves next."""
+    """Return the version of a stage, or else the version that the engine serves next."""
     if span.version != NONE:
         return span.version
     if span.kind == SpanKind.re_prefill:  # follows a pause; the version may be recorded before or after it

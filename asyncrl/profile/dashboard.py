@@ -1,10 +1,7 @@
 """``asyncrl dashboard RUN`` serves the report of a run over HTTP and updates it while the run is in progress.
 
-The dashboard is a separate process that only reads the run's folder, so its failure does not affect the run. It waits
-for changed files with ``watchfiles``, and notifies every open page by server-sent events.
-
-On an address that is not loopback, the dashboard needs a token. The dashboard has no TLS: use a tunnel (``ssh -L``)
-over a network that you do not trust.
+The dashboard is a separate process that only reads the run's folder. On an address that is not loopback, it needs a
+token. It has no TLS: use a tunnel (``ssh -L``) over a network that you do not trust.
 """
 
 from __future__ import annotations
@@ -50,7 +47,6 @@ class Dashboard:
     """Serves the pages of one run.
 
     Args:
-        run_dir: The run's folder.
         token: Secret that visitors send once as ``/?token=``, or as a bearer token. Empty disables the check.
         only_loopback: Answer only requests with a loopback name in the Host header. This stops DNS rebinding: a foreign
             web page could use a host name that resolves to 127.0.0.1.

@@ -1,7 +1,6 @@
 """Computes the view of an episode in the report: a row per turn and tool, and the reasons for waiting over time.
 
-The input is an episode as `rollout_fleet.episodes.episode_run.EpisodeRun.described` writes it. Times are seconds since
-the episode began.
+Times are seconds since the episode began.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ Values = dict[str, Any]
 WAITS = ("generation", "queue", "tool", "environment")
 """Reasons for which an episode waits. Of several reasons at the same time, the first in this order counts."""
 MAX_LETTERS = 4000
-"""Largest number of characters of a turn's text in the report. The report omits the middle of a longer text."""
+"""Largest number of characters of a turn's text. The report omits the middle of a longer text."""
 MAX_ROWS = 2000
-"""Largest number of rows of an episode in the report. The report omits later rows."""
+"""Largest number of rows of an episode. The report omits later rows."""
 _DIGITS = 3
 
 

@@ -1,7 +1,7 @@
 """Converts a trace to the Chrome trace event format (``trace.json``) for https://ui.perfetto.dev and chrome://tracing.
 
-The document has one process per pool, one lane per rank, engine and buffer, and counters. An arrow leads from the lease
-of each group to the step that trained on it. Times are microseconds since the first record.
+An arrow leads from the lease of each group to the step that trained on it. Times are microseconds since the first
+record.
 """
 
 from __future__ import annotations

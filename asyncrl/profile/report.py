@@ -1,8 +1,4 @@
-"""Builds the report of a run: one document of figures, charts, members and samples, and ``report.html`` from it.
-
-The dashboard serves the same document while the run is in progress. The document names each missing chart with the
-reason.
-"""
+"""Builds the report of a run: one document of figures, charts, members and samples, and ``report.html`` from it."""
 
 from __future__ import annotations
 
@@ -43,11 +39,7 @@ _T = TypeVar("_T")
 
 
 class RunReport:
-    """Builds the document of a run's folder. Later calls read only the new records.
-
-    Args:
-        run_dir: The run's folder.
-    """
+    """Builds the document of a run's folder. Later calls read only the new records."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -119,7 +111,6 @@ class RunReport:
 
 
 def _earlier_lives(run_dir: Path) -> Iterator[str]:
-    """Yield a line per earlier life with its steps and its end, then a line with the first step of this life."""
     lives = lives_until(run_dir)
     for number, ((folder, record), (_, after)) in enumerate(pairwise(lives), start=1):
         steps = f"steps {record.first_step} to {after.first_step - 1}"
@@ -190,7 +181,6 @@ def _rewards(record: Mapping[str, Any] | str | None) -> Iterator[dict[str, str]]
 
 
 def _alarms(run_dir: Path, options: Mapping[str, Any], bound: int) -> list[dict[str, Any]]:
-    """Return the alarms of the run, newest first, or one entry with the reason why a file cannot be read."""
     limits = RunLimits(total_steps=options.get("total_steps", 0), max_lag=bound)
     found = _or_reason(lambda: read_alarms(run_dir, limits))
     if isinstance(found, str):
@@ -203,7 +193,6 @@ def _figure(name: str, value: str, note: str) -> dict[str, str]:
 
 
 def _or_reason(read: Callable[[], _T]) -> _T | str:
-    """Call ``read``. If a file cannot be read, return the reason, so that the document shows it."""
     try:
         return read()
     except (OSError, ValueError) as error:
@@ -234,12 +223,7 @@ def _options(run_dir: Path) -> dict[str, Any]:
 
 
 class SampleFiles:
-    """Reads the newest samples of a run for the page. Sample files do not change, so each file is read once.
-
-    Args:
-        run_dir: The run's folder, with ``samples/`` of `rollout_fleet.sample_log` and ``tokens/`` of
-            `learner.trajectory_log`.
-    """
+    """Reads the newest samples of a run for the page. Sample files do not change, so each file is read once."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -342,9 +326,7 @@ class Advice:
     Attributes:
         change: Hydra overrides. Example: ``buffer.max_lag=1``.
         why: The present bottleneck, as a sentence.
-        predicted_step_s: Predicted seconds per step after the change.
         interval: 5th and 95th percentile of ``predicted_step_s`` over resampled response lengths.
-        predicted_lag: Predicted mean lag after the change.
     """
 
     change: str

@@ -1,8 +1,7 @@
 """Reads the records of a run's processes as spans, levels and group stamps on one clock.
 
-The reader reads all complete records, also of growing files and of killed processes. All times are integer nanoseconds
-of the buffer server's monotonic clock. A process on another host measures the offset of its clock, and the reader adds
-this offset.
+It also reads growing files, and files of killed processes. All times are integer nanoseconds of the buffer server's
+monotonic clock. The reader adds the measured clock offset of other hosts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ FOLDER = "profile"
 """Subfolder of the run's folder for the records of the processes."""
 CONTROLLER_LANE, BUFFER_LANE = "controller", "buffer"
 UNMEASURED_ERROR_NS = 1_000_000_000
-"""Assumed error of a clock without measurements. The reader then compares the wall clocks of the hosts."""
+"""Assumed error of a clock without measurements, from the wall clocks of the hosts."""
 _CHUNK_BYTES = 1 << 20
 _WORST_OF_BEST = 8
 _T = TypeVar("_T")
@@ -37,8 +36,6 @@ class Process:
     Attributes:
         name: Name in the run. Example: ``learner-0``.
         pool: Its `Pool`.
-        host: Host name.
-        pid: Process id on the host.
         start: Time when it began to record.
         end: Time of its last record.
         wall_ns: Nanoseconds since the Unix epoch at ``start``.
@@ -46,7 +43,6 @@ class Process:
         error_ns: Largest possible error of ``offset_ns``.
         num_dropped: Number of records that the process dropped because its queue was full.
         is_whole: False if its file has a damaged record, or ends in the middle of a record.
-        lanes: Lanes of its spans and levels.
     """
 
     name: str
@@ -69,14 +65,10 @@ class Span:
 
     Attributes:
         lane: Rank or engine. Example: ``engine-0``.
-        kind: The activity (`SpanKind`).
         start: Nanoseconds.
         end: Nanoseconds; for an open span, the end of its process or of the trace.
-        version: Policy version of the activity, or -1.
-        step: Learner step of the activity, or -1.
-        group: Prompt group of the activity, or -1.
+        version: Policy version of the activity, or -1; likewise ``step`` and ``group``.
         cause: Further detail of ``kind``, or empty.
-        process: Name of the process that recorded the span.
         is_open: True if the record has no end of the span.
     """
 
@@ -194,12 +186,10 @@ class Trace:
     """The record of a run.
 
     Attributes:
-        processes: Sorted by start.
-        spans: Sorted by start.
-        levels: Sorted by time.
-        stamps: Sorted by time.
-        start: Time of the first record of any process, in nanoseconds.
-        end: Time of the last record of any process, in nanoseconds.
+        processes: Sorted by start, as are ``spans``.
+        levels: Sorted by time, as are ``stamps``.
+        start: Time of the first record, in nanoseconds.
+        end: Time of the last record, in nanoseconds.
     """
 
     processes: tuple[Process, ...] = ()
@@ -331,7 +321,7 @@ class TraceReader:
             file.set_reference(reference)
         end = max(file.end for file in files)
         ends, next_start = {}, dict[str, int]()
-        # A replaced process gets the start of its replacement as the end of its open spans.
+        # A replacement ends the open spans of the replaced process.
         for file in sorted(files, key=lambda file: file.start, reverse=True):
             ends[file] = next_start.get(file.header["process"], end)
             next_start[file.header["process"]] = file.start
@@ -347,8 +337,7 @@ class TraceReader:
     def forget(self, before: int) -> None:
         """Drop the records before a time of the last trace, so that repeated reads of a long run stay cheap.
 
-        The next trace has the spans that end at or after ``before``, the stamps from ``before`` on, and the value of
-        each level at ``before``.
+        The next trace still has the value of each level at ``before``.
         """
         for file in self._files.values():
             file.forget(before)
@@ -358,7 +347,7 @@ _REFERENCE_ORDER = (Pool.buffer, Pool.controller, Pool.fleet, Pool.learner)
 
 
 class _ProcessFile:
-    """The records of one process, with the times of its own clock. Methods return times of the reference clock."""
+    """The records of one process. Methods return times of the reference clock."""
 
     def __init__(self, path: Path) -> None:
         self.header: dict[str, Any] = {}
@@ -488,9 +477,8 @@ class _ProcessFile:
 class ClockOffsets:
     """The offset between two clocks: measurements (time, offset, error) with linear interpolation between them.
 
-    Two quartz clocks drift apart by tens of microseconds per second, so one offset is not enough. A late reply gives an
-    inexact measurement. Measurements with more than `_WORST_OF_BEST` times the smallest error are ignored. Without
-    measurements the offset is 0.
+    Two quartz clocks drift apart by tens of microseconds per second. Measurements with more than `_WORST_OF_BEST` times
+    the smallest error are ignored. Without measurements the offset is 0.
     """
 
     def __init__(self, measured: Iterable[tuple[int, int, int]] = ()) -> None:

@@ -115,7 +115,6 @@ async def _update(
     """Update until the last step or an early stop; return the evaluation of the chosen policy. A collective operation.
 
     The chosen policy is the best one if ``sft.patience`` is above 0, else the last one. Rank 0 writes it to ``kept``.
-    ``validation`` is this rank's share.
     """
     history: list[SftEvaluation] = []
     for step in range(1, sft.max_steps + 1):
@@ -237,7 +236,7 @@ def _learner_config(config: RunConfig) -> LearnerConfig:
 def _batches(
     sequences: Sequence[TokenSequence], size: int, seed: int, mesh: LearnerMesh
 ) -> Iterator[list[TokenSequence]]:
-    """Yield this rank's share of each batch, without end. Each epoch has its own seeded order of the sequences."""
+    """Yield this rank's share of each batch, without end, in a new seeded order per epoch."""
     generator = np.random.default_rng(seed)
     order: list[int] = []
     while True:

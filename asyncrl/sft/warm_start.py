@@ -1,7 +1,7 @@
 """Fine-tunes the initial policy of a run, or reuses the policy of an earlier run with the same settings.
 
 The warm start is a process of ``asyncrl sft``. On the CPU, it starts at once, in parallel with the start of the run. On
-a GPU, it starts when Ray has reserved a GPU. The controller relays its lines, and waits for each line under a deadline.
+a GPU, it starts when Ray has reserved a GPU.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Ca
     """Create the policy's folder atomically and return it. Raises the errors of `finished_warm_start`.
 
     The file `RESULT` gets ``result`` and the digest of the settings. ``write_policy`` must create a folder at its
-    argument, and write the policy there.
+    argument, with the policy.
     """
     folder = warm_start_path(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -132,10 +132,7 @@ def _digest(files: Sequence[Path]) -> str:
 
 
 class WarmStart:
-    """The warm start of one run, as a background task.
-
-    ``warm_start`` is the function of this module with all arguments bound except ``config`` and ``visible_devices``.
-    """
+    """The warm start of one run, as a background task."""
 
     def __init__(self, warm_start: Callable[..., Coroutine[Any, Any, Path]]) -> None:
         self._warm_start = warm_start
@@ -180,12 +177,8 @@ async def warm_start(
 ) -> Path:
     """Return the directory of the initial policy. If ``sft.enabled``, fine-tune it first.
 
-    Args:
-        config: Options of the run.
-        overrides: Command line of the run, for ``asyncrl sft``.
-        log_path: File for the output of ``asyncrl sft``.
-        say: Shows a line to the user.
-        visible_devices: The GPUs for ``asyncrl sft``, as in ``CUDA_VISIBLE_DEVICES``; empty for none.
+    ``overrides`` is the command line of the run. ``visible_devices`` names the GPUs for ``asyncrl sft``, as in
+    ``CUDA_VISIBLE_DEVICES``; empty for none. Its output goes to ``log_path``.
 
     Raises:
         WorkerDiedError: ``asyncrl sft`` failed. The message ends with the last lines of its output.
@@ -223,8 +216,7 @@ async def warm_start(
 async def _lock(policy: Path, timeout_s: float, say: Callable[[str], None]) -> AsyncIterator[Callable[[], None]]:
     """Allow only one run at a time to make the policy at this path. Yields a function that reports progress.
 
-    The kernel releases the lock when its holder dies. Each report sets the modification time of the lock file, so that
-    a waiting run detects a holder that hangs.
+    Each report sets the modification time of the lock file, so that a waiting run detects a holder that hangs.
 
     Raises:
         DeadlineError: the holder reported no progress for ``timeout_s`` seconds.
@@ -260,7 +252,6 @@ async def _lock(policy: Path, timeout_s: float, say: Callable[[str], None]) -> A
 
 
 def _holder(lock: Path) -> str:
-    """Return the run that holds a lock, for messages. Example: ``another run (process 4711 on node-3)``."""
     process = lock.read_text(errors="replace")
     return f"another run ({process})" if process else "another run"
 
@@ -272,12 +263,7 @@ async def _relay(
     say: Callable[[str], None],
     report_progress: Callable[[], None],
 ) -> None:
-    """Relay the lines of ``asyncrl sft`` until it has written the policy. Then kill the process if it still runs.
-
-    Raises:
-        DeadlineError: the process wrote no line for ``sft.progress_timeout_s`` seconds.
-        WorkerDiedError: the process failed.
-    """
+    """Relay the lines of ``asyncrl sft`` until it has written the policy. Then kill the process if it still runs."""
     result, timeout_s = policy_path(config) / RESULT, config.sft.progress_timeout_s
     lines: deque[str] = deque(maxlen=20)
     assert process.stdout is not None

@@ -1,7 +1,4 @@
-"""Renders the page of a run: it joins the HTML, style and scripts of this folder into one file without external links.
-
-Apache ECharts draws the charts (``vendor/``, the "common" build of 6.1.0, Apache-2.0).
-"""
+"""Renders the page of a run as one file without external links. Apache ECharts (``vendor/``) draws the charts."""
 
 from __future__ import annotations
 
