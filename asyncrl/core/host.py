@@ -161,7 +161,7 @@ def ray_folder() -> str:
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
     """Return the number of GPUs that CUDA shows to a process with this environment; 0 if there is no driver.
 
-    ``CUDA_VISIBLE_DEVICES`` holds indices or UUIDs. As in CUDA, the first invalid entry ends the list.
+    As in CUDA, the first invalid entry of ``CUDA_VISIBLE_DEVICES`` ends the list.
 
     Raises:
         DeadlineError: the NVIDIA driver does not answer.
@@ -242,8 +242,7 @@ def _answer(tool: str, *arguments: str) -> list[str]:
 def leave_stop_to_owner() -> None:
     """Block the stop signals in this thread, and in the threads and processes that it starts later.
 
-    The function starts Python's resource tracker first, because a later start would unblock both signals (Python <
-    3.13).
+    Python's resource tracker must start first, because its start would unblock both signals (Python < 3.13).
     """
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -266,7 +265,8 @@ def release_resource_tracker() -> None:
 def outlive_stop() -> None:
     """Ignore SIGTERM in this process. Programs that it starts and children that it forks still obey both stop signals.
 
-    A mask would not do, because subprocesses inherit it. Call this in the main thread, before other threads start.
+    The function does not use a signal mask, because subprocesses would inherit it. Call it in the main thread, before
+    other threads start.
     """
     term = {signal.SIGTERM}
     let_through = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, term)

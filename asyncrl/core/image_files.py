@@ -69,7 +69,7 @@ def content_of(source: Any, where: str, *, from_files: bool = False) -> bytes | 
     """Return the bytes of an image file, or its path.
 
     Args:
-        source: A data URL, base64 text, bytes, or a mapping with ``bytes`` or ``path`` as in Hugging Face data sets.
+        source: A data URL, base64 text, bytes, or a mapping with ``bytes`` or ``path``.
         where: Name of the image in messages.
         from_files: Whether the source may be a path, relative to the current directory, or a ``file://`` URL.
 
@@ -117,7 +117,6 @@ class ImageReader:
     Attributes:
         model_path: The model's folder, with the settings of its image processor.
         max_pixels: Largest number of pixels of a resized image. The model's own limit also applies.
-        token_id: Id of the placeholder token.
 
     Raises:
         ValueError: at the first use, if the model's image processor is not Qwen's, or if ``max_pixels`` is too small.

@@ -106,8 +106,7 @@ class GroupImages:
     """The images of a prompt group, from its image columns.
 
     Attributes:
-        grids: [I, 4] int32, the column `GRIDS`.
-        pixels: The column `PIXELS`.
+        grids: [I, 4] int32, the column `GRIDS`; ``pixels``: the column `PIXELS`.
         first_rows: [I + 1] int64: row of the first merged feature of each image, then the number of rows.
     """
 
@@ -166,8 +165,9 @@ def group_columns(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return the image columns of a group, and its token columns `IMAGE_ROWS` and `POSITIONS`.
 
-    Equal images are stored once. The arguments have one entry per turn of the group. Parents come before their
-    children; the parent of a root turn is -1.
+    Equal images are stored once.
+
+    The arguments have one entry per turn of the group. Parents come before their children; the parent of a root is -1.
     """
     distinct: dict[str, tuple[int, Image]] = {}
     rows, positions, ends, num_rows = [], [], [], 0
@@ -207,7 +207,6 @@ class PixelFormat:
     Attributes:
         patch_size: Height and width of a patch, in pixels.
         temporal_patch_size: Frames per patch. An image is repeated once per frame.
-        merge_size: Patches per token, in height and in width.
         mean: Mean of each channel after rescaling; subtracted from the features.
         std: Standard deviation of each channel; the features are divided by it.
         rescale: Factor of the 8-bit pixels. Example: 1/255.

@@ -62,8 +62,7 @@ class RolloutBuffer(Protocol):
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
         """Return the saved prefix of this lease's group, if an earlier attempt saved one.
 
-        Call this once, before generating. The later put or release must include the tokens of the prefix. Otherwise
-        they count as dropped at the put.
+        Call this once, before generating. The later put or release must include the tokens of the prefix.
         """
         ...
 
@@ -141,7 +140,7 @@ class ControlBuffer(Protocol):
         """Queue prompts. Waits while the queue is full. Idempotent per group id.
 
         With ``wants_outcomes``, the call returns the groups that workers finished since the last such call, including
-        groups that filters dropped. Otherwise it returns nothing. Without prompts, the call does not wait.
+        filtered groups. Otherwise it returns nothing. Without prompts, the call does not wait.
         """
         ...
 
@@ -164,33 +163,25 @@ class ControlBuffer(Protocol):
     async def served(self, after: int, num_engines: int) -> tuple[int, float]:
         """Wait until at least ``num_engines`` engines exist, and all of them serve versions newer than ``after``.
 
-        Returns the oldest version that an engine serves, and the longest load time in seconds.
-
-        Raises:
-            WeightsError: a version could not be published.
+        Returns the oldest version that an engine serves, and the longest load time in seconds. Raises `WeightsError` if
+        a version could not be published.
         """
         ...
 
     async def bury(self, worker: str, num_generated: int = 0) -> int:
         """Declare a rollout worker dead: take back its leases and refuse its later messages. Idempotent.
 
-        Tokens that the worker neither stored nor released count as lost.
-
-        Args:
-            worker: The name from `RolloutBuffer.enter`.
-            num_generated: Number of tokens that the worker generated, as far as the caller knows.
-
-        Returns:
-            The larger of ``num_generated`` and the number in the worker's last heartbeat.
+        Tokens that the worker neither stored nor released count as lost. ``worker`` is the name from
+        `RolloutBuffer.enter`. Returns the larger of ``num_generated`` and the number of generated tokens in the
+        worker's last heartbeat.
         """
         ...
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
         """Keep up to ``num_engines`` engines on ``version`` until `unpin` or the next `pin`.
 
-        Call this before the version is offered. The first engines that request the version stay on it. The buffer
-        offers the version until ``num_engines`` engines serve it, even if newer versions exist. The call waits until
-        the set of engines that serve the version differs from ``known``, and returns that set.
+        Call this before the version is offered. The first engines that request the version stay on it. The call waits
+        until the set of engines that serve the version differs from ``known``, and returns that set.
 
         Raises:
             WeightsGone: no engine serves the version, and it is no longer offered.
@@ -205,18 +196,16 @@ class ControlBuffer(Protocol):
     async def lose(self, group_ids: Sequence[int]) -> None:
         """Report groups of planned batches that are missing in the stores. Their prompts are requeued (``store_lost``).
 
-        The buffer plans their batches, and all later batches, again. It ignores groups that are not in a batch.
+        The buffer plans their batches, and all later batches, again.
         """
         ...
 
     async def rewind(self, version: int, *, incarnation: int) -> None:
-        """Set the learner back to the ``version`` of a checkpoint. Idempotent.
+        """Set the learner back to the ``version`` of a checkpoint; ``incarnation`` is its new incarnation. Idempotent.
 
-        The buffer withdraws all offers and revokes running attempts. It drops the groups and saved prefixes that have a
-        token of a later version. Engines get new leases after they load weights of the new learner. The caller must
-        enqueue the prompts again that finished after the checkpoint.
-
-        ``incarnation`` is the number of the learner's new incarnation.
+        The buffer withdraws all offers, revokes running attempts, and drops groups and saved prefixes with a token of a
+        later version. Engines get new leases after they load weights of the new learner. The caller must enqueue the
+        prompts again that finished after the checkpoint.
         """
         ...
 
@@ -224,7 +213,7 @@ class ControlBuffer(Protocol):
         """Begin a new life of the run at a checkpoint, as `rewind` does; the learner's incarnation is 0. Idempotent.
 
         Args:
-            version: Learner version of the checkpoint. The steps before it are committed.
+            version: Learner version of the checkpoint.
             key: Name of the checkpoint, as in `checkpoint`.
             tokens_generated: Policy tokens that all lives generated up to the checkpoint. Tokens that the restored
                 account lacks count as dropped for the reason ``resume``.
@@ -306,9 +295,8 @@ class FleetCounts:
     Attributes:
         tokens_generated: Policy tokens that the engines produced for training, including aborted requests.
         tokens_in_flight: Generated tokens of groups that are neither stored nor released.
-        groups_failed: Failed attempts by reason. Examples: ``aborted`` (by the engine), ``reward``.
+        groups_failed: Failed attempts by reason. Example: ``reward``.
         tokens_by_engine: ``tokens_generated`` of each present engine, including its time before restarts.
-        episodes: Counts of episodes and of the requests of environments, by name; empty without environments.
     """
 
     tokens_generated: int
@@ -340,13 +328,13 @@ class ColocatedFleetPort(FleetPort, Protocol):
     async def release_device(self, incarnation: int | None = None) -> None:
         """Wait until running groups end, then release the devices until the next weights are offered.
 
-        No engine starts before `take_device`. With a new learner, ``incarnation`` is its incarnation. The engines then
-        refuse weights of earlier incarnations.
+        No engine starts before `take_device`. If ``incarnation`` is given, the engines then refuse weights of earlier
+        incarnations.
         """
         ...
 
     def take_device(self) -> None:
-        """Let engines start again. Call it when the learner has offloaded and will offer the next weights."""
+        """Let engines start again. Call it when the learner has offloaded."""
         ...
 
 

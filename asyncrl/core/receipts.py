@@ -95,10 +95,12 @@ def counts_of(versions: np.ndarray) -> dict[str, int]:
 
 
 def token_digest(group_id: int, trajectory: int, token_ids: np.ndarray) -> int:
-    """Return the digest of the tokens of one sampled turn. The digest of several turns is the sum of their digests.
+    """Return the digest of the tokens of one sampled turn, in [0, 2**`DIGEST_BITS`).
 
-    The digest depends on the group, the trajectory, the tokens and their order in the turn (SplitMix64, Steele et al.,
-    OOPSLA 2014). ``token_ids``: [T] int32. Returns an integer in [0, 2**`DIGEST_BITS`).
+    Digests of several turns are added.
+
+    It depends on the group, the trajectory, the tokens and their order (SplitMix64, Steele et al., OOPSLA 2014).
+    ``token_ids``: [T] int32.
     """
     owner = (group_id << 16 ^ trajectory) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
     mixed = np.arange(len(token_ids), dtype=np.uint64) << np.uint64(32) | token_ids.astype(np.uint32)

@@ -1,7 +1,7 @@
 """The profile of each process: spans, levels and group stamps, in one append-only file per process.
 
 A process calls `start` once; then `span`, `level` and `stamp` record from any thread. A separate thread writes the
-records every 50 ms. If the process is killed, at most the records of the last 50 ms are missing.
+records every 50 ms.
 
 The file ``<process>@<host>-<pid>.msgpack`` is a stream of msgpack arrays. The first item of each array is its `Tag`.
 Times are integer nanoseconds of the process's monotonic clock. `clock` records the offset to the buffer server's clock.
@@ -206,10 +206,6 @@ class Recorder:
         pool: Component of the run.
         max_file_bytes: As in `ProfileConfig`.
         clock: Returns monotonic nanoseconds.
-        host: Name of the machine.
-
-    Attributes:
-        num_dropped: Number of dropped records.
 
     Raises:
         OSError: the file cannot be created.
@@ -443,7 +439,7 @@ def torch_trace_name(step: int, role: str, rank: int | str) -> str:
 
 @cache
 def clock_id() -> str:
-    """Return the name of this process's monotonic clock. Processes on a machine share it until the next reboot."""
+    """Return the name of this process's monotonic clock. Processes on a machine share it until a reboot."""
     parts = []
     with suppress(OSError):
         parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/time")]

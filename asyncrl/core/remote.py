@@ -49,7 +49,7 @@ identities: dict[str, WorkerIdentity] = {}
 
 
 def fetch(refs: Sequence[Any], timeout_s: float | None = None, what: str = "results") -> list[Any]:
-    """Wait for the results of all references. The first failure ends the wait.
+    """Wait for the results of all references, or for the first failure.
 
     Raises:
         DeadlineError: a result is missing after ``timeout_s`` seconds. The message names the late workers.
@@ -157,9 +157,9 @@ class StepDeadline:
 
 
 def translated(error: Exception) -> Exception:
-    """Return `WorkerDiedError` if the death of a known worker caused the error, directly or through another call.
+    """Return `WorkerDiedError` if the death of a known worker or of its node caused the error.
 
-    Return it also if the result was lost because its node died. Return other errors unchanged.
+    Return other errors unchanged.
     """
     from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 

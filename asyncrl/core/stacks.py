@@ -1,7 +1,7 @@
 """The stacks of all threads of a run's processes, written when a deadline is missed.
 
-Each process calls `listen`, and then writes its stacks to its own file at a signal. The signal handler is C code
-(`faulthandler`), so it also runs while the process is blocked in a library or holds the GIL.
+The signal handler is C code (`faulthandler`), so it also runs while the process is blocked in a library or holds the
+GIL.
 """
 
 from __future__ import annotations

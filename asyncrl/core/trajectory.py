@@ -2,8 +2,6 @@
 
 A *turn* is a sequence of tokens that the policy sampled, or that came from a prompt, a tool or an environment. Turns
 form a tree. A *branch* is the path from a root to a leaf. The smallest tree is a prompt and one sampled turn.
-
-A group is sent, stored and trained on as named columns: per token, per turn, per trajectory, and for images.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ class Turn:
     Attributes:
         token_ids: [T] int32.
         parent: Index of the previous turn in `Trajectory.turns`; -1 at a root.
-        sampled: Whether the policy wrote the tokens.
         logprobs: [T] float32, behavior log-probs at the sampling temperature; 0 at tokens that were not sampled.
         versions: [T] int32, policy version of each token as the engine reported it; -1 where not sampled.
         columns: Further [T, …] numeric arrays by name. Example: ``routed_experts`` [T, layers, top-k] int16.
@@ -122,13 +119,13 @@ class TrajectoryGroup:
 
     Attributes:
         group_id: As in `Prompt`; ``attempt``: as in `Lease`.
-        turns: [M] of `TURN_DTYPE`. The turns of a trajectory are adjacent, and parents come before their children.
+        turns: [M] of `TURN_DTYPE`. The turns of a trajectory are adjacent, parents before children.
         token_columns: [N, …] arrays by name. Required: ``token_ids`` int32, ``logprobs`` float32 (0 where not sampled)
             and ``versions`` int32 (-1 where not sampled).
         trajectory_columns: [G, …] arrays by name. Required: ``rewards`` float32, and ``baseline`` bool if there is a
             baseline.
         turn_columns: [M, …] arrays by name. Example: ``turn_rewards`` float32.
-        image_columns: The distinct images of the group, as in `asyncrl.core.images`; empty without images.
+        image_columns: The distinct images of the group; empty without images.
     """
 
     group_id: int

@@ -33,9 +33,8 @@ class Prompt:
         prompt_ids: [P] int32 token ids.
         ground_truth: Expected answer, for the reward function; any msgpack value. Example: ``"54321"``.
         data_source: Name of the task, for the reward function. Example: ``"reverse"``.
-        extra: Further columns for the reward function.
         messages: The row's chat messages, in the form of OpenAI's API; empty for a row of plain text without an
-            environment. Example: ``({"role": "user", "content": "12 + 30"},)``.
+            environment.
         tools: JSON schemas of the tools that the model may call, in the same form.
         environment: Name of the row's own environment; empty for the environment of the run.
         environment_options: Further options of the environment for this row.
@@ -102,7 +101,7 @@ class GroupSummary:
             if every trajectory has a single branch.
         num_branches: [G] ints, number of branches of each trajectory; empty if ``branch_tokens`` is.
         num_truncated: Trajectories with a turn that reached the length limit, without baselines.
-        metrics: Name and mean of each metric of the trajectories, sorted, without baselines.
+        metrics: Name and mean of each metric of the trajectories, without baselines.
         has_unlike_turns: Whether turns have rewards that differ between trajectories or belong to several branches of a
             trajectory.
         digest: `receipts.token_digest` of the tokens that the policy wrote, without baselines.
@@ -185,16 +184,13 @@ class BufferStats:
         puts_refused: Refused puts by reason (duplicate, expired, …).
         leases_waiting: Workers that wait for admission.
         mean_length_kept: Mean response length of consumed samples, in tokens.
-        mean_length_dropped: Mean response length of dropped samples, in tokens; 0 if none were dropped. The difference
-            from ``mean_length_kept`` is the length bias of dropping.
+        mean_length_dropped: Mean response length of dropped samples, in tokens; 0 if none were dropped.
         mean_length_dropped_by_reason: ``mean_length_dropped`` per reason for dropping whole groups.
         groups_dropped: Dropped groups by reason: a filter's name, or ``stale``.
         filtered_in_a_row: Finished groups that filters dropped since the last stored group.
-        held_bytes: All bytes of the buffer: payloads, saved prefixes, prompts, and prompts that wait to be queued.
-        disk_bytes: Bytes of payloads that are only on disk; 0 without ``buffer.max_memory_bytes``. Store servers report
-            their bytes when they drop payloads.
+        held_bytes: All bytes of the buffer: payloads, saved prefixes and prompts.
+        disk_bytes: Bytes of payloads that are only on disk; 0 without ``buffer.max_memory_bytes``.
         tokens_reused: Policy tokens of consumed groups, once per use after the first.
-        groups_reused: Uses of consumed groups after the first.
     """
 
     learner_version: int

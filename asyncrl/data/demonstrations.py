@@ -43,7 +43,8 @@ def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokeniz
     """Read all rows of parquet or jsonl files.
 
     A plain row becomes prompt, response and end-of-sequence token. A conversation is rendered before and after each
-    assistant turn. The added text is learned. Learned text and other text are tokenized separately, as in generation.
+    assistant turn. The text that the turn adds is learned. Learned text and other text are tokenized separately, as in
+    generation.
 
     ``tokenizer`` is the policy's tokenizer, from transformers.
 

@@ -66,7 +66,7 @@ class StepRecord:
             Example: ``unknown_keys``. Empty without environments.
         groups: Groups by state after the step's commit. This field and the next three are for trackers, not in
             ``metrics.jsonl``.
-        lags: Number of the batch's groups by lag; for trackers, not in ``metrics.jsonl``.
+        lags: Number of the batch's groups by lag.
         tokens_dropped_by_reason: Dropped tokens over all lives of the run.
         groups_dropped_by_reason: Dropped groups over all lives of the run.
     """

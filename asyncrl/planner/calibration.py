@@ -1,4 +1,4 @@
-"""Derives a scenario from a recorded run, without the recorded waits, which the simulation computes."""
+"""Derives a scenario from a recorded run. It removes the recorded waits, because the simulation computes the waits."""
 
 from __future__ import annotations
 
@@ -353,7 +353,10 @@ class _Reading:
 
     @cached_property
     def _batches(self) -> list[_Batch]:
-        """The batches of the in-process engines, from the last lease of a batch, or the end of the previous one."""
+        """The batches of the in-process engines.
+
+        A batch begins at the last lease of its groups, or when the engine becomes free.
+        """
         ends: dict[str, list[tuple[int, GroupLife]]] = defaultdict(list)
         for life in self.trained:
             last = life.last(GroupEvent.last_token)

@@ -315,9 +315,10 @@ def _output_layer(model: ModelSize, setup: RankSetup, head: int) -> int:
 
 
 def _padded(model: ModelSize, num_shards: int) -> ModelSize:
-    """Return the model as FSDP stores it, by the rule of `learner.fsdp.shard_dimension`, which would load torch.
+    """Return the model as FSDP stores it.
 
-    FSDP pads the experts of a layer to a multiple of the number of shards.
+    FSDP pads the experts of a layer to a multiple of the number of shards. The condition is a copy of
+    `learner.fsdp.shard_dimension`, because that module loads torch.
     """
     divides = not any(size % num_shards for size in (model.hidden, model.expert_width))
     if not model.num_experts or divides:

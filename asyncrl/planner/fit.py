@@ -188,7 +188,10 @@ def _excess(config: RunConfig, model: ModelSize, card: int) -> int:
 
 
 def _remedies(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Yield options that reduce memory, cheapest in time first. Options of roles follow that override them."""
+    """Yield options that reduce memory, cheapest in time first.
+
+    If a role sets such an option, the role's option follows.
+    """
     for name, value in _remedies_of_all_roles(config):
         yield name, value
         section, _, option = name.rpartition(".")

@@ -23,7 +23,7 @@ from buffer.service import BufferService
 from buffer.sockets import LoopClock
 
 _NEVER_S = 1e12
-"""Deadline of a simulated buffer, so that nothing times out."""
+"""Deadline of a simulated buffer. The simulation does not reach it."""
 _COLLECT_EVERY = 200_000
 
 OnReply = Callable[[Any], None]

@@ -240,7 +240,7 @@ class SimulatedWorker:
         self._ask()
 
     def _settle_next(self) -> None:
-        """Score and store the next group, one at a time: the thread that generates shares the core with this work."""
+        """Score and store the next group. On a shared core, the worker does this for one group at a time."""
         host = self._simulation.host
         if self._is_settling or not self._to_settle or host is None:
             return

@@ -58,9 +58,11 @@ def _pool_use(attribution: Attribution, pool: Pool, edges: np.ndarray) -> Chart:
 
 
 def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
-    """Return one bar per finished step or group of consecutive steps: a rank's busy seconds, and idle seconds by cause.
+    """Return one bar per finished step, or per several consecutive steps.
 
-    The line shows the seconds that the fleet would need for the step's work with all places busy.
+    A bar has a rank's busy seconds, and its idle seconds by cause.
+
+    ``fleet_s`` is the seconds that the fleet would need for the step's work with all places busy.
     """
     width = math.ceil(len(windows) / MAX_BARS) or 1
     bars = [slice(first, first + width) for first in range(0, len(windows), width)]

@@ -126,7 +126,9 @@ class GroupLife:
         return None if stamp is None else stamp.time
 
     def uses(self) -> list[GroupLife]:
-        """Return the stamps once per use of the last stored trajectories. Each copy ends with the step of its use.
+        """Return a `GroupLife` per use of the last stored trajectories.
+
+        Its stamps end with the learner step of the use.
 
         A step that the learner repeated after a return to a checkpoint counts once.
         """
