@@ -44,7 +44,7 @@ class BatchLost(AsyncRLError):
 
 
 class ClusterDiedError(WorkerDiedError):
-    """One of Ray's own processes died or did not start. Ray can no longer stop the workers."""
+    """One of Ray's own processes died or did not start. Ray cannot stop the workers."""
 
 
 class CheckpointError(AsyncRLError):
@@ -56,7 +56,7 @@ class EngineError(AsyncRLError):
 
 
 class EngineLost(EngineError):
-    """An engine failed and has no restarts left."""
+    """An engine failed and may not restart again."""
 
 
 class MembershipRefused(AsyncRLError):
@@ -76,7 +76,7 @@ class EpisodeEnded(AsyncRLError):
 
 
 class WeightsError(AsyncRLError):
-    """Published weights are incomplete, or an engine's weights differ from the published ones."""
+    """Published weights are incomplete, or an engine's weights differ from the published weights."""
 
 
 class WeightsGone(WeightsError):
@@ -107,11 +107,11 @@ class StoreFull(ReplayBufferError):
 
 
 class StoreLost(ReplayBufferError):
-    """The store no longer holds a group's payload. The sender sends the payload again."""
+    """The store has lost a group's payload. The sender sends the payload again."""
 
 
 class LeaseExpired(ReplayBufferError):
-    """A put, renewal or release names a lease that is no longer held."""
+    """A put, renewal or release names a lease that has expired or was revoked."""
 
 
 class UnknownGroup(ReplayBufferError):

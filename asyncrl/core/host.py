@@ -106,8 +106,7 @@ def keep_freed_memory(num_bytes: int) -> None:
     pages.
 
     Args:
-        num_bytes: Largest number of bytes to keep at the end of each heap, in 0..2**31 - 1. glibc always returns a
-            block of 32 MiB or more at once.
+        num_bytes: Largest number of bytes to keep at the end of each heap, in 0..2**31 - 1.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     options = {
@@ -140,7 +139,7 @@ def own_python() -> dict[str, str]:
 
 
 def forget_process_group(environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Remove the variables with which torchrun or a batch system describes a process group; return their names.
+    """Remove the variables of torchrun or a batch system for its process group; return their names.
 
     Otherwise the processes of a run would look for the ranks of that group.
     """

@@ -25,7 +25,7 @@ IMAGE_PARTS = ("image", "image_url", "input_image")
 """Types of message parts that hold an image, in the APIs of OpenAI, Anthropic and Hugging Face."""
 
 VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe")
-"""Model types whose images can be trained on."""
+"""Model types with images that the learner can train on."""
 
 MAX_SOURCE_PIXELS = 1 << 26
 """Limit on the pixels of an image file, checked before decoding."""
@@ -40,7 +40,7 @@ def is_image(part: Any) -> bool:
 
 
 def source_of(part: Mapping[str, Any]) -> Any:
-    """Return the image in a content part of a message, not yet read (path, bytes or text); None if there is none."""
+    """Return the image in a content part of a message, not yet read (path, bytes or text), or None."""
     url, source = part.get("image_url"), part.get("source")
     if isinstance(url, Mapping):
         return url.get("url")

@@ -46,7 +46,7 @@ class RolloutBuffer(Protocol):
             data_source: As in `Prompt`.
 
         Raises:
-            LeaseExpired: the attempt is no longer current. Its tokens count as dropped.
+            LeaseExpired: a newer attempt exists, or the lease was revoked. The tokens count as dropped.
             VersionTooOld: a token is older than the policy version of the lease.
         """
         ...
@@ -87,7 +87,7 @@ class RolloutBuffer(Protocol):
         ...
 
     async def next_offer(self, after: int) -> WeightOffer:
-        """Wait for weights newer than version ``after`` (-1 for any) and return the newest ones.
+        """Wait for weights newer than version ``after`` (-1 for any) and return the newest version.
 
         Raises `WeightsError` if a version could not be published.
         """
@@ -184,7 +184,7 @@ class ControlBuffer(Protocol):
         until the set of engines that serve the version differs from ``known``, and returns that set.
 
         Raises:
-            WeightsGone: no engine serves the version, and it is no longer offered.
+            WeightsGone: no engine serves the version, and the buffer does not offer it.
             WeightsError: a version could not be published.
         """
         ...

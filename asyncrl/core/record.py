@@ -45,7 +45,7 @@ class ProfileConfig:
     Attributes:
         enabled: Record spans, levels and group stamps in the run's ``profile/``.
         advice: After the last step, replay the record to find one option that would have made the run faster.
-        torch_steps: Learner steps for which each rank also writes a torch.profiler trace. Example: ``[10, 11]``.
+        torch_steps: Learner steps with a torch.profiler trace per rank. Example: ``[10, 11]``.
         max_file_bytes: Maximum size of a process's file; further records are dropped and counted.
         directory: Folder of the files; the run sets it to its ``profile/``. If it is empty, nothing is recorded.
     """
@@ -68,7 +68,7 @@ class ProfileConfig:
 
 
 class Pool(StrEnum):
-    """The component of the run to which a process belongs."""
+    """The components of a run."""
 
     controller = "controller"
     buffer = "buffer"
@@ -303,8 +303,8 @@ class Recorder:
           tokens of a saved prefix.
         - first_token, last_token, reward: ``version`` of the engine, on the engine's lane. For a continued group,
           first_token is the first token of this attempt.
-        - stored: ``version`` of the oldest token, ``newest``: version of the newest token, ``learner``: the learner's
-          version, ``tokens`` of the policy, ``prompt_tokens``, ``lengths`` [G] of the responses, ``rewards`` [G],
+        - stored: ``version`` of the oldest token, ``newest`` of the newest, and ``learner``: the learner's version.
+          Also ``tokens`` of the policy, ``prompt_tokens``, ``lengths`` [G] of the responses, ``rewards`` [G],
           ``bytes``.
         - planned, trained: ``version`` of the step.
         - requeued, dropped: ``reason``; for a finished group also the details of ``stored``, for a released group

@@ -83,7 +83,7 @@ async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str
 
     Raises:
         DeadlineError: at the deadline. The message contains ``what``, such as ``"the update of step 7"``. For
-            references and futures, it also names the late workers and ends with the log of the first one.
+            references and futures, it also names the late workers and ends with the log of the first late worker.
     """
     call, left_s = asyncio.ensure_future(pending), timeout_s
     try:

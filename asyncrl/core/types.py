@@ -251,7 +251,7 @@ class WeightOffer:
         num_bytes: Bytes of all tensors; for an adapter, including the frozen weights. Deadlines depend on this number.
         kind: The engine's host converts a delta to a full version before loading. An engine applies an adapter to the
             frozen weights.
-        base_version: The version to which a delta applies; `FROZEN` for an adapter, None for a full version.
+        base_version: The version below a delta; `FROZEN` for an adapter, None for a full version.
         incarnation: Number of restarts of the learner from a checkpoint so far. The same version may have different
             weights in two incarnations.
         access: Keys of the sender, which messages do not show; empty without a sender.

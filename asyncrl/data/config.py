@@ -33,7 +33,7 @@ class DataConfig:
         chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
         system_prompt: A system message before the messages of each row, or empty.
         tools_key: Column of the tools that the template renders: a list of JSON schemas {type: function, function:
-            {name, description, parameters}}, or its JSON text; null for none. Empty if there is none.
+            {name, description, parameters}}, or its JSON text; null for none. Empty if there is no such column.
         images_key: Column of the images of a row: a list of paths, file contents, base64 texts, or mappings {bytes,
             path}. They replace the marks ``<image>`` in the texts of the messages, in order. Empty if there is no such
             column.

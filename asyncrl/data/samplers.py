@@ -71,14 +71,14 @@ class WeightedSampler:
         self._order = lru_cache(maxsize=2 * len(weights))(self._draw_order)
 
     def choose(self) -> int:
-        """See `Sampler.choose`."""
+        """Return the row of the next prompt group."""
         return self._next_in_order(self._next_source())
 
     def note(self, row: int, group: GroupSummary) -> None:
         """Do nothing: this sampler does not use outcomes."""
 
     def _next_source(self) -> str:
-        """Choose the source that is furthest below its share of prompts; on a tie, the first one."""
+        """Choose the source that is furthest below its share of prompts; on a tie, the first source."""
         source = min(self._weights, key=lambda name: (self._num_chosen[name] + 1) / self._weights[name])
         self._num_chosen[source] += 1
         return source
@@ -96,11 +96,11 @@ class WeightedSampler:
         return np.random.default_rng([self._seed, epoch, *source.encode()]).permutation(number).tolist()
 
     def state(self) -> dict[str, Any]:
-        """See `Sampler.state`."""
+        """Return the state as JSON values."""
         return {"num_chosen": self._num_chosen, "num_in_order": self._num_in_order}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Sampler.restore`."""
+        """Continue from a state."""
         self._num_chosen, self._num_in_order = dict(state["num_chosen"]), dict(state["num_in_order"])
 
 
@@ -148,7 +148,7 @@ class DifficultySampler(WeightedSampler):
         self._pools: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in self._rows}
 
     def choose(self) -> int:
-        """See `Sampler.choose`."""
+        """Return the row of the next prompt group."""
         source = self._next_source()
         number, pool = self._num_chosen[source], self._pools[source]
         explores = math.floor(number * self._explore) > math.floor((number - 1) * self._explore)
@@ -159,7 +159,7 @@ class DifficultySampler(WeightedSampler):
         return row
 
     def note(self, row: int, group: GroupSummary) -> None:
-        """See `Sampler.note`."""
+        """Update the estimate of the row."""
         if not group.rewards or not group.is_scored:
             return
         rate = sum(reward >= self._success for reward in group.rewards) / len(group.rewards)
@@ -171,12 +171,12 @@ class DifficultySampler(WeightedSampler):
             pool.pop(row, None)
 
     def state(self) -> dict[str, Any]:
-        """See `Sampler.state`."""
+        """Return the state as JSON values."""
         pools = {name: list(pool) for name, pool in self._pools.items()}
         return super().state() | {"rates": [list(item) for item in self._rates.items()], "pools": pools}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Sampler.restore`."""
+        """Continue from a state."""
         super().restore(state)
         self._rates = {int(row): rate for row, rate in state["rates"]}
         self._pools = {name: OrderedDict.fromkeys(rows) for name, rows in state["pools"].items()}

@@ -89,7 +89,7 @@ class Check:
     Attributes:
         name: Name for ``--only``.
         run: Function that yields results. The seconds of a result begin at the previous result.
-        needs: Packages. If one is missing, the check is skipped.
+        needs: Required packages. If a package is missing, the check is skipped.
     """
 
     name: str

@@ -196,7 +196,7 @@ async def _release(pair: _Pair, memory: Path) -> dict[str, Any]:
 
 
 def _free_bytes(pair: _Pair) -> int:
-    """Return the free bytes of a shared GPU; 0 without one."""
+    """Return the free bytes of a GPU that learner and engine share; otherwise 0."""
     is_shared = pair.setup.device == "cuda" and not pair.is_alone
     return torch.cuda.mem_get_info()[0] if is_shared else 0
 

@@ -50,13 +50,13 @@ class RunLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """A condition of a run, and the steps at which it held.
+    """A condition of a run, and its steps.
 
     Attributes:
         name: Name of the alarm in the metrics. Example: ``equal_rewards``.
-        first_step: Learner step, or evaluated policy version, at which the alarm began.
+        first_step: First learner step, or first evaluated policy version.
         message: What was found, with numbers, and what to do.
-        last_step: The last step at which the condition held; None while the alarm lasts.
+        last_step: Last step with the condition; None while the alarm lasts.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Alarms:
     """Finds the alarms of one run.
 
     Attributes:
-        history: All alarms in the order in which they began.
+        history: All alarms in the order of their first steps.
         num_steps: Number of records that `step` has received, including repeated steps.
     """
 

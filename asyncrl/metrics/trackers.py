@@ -96,7 +96,7 @@ class Trackers:
 
     @classmethod
     def open(cls, names: Sequence[str], run: TrackedRun) -> Trackers:
-        """Open trackers by name. If one fails, close the opened ones.
+        """Open trackers by name. If a tracker fails, close the opened trackers.
 
         Raises:
             ValueError: as `check_trackers`, or a tracker cannot be opened. The message names it.

@@ -196,7 +196,7 @@ def make_plan(
 
 
 def recommend(predictions: Sequence[Prediction]) -> Prediction:
-    """Return the prediction with the smallest lag among those that are as fast as the fastest one.
+    """Return the prediction with the smallest lag among the fastest predictions (`AS_FAST`).
 
     The first prediction is for the present options; it wins a tie. Another choice competes only if it has the same
     batch size, uses at most as many devices and does not start to drop prompts.

@@ -39,7 +39,7 @@ _WEIGHT_CHUNK_TOKENS = 4096
 """Tokens per matrix product for the gradient of the output layer on a GPU, as in ``learner.heads``."""
 _WITH_SINKS = frozenset({"deepseek_v4", "gpt_oss", "openai_privacy_filter"})
 _ALL_EXPERTS = frozenset({"llama4", "llama4_text"})
-"""Mixture-of-experts types for which transformers computes every token with every expert."""
+"""Mixture-of-experts types that compute every token with every expert in transformers."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
@@ -124,7 +124,7 @@ class ModelSize:
     ) -> ModelSize:
         """Compute the sizes from the settings of ``config.json``.
 
-        ``stored`` maps the name of each parameter to its number of values. These numbers replace the computed ones.
+        ``stored`` maps the name of each parameter to its number of values. These numbers replace the computed numbers.
 
         Raises:
             ValueError: the settings lack the usual names of a decoder's sizes. The message has the model's name.
@@ -249,8 +249,8 @@ class RankSetup:
 def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     """Return the peak memory that torch allocates on a rank that trains a model, as kind → bytes.
 
-    The first five kinds count for the whole update. The other kinds have their values at the moment of the backward
-    pass with the largest sum: in the output layer, in a decoder layer, or when FSDP reduces the root unit.
+    The first five kinds count for the whole update. The other kinds are temporary. They have their values at the moment
+    of the backward pass with the largest sum. `_moments` lists the moments.
     """
     model = _padded(model, setup.num_shards)
     size, shards, gathers = setup.compute_bytes, setup.num_shards, int(setup.gathers)
@@ -437,8 +437,8 @@ def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
 def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, int]:
     """Return the memory of one device of an engine, as kind → bytes.
 
-    ``kv cache`` holds all samples that one worker may run, at full length, if ``rollout_fleet.sglang.max_total_tokens``
-    and, on a GPU, SGLang's memory fraction permit it.
+    ``kv cache`` holds all samples that one worker may run, at full length. Its limits are
+    ``rollout_fleet.sglang.max_total_tokens`` and, on a GPU, SGLang's memory fraction.
     """
     fleet = config.rollout_fleet
     size = _FLOAT32_BYTES if fleet.sglang.dtype_on(fleet.device) in FLOAT32_NAMES else 2
@@ -458,8 +458,7 @@ def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -
 def engine_reserve(card_bytes: int, tp_size: int, extra_args: Sequence[str] = ()) -> int:
     """Return the bytes of a GPU that SGLang reserves for activations and CUDA graphs.
 
-    The formula is that of SGLang 0.5.21 (``arg_groups/memory_hook.py``): 1.5 MiB per token of a prefill chunk, 2 MiB
-    per sample of the largest decode graph, 8 MiB per prefill graph. ``--mem-fraction-static`` in
+    The formula is that of SGLang 0.5.21 (``arg_groups/memory_hook.py``). ``--mem-fraction-static`` in
     ``rollout_fleet.sglang.extra_args`` takes precedence.
     """
     words = [word for argument in extra_args for word in argument.split("=", 1)]

@@ -150,8 +150,8 @@ class SimulatedEngine:
     def cut(self, group: SimulatedGroup, on_cut: Callable[[list[int]], None]) -> None:
         """Stop a group so that another engine can continue it.
 
-        After the next decoding step, or at the end of a batch, the engine calls ``on_cut`` with the number of tokens
-        that each unfinished sample still needs.
+        The engine calls ``on_cut`` with the number of missing tokens of each unfinished sample. It does so after the
+        next decoding step, or at the end of a batch.
         """
         self._advance()
         group.on_cut, group.cut_at = on_cut, self._env.now

@@ -360,8 +360,8 @@ def _rank_state(now: Mapping[str, int]) -> str | None:
 def _no_batch(trace: Trace, window: tuple[int, int], fleet: Sequence[Stretch]) -> Series:
     """Return why a batch is missing at each time, as an index into `LearnerCause`.
 
-    The cause is ``batch_tail`` if the staleness bound stops free places from starting a group, and at most half of the
-    step's peak number of samples still run.
+    The cause is ``batch_tail`` if the staleness bound stops free places from starting a group. At most half of the
+    step's peak number of samples must then be running.
     """
     deltas: dict[str, Counter[int]] = defaultdict(Counter)
     for stretch in fleet:

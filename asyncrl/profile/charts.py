@@ -210,7 +210,7 @@ _ACTIVITIES = {
     SpanKind.pause: "loading weights",
 }
 _UP = ("starting", "catching_up", "ready", "updating")
-"""Worker states for which `_state` returns the state of the engine instead."""
+"""If the worker is in one of these states, `_state` returns the state of the engine."""
 
 
 def _state(trace: Trace, lane: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 Values = dict[str, Any]
 
 WAITS = ("generation", "queue", "tool", "environment")
-"""Reasons for which an episode waits. Of several reasons at the same time, the first in this order counts."""
+"""Reasons of waits. Of several reasons at the same time, the first in this order counts."""
 MAX_LETTERS = 4000
 """Largest number of characters of a turn's text. The report omits the middle of a longer text."""
 MAX_ROWS = 2000

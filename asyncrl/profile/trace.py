@@ -69,7 +69,7 @@ class Span:
         end: Nanoseconds; for an open span, the end of its process or of the trace.
         version: Policy version of the activity, or -1; likewise ``step`` and ``group``.
         cause: Further detail of ``kind``, or empty.
-        is_open: True if the record has no end of the span.
+        is_open: True if the end of the span is not recorded.
     """
 
     lane: str

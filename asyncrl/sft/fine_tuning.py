@@ -114,7 +114,8 @@ async def _update(
 ) -> SftEvaluation:
     """Update until the last step or an early stop; return the evaluation of the chosen policy. A collective operation.
 
-    The chosen policy is the best one if ``sft.patience`` is above 0, else the last one. Rank 0 writes it to ``kept``.
+    The chosen policy is the best policy if ``sft.patience`` is above 0, else the last policy. Rank 0 writes it to
+    ``kept``.
     """
     history: list[SftEvaluation] = []
     for step in range(1, sft.max_steps + 1):

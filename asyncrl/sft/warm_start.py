@@ -42,7 +42,7 @@ def warm_start_path(config: RunConfig) -> Path:
 
 
 def policy_path(config: RunConfig) -> Path:
-    """Return the folder of the initial policy: the fine-tuned one if ``sft.enabled``, else ``model.path``."""
+    """Return the folder of the initial policy: `warm_start_path` if ``sft.enabled``, else ``model.path``."""
     return warm_start_path(config) if config.sft.enabled else Path(config.model.path)
 
 
@@ -189,7 +189,7 @@ async def warm_start(
         return policy
     if (known := finished_warm_start(config)) is None:
         async with _lock(policy, config.sft.progress_timeout_s, say) as report_progress:
-            known = finished_warm_start(config)  # another run may have finished the policy meanwhile
+            known = finished_warm_start(config)  # another run may have finished the policy
             if known is None:
                 devices = {"CUDA_VISIBLE_DEVICES": visible_devices} if visible_devices else NO_GPUS
                 scratch = log_path.with_name("sft-scratch")
