@@ -56,7 +56,7 @@ class EngineError(AsyncRLError):
 
 
 class EngineLost(EngineError):
-    """An engine failed and may not restart again."""
+    """An engine has ended and will not restart."""
 
 
 class MembershipRefused(AsyncRLError):
@@ -111,7 +111,7 @@ class StoreLost(ReplayBufferError):
 
 
 class LeaseExpired(ReplayBufferError):
-    """A put, renewal or release names a lease that has expired or was revoked."""
+    """A put or a saved prefix belongs to a lease that has ended."""
 
 
 class UnknownGroup(ReplayBufferError):

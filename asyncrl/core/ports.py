@@ -46,7 +46,7 @@ class RolloutBuffer(Protocol):
             data_source: As in `Prompt`.
 
         Raises:
-            LeaseExpired: a newer attempt exists, or the lease was revoked. The tokens count as dropped.
+            LeaseExpired: the lease has ended. The tokens count as dropped.
             VersionTooOld: a token is older than the policy version of the lease.
         """
         ...

@@ -309,7 +309,10 @@ class TrajectoryGroup:
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
-        """All paths from root to leaf. Each sampled turn is trained in exactly one branch, except in a baseline."""
+        """All paths from root to leaf. Each sampled turn is trained in exactly one branch.
+
+        Turns of a baseline are not trained.
+        """
         if self._is_flat(len(self.token_ids), self.num_trajectories) and not self.is_baseline.any():
             return _flat_branches(self.num_trajectories)
         parents, sampled = self.turns["parent"].tolist(), self.turns["sampled"].tolist()

@@ -110,8 +110,8 @@ class DifficultySampler(WeightedSampler):
 
     Each source has a *pool* of rows with an estimated success rate within ``width`` of ``target``. A finished group
     updates the estimate of its row, and the row enters or leaves the pool. A chosen row leaves the pool until its group
-    is finished. A share ``explore`` of the prompts comes from all rows of the source in order, and all prompts do while
-    the pool is empty.
+    is finished. A share ``explore`` of the prompts comes from all rows of the source in order. While the pool is empty,
+    all prompts come from these rows.
 
     Args:
         target: Success rate, in [0, 1].
@@ -194,7 +194,7 @@ def make_sampler(
     """Make the sampler ``name`` for rows of ``sources``. If ``weights`` is empty, all sources have the same weight.
 
     Raises:
-        ValueError: the weights do not have exactly the sources, or the class does not take the ``options``.
+        ValueError: a source has no weight, a weight has no rows, or the class does not take the ``options``.
     """
     found = dict.fromkeys(sources)
     given = weights or dict.fromkeys(found, 1.0)

@@ -133,7 +133,8 @@ def check_memory_of_devices(config: RunConfig, model: ModelSize, card: int) -> N
     """Refuse a run with ranks or engines that do not fit on a GPU with ``card`` bytes.
 
     Raises:
-        ValueError: with the bytes by kind, and options that make the run fit.
+        ValueError: a rank or an engine does not fit. The message has the bytes by kind, and options that make the run
+            fit.
     """
     misfits = [use for use in device_uses(config, model, card) if not use.fits]
     if not misfits:
@@ -190,7 +191,7 @@ def _excess(config: RunConfig, model: ModelSize, card: int) -> int:
 def _remedies(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Yield options that reduce memory, cheapest in time first.
 
-    If a role sets such an option, the role's option follows.
+    If a role sets such an option, yield the role's option too.
     """
     for name, value in _remedies_of_all_roles(config):
         yield name, value

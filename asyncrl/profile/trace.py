@@ -23,7 +23,7 @@ FOLDER = "profile"
 """Subfolder of the run's folder for the records of the processes."""
 CONTROLLER_LANE, BUFFER_LANE = "controller", "buffer"
 UNMEASURED_ERROR_NS = 1_000_000_000
-"""Assumed error of a clock without measurements, from the wall clocks of the hosts."""
+"""Assumed error of an offset that the reader computes from the wall clocks of two hosts."""
 _CHUNK_BYTES = 1 << 20
 _WORST_OF_BEST = 8
 _T = TypeVar("_T")
