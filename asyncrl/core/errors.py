@@ -1,6 +1,6 @@
-"""The exceptions of a run. Each carries a single string, so that Ray can pickle it.
+"""The exceptions of a run. Each exception has a single string as its argument, so that Ray can pickle it.
 
-A user's mistake (a wrong option, a missing file) is a ``ValueError`` instead, raised where the value is read.
+A user's mistake (a wrong option, a missing file) raises ``ValueError`` instead.
 """
 
 import sys
@@ -28,11 +28,11 @@ class AccountError(AsyncRLError):
 
 
 class DeadlineError(AsyncRLError):
-    """A configured deadline passed. The message names the awaited result and the deadline."""
+    """A configured deadline passed."""
 
 
 class WorkerDiedError(AsyncRLError):
-    """A process of the run died. The message names the process and ends with the last lines of its log."""
+    """A process of the run died. The message ends with the last lines of its log."""
 
 
 class LearnerDiedError(WorkerDiedError):
@@ -44,7 +44,7 @@ class BatchLost(AsyncRLError):
 
 
 class ClusterDiedError(WorkerDiedError):
-    """One of Ray's own processes died or did not start. Ray can no longer stop the workers."""
+    """One of Ray's own processes died or did not start. Ray cannot stop the workers."""
 
 
 class CheckpointError(AsyncRLError):
@@ -56,27 +56,27 @@ class EngineError(AsyncRLError):
 
 
 class EngineLost(EngineError):
-    """An engine failed and has no restarts left."""
+    """An engine has ended and will not restart."""
 
 
 class MembershipRefused(AsyncRLError):
-    """The run refused a request to add or remove an engine. The message gives the reason and the remedy."""
+    """The run refused a request to add or remove an engine."""
 
 
 class RequestRefused(EngineError):
-    """Every engine would refuse this request: the prompt or an option is wrong. A restart does not help."""
+    """Every engine would refuse this request, because its prompt or an option is wrong. A restart does not help."""
 
 
 class EpisodeOverflow(AsyncRLError):
-    """An episode has used its budget of turns, tokens or context. The message names the budget."""
+    """An episode has used its budget of turns, tokens or context."""
 
 
 class EpisodeEnded(AsyncRLError):
-    """An episode gets no more answers. Its group was stopped, handed over or revoked, or its engine has failed."""
+    """An engine does not continue an episode: its group was stopped, handed over or revoked, or the engine failed."""
 
 
 class WeightsError(AsyncRLError):
-    """Published weights are incomplete, or an engine's weights differ from the published ones."""
+    """Published weights are incomplete, or an engine's weights differ from the published weights."""
 
 
 class WeightsGone(WeightsError):
@@ -94,7 +94,7 @@ class RewardError(AsyncRLError):
 class SandboxError(AsyncRLError):
     """This machine cannot isolate a program, or a sandbox failed.
 
-    An error of the program itself never raises this exception.
+    Errors of the isolated program do not raise this exception.
     """
 
 
@@ -107,11 +107,11 @@ class StoreFull(ReplayBufferError):
 
 
 class StoreLost(ReplayBufferError):
-    """The store no longer holds a group's payload. The sender sends the payload again."""
+    """The store has lost a group's payload. The sender sends the payload again."""
 
 
 class LeaseExpired(ReplayBufferError):
-    """A put, renewal or release names a lease that is no longer held."""
+    """A put or a saved prefix belongs to a lease that has ended."""
 
 
 class UnknownGroup(ReplayBufferError):
@@ -149,12 +149,12 @@ class RateExceeded(ReplayBufferError):
 class UsageError(TypeError, ValueError, AssertionError):
     """A call, a dispatch mode or a resource pool of the single controller does not support this use.
 
-    It is also an AssertionError: verl raises AssertionError, and code written for verl may catch it.
+    The class is also an AssertionError, because code written for verl may catch that.
     """
 
 
 class BatchError(ValueError, AssertionError):
-    """The parts of a `DataProto` do not match each other or the request.
+    """The fields of a `DataProto` do not match each other or the request.
 
     Like `UsageError`, it is also an AssertionError.
     """
@@ -163,7 +163,7 @@ class BatchError(ValueError, AssertionError):
 def root_cause(error: BaseException) -> BaseException:
     """Return the main cause inside exception groups and Ray's wrappers.
 
-    In a group, an `AsyncRLError` has priority over other errors, and a missed deadline comes last.
+    In an exception group, an `AsyncRLError` has priority over other errors. A missed deadline comes last.
     """
     if isinstance(error, BaseExceptionGroup):
         return min((root_cause(inner) for inner in error.exceptions), key=_rank)
@@ -178,10 +178,10 @@ def _rank(cause: BaseException) -> int:
 
 
 def with_exit_status(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Decorator: print an error of a command as one message, and return an exit status.
+    """Decorate a command: print its error as one message, and return an exit status.
 
-    The status is 2 for a user's mistake (`ValueError`) and for a file that cannot be read or written (`OSError`), 1 for
-    an `AsyncRLError`.
+    The status is 1 for an `AsyncRLError`. It is 2 for a user's mistake (`ValueError`) and for a file that cannot be
+    read or written (`OSError`).
     """
 
     @wraps(command)
@@ -198,7 +198,7 @@ def with_exit_status(command: Callable[Arguments, int]) -> Callable[Arguments, i
 def check_bounds(section: str, options: object, **bounds: str) -> None:
     """Raise `ValueError` for an option that violates its bound.
 
-    A bound is ``>= LOW`` or ``> LOW``, optionally followed by a unit and by ``; REMEDY``.
+    A bound is ``>= LOW`` or ``> LOW``, then optionally a unit and ``; REMEDY``.
 
     Example: ``check_bounds("checkpoint.", self, every_steps=">= 0; 0 saves no checkpoint")``.
     """

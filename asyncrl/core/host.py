@@ -1,9 +1,7 @@
-"""The host of a process: private folders, memory, visible GPUs, and stop signals.
+"""The host of a process: private folders, memory, visible GPUs, and stop signals. It imports neither torch nor ray.
 
-Only the supervisor handles SIGINT and SIGTERM. A scheduler (``scancel``) or systemd sends SIGTERM to every process of a
-run at once. The controller blocks both signals, and its threads and child processes inherit the mask, including Ray's
-daemons. The parent of each process stops that process: it closes a pipe, or sends another signal. The kernel signals a
-process whose parent died. This module imports neither torch nor ray.
+Only the supervisor handles SIGINT and SIGTERM, because ``scancel`` or systemd sends SIGTERM to every process of a run
+at once. The controller blocks both signals. Its threads and child processes, including Ray's daemons, inherit the mask.
 """
 
 from __future__ import annotations
@@ -32,10 +30,7 @@ logger = logging.getLogger(__name__)
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 WORKER_BYTES = 256 << 20
-"""Number of freed bytes that a computing process keeps.
-
-A step of a small model needs less, and any host has this much memory.
-"""
+"""Number of freed bytes that a computing process keeps."""
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """Environment variables that hide all GPUs from a process."""
@@ -47,7 +42,6 @@ _MAX_SOCKET_PATH_BYTES = 107
 _LONGEST_RAY_SOCKET = "ray/session_2026-11-27_08-06-02_081673_4194304/sockets/plasma_store.1"
 _DRIVER_TIMEOUT_S = 30.0
 _NVIDIA_DEVICE = Path("/dev/nvidiactl")
-"""This device file exists on machines whose processes can open NVIDIA GPUs."""
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # as in malloc.h
@@ -61,8 +55,8 @@ class NotPrivate(AsyncRLError):
 def make_private_folder(folder: Path) -> Path:
     """Create a folder, and missing parents, that only this user can open; return the folder.
 
-    An existing folder of this user is kept. Raises `NotPrivate` if the path is a link or a file, belongs to another
-    user, or is writable by other users.
+    Raises:
+        NotPrivate: the path is a link or a file, belongs to another user, or is writable by other users.
     """
     if not folder.parent.exists():
         make_private_folder(folder.parent)
@@ -75,7 +69,7 @@ def make_private_folder(folder: Path) -> Path:
 
 
 def check_owned(folder: Path) -> None:
-    """Raise `NotPrivate` unless the path is a folder (not a link) of this user that no other user can write to."""
+    """Raise `NotPrivate` unless the path is a folder (not a link) of this user and other users cannot write to it."""
     found = os.lstat(folder)
     is_folder = stat.S_ISDIR(found.st_mode)
     if not is_folder or found.st_uid != os.geteuid() or found.st_mode & 0o022:
@@ -87,9 +81,9 @@ def check_owned(folder: Path) -> None:
 
 
 def socket_base(longest: str) -> str:
-    """The folder for temporary files, or ``/tmp`` if a Unix socket cannot have the path ``longest`` below that folder.
+    """Return the folder for temporary files, or ``/tmp`` if the path ``longest`` below it is too long for a socket.
 
-    Linux limits the path of a socket to 107 bytes. ``TMPDIR`` of a batch system is often too long.
+    Linux limits the path of a socket to 107 bytes.
     """
     base = tempfile.gettempdir()
     return base if len(os.fsencode(os.path.join(base, longest))) <= _MAX_SOCKET_PATH_BYTES else "/tmp"
@@ -101,20 +95,18 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def is_bare_name(name: object) -> bool:
-    """Whether a file name stays in its folder: it has no separators and is not ``.`` or ``..``."""
+    """Return whether a file name stays in its folder: it has no separators and is not ``.`` or ``..``."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
 def keep_freed_memory(num_bytes: int) -> None:
     """Make glibc keep freed memory for later allocations instead of returning it to the kernel.
 
-    The kernel zeroes each new page at its first access. A process that allocates the same tensors or frames in every
-    step pays for this in every step: a tenth of the processor time of a small model's update, and a third of the time
-    to receive a frame.
+    Otherwise, a process that allocates the same tensors in every step waits in every step for the kernel to zero new
+    pages.
 
     Args:
-        num_bytes: Largest number of bytes to keep at the end of each heap, in 0..2**31 - 1. A block of 32 MiB or more
-            is always returned at once.
+        num_bytes: Largest number of bytes to keep at the end of each heap, in 0..2**31 - 1.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     options = {
@@ -138,18 +130,18 @@ def end_with_parent() -> None:
 
 
 def own_python() -> dict[str, str]:
-    """The ``runtime_env`` that Ray needs to start workers with this Python; empty if Ray needs none.
+    """Return the ``runtime_env`` that Ray needs to start workers with this Python; empty if Ray needs none.
 
-    Ray puts the path of Python into a shell command without quotes. In a folder with a space, no worker would start.
+    Ray does not quote the path of Python. Without this, workers do not start if the path contains a space.
     """
     quoted = shlex.quote(sys.executable)
     return {} if quoted == sys.executable else {"py_executable": quoted}
 
 
 def forget_process_group(environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Remove the variables by which torchrun or a batch system describes a process group. Returns their names.
+    """Remove the variables of torchrun or a batch system for its process group; return their names.
 
-    The processes of a run form their own groups. Otherwise they would look for the ranks of the foreign group.
+    Otherwise the processes of a run would look for the ranks of that group.
     """
     found = [name for name in environment if name in _GROUP_VARIABLES or name.startswith("TORCHELASTIC_")]
     for name in found:
@@ -158,9 +150,9 @@ def forget_process_group(environment: MutableMapping[str, str] = os.environ) -> 
 
 
 def ray_folder() -> str:
-    """The folder for the sessions of a Ray cluster on this host.
+    """Return the folder for the sessions of a Ray cluster on this host.
 
-    It is Ray's default folder if the paths of Ray's sockets are short enough there.
+    It is in ``RAY_TMPDIR``, or else in `socket_base`.
     """
     return os.path.join(os.environ.get("RAY_TMPDIR") or socket_base(_LONGEST_RAY_SOCKET), "ray")
 
@@ -168,7 +160,7 @@ def ray_folder() -> str:
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
     """Return the number of GPUs that CUDA shows to a process with this environment; 0 if there is no driver.
 
-    ``CUDA_VISIBLE_DEVICES`` holds indices or UUIDs. As in CUDA, the first invalid entry ends the list.
+    As in CUDA, the first invalid entry of ``CUDA_VISIBLE_DEVICES`` ends the list.
 
     Raises:
         DeadlineError: the NVIDIA driver does not answer.
@@ -178,7 +170,7 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def gpu_memory_bytes(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the memory of the smallest GPU that CUDA shows to a process with this environment.
+    """Return the memory of the smallest GPU that CUDA shows to a process with this environment, in bytes.
 
     Returns 0 without a GPU, with a MIG instance, or if the driver does not report the memory. Raises the errors of
     `visible_gpus`.
@@ -208,7 +200,7 @@ def _visible_uuids(environment: Mapping[str, str]) -> list[str]:
 
 
 def _visible(listed: list[str], environment: Mapping[str, str]) -> list[str]:
-    """The UUIDs of the visible GPUs. A MIG instance has its own UUID, which is not in ``listed``."""
+    """Return the UUIDs of the visible GPUs."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return listed
@@ -227,19 +219,18 @@ def _visible(listed: list[str], environment: Mapping[str, str]) -> list[str]:
 
 @cache
 def _listed_uuids(tool: str) -> list[str]:
-    """UUIDs of this machine's GPUs, in the order of the NVIDIA driver."""
     lines = [line for line in _answer(tool, "-L") if line.startswith("GPU ")]
     return [line.rpartition("UUID: ")[2].rstrip(")") for line in lines]
 
 
 @cache
 def _answer(tool: str, *arguments: str) -> list[str]:
-    """The output lines of nvidia-smi. Raises `DeadlineError` if the NVIDIA driver does not answer."""
+    """Return the output lines of nvidia-smi."""
     process = subprocess.Popen([tool, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         listed, _ = process.communicate(timeout=_DRIVER_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.kill()  # do not wait for its end: a process that hangs in the driver does not die
+        process.kill()  # do not wait for it: a process that hangs in the driver does not die
         raise DeadlineError(
             f"{tool} {' '.join(arguments)} must list the GPUs of this machine within {_DRIVER_TIMEOUT_S:g} s, got no "
             "answer: the NVIDIA driver hangs; reset the GPUs or restart the machine, or run on another machine"
@@ -250,7 +241,7 @@ def _answer(tool: str, *arguments: str) -> list[str]:
 def leave_stop_to_owner() -> None:
     """Block the stop signals in this thread, and in the threads and processes that it starts later.
 
-    Starts Python's resource tracker first, because starting the tracker unblocks both signals (Python < 3.13).
+    Python's resource tracker must start first, because its start would unblock both signals (Python < 3.13).
     """
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -263,7 +254,7 @@ def keep_stop_blocked() -> None:
 
 
 def release_resource_tracker() -> None:
-    """Let Python's resource tracker clean up and exit. The tracker stays while a child of this process uses it."""
+    """Let Python's resource tracker clean up and exit when no child of this process uses it."""
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
         os.close(tracker._fd)
@@ -273,8 +264,8 @@ def release_resource_tracker() -> None:
 def outlive_stop() -> None:
     """Ignore SIGTERM in this process. Programs that it starts and children that it forks still obey both stop signals.
 
-    A user's code may stop its own subprocesses with SIGTERM; an inherited mask would prevent that. Call this in the
-    main thread, before other threads start.
+    The function does not use a signal mask, because subprocesses would inherit it. Call it in the main thread, before
+    other threads start.
     """
     term = {signal.SIGTERM}
     let_through = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, term)

@@ -1,6 +1,6 @@
 """Reads images in messages and rows, and converts them to `Image` objects with the model's image processor.
 
-An image is a data URL, base64 text, or the bytes of a file. In rows it may also be a path. Nothing is downloaded.
+An image is a data URL, base64 text, or the bytes of a file. In rows it may also be a path.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ IMAGE_PARTS = ("image", "image_url", "input_image")
 """Types of message parts that hold an image, in the APIs of OpenAI, Anthropic and Hugging Face."""
 
 VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe")
-"""Model types whose images can be trained on."""
+"""Model types with images that the learner can train on."""
 
 MAX_SOURCE_PIXELS = 1 << 26
-"""An image file with more pixels is refused before it is decoded, because the decoded image would need 200 MB."""
+"""Limit on the pixels of an image file, checked before decoding."""
 
 MAX_ASPECT_RATIO = 200
 """Largest ratio of the longer to the shorter side that the image processor accepts."""
 
 
 def is_image(part: Any) -> bool:
-    """Whether a part of a message's content is an image."""
+    """Return whether a content part of a message is an image."""
     return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
 
 
 def source_of(part: Mapping[str, Any]) -> Any:
-    """The image in a part of a message's content, not yet read (path, bytes or text); None if the part has none."""
+    """Return the image in a content part of a message, not yet read (path, bytes or text), or None."""
     url, source = part.get("image_url"), part.get("source")
     if isinstance(url, Mapping):
         return url.get("url")
@@ -50,7 +50,7 @@ def source_of(part: Mapping[str, Any]) -> Any:
 
 
 def image_part(content: bytes) -> dict[str, Any]:
-    """Make a part of a message's content, in OpenAI's format, from the bytes of an image file."""
+    """Make a content part of a message, in OpenAI's format, from the bytes of an image file."""
     from PIL import Image as Pillow
 
     with Pillow.open(io.BytesIO(content)) as opened:
@@ -60,17 +60,17 @@ def image_part(content: bytes) -> dict[str, Any]:
 
 
 def read_bytes(source: Any, where: str, *, from_files: bool = False) -> bytes:
-    """The bytes of an image file. Arguments and errors are those of `content_of`."""
+    """Return the bytes of an image file. Arguments and errors are those of `content_of`."""
     content = content_of(source, where, from_files=from_files)
     return content.read_bytes() if isinstance(content, Path) else content
 
 
 def content_of(source: Any, where: str, *, from_files: bool = False) -> bytes | Path:
-    """The bytes of an image file, or its path.
+    """Return the bytes of an image file, or its path.
 
     Args:
-        source: A data URL, base64 text, bytes, or a mapping with ``bytes`` or ``path``, as Hugging Face data sets have.
-        where: Names the image, for messages.
+        source: A data URL, base64 text, bytes, or a mapping with ``bytes`` or ``path``.
+        where: Name of the image in messages.
         from_files: Whether the source may be a path, relative to the current directory, or a ``file://`` URL.
 
     Raises:
@@ -96,7 +96,7 @@ def content_of(source: Any, where: str, *, from_files: bool = False) -> bytes | 
 
 
 def _path_in(source: str) -> Path | None:
-    """The file that a text names; None if there is no such file."""
+    """Return the path if the file exists, else None."""
     path = source.removeprefix("file://")
     if len(path) > 4096 or path.startswith("data:"):
         return None
@@ -105,19 +105,18 @@ def _path_in(source: str) -> Path | None:
 
 
 def is_vision_model(model_path: str) -> bool:
-    """Whether the folder's model has a vision tower that the learner trains."""
+    """Return whether the model in the folder has a vision tower that the learner trains."""
     file = Path(model_path, "config.json")
     return file.is_file() and json.loads(file.read_text()).get("model_type") in VISION_FAMILIES
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageReader:
-    """Makes images for one model.
+    """Converts image files to `Image` objects for one model.
 
     Attributes:
         model_path: The model's folder, with the settings of its image processor.
         max_pixels: Largest number of pixels of a resized image. The model's own limit also applies.
-        token_id: Id of the token that stands for a part of an image.
 
     Raises:
         ValueError: at the first use, if the model's image processor is not Qwen's, or if ``max_pixels`` is too small.
@@ -152,7 +151,10 @@ class ImageReader:
         return {"shortest_edge": shortest, "longest_edge": min(longest, self.max_pixels)}
 
     def num_tokens(self, content: bytes | Path, where: str) -> int:
-        """Number of placeholder tokens of an image file; reads only its header. Raises `ValueError` as `image`."""
+        """Return the number of placeholder tokens of an image file. Reads only the header.
+
+        Raises the errors of `image`.
+        """
         width, height = _size(content, where)
         limits = self._limits
         options = {"min_pixels": limits["shortest_edge"], "max_pixels": limits["longest_edge"]}
@@ -186,21 +188,21 @@ class ImageReader:
         )
 
     def images_in(self, messages: Sequence[Mapping[str, Any]]) -> list[Image]:
-        """The images of messages in OpenAI's form, in order. Raises `ValueError` as `image`."""
+        """Return the images of messages in OpenAI's form, in order. Raises the errors of `image`."""
         return [self.image(read_bytes(source, where), where) for source, where in sources_in(messages)]
 
     def placed(self, token_ids: np.ndarray, images: Sequence[Image], where: str) -> tuple[PlacedImage, ...]:
-        """Place the images at the placeholders in ``token_ids``, as `place_images` does."""
+        """Assign the images to the placeholders in ``token_ids``, as `place_images` does."""
         return place_images(token_ids, images, self.token_id, where)
 
 
 def image_reader(model_path: str, *, max_pixels: int) -> ImageReader | None:
-    """The image reader of a model; None if the learner does not train a vision tower of the model."""
+    """Return the image reader of a model; None if the learner does not train a vision tower of the model."""
     return ImageReader(model_path=model_path, max_pixels=max_pixels) if is_vision_model(model_path) else None
 
 
 async def prompt_images(reader: ImageReader | None, prompt: Prompt) -> tuple[PlacedImage, ...]:
-    """Decode the images of a prompt in a thread, and place them at its placeholders; none without a reader.
+    """Decode the images of a prompt in a thread, and assign them to its placeholders. Returns nothing without a reader.
 
     Raises:
         ValueError: an image cannot be decoded, or does not fit its placeholders. The message names the prompt group.
@@ -216,7 +218,7 @@ async def prompt_images(reader: ImageReader | None, prompt: Prompt) -> tuple[Pla
 
 
 def sources_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, str]]:
-    """The images in messages, not yet read, each with a name for error messages."""
+    """Yield the images in messages, not yet read, each with a name for error messages."""
     for number, message in enumerate(messages):
         content = message.get("content")
         for place, part in enumerate(content if isinstance(content, list | tuple) else ()):
@@ -248,7 +250,7 @@ def place_images(token_ids: np.ndarray, images: Sequence[Image], token_id: int, 
 
 
 def with_placeholders(token_ids: Sequence[int], counts: Sequence[int], token_id: int, where: str) -> list[int]:
-    """Repeat each placeholder as often as its image has tokens.
+    """Repeat each placeholder so that the image has one placeholder per token.
 
     Raises:
         ValueError: the number of placeholders is not the number of images.
@@ -264,15 +266,16 @@ def with_placeholders(token_ids: Sequence[int], counts: Sequence[int], token_id:
 
 
 def placeholder_ids(model_path: str) -> tuple[int, int]:
-    """Ids of the tokens that stand for images and for videos."""
+    """Return the ids of the placeholder tokens of images and of videos."""
     settings = json.loads(Path(model_path, "config.json").read_text())
     return settings["image_token_id"], settings["video_token_id"]
 
 
 def load_processor(model_path: str) -> Any:
-    """The image processor of a model, on Pillow and numpy.
+    """Load the image processor of a model, on Pillow and numpy.
 
-    Raises `ValueError` if it is not Qwen's or cannot be loaded.
+    Raises:
+        ValueError: it is not Qwen's image processor, or cannot be loaded.
     """
     from transformers import AutoImageProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -293,7 +296,7 @@ def load_processor(model_path: str) -> Any:
 
 
 def _size(content: bytes | Path, where: str) -> tuple[int, int]:
-    """Width and height of an image file, from its header."""
+    """Return width and height of an image file. Reads only the header."""
     from PIL import Image as Pillow
 
     try:

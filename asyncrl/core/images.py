@@ -1,9 +1,7 @@
-"""Images of prompts and tool results, in the form that a vision tower takes, and as columns of a prompt group.
+"""Images of prompts and tool results, as grids of patches with 8-bit pixels and as columns of a prompt group.
 
-An image is a grid of patches with 8-bit pixels. A group stores and sends these pixels, and the learner computes the
-features from them (`PixelFormat.features`). This needs an eighth of the bytes of float32 features. Among the tokens, an
-image is a run of placeholder tokens, one per ``merge_size``² patches. The language model replaces their embeddings by
-the *merged features* of the image.
+In the token sequence, an image is a run of placeholder tokens, one per ``merge_size``² patches. The language model
+replaces their embeddings by the *merged features* of the image.
 """
 
 from __future__ import annotations
@@ -19,12 +17,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GRIDS, PIXELS = "grids", "pixels"
-"""Names of the image columns of a group: ``grids`` [I, 4] int32 (time, height, width in patches, and the merge size),
-``pixels`` [patches of all images, 3 · patch size²] uint8."""
+"""Names of the image columns of a group.
+
+- ``grids`` [I, 4] int32: time, height and width in patches, and the merge size.
+- ``pixels`` [patches of all images, 3 · patch size²] uint8.
+"""
 
 IMAGE_ROWS, POSITIONS = "image_rows", "positions"
-"""Names of the token columns of a group with images: ``image_rows`` [N] int32, the row of the token's merged feature in
-the group (-1 for text), and ``positions`` [N, 3] int32, the positions in time, height and width."""
+"""Names of the token columns of a group with images.
+
+- ``image_rows`` [N] int32: row of the token's merged feature in the group; -1 for text.
+- ``positions`` [N, 3] int32: positions in time, height and width.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,8 +36,8 @@ class Image:
     """One resized image.
 
     Attributes:
-        pixels: [P, 3 · patch size²] uint8: the channels, rows and columns of each patch. The patches that are merged
-            into one token are adjacent. P is the product of ``grid``.
+        pixels: [P, 3 · patch size²] uint8: channels, rows and columns of each patch. P is the product of ``grid``. The
+            patches of one token are adjacent.
         grid: Patches in time, height and width. Example: ``(1, 16, 24)``.
         merge_size: Patches per token in height and in width.
         digest: Hexadecimal digest of the image; equal for equal images.
@@ -64,20 +68,20 @@ class PlacedImage:
 
 
 def moved(images: Iterable[PlacedImage], by: int) -> tuple[PlacedImage, ...]:
-    """Move the places of images by a number of tokens."""
+    """Add ``by`` tokens to the offsets of images."""
     return tuple(PlacedImage(image=placed.image, offset=placed.offset + by) for placed in images)
 
 
 def positions_of(start: int, num_tokens: int, images: Sequence[PlacedImage]) -> tuple[np.ndarray, int]:
-    """Positions for multimodal rotary embeddings (Qwen3-VL, arXiv 2511.21631; Qwen2-VL, arXiv 2409.12191, section 2.1).
+    """Compute positions for multimodal rotary embeddings (Qwen3-VL, arXiv 2511.21631; Qwen2-VL, arXiv 2409.12191, 2.1).
 
     A text token has the same position on all axes: one more than the largest earlier position. The position of an image
-    token is its place in the grid, plus the position that a text token would have at the start of the image.
+    token is its index in the grid plus the position of a text token at the start of the image.
 
     Args:
         start: Position of the first token.
         num_tokens: T.
-        images: In the order of their places, which do not overlap.
+        images: In the order of their offsets; they do not overlap.
 
     Returns:
         [T, 3] int32 positions in time, height and width, and the position of the next token. Example: a text token, an
@@ -102,9 +106,8 @@ class GroupImages:
     """The images of a prompt group, from its image columns.
 
     Attributes:
-        grids: [I, 4] int32, the column `GRIDS`.
-        pixels: The column `PIXELS`.
-        first_rows: [I + 1] int64, row of the first merged feature of each image, and the number of rows.
+        grids: [I, 4] int32, the column `GRIDS`; ``pixels``: the column `PIXELS`.
+        first_rows: [I + 1] int64: row of the first merged feature of each image, then the number of rows.
     """
 
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
@@ -132,12 +135,12 @@ class GroupImages:
         return len(self.grids)
 
     def pixels_of(self, index: int) -> np.ndarray:
-        """The pixels of one image, [P, …] uint8."""
+        """Return the pixels of one image, [P, …] uint8."""
         return self.pixels[self._first_patches[index] : self._first_patches[index + 1]]
 
     @cached_property
     def images(self) -> tuple[Image, ...]:
-        """The images of the group. The digest of an image is computed from the stored pixels."""
+        """The images of the group."""
         return tuple(
             Image(
                 pixels=self.pixels_of(index),
@@ -149,7 +152,7 @@ class GroupImages:
         )
 
     def placed(self, image_rows: np.ndarray) -> tuple[PlacedImage, ...]:
-        """The images in a sequence of tokens, found by the tokens' ``image_rows``, [T]."""
+        """Return the images in a sequence of tokens, found by the tokens' ``image_rows``, [T]."""
         starts = np.flatnonzero(np.isin(image_rows, self.first_rows[:-1]))
         which = self.first_rows.searchsorted(image_rows[starts])
         return tuple(
@@ -160,10 +163,11 @@ class GroupImages:
 def group_columns(
     lengths: Sequence[int], parents: Sequence[int], images: Sequence[Sequence[PlacedImage]]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The image columns of a group, and its token columns `IMAGE_ROWS` and `POSITIONS`. Equal images are stored once.
+    """Return the image columns of a group, and its token columns `IMAGE_ROWS` and `POSITIONS`.
 
-    ``lengths``, ``parents`` and ``images`` have one entry per turn of the group. Parents come before their children;
-    the parent of a root turn is -1.
+    Equal images are stored once.
+
+    The arguments have one entry per turn of the group. Parents come before their children; the parent of a root is -1.
     """
     distinct: dict[str, tuple[int, Image]] = {}
     rows, positions, ends, num_rows = [], [], [], 0
@@ -188,7 +192,7 @@ def group_columns(
 
 
 def digest_of_pixels(pixels: np.ndarray, grid: Iterable[int]) -> str:
-    """Hexadecimal digest of an image's pixels and grid."""
+    """Return the hexadecimal digest of an image's pixels and grid."""
     import hashlib
 
     digest = hashlib.blake2b(repr([int(size) for size in grid]).encode(), digest_size=16)
@@ -198,15 +202,14 @@ def digest_of_pixels(pixels: np.ndarray, grid: Iterable[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PixelFormat:
-    """How a model's images become patches and features; read from the model's image processor.
+    """Conversion of a model's images to patches and features, read from the model's image processor.
 
     Attributes:
         patch_size: Height and width of a patch, in pixels.
         temporal_patch_size: Frames per patch. An image is repeated once per frame.
-        merge_size: Patches per token, in height and in width.
-        mean: Mean of each channel after rescaling; features subtract it.
-        std: Standard deviation of each channel; features divide by it.
-        rescale: Factor that multiplies 8-bit pixels. Example: 1/255.
+        mean: Mean of each channel after rescaling; subtracted from the features.
+        std: Standard deviation of each channel; the features are divided by it.
+        rescale: Factor of the 8-bit pixels. Example: 1/255.
     """
 
     patch_size: int
@@ -234,9 +237,10 @@ class PixelFormat:
         return 3 * self.patch_size**2
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Convert pixels, [P, 3 · patch size²] uint8, to inputs of the vision tower: [P, 3 · frames · patch size²].
+        """Convert pixels, [P, 3 · patch size²] uint8, to float32 inputs of the vision tower.
 
-        The result is float32.
+        Returns:
+            [P, 3 · frames · patch size²] float32.
         """
         values = pixels.float().view(len(pixels), 3, 1, -1) * self.rescale
         mean, std = (values.new_tensor(each).view(1, 3, 1, 1) for each in (self.mean, self.std))

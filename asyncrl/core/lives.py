@@ -1,9 +1,9 @@
-"""Restarts a part of a run whenever it fails. The time between two restarts is a *life* of the part.
+"""Restarts a component of a run whenever it fails. The time between two restarts is a *life* of the component.
 
     begin ──▶ watch ──raises──▶ end ──▶ pause ──▶ begin ──▶ watch …
       └─────── raises ───────────▲
 
-`keep_up` is the only such loop. It runs for rollout workers, the buffer server, the stores and the learner's ranks.
+`keep_up` restarts rollout workers, the buffer server, the stores and the learner's ranks.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ T = TypeVar("T")
 
 
 class Restartable(Protocol):
-    """A part that `keep_up` restarts. `keep_up` calls one method at a time."""
+    """A component that `keep_up` restarts. `keep_up` calls one method at a time."""
 
     async def begin(self) -> None:
-        """Start a new life. Returns when the part is ready."""
+        """Start a new life. Returns when the component is ready."""
         ...
 
     async def watch(self) -> None:
-        """Wait for the end of the life, and raise the error that ended it. Return when the part's work is done."""
+        """Wait for the end of the life, and raise the error that ended it. Return when the component's work is done."""
         ...
 
     async def end(self, fault: Exception) -> float:
-        """Count a life that ``fault`` has ended, and clean up.
+        """Record that ``fault`` has ended the life, and clean up.
 
-        Returns the seconds to pause before the next life. Raises an error if the part must not be restarted.
+        Returns the seconds to pause before the next life. Raises an error if the component must not be restarted.
         """
         ...
 
 
 async def keep_up(part: Restartable, *, has_begun: bool = True) -> None:
-    """Restart a part until its work is done. Any exception of `Restartable.begin` or `Restartable.watch` ends a life.
+    """Restart a component until its work is done. Any exception of `begin` or `watch` ends a life.
 
-    Raises what `Restartable.end` raises.
+    Raises the errors of `Restartable.end`.
     """
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The protocols between the packages. Peer packages depend on these and do not import each other."""
+"""The protocols between the packages. These packages do not import each other."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from asyncrl.core.types import BufferStats, GroupSummary, Lease, Plan, Prompt, W
 
 
 class RolloutBuffer(Protocol):
-    """The replay buffer for a rollout worker. The client applies its deadline to every call.
+    """The interface of a rollout worker to the replay buffer. The client applies its deadline to every call.
 
     Attributes:
-        count_generated: Returns the number of policy tokens that this worker has generated so far, including running
-            samples. The worker sets the function; each heartbeat reports its result.
+        count_generated: Set by the worker. Returns the number of policy tokens that this worker has generated so far,
+            including running samples.
     """
 
     count_generated: Callable[[], int]
@@ -28,21 +28,26 @@ class RolloutBuffer(Protocol):
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         """Wait until at least one group is admitted at ``engine_version``; return up to ``max_groups`` leases.
 
-        Returns an empty list if the server's long-poll period ends first. Call again with the engine's current version.
+        Returns an empty list if the server's long-poll period ends first. Then call again.
         """
         ...
 
     async def renew(self, leases: Sequence[Lease]) -> None:
-        """Extend the leases that are still valid. `revocation` reports the others."""
+        """Extend the leases that are still valid. `revocation` reports the revoked leases."""
         ...
 
     async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0, data_source: str = "") -> None:
-        """Store a finished group and wait until it is stored. The client retries; the buffer stores the group once.
+        """Store a finished group and wait until it is stored. Idempotent.
 
-        ``num_left_out`` is the number of tokens of trajectories that the worker omitted from the group. These tokens
-        count as dropped for the reason ``reward``. ``data_source`` is the prompt's. Raises `LeaseExpired` if the
-        attempt is no longer current; its tokens count as dropped. Raises `VersionTooOld` if the group has a token that
-        is older than the policy version of its lease.
+        Args:
+            group: The finished group.
+            num_left_out: Tokens of trajectories that the worker omitted. They count as dropped for the reason
+                ``reward``.
+            data_source: As in `Prompt`.
+
+        Raises:
+            LeaseExpired: the lease has ended. The tokens count as dropped.
+            VersionTooOld: a token is older than the policy version of the lease.
         """
         ...
 
@@ -50,41 +55,39 @@ class RolloutBuffer(Protocol):
         """Return a lease without a result. Its ``num_tokens`` policy tokens count as dropped for ``reason``.
 
         The buffer requeues the prompt. If ``max_failures`` is not 0, the attempt counts as failed, and the buffer drops
-        the group at its ``max_failures``-th failed attempt on any worker. Returns whether the group was dropped.
+        the group after ``max_failures`` failed attempts. Returns whether the buffer dropped the group.
         """
         ...
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
         """Return the saved prefix of this lease's group, if an earlier attempt saved one.
 
-        Call this once, before generating.
-
-        A worker that takes the prefix includes its tokens in the put or release. Otherwise the prefix counts as dropped
-        at the put.
+        Call this once, before generating. The later put or release must include the tokens of the prefix.
         """
         ...
 
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
         """Save a running group with its lease, so that another worker can continue it.
 
-        Unfinished samples have the finish reason ``unfinished``; the group has at least one token. Raises the errors of
-        `put`, and `StoreFull` if the store has no room.
+        Unfinished samples have the finish reason ``unfinished``; the group has at least one token.
+
+        Raises the errors of `put`, and `StoreFull`.
         """
         ...
 
     async def revocation(self) -> tuple[int, int]:
-        """Wait until the buffer revokes an attempt. Returns its (group_id, attempt), which the worker aborts."""
+        """Wait until the buffer revokes an attempt; return its (group_id, attempt). The worker must abort it."""
         ...
 
     async def hand_on_request(self) -> list[tuple[int, int]]:
         """Wait until another worker would finish some groups sooner; return the (group_id, attempt) of each group.
 
-        The worker saves and releases them, and the buffer leases them to a faster worker.
+        The worker must save and release these groups. The buffer then leases them to a faster worker.
         """
         ...
 
     async def next_offer(self, after: int) -> WeightOffer:
-        """Wait for weights newer than version ``after`` (-1 for any) and return the newest ones.
+        """Wait for weights newer than version ``after`` (-1 for any) and return the newest version.
 
         Raises `WeightsError` if a version could not be published.
         """
@@ -95,7 +98,7 @@ class RolloutBuffer(Protocol):
         ...
 
     async def fenced(self) -> None:
-        """Report that this worker's engine does not serve any version until the next `loaded`.
+        """Report that this worker's engine serves no version until the next `loaded`.
 
         Until then, `ControlBuffer.served` ignores this engine.
         """
@@ -107,19 +110,19 @@ class RolloutBuffer(Protocol):
 
 
 class WeightLog(Protocol):
-    """The interface through which rank 0 of the learner reports published versions; thread-safe."""
+    """The interface of learner rank 0 to report published versions; thread-safe."""
 
     def offer(self, offer: WeightOffer) -> int:
         """Offer weights to the engines; return the oldest version that the buffer may still offer."""
         ...
 
     def publish_failed(self, reason: str) -> None:
-        """Report a failed publish. Pending calls that wait for weights raise `WeightsError`."""
+        """Report a failed publish. Calls that wait for weights raise `WeightsError`."""
         ...
 
 
 class LearnerBuffer(WeightLog, Protocol):
-    """The replay buffer for a learner rank."""
+    """The interface of a learner rank to the replay buffer."""
 
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         """Return planned groups in the order of ``group_ids``. Arrays are read-only views of the received bytes."""
@@ -131,13 +134,13 @@ class LearnerBuffer(WeightLog, Protocol):
 
 
 class ControlBuffer(Protocol):
-    """The replay buffer for the controller."""
+    """The interface of the controller to the replay buffer."""
 
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> Sequence[GroupSummary]:
         """Queue prompts. Waits while the queue is full. Idempotent per group id.
 
-        With ``wants_outcomes`` the call returns the groups that workers have finished since the last such call,
-        including groups that filters dropped; otherwise it returns nothing. Without prompts the call does not wait.
+        With ``wants_outcomes``, the call returns the groups that workers finished since the last such call, including
+        filtered groups. Otherwise it returns nothing. Without prompts, the call does not wait.
         """
         ...
 
@@ -146,7 +149,7 @@ class ControlBuffer(Protocol):
         ...
 
     async def commit(self, version: int) -> BufferStats:
-        """Mark the plan of ``version`` as consumed; the learner is then at ``version + 1``. Idempotent."""
+        """Mark the plan of ``version`` as consumed. The learner version is then ``version + 1``. Idempotent."""
         ...
 
     async def stats(self) -> BufferStats:
@@ -158,7 +161,7 @@ class ControlBuffer(Protocol):
         ...
 
     async def served(self, after: int, num_engines: int) -> tuple[int, float]:
-        """Wait until there are ``num_engines`` engines or more, and all serve versions newer than ``after``.
+        """Wait until at least ``num_engines`` engines exist, and all of them serve versions newer than ``after``.
 
         Returns the oldest version that an engine serves, and the longest load time in seconds. Raises `WeightsError` if
         a version could not be published.
@@ -166,24 +169,22 @@ class ControlBuffer(Protocol):
         ...
 
     async def bury(self, worker: str, num_generated: int = 0) -> int:
-        """Declare a rollout worker dead: take back its leases and refuse its messages from now on. Idempotent.
+        """Declare a rollout worker dead: take back its leases and refuse its later messages. Idempotent.
 
-        ``worker`` is the name from `RolloutBuffer.enter`. ``num_generated`` is the number of tokens that the caller
-        knows the worker generated. Returns the larger of ``num_generated`` and the last heartbeat's number. Tokens that
-        the worker neither stored nor released count as lost.
+        Tokens that the worker neither stored nor released count as lost. ``worker`` is the name from
+        `RolloutBuffer.enter`. Returns the larger of ``num_generated`` and the number of generated tokens in the
+        worker's last heartbeat.
         """
         ...
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
         """Keep up to ``num_engines`` engines on ``version`` until `unpin` or the next `pin`.
 
-        Call this method before the version is offered. The first engines that request the version stay on it. The
-        buffer offers the version until ``num_engines`` engines serve it, even if newer versions exist. The other
-        engines load newer versions. Waits until the set of engines that serve the version differs from ``known``, and
-        returns that set.
+        Call this before the version is offered. The first engines that request the version stay on it. The call waits
+        until the set of engines that serve the version differs from ``known``, and returns that set.
 
         Raises:
-            WeightsGone: no engine serves the version, and it is no longer offered.
+            WeightsGone: no engine serves the version, and the buffer does not offer it.
             WeightsError: a version could not be published.
         """
         ...
@@ -193,22 +194,18 @@ class ControlBuffer(Protocol):
         ...
 
     async def lose(self, group_ids: Sequence[int]) -> None:
-        """Report groups of planned batches that are missing in the stores; their prompts are requeued (``store_lost``).
+        """Report groups of planned batches that are missing in the stores. Their prompts are requeued (``store_lost``).
 
-        The buffer plans their batches, and all later batches, again. It ignores groups that are not in a batch.
+        The buffer plans their batches, and all later batches, again.
         """
         ...
 
     async def rewind(self, version: int, *, incarnation: int) -> None:
-        """Set the learner back to the ``version`` of a checkpoint. Idempotent.
+        """Set the learner back to the ``version`` of a checkpoint; ``incarnation`` is its new incarnation. Idempotent.
 
-        The buffer withdraws all offers and revokes running attempts. It drops the groups and saved prefixes that have a
-        token of a later version. Engines get new leases after they load weights of the new learner. The caller enqueues
-        the prompts again that were finished after the checkpoint.
-
-        Args:
-            version: Learner version of the checkpoint.
-            incarnation: Number of the learner's new incarnation.
+        The buffer withdraws all offers, revokes running attempts, and drops groups and saved prefixes with a token of a
+        later version. Engines get new leases after they load weights of the new learner. The caller must enqueue the
+        prompts again that finished after the checkpoint.
         """
         ...
 
@@ -216,18 +213,17 @@ class ControlBuffer(Protocol):
         """Begin a new life of the run at a checkpoint, as `rewind` does; the learner's incarnation is 0. Idempotent.
 
         Args:
-            version: Learner version of the checkpoint. The steps before it are committed.
+            version: Learner version of the checkpoint.
             key: Name of the checkpoint, as in `checkpoint`.
-            tokens_generated: Policy tokens that all lives generated up to the checkpoint. Tokens that are missing in
-                the restored account count as dropped for the reason ``resume``.
+            tokens_generated: Policy tokens that all lives generated up to the checkpoint. Tokens that the restored
+                account lacks count as dropped for the reason ``resume``.
         """
         ...
 
     async def checkpoint(self, folder: Path, version: int, *, key: str) -> Any:
-        """Write everything that a new life needs to ``folder``, an absolute path; returns when the folder is complete.
+        """Write the state that a new life needs to ``folder``, an absolute path. Returns when the folder is complete.
 
-        The steps before ``version`` are planned or committed. ``key`` is a random text that names the checkpoint.
-        Training and generation go on meanwhile.
+        The steps before ``version`` must be planned or committed. ``key`` is a random text that names the checkpoint.
         """
         ...
 
@@ -237,24 +233,20 @@ class ControlBuffer(Protocol):
 
 
 class LearnerPort(Protocol):
-    """The learner group for the controller. The ranks execute calls in the order in which they are made.
-
-    Attributes:
-        checkpoints: The folder of the checkpoints.
-    """
+    """The interface of the controller to the learner group. The ranks execute calls in the order of the calls."""
 
     checkpoints: Path
 
     async def scored(self, plan: Plan) -> Plan:
-        """Return the plan with the rewards of the reward model. Without a reward model, the plan does not change."""
+        """Return the plan with the rewards of the reward model, or the same plan without a reward model."""
         ...
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Start the update on a batch. The resulting metrics include ``started_at`` and ``ended_at`` (Unix seconds)."""
+        """Start the update on a batch. The metrics include ``started_at`` and ``ended_at`` in Unix seconds."""
         ...
 
     def publish(self, version: int) -> Awaitable[None]:
-        """Publish the weights as ``version``. They include all updates that are queued so far.
+        """Publish the weights as ``version``, after all updates that are queued so far.
 
         The ranks continue as soon as they have copied the weights. The buffer tells the engines about the offer.
         """
@@ -271,12 +263,13 @@ class LearnerPort(Protocol):
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool, parts: Sequence[str] = ()) -> Awaitable[str]:
         """Save a checkpoint of ``version`` with the run's state ``run``; ``wait`` waits until it is complete.
 
-        ``parts`` names the parts that other processes write. The checkpoint is complete when these parts exist, too.
+        ``parts`` names the entries of the checkpoint that other processes write. The checkpoint is complete when they
+        exist.
         """
         ...
 
     async def withdraw(self) -> Sequence[int]:
-        """After a `BatchLost`: discard the batch and wait until the ranks have skipped their queued calls.
+        """Discard the batch after a `BatchLost`, and wait until the ranks have skipped their queued calls.
 
         Returns the missing groups. Raises `LearnerDiedError` if the ranks cannot continue.
         """
@@ -291,7 +284,7 @@ class ColocatedLearnerPort(LearnerPort, Protocol):
         ...
 
     def trainer_mode(self) -> Awaitable[None]:
-        """Load the tensors that `rollout_mode` offloaded."""
+        """Load the offloaded tensors to the devices again."""
         ...
 
 
@@ -301,10 +294,9 @@ class FleetCounts:
 
     Attributes:
         tokens_generated: Policy tokens that the engines produced for training, including aborted requests.
-        tokens_in_flight: Generated tokens whose groups are neither stored nor released.
-        groups_failed: Failed attempts by reason. Examples: ``aborted`` (by the engine), ``reward``.
-        tokens_by_engine: ``tokens_generated`` of each present engine, over all its lives.
-        episodes: Counts of the environments and of their requests, by name; empty without environments.
+        tokens_in_flight: Generated tokens of groups that are neither stored nor released.
+        groups_failed: Failed attempts by reason. Example: ``reward``.
+        tokens_by_engine: ``tokens_generated`` of each present engine, including its time before restarts.
     """
 
     tokens_generated: int
@@ -315,7 +307,7 @@ class FleetCounts:
 
 
 class FleetPort(Protocol):
-    """The rollout fleet for the controller. Its engines load offered weights without the controller."""
+    """The interface of the controller to the rollout fleet. The engines load offered weights without the controller."""
 
     def engines(self) -> Sequence[str]:
         """Return the names of the current engines."""
@@ -336,26 +328,26 @@ class ColocatedFleetPort(FleetPort, Protocol):
     async def release_device(self, incarnation: int | None = None) -> None:
         """Wait until running groups end, then release the devices until the next weights are offered.
 
-        No engine starts before `take_device`. If a new learner replaces a dead one, ``incarnation`` is the new
-        learner's. From now on the engines do not load weights of earlier incarnations.
+        No engine starts before `take_device`. If ``incarnation`` is given, the engines then refuse weights of earlier
+        incarnations.
         """
         ...
 
     def take_device(self) -> None:
-        """Let engines start again. The learner has offloaded and will offer the next weights."""
+        """Let engines start again. Call it when the learner has offloaded."""
         ...
 
 
 class PromptSource(Protocol):
-    """The source of the run's prompts."""
+    """The source of the run's prompts, in an endless order."""
 
     @property
     def wants_outcomes(self) -> bool:
-        """Whether the outcomes in `note` may change which prompts come next."""
+        """Whether the outcomes in `note` may change the order of the prompts."""
         ...
 
     def take(self, count: int) -> Sequence[Prompt]:
-        """Return the next ``count`` prompts of an endless order."""
+        """Return the next ``count`` prompts."""
         ...
 
     def note(self, groups: Sequence[GroupSummary]) -> None:

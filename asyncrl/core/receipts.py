@@ -1,8 +1,6 @@
-"""Receipts: what each process of a run did with policy tokens and weights, one JSON line per act.
+"""Receipts: one JSON line for each act of a process with policy tokens or weights, in the run's ``receipts/``.
 
-A process calls `start` once; then `note` appends to its file in the run's ``receipts/``. Without `start`, `note` does
-nothing. ``asyncrl audit`` reads the lines of all lives of a run, and compares the acts of one process with those of
-another one (`asyncrl.run.audit`).
+A process calls `start` once, and then `note`. ``asyncrl audit`` compares the lines of all processes.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ class Act(StrEnum):
     """The act that a line records.
 
     - ``published``: learner rank 0 offers a version. The line has the digest of the version's manifest.
-    - ``loaded``: an engine has loaded a version, and has compared every byte with that manifest.
-    - ``sampled``: an engine stores the tokens that it has sampled for a group so far.
+    - ``loaded``: an engine has loaded a version, and has compared every byte with the version's manifest.
+    - ``sampled``: an engine stores the tokens that it has sampled for a group.
     - ``planned``: the controller gives a batch to the learner's ranks.
     - ``trained``: a data-parallel rank has finished its share of a step.
     - ``committed``: the controller counts a step as finished.
@@ -51,7 +49,7 @@ _unwritten: list[bytes] = []
 
 
 def start(run_dir: Path, process: str) -> None:
-    """Let `note` write to the file of this process in ``run_dir``. The file appears with the first line."""
+    """Make `note` write to the file of this process in ``run_dir``. The first line creates the file."""
     global _path
     _path = run_dir / FOLDER / f"{process}.jsonl"
 
@@ -64,9 +62,9 @@ def stop() -> None:
 
 
 def note(act: Act, **values: Any) -> None:
-    """Append a line. If the write fails, an error is logged, and the next call tries to write the line again.
+    """Append a line. Without `start`, do nothing.
 
-    ``asyncrl audit`` reports a line that was not written before its process ended.
+    If the write fails, the function logs an error, and the next call writes the line again.
     """
     if (path := _path) is None:
         return
@@ -92,15 +90,17 @@ def _append(path: Path, lines: bytes) -> None:
 
 
 def counts_of(versions: np.ndarray) -> dict[str, int]:
-    """The number of tokens of each policy version. ``versions``: [T] int32; -1 at tokens that were not sampled."""
+    """Return the number of tokens per policy version. ``versions``: [T] int32; -1 where not sampled."""
     return {str(version): count for version, count in sorted(Counter(versions[versions >= 0].tolist()).items())}
 
 
 def token_digest(group_id: int, trajectory: int, token_ids: np.ndarray) -> int:
-    """The digest of the tokens of one sampled turn. The digest of several turns is the sum of their digests.
+    """Return the digest of the tokens of one sampled turn, in [0, 2**`DIGEST_BITS`).
 
-    The digest depends on the group, the trajectory, the tokens and their order in the turn (SplitMix64, Steele et al.,
-    OOPSLA 2014). ``token_ids``: [T] int32. Returns an integer in [0, 2**`DIGEST_BITS`).
+    Digests of several turns are added.
+
+    It depends on the group, the trajectory, the tokens and their order (SplitMix64, Steele et al., OOPSLA 2014).
+    ``token_ids``: [T] int32.
     """
     owner = (group_id << 16 ^ trajectory) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
     mixed = np.arange(len(token_ids), dtype=np.uint64) << np.uint64(32) | token_ids.astype(np.uint32)

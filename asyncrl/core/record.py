@@ -1,11 +1,10 @@
 """The profile of each process: spans, levels and group stamps, in one append-only file per process.
 
-A process calls `start` once; then `span`, `level` and `stamp` record from any thread. Without `start` they do nothing.
-Callers never wait, because a separate thread writes the records, at most every 50 ms. If the process is killed, only
-the records of the last 50 ms are missing in its file. `asyncrl.profile.trace` reads the files of a run.
+A process calls `start` once; then `span`, `level` and `stamp` record from any thread. A separate thread writes the
+records every 50 ms.
 
-The file ``<process>@<host>-<pid>.msgpack`` is a stream of msgpack arrays; the first item of each is its `Tag`. Times
-are integer nanoseconds of the process's monotonic clock. `clock` records the offset to the buffer server's clock.
+The file ``<process>@<host>-<pid>.msgpack`` is a stream of msgpack arrays. The first item of each array is its `Tag`.
+Times are integer nanoseconds of the process's monotonic clock. `clock` records the offset to the buffer server's clock.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from asyncrl.core import receipts, stacks
 logger = logging.getLogger(__name__)
 
 NONE = -1
-"""Value for a version, step or group that does not exist."""
+"""Value for a missing version, step or group."""
 SCHEMA = 1
 _WRITE_EVERY_S = 0.05
 _MAX_UNWRITTEN_BYTES = 8 << 20
@@ -41,12 +40,12 @@ _CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """The profile of a run; see docs/profiling.md.
+    """The profile of a run.
 
     Attributes:
         enabled: Record spans, levels and group stamps in the run's ``profile/``.
         advice: After the last step, replay the record to find one option that would have made the run faster.
-        torch_steps: Learner steps for which each rank also writes a torch.profiler trace. Example: ``[10, 11]``.
+        torch_steps: Learner steps with a torch.profiler trace per rank. Example: ``[10, 11]``.
         max_file_bytes: Maximum size of a process's file; further records are dropped and counted.
         directory: Folder of the files; the run sets it to its ``profile/``. If it is empty, nothing is recorded.
     """
@@ -69,7 +68,7 @@ class ProfileConfig:
 
 
 class Pool(StrEnum):
-    """The part of the run to which a process belongs."""
+    """The components of a run."""
 
     controller = "controller"
     buffer = "buffer"
@@ -80,8 +79,7 @@ class Pool(StrEnum):
 class SpanKind(StrEnum):
     """The activity of a lane during an interval.
 
-    A span of a lane may lie inside another one. `asyncrl.profile.attribution` chooses one of them for each point in
-    time.
+    Spans of a lane may overlap. `asyncrl.profile.attribution` then chooses one of them for each point in time.
     """
 
     # Controller: lanes ``controller``, ``controller/plan``, ``controller/complete``, ``controller/publish``
@@ -95,10 +93,10 @@ class SpanKind(StrEnum):
     down = "down"  # the engine has failed, is fenced or restarts
     stage = "stage"  # weights are copied to the host during generation
     pause = "pause"  # generation is paused for new weights
-    load_stage = "load_stage"  # a part of a load, on lane ``engine-0/load``; ``cause`` names the part
+    load_stage = "load_stage"  # a phase of a load, on lane ``engine-0/load``; ``cause`` names the phase
     re_prefill = "re_prefill"  # from the end of a pause to the next token of a running sample
     released = "released"  # the learner uses the device (colocated)
-    # Members: lane ``engine-0/member``; the controller records the member's worker on lane ``engine-0/worker``
+    # Members: lane ``engine-0/member``, and ``engine-0/worker`` for the member's worker
     member = "member"  # the member is in one state; ``cause`` names the state
     # Rollout workers: lane ``engine-0/reward``
     reward = "reward"
@@ -114,19 +112,19 @@ class SpanKind(StrEnum):
     wait_ranks = "wait_ranks"  # the rank waits for slower ranks
     publish_copy = "publish_copy"  # the rank copies its weights and is blocked
     publish = "publish"  # the publish in the background, from the copy to the offer
-    publish_stage = "publish_stage"  # a part of `publish` or of its preparation; ``cause`` names the part
+    publish_stage = "publish_stage"  # a phase of `publish` or of its preparation; ``cause`` names the phase
 
 
 class LevelName(StrEnum):
-    """The name of a count. A recorded value is valid until the next one."""
+    """The name of a count. A recorded value is valid until the next value."""
 
-    # Per engine, in places for samples. The counts from running to parked add up to at most the capacity.
+    # Per engine, in sample slots. The sum of the counts from running to parked is at most the capacity.
     capacity = "capacity"
     running = "running"  # the engine has the sample
     tail = "tail"  # the sample is finished; other samples of its group run
-    settling = "settling"  # the place is free; a finished group waits for its reward or for storage
-    tool = "tool"  # the place is free; a running episode waits for a tool
-    environment = "environment"  # the place is free; the environment of a running episode has not asked for a turn
+    settling = "settling"  # the slot is free; a finished group waits for its reward or for storage
+    tool = "tool"  # the slot is free; a running episode waits for a tool
+    environment = "environment"  # the slot is free; the environment of a running episode has not asked for a turn
     parked = "parked"  # the sample is interrupted for new weights
     asking = "asking"  # 1 while the worker waits for admission
     version = "version"  # the engine's version; on the buffer's lane: the learner's committed version
@@ -145,7 +143,7 @@ class LevelName(StrEnum):
 
 
 class GroupEvent(StrEnum):
-    """An event of a prompt group; `stamp` lists its details."""
+    """An event of a prompt group. `Recorder.stamp` lists the details."""
 
     lease = "lease"
     first_token = "first_token"
@@ -171,7 +169,7 @@ class Tag(IntEnum):
 
 
 class OpenSpan:
-    """A running span. `close`, or the end of its ``with`` block, ends the span. Closing it again has no effect."""
+    """A running span, ended by `close` or by the end of its ``with`` block. A second `close` has no effect."""
 
     __slots__ = ("_number", "_recorder")
 
@@ -197,22 +195,17 @@ NO_SPAN = OpenSpan(None, 0)
 
 
 class Recorder:
-    """Records the spans, levels and stamps of one process in the order of the calls, in its own file.
+    """Records the spans, levels and stamps of one process in its own file.
 
-    The first record wakes a thread, which appends to the file. The queue holds at most 8 MiB, and the file at most
-    ``max_file_bytes``; records beyond are dropped and counted. After a write error the thread logs one warning and
-    writes no more.
+    The queue holds at most 8 MiB, and the file at most ``max_file_bytes``. The recorder drops and counts further
+    records. After a write error it logs one warning and stops.
 
     Args:
         directory: Folder of the file; created if it is missing.
         process: Name of the process, and the default lane. Example: ``learner-0``.
-        pool: Part of the run.
+        pool: Component of the run.
         max_file_bytes: As in `ProfileConfig`.
         clock: Returns monotonic nanoseconds.
-        host: Name of the machine.
-
-    Attributes:
-        num_dropped: Number of dropped records.
 
     Raises:
         OSError: the file cannot be created.
@@ -270,12 +263,12 @@ class Recorder:
         cause: str = "",
         start: int | None = None,
     ) -> OpenSpan:
-        """Begin a span now or at ``start``. The begin is recorded at once, so that a span without an end is visible.
+        """Begin a span now or at ``start``.
 
         Args:
             kind: A `SpanKind`.
-            lane: Name of the lane; empty for the process's lane. A name with a leading slash is a part of the process's
-                lane. Example: ``/reward``.
+            lane: Name of the lane; empty for the process's lane. A name with a leading slash is appended to the
+                process's lane. Example: ``/reward``.
             version: Related policy version.
             step: Related learner step.
             group: Related prompt group.
@@ -290,11 +283,11 @@ class Recorder:
         return OpenSpan(self if is_kept else None, number)
 
     def end_span(self, number: int, end: int | None = None) -> None:
-        """End a span by its number; used by `OpenSpan.close`."""
+        """End a span by its number."""
         self._add(Tag.close, number, self._clock() if end is None else end)
 
     def level(self, name: str, value: int, *, lane: str = "") -> None:
-        """Record that a count has a new value; ignored if the value is unchanged."""
+        """Record a new value of a count. An unchanged value is ignored."""
         lane = self._whole(lane)
         if self._levels.get((name, lane)) != value and self._add(Tag.level, name, lane, self._clock(), value):
             self._levels[name, lane] = value
@@ -304,19 +297,18 @@ class Recorder:
     ) -> None:
         """Record an event of a prompt group; ``details`` are msgpack values.
 
-        Details per `GroupEvent`:
+        ``attempt`` is -1 if the event does not belong to one attempt. Details per `GroupEvent`:
 
-        - lease: ``version`` of the admission, ``deadline`` the last version that may consume the group, ``inherited``
+        - lease: ``version`` of the admission, ``deadline``: the last version that may consume the group, ``inherited``:
           tokens of a saved prefix.
         - first_token, last_token, reward: ``version`` of the engine, on the engine's lane. For a continued group,
           first_token is the first token of this attempt.
-        - stored: ``version`` of the oldest token, ``newest`` of the newest, ``learner`` the learner's version,
-          ``tokens`` of the policy, ``prompt_tokens``, ``lengths`` [G] of the responses, ``rewards`` [G], ``bytes``.
+        - stored: ``version`` of the oldest token, ``newest`` of the newest, and ``learner``: the learner's version.
+          Also ``tokens`` of the policy, ``prompt_tokens``, ``lengths`` [G] of the responses, ``rewards`` [G],
+          ``bytes``.
         - planned, trained: ``version`` of the step.
         - requeued, dropped: ``reason``; for a finished group also the details of ``stored``, for a released group
           ``tokens``.
-
-        ``attempt`` is -1 if the event does not belong to one attempt.
         """
         self._add(Tag.stamp, event, group, attempt, self._whole(lane), self._clock(), version, details)
 
@@ -336,7 +328,6 @@ class Recorder:
         return self.process + lane if not lane or lane[0] == "/" else lane
 
     def _add(self, tag: Tag, *items: Any) -> bool:
-        """Queue a record; return False if the record was dropped."""
         record = _packed(tag, *items)
         with self._lock:
             room = min(_MAX_UNWRITTEN_BYTES, self._left_bytes)
@@ -379,10 +370,10 @@ _recorder: Recorder | None = None
 
 
 def start(config: ProfileConfig, *, process: str, pool: Pool) -> None:
-    """Start to record this process. No effect if it already records, or if the options disable recording.
+    """Start to record this process, unless it already records or the options disable recording.
 
-    Independently of the options, the process also writes `receipts`, and its `stacks` when another process asks.
-    If the folder is not writable, the run continues without recording and logs a warning.
+    The process also writes `receipts`, and its `stacks` when another process asks, independently of the options. If the
+    folder is not writable, the run continues without recording and logs a warning.
     """
     global _recorder
     if config.directory:
@@ -399,7 +390,7 @@ def start(config: ProfileConfig, *, process: str, pool: Pool) -> None:
 
 
 def stop() -> None:
-    """Write the queued records and stop recording. No effect in a process without `start`."""
+    """Write the queued records and stop recording. Without `start`, do nothing."""
     global _recorder
     recorder, _recorder = _recorder, None
     if recorder is not None:
@@ -409,12 +400,12 @@ def stop() -> None:
 
 
 def current() -> Recorder | None:
-    """This process's recorder, or None. Check it before computing values that only a record needs."""
+    """Return this process's recorder, or None. Check it before computing values that only a record needs."""
     return _recorder
 
 
 def span(kind: str, **of: Any) -> OpenSpan:
-    """Begin a span as `Recorder.span`. `OpenSpan.close`, or the end of its ``with`` block, ends the span."""
+    """Begin a span, as `Recorder.span`."""
     return NO_SPAN if _recorder is None else _recorder.span(kind, **of)
 
 
@@ -442,13 +433,13 @@ def clock(reference: str, *, offset_ns: int, error_ns: int) -> None:
 
 
 def torch_trace_name(step: int, role: str, rank: int | str) -> str:
-    """File name of torch.profiler's trace of one step of a role on a rank."""
+    """Return the file name of torch.profiler's trace of one step of a role on a rank."""
     return f"torch-step{step}-{role}-{rank}.json.gz"
 
 
 @cache
 def clock_id() -> str:
-    """Name of this process's monotonic clock. Processes of the same boot of a machine share it."""
+    """Return the name of this process's monotonic clock. Processes on a machine share it until a reboot."""
     parts = []
     with suppress(OSError):
         parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/time")]

@@ -1,8 +1,4 @@
-"""Look up functions by name: a registered name, or the user's function as ``file.py:function`` or ``module:function``.
-
-The registries are `learner.losses.LOSSES`, `learner.advantages.ADVANTAGES`, `rollout_fleet.rewards.REWARDS`,
-`buffer.rule.FILTERS`, `buffer.rule.ORDERS` and `asyncrl.data.samplers.SAMPLERS`.
-"""
+"""Looks up functions by name: a registered name, or the user's ``file.py:function`` or ``module:function``."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ E = TypeVar("E")
 
 
 class Registry(Generic[T]):
-    """Named implementations for one option. Error messages contain ``option``. Example: ``algorithm.loss``."""
+    """Named implementations for one option. Error messages contain the option's name. Example: ``algorithm.loss``."""
 
     def __init__(self, option: str) -> None:
         self.option = option
@@ -38,14 +34,14 @@ class Registry(Generic[T]):
         return enter
 
     def names(self) -> list[str]:
-        """Registered names, sorted."""
+        """Return the registered names, sorted."""
         return sorted(self._entries)
 
     def get(self, name: str) -> T:
-        """Return an implementation; import the user's file or module if the name contains one.
+        """Return an implementation. Import the user's file or module if the name contains one.
 
         Args:
-            name: A registered name, or ``file.py:name`` or ``module:name``. The part after the colon is a function of
+            name: A registered name, or ``file.py:name`` or ``module:name``. The text after the colon is a function of
                 the module, or a name that the module registers.
 
         Raises:
@@ -92,7 +88,7 @@ def absolute_name(name: str) -> str:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file once per process, under a unique module name. The file can import other files of its folder."""
+    """Import a file once per process. The file can import other files of its folder."""
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]

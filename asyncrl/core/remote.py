@@ -1,6 +1,6 @@
 """Wait for remote results with a deadline, and for the end of processes on this machine.
 
-Errors name the worker and show the end of its log. Only the functions that need Ray import it.
+Only functions that need Ray import it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WorkerIdentity:
         return f"group {self.group!r}, rank {self.rank}, on node {self.node}"
 
     def log_tail(self) -> str:
-        """The end of the worker's log, after a line break; empty if there is no log."""
+        """Return the end of the worker's log, after a line break; empty if there is no log."""
         return "" if self.last_words is None else f"\nLast lines of {self.last_words()}"
 
 
@@ -49,10 +49,11 @@ identities: dict[str, WorkerIdentity] = {}
 
 
 def fetch(refs: Sequence[Any], timeout_s: float | None = None, what: str = "results") -> list[Any]:
-    """Wait for the results of all references; the first failure ends the wait.
+    """Wait for the results of all references, or for the first failure.
 
-    Raises `DeadlineError` with the late workers if a result is missing after ``timeout_s`` seconds. Raises
-    `WorkerDiedError` if a worker died before it computed a result or an input of a result.
+    Raises:
+        DeadlineError: a result is missing after ``timeout_s`` seconds. The message names the late workers.
+        WorkerDiedError: a worker died before it computed a result or an input of a result.
     """
     import ray
     from ray.exceptions import GetTimeoutError, RayError
@@ -66,7 +67,7 @@ def fetch(refs: Sequence[Any], timeout_s: float | None = None, what: str = "resu
 
 
 async def fetch_async(refs: Sequence[Any]) -> list[Any]:
-    """Like `fetch`, but as a coroutine and without a deadline. Use `within` for a deadline."""
+    """Await the results like `fetch`, but without a deadline. Use `within` for a deadline."""
     from ray.exceptions import RayError
 
     try:
@@ -78,9 +79,11 @@ async def fetch_async(refs: Sequence[Any]) -> list[Any]:
 async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str) -> T:
     """Await the result of a group's call for at most ``timeout_s`` seconds, the value of ``option``.
 
-    Time in which this process is stopped does not count. Raises `DeadlineError` at the deadline; its message contains
-    ``what``. Example: ``"the update of step 7"``. For lists of references and for futures, the message also names the
-    late workers and ends with the log of the first late worker.
+    Time does not count while this process is stopped.
+
+    Raises:
+        DeadlineError: at the deadline. The message contains ``what``, such as ``"the update of step 7"``. For
+            references and futures, it also names the late workers and ends with the log of the first late worker.
     """
     call, left_s = asyncio.ensure_future(pending), timeout_s
     try:
@@ -99,12 +102,12 @@ async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str
 
 
 def refs_of(pending: Any) -> list[Any]:
-    """The references in the result of a group's call; empty if there are none."""
+    """Return the references in the result of a group's call; empty if there are none."""
     return pending if isinstance(pending, list) else getattr(pending, "futures", [])
 
 
 def death_among(refs: Sequence[Any], timeout_s: float) -> WorkerDiedError | None:
-    """Wait up to ``timeout_s`` for the results. Returns the error if a worker of a missing result died, else None."""
+    """Wait up to ``timeout_s`` for the results. Return the error if a worker of a missing result died, else None."""
     import ray
     from ray.exceptions import RayError
 
@@ -120,11 +123,10 @@ def death_among(refs: Sequence[Any], timeout_s: float) -> WorkerDiedError | None
 
 
 class StepDeadline:
-    """A deadline for repeated calls, for each kind of call.
+    """A deadline for repeated calls, separate for each kind of call.
 
-    The first call of a kind has ``limit_s``, which must be enough for the largest model. Later calls have ``factor``
-    times the longest call of the kind so far, at least ``floor_s`` and at most ``limit_s``. A hanging rank is therefore
-    detected earlier.
+    The first call of a kind has ``limit_s``. Later calls have ``factor`` times the longest call so far, at least
+    ``floor_s`` and at most ``limit_s``. This detects a hanging rank earlier.
     """
 
     def __init__(self, limit_s: float, *, floor_s: float = 120.0, factor: float = 10.0) -> None:
@@ -134,16 +136,16 @@ class StepDeadline:
         self._longest_s: dict[str, float] = {}
 
     def seconds(self, kind: str) -> float:
-        """The current deadline of this kind of call. Example: 200 s after calls of 9 s and 20 s."""
+        """Return the current deadline of this kind of call. Example: 200 s after calls of 9 s and 20 s."""
         if kind not in self._longest_s:
             return self._limit_s
         return min(self._limit_s, max(self._floor_s, self._factor * self._longest_s[kind]))
 
     async def within(self, pending: Awaitable[T], kind: str, what: str, option: str) -> T:
-        """Like `within`, with the deadline of this kind of call.
+        """Await a result, as the function `within` does, with the deadline of this kind of call.
 
-        If ``pending`` knows when the call was queued, the measured duration begins at that time. Without this, a caller
-        that starts to wait late would measure a short call and make the next deadline too short.
+        If ``pending`` has ``queued_s``, the measured duration begins at that time. Otherwise a caller that starts to
+        wait late would shorten the next deadline too much.
         """
         began_s = getattr(pending, "queued_s", time.monotonic())
         timeout_s = self.seconds(kind)
@@ -155,9 +157,9 @@ class StepDeadline:
 
 
 def translated(error: Exception) -> Exception:
-    """Return `WorkerDiedError` if the death of a known worker caused the error, directly or through another call.
+    """Return `WorkerDiedError` if the death of a known worker or of its node caused the error.
 
-    Return it also if the result was lost because its node died. Other errors are returned unchanged.
+    Return other errors unchanged.
     """
     from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
@@ -171,19 +173,19 @@ def translated(error: Exception) -> Exception:
 
 
 def raised_in_worker(error: BaseException) -> BaseException:
-    """Unwrap the exception of a worker's method from Ray's error. Other errors are returned unchanged."""
+    """Unwrap the exception of a worker's method from Ray's error. Return other errors unchanged."""
     while isinstance(inside := getattr(error, "cause", None), BaseException):  # a RayTaskError
         error = inside
     return error
 
 
 def death_of(identity: WorkerIdentity, reason: str) -> WorkerDiedError:
-    """The error for a worker's death."""
+    """Return the error for a worker's death."""
     return WorkerDiedError(f"worker of {identity} died. {reason.strip()}{identity.log_tail()}")
 
 
 def late_workers(refs: Sequence[Any]) -> str:
-    """Name the workers whose results have not arrived, and show the end of the first worker's log."""
+    """Name the workers of missing results, and show the end of the first such worker's log."""
     import ray
 
     late = set(ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)[1])
@@ -195,16 +197,13 @@ def late_workers(refs: Sequence[Any]) -> str:
 
 
 _TICK_S = 0.5
-"""A wait counts its seconds in ticks of this length. While a process is stopped, at most one tick is counted."""
+"""A wait counts its seconds in ticks of this length. Therefore at most one tick counts while a process is stopped."""
 NUM_TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 
 
 async def process_end(pid: int) -> None:
-    """Wait until a process of this machine has ended; it need not be a child.
-
-    A zombie counts as ended and is not reaped.
-    """
+    """Wait until a process of this machine has ended. It need not be a child. A zombie counts as ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -236,7 +235,7 @@ def wait_for_first_end(pids: Sequence[int]) -> int:
 
 
 def last_lines(path: str, num_lines: int = NUM_TAIL_LINES) -> str:
-    """The end of a log file, or a remark if the file cannot be read."""
+    """Return the end of a log file, or a remark if the file cannot be read."""
     try:
         with open(path, "rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
@@ -247,7 +246,7 @@ def last_lines(path: str, num_lines: int = NUM_TAIL_LINES) -> str:
 
 
 def on_own_thread(work: Callable[[], T]) -> Future[T]:
-    """Run a function on a daemon thread. Such a thread does not delay the end of the process."""
+    """Run a function on a daemon thread, which does not delay the end of the process."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,8 +1,7 @@
 """The stacks of all threads of a run's processes, written when a deadline is missed.
 
-Each process of a run calls `listen`. From then on it writes its stacks to its own file when it gets a signal. The
-signal handler is C code (`faulthandler`). Therefore a process also answers while it is blocked in a library, or holds
-the GIL. Each missed deadline is raised with `missed`, which signals the processes of this host.
+The signal handler is C code (`faulthandler`), so it also runs while the process is blocked in a library or holds the
+GIL.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ FOLDER = Path("logs", "stacks")
 """Folder of the stack files, in the run's folder. Example: process 4711 writes ``logs/stacks/learner-0-4711.log``."""
 _SIGNAL = signal.SIGUSR2
 _ANSWER_S = 0.25
-"""Seconds that the processes have to write their stacks. After this, the caller may kill them."""
+"""Seconds for the processes to write their stacks. After this, the caller may kill them."""
 _REST_S = 10.0
-"""Shortest time in seconds between two requests for stacks by one process. Many calls can miss deadlines at once."""
+"""Shortest time in seconds between two requests of a process for stacks. Many calls can miss deadlines at once."""
 
 _file: TextIO | None = None
 _asked_s = -_REST_S
 
 
 def listen(run_dir: Path, process: str) -> None:
-    """Write the stacks of this process to ``run_dir`` whenever the signal arrives. A second call has no effect.
+    """Write the stacks of this process to a file in ``run_dir`` whenever the signal arrives.
 
-    If the folder is not writable, the process does not listen and logs a warning.
+    A second call has no effect. If the folder is not writable, the process does not listen and logs a warning.
     """
     global _file
     if _file is not None:
@@ -52,7 +51,7 @@ def listen(run_dir: Path, process: str) -> None:
 
 
 def stop() -> None:
-    """Stop listening. Remove empty stack files, also those of processes that have ended."""
+    """Stop listening. Remove empty stack files, also those of ended processes."""
     global _file
     if _file is None:
         return
@@ -67,10 +66,9 @@ def stop() -> None:
 
 
 def missed(message: str, details: str = "") -> DeadlineError:
-    """Return the error of a missed deadline. Before that, the processes of the run on this host write their stacks.
+    """Ask the processes of the run on this host for their stacks, then return the error of a missed deadline.
 
-    The text of the error is the message, the folder of the stacks, the processes that did not answer, and ``details``.
-    In a process that does not `listen`, the text is only the message and the details.
+    In a process that does not `listen`, the function only returns the error.
     """
     global _asked_s
     if _file is None:
@@ -84,7 +82,7 @@ def missed(message: str, details: str = "") -> DeadlineError:
 
 
 def _ask(folder: Path, message: str) -> list[str]:
-    """Ask every process for its stacks. Returns the processes that did not answer."""
+    """Ask every process for its stacks. Return the processes that did not answer."""
     asked = {path: _pid_of(path) for path in sorted(folder.glob("*.log")) if _is_written_by(path, _pid_of(path))}
     sizes = {}
     for path, pid in asked.items():
@@ -100,7 +98,6 @@ def _ask(folder: Path, message: str) -> list[str]:
 
 
 def _write_tasks(file: TextIO) -> None:
-    """Write the stacks of the tasks of this thread's event loop, if there is one."""
     with suppress(RuntimeError):
         for task in asyncio.all_tasks():
             task.print_stack(file=file)
@@ -111,14 +108,13 @@ def _pid_of(path: Path) -> int:
 
 
 def _is_written_by(path: Path, pid: int) -> bool:
-    """Whether a process has the file open. If not, the process id may meanwhile belong to another process."""
+    """Return whether the process has the file open. If not, ``pid`` may belong to a new process."""
     with suppress(OSError):
         return any(link.readlink() == path for link in Path(f"/proc/{pid}/fd").iterdir())
     return False
 
 
 def _state_of(pid: int) -> str:
-    """The state of a process by its name in Linux. Example: ``T (stopped)``."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("State:"))

@@ -1,11 +1,7 @@
 """Trajectories as trees of turns, and a prompt group of trajectories as columns.
 
 A *turn* is a sequence of tokens that the policy sampled, or that came from a prompt, a tool or an environment. Turns
-form a tree. A *branch* is the path from a root to a leaf. The smallest tree is a prompt with one sampled turn as its
-child.
-
-A group is sent, stored and trained on as named columns. There are columns per token, per turn and per trajectory, and
-columns of images. A new column needs code only where it is produced and where it is used.
+form a tree. A *branch* is the path from a root to a leaf. The smallest tree is a prompt and one sampled turn.
 """
 
 from __future__ import annotations
@@ -22,13 +18,19 @@ from asyncrl.core.images import IMAGE_ROWS, POSITIONS, GroupImages, PlacedImage,
 from asyncrl.core.receipts import DIGEST_BITS, token_digest
 from asyncrl.core.types import FinishReason, GroupSummary
 
-SHARED = -1  # trajectory index of the prompt's turn, which all trajectories of the group share
+SHARED = -1  # trajectory index of the prompt's turn, shared by all trajectories of the group
 ROOT = -1  # parent index of a root turn
 UNVERSIONED = -1  # version of a token that the policy did not sample
 
 TURN_DTYPE = np.dtype([(name, "<i4") for name in ("trajectory", "parent", "num_tokens", "sampled", "finish_reason")])
-"""A turn's row: trajectory (or `SHARED`), index of the parent (or `ROOT`), length in tokens, whether the policy sampled
-it, and index of the finish reason in `FinishReason` (-1 without one)."""
+"""A turn's row.
+
+- trajectory: index of the trajectory, or `SHARED`.
+- parent: index of the parent, or `ROOT`.
+- num_tokens: length in tokens.
+- sampled: 1 if the policy sampled the turn.
+- finish_reason: index in `FinishReason`; -1 without a finish reason.
+"""
 _TURN = struct.Struct("<5i")
 
 
@@ -42,12 +44,10 @@ class Turn:
     Attributes:
         token_ids: [T] int32.
         parent: Index of the previous turn in `Trajectory.turns`; -1 at a root.
-        sampled: Whether the policy wrote the tokens.
         logprobs: [T] float32, behavior log-probs at the sampling temperature; 0 at tokens that were not sampled.
-        versions: [T] int32, policy version that the engine reported per token; -1 where not sampled.
-        finish_reason: Why a sampled turn ended.
+        versions: [T] int32, policy version of each token as the engine reported it; -1 where not sampled.
         columns: Further [T, …] numeric arrays by name. Example: ``routed_experts`` [T, layers, top-k] int16.
-        images: The images in a turn that was not sampled, in the order of their places.
+        images: The images in a turn that was not sampled, in order.
     """
 
     token_ids: np.ndarray
@@ -61,7 +61,7 @@ class Turn:
 
     @classmethod
     def given(cls, token_ids: np.ndarray, *, parent: int = ROOT, images: tuple[PlacedImage, ...] = ()) -> Turn:
-        """Make a turn that the policy did not sample: a prompt, a tool's answer, an observation."""
+        """Make a turn that the policy did not sample: a prompt, a tool result, an observation."""
         return cls(
             token_ids=token_ids,
             parent=parent,
@@ -71,7 +71,7 @@ class Turn:
         )
 
     def is_same_prompt(self, other: Turn) -> bool:
-        """Whether two given turns have the same tokens and the same images."""
+        """Return whether two turns have the same tokens and the same images."""
         pairs = zip(self.images, other.images, strict=False)
         return (
             np.array_equal(self.token_ids, other.token_ids)
@@ -89,8 +89,7 @@ class Trajectory:
         reward: Reward of the outcome.
         turn_rewards: Rewards of turns, in addition to ``reward``, by index in ``turns``.
         metrics: Values to report, by name.
-        baseline: True for a trajectory that is only a baseline and not trained on: the greedy answer of ReMax (arXiv
-            2310.10505).
+        baseline: True for a trajectory that is not trained on: the greedy answer of ReMax (arXiv 2310.10505).
     """
 
     turns: tuple[Turn, ...]
@@ -105,9 +104,8 @@ class Branch:
     """A path from a root to a leaf; the input of one forward pass of the policy.
 
     Attributes:
-        trajectory: Index of the branch's trajectory.
         turns: Indices of the turns, from the root to the leaf.
-        trained: The sampled turns of ``turns`` that are not in an earlier branch; the loss includes only these turns.
+        trained: The sampled turns that are not in an earlier branch. The loss mask includes only these turns.
     """
 
     trajectory: int
@@ -117,17 +115,17 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryGroup:
-    """G trajectories of one prompt as columns. They have M turns, beginning with the prompt, and N tokens in all turns.
+    """G trajectories of one prompt as columns. The group has M turns, including the prompt, and N tokens in all turns.
 
     Attributes:
-        group_id: Group id of the `Prompt`; ``attempt`` is that of the `Lease`.
-        turns: [M] of `TURN_DTYPE`. The turns of a trajectory are adjacent, and parents come before their children.
-        token_columns: [N, …] arrays by name. Always ``token_ids`` int32, ``logprobs`` float32 (0 where not sampled) and
-            ``versions`` int32 (-1 where not sampled).
-        trajectory_columns: [G, …] arrays by name. Always ``rewards`` float32; ``baseline`` bool if there is a
+        group_id: As in `Prompt`; ``attempt``: as in `Lease`.
+        turns: [M] of `TURN_DTYPE`. The turns of a trajectory are adjacent, parents before children.
+        token_columns: [N, …] arrays by name. Required: ``token_ids`` int32, ``logprobs`` float32 (0 where not sampled)
+            and ``versions`` int32 (-1 where not sampled).
+        trajectory_columns: [G, …] arrays by name. Required: ``rewards`` float32, and ``baseline`` bool if there is a
             baseline.
         turn_columns: [M, …] arrays by name. Example: ``turn_rewards`` float32.
-        image_columns: The distinct images of the group, as in `asyncrl.core.images`; empty without images.
+        image_columns: The distinct images of the group; empty without images.
     """
 
     group_id: int
@@ -234,7 +232,7 @@ class TrajectoryGroup:
                 raise ValueError(f"{self._where}: {scope} column {name!r} must have {length} rows, got {values.shape}")
 
     def _is_flat(self, num_tokens: int, num_trajectories: int) -> bool:
-        """Whether this is a valid group with one sampled turn per trajectory: a fast check for the usual case."""
+        """Check quickly whether this is a valid group with one sampled turn per trajectory, the usual case."""
         if len(self.turns) != num_trajectories + 1:
             return False
         trajectories, parents, lengths, sampled, reasons = zip(*self._rows, strict=True)
@@ -304,16 +302,16 @@ class TrajectoryGroup:
 
     @property
     def policy_versions(self) -> np.ndarray:
-        """[n] int32, the versions of the tokens that the policy wrote, without baselines."""
+        """Versions of the tokens that the policy wrote, [n] int32, without baselines."""
         is_left_out = np.append(self.is_baseline, False)[self.turns["trajectory"]]  # `SHARED` is the last entry
         versions = self.versions[~np.repeat(is_left_out, self.turns["num_tokens"])]
         return versions[versions != UNVERSIONED]
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
-        """All paths from root to leaf.
+        """All paths from root to leaf. Each sampled turn is trained in exactly one branch.
 
-        Each sampled turn is trained in exactly one branch. A baseline is not trained.
+        Turns of a baseline are not trained.
         """
         if self._is_flat(len(self.token_ids), self.num_trajectories) and not self.is_baseline.any():
             return _flat_branches(self.num_trajectories)
@@ -332,43 +330,42 @@ class TrajectoryGroup:
         return tuple(branches)
 
     def along(self, branch: Branch, name: str) -> np.ndarray:
-        """[T, …], the values of a token column along a branch."""
+        """Return the values of a token column along a branch, [T, …]."""
         return self.along_each([branch], name)[0]
 
     def along_each(self, branches: Sequence[Branch], name: str) -> list[np.ndarray]:
-        """The values of a token column along each branch, [T, …] per branch. They are views of one array."""
+        """Return the values of a token column along each branch, [T, …] per branch, as views of one array."""
         column, ends, lengths = self.token_columns[name], self._ends, self._lengths
         spans = [column[ends[turn] - lengths[turn] : ends[turn]] for branch in branches for turn in branch.turns]
         return self._apart(np.concatenate(spans), branches)
 
     def trained_mask(self, branch: Branch) -> np.ndarray:
-        """[T] bool, True at the tokens that are trained in this branch."""
+        """Return the loss mask of a branch, [T] bool: True at the tokens that are trained in this branch."""
         return self.trained_masks([branch])[0]
 
     def trained_masks(self, branches: Sequence[Branch]) -> list[np.ndarray]:
-        """The `trained_mask` of each branch, [T] bool per branch. They are views of one array."""
+        """Return the `trained_mask` of each branch, [T] bool per branch, as views of one array."""
         is_trained = [turn in branch.trained for branch in branches for turn in branch.turns]
         lengths = [self._lengths[turn] for branch in branches for turn in branch.turns]
         return self._apart(np.repeat(is_trained, lengths), branches)
 
     def _apart(self, joined: np.ndarray, branches: Sequence[Branch]) -> list[np.ndarray]:
-        """Split concatenated branches into one array per branch."""
         lengths = self._lengths
         ends = [*accumulate([sum([lengths[turn] for turn in branch.turns]) for branch in branches])]
         return [joined[start:end] for start, end in pairwise([0, *ends])]
 
     @cached_property
     def turn_sums(self) -> np.ndarray:
-        """[G] float32, sum of the turn rewards per trajectory."""
+        """Sum of the turn rewards per trajectory, [G] float32."""
         sums = np.zeros(self.num_trajectories, dtype=np.float32)
         if "turn_rewards" in self.turn_columns:
             np.add.at(sums, self.turns["trajectory"][1:], np.nan_to_num(self.turn_columns["turn_rewards"][1:]))
         return sums
 
     def rewards_along(self, branch: Branch) -> np.ndarray | None:
-        """[T] float32: the rewards of the branch's trained turns, each at the last token of its turn; 0 elsewhere.
+        """Return the rewards of the branch's trained turns, [T] float32; None if no turn of the group has a reward.
 
-        None if no turn has a reward.
+        The reward of a turn is at its last token. Other tokens have 0.
         """
         if "turn_rewards" not in self.turn_columns:
             return None
@@ -382,7 +379,7 @@ class TrajectoryGroup:
 
     @cached_property
     def previous_turns(self) -> list[int]:
-        """The index of the nearest sampled ancestor of each turn, [M]; `ROOT` if a turn has none."""
+        """Index of the nearest sampled ancestor of each turn, [M]; `ROOT` if a turn has none."""
         previous: list[int] = []
         for _, parent, _, _, _ in self._rows:
             is_given = parent != ROOT and not self._rows[parent][3]
@@ -391,9 +388,9 @@ class TrajectoryGroup:
 
     @cached_property
     def earned(self) -> list[float]:
-        """[M] float, the reward of each sampled turn, plus the rewards of the given turns directly after it.
+        """Reward of each sampled turn plus the rewards of the given turns directly after it, [M] float.
 
-        Given turns have 0. The reward of a given turn without a sampled ancestor is part of the outcome.
+        Given turns have 0. The reward of a given turn without a sampled ancestor counts as outcome.
         """
         earned = [0.0] * len(self.turns)
         if "turn_rewards" in self.turn_columns:
@@ -404,11 +401,11 @@ class TrajectoryGroup:
         return earned
 
     def is_truncated(self, branch: Branch) -> bool:
-        """Whether the branch ended at the length limit."""
+        """Return whether the branch ended at the length limit."""
         return self.turns["finish_reason"][branch.turns[-1]] == _TRUNCATED
 
     def trajectories(self) -> list[Trajectory]:
-        """Convert the columns back to trajectories, the inverse of `from_trajectories`."""
+        """Convert the columns back to trajectories."""
         rows, first = self.turns.tolist(), {}
         turns: list[list[Turn]] = [[self._turn(0, ROOT)] for _ in range(self.num_trajectories)]
         for index, (trajectory, parent, _, _, _) in enumerate(rows[1:], start=1):
@@ -451,7 +448,7 @@ class TrajectoryGroup:
 
     @cached_property
     def _rows(self) -> list[tuple[int, int, int, int, int]]:
-        """The turns as tuples of Python numbers, which are ten times faster to read one by one than array rows."""
+        """The turns as tuples of Python numbers. Reading single rows of the array is ten times slower."""
         return [*_TURN.iter_unpack(self.turns.tobytes())]
 
     @cached_property
@@ -464,7 +461,7 @@ class TrajectoryGroup:
 
     @cached_property
     def summary(self) -> GroupSummary:
-        """The metadata of the group, which a put sends in its header."""
+        """The metadata of the group. A put sends it in the header."""
         lengths, branch_tokens, num_branches = self._counts()
         sampled = [row for row in self._rows[1:] if row[3]]
         if "baseline" in self.trajectory_columns:
@@ -499,7 +496,6 @@ class TrajectoryGroup:
 
     @property
     def _has_unlike_turns(self) -> bool:
-        """See `GroupSummary.has_unlike_turns`."""
         if not any(self.earned):
             return False
         chains = [list[float]() for _ in range(self.num_trajectories)]
@@ -513,7 +509,7 @@ class TrajectoryGroup:
         return any(chain != chains[0] for chain in chains)
 
     def _counts(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Per trajectory [G]: tokens after the prompt, tokens of all branches, and number of branches.
+        """Return per trajectory [G]: tokens after the prompt, tokens of all branches, and number of branches.
 
         The last two are empty if each trajectory has a single branch.
         """
@@ -533,7 +529,6 @@ class TrajectoryGroup:
 
 @lru_cache(maxsize=64)
 def _flat_skeleton(num_trajectories: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """The columns trajectory, parent and sampled of a group that has one sampled turn per trajectory."""
     return (
         (SHARED, *range(num_trajectories)),
         (ROOT, *repeat(0, num_trajectories)),
@@ -543,7 +538,6 @@ def _flat_skeleton(num_trajectories: int) -> tuple[tuple[int, ...], tuple[int, .
 
 @lru_cache(maxsize=64)
 def _flat_branches(num_trajectories: int) -> tuple[Branch, ...]:
-    """The branches of a group with one sampled turn per trajectory."""
     return tuple(
         Branch(trajectory=index, turns=(0, index + 1), trained=frozenset([index + 1]))
         for index in range(num_trajectories)
@@ -564,7 +558,7 @@ def _skeleton_of(turn: Turn, trajectory: int, parent: int) -> tuple[int, int, in
 
 
 def _token_columns(turns: Sequence[Turn]) -> dict[str, np.ndarray]:
-    """The token columns of all turns, concatenated; zeros where a turn lacks a column."""
+    """Concatenate the token columns of all turns; zeros where a turn lacks a column."""
     columns = {
         name: np.concatenate([getattr(turn, name) for turn in turns], dtype=dtype)
         for name, dtype in _TOKEN_COLUMNS.items()

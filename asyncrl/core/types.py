@@ -1,7 +1,7 @@
 """The records that the rollout fleet, the replay buffer, the learner group and the controller exchange.
 
-Trajectories are in `asyncrl.core.trajectory`. Arrays are numpy arrays, so that the buffer and the fleet do not need
-torch. Letters: P prompt tokens, G trajectories of a prompt group.
+Arrays are numpy arrays, so that the buffer and the fleet do not need torch. Letters: P prompt tokens, G trajectories of
+a prompt group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FinishReason(StrEnum):
-    """Why a sampled turn ended. ``unfinished`` occurs only in saved progress: the turn has not ended."""
+    """Why a sampled turn ended. ``unfinished`` occurs only in saved progress."""
 
     stop = "stop"
     length = "length"
@@ -29,13 +29,12 @@ class Prompt:
     """One row of the prompt stream.
 
     Attributes:
-        group_id: Position in the run's seeded prompt order; unique in the run. Example: 4711.
+        group_id: Index in the run's seeded prompt order; unique in the run. Example: 4711.
         prompt_ids: [P] int32 token ids.
         ground_truth: Expected answer, for the reward function; any msgpack value. Example: ``"54321"``.
         data_source: Name of the task, for the reward function. Example: ``"reverse"``.
-        extra: Further columns for the reward function.
         messages: The row's chat messages, in the form of OpenAI's API; empty for a row of plain text without an
-            environment. Example: ``({"role": "user", "content": "12 + 30"},)``.
+            environment.
         tools: JSON schemas of the tools that the model may call, in the same form.
         environment: Name of the row's own environment; empty for the environment of the run.
         environment_options: Further options of the environment for this row.
@@ -57,10 +56,7 @@ class AnsweredPrompt:
     """Rewards of the answers to one held-out prompt. One policy version sampled all answers.
 
     Attributes:
-        group_id: As in `Prompt`.
-        data_source: As in `Prompt`.
         sampled: Reward of each answer at the training temperature.
-        greedy: Reward of the greedy answer.
         response_lengths: Tokens of each answer; the greedy answer is last.
         num_truncated: Answers that reached the length limit.
         reward_failure: Why the reward function failed; empty if it succeeded. A failure leaves no rewards.
@@ -80,10 +76,9 @@ class Lease:
     """The permission of one worker to roll out one prompt group.
 
     Attributes:
-        prompt: The prompt to roll out.
-        attempt: Fencing token: the buffer refuses a put of an older attempt. 0 is the first attempt.
-        engine_version: u, the policy version that the worker's engine served at admission.
-        deadline_version: u + max_lag, the last learner version that may consume the group.
+        attempt: Number of the attempt, from 0. The buffer refuses a put of an older attempt.
+        engine_version: The policy version that the worker's engine served at admission.
+        deadline_version: ``engine_version`` + max_lag, the last learner version that may consume the group.
     """
 
     prompt: Prompt
@@ -94,25 +89,23 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSummary:
-    """Metadata of a stored group for ledger and controller; contains no tokens.
+    """Metadata of a stored group for ledger and controller, without the tokens.
 
     Attributes:
         group_id: As in `Prompt`; ``attempt``: as in `Lease`.
-        num_prompt_tokens: P.
         response_lengths: [G] ints, tokens after the prompt, of the policy and of the environment.
-        num_tokens: Tokens that the policy wrote, over all samples; the unit of the token account.
+        num_tokens: Tokens that the policy wrote in all trajectories; the unit of the token account.
         oldest_version: Version of the group's oldest token; ``newest_version``: of its newest.
-        rewards: [G] floats, per trajectory the outcome plus the rewards of its turns.
-        branch_tokens: [G] ints, tokens of all branches of each trajectory, including their prompts. Empty if every
-            trajectory is a single branch below the prompt.
+        rewards: [G] floats: outcome plus rewards of turns, per trajectory.
+        branch_tokens: [G] ints, tokens of all branches of each trajectory, including the prompt of each branch. Empty
+            if every trajectory has a single branch.
         num_branches: [G] ints, number of branches of each trajectory; empty if ``branch_tokens`` is.
         num_truncated: Trajectories with a turn that reached the length limit, without baselines.
-        metrics: Name and mean of each metric of the trajectories, sorted, without baselines.
-        has_unlike_turns: Whether turns have rewards, and these differ between trajectories or a trajectory has several
-            branches.
+        metrics: Name and mean of each metric of the trajectories, without baselines.
+        has_unlike_turns: Whether turns have rewards that differ between trajectories or belong to several branches of a
+            trajectory.
         digest: `receipts.token_digest` of the tokens that the policy wrote, without baselines.
-        num_uses: Number of earlier learner steps that trained on the group; the buffer counts them.
-        data_source: As in `Prompt`.
+        num_uses: Number of earlier learner steps that trained on the group.
     """
 
     group_id: int
@@ -149,7 +142,6 @@ class Plan:
 
     Attributes:
         version: Learner version that consumes the batch; ``version + 1`` after the step.
-        groups: The groups of the batch.
     """
 
     version: int
@@ -160,8 +152,8 @@ class Plan:
 class TokenAccount:
     """The token account: generated = trained + dropped + buffered + in_flight.
 
-    ``reused`` is not in this sum: a token counts as trained at the first use of its group, and as reused at each
-    further use.
+    At the first use of its group, a token counts as trained. At each further use it counts in ``reused``, which is not
+    in this sum.
     """
 
     generated: int
@@ -183,26 +175,22 @@ class BufferStats:
 
     Attributes:
         learner_version: Learner version that will consume the next batch.
-        groups: Groups by state: queued, leased, stored, planned, consumed, dropped. A group that waits for a further
-            use is stored or planned, and also consumed.
+        groups: Groups by state: queued, leased, stored, planned, consumed, dropped. A consumed group that waits for a
+            further use also counts as stored or planned.
         tokens_trained: Policy tokens of consumed groups, once per group.
         tokens_dropped: Policy tokens of dropped groups, abandoned attempts and refused puts, by reason.
         tokens_buffered: Policy tokens of stored and planned groups, and of saved prefixes.
         lag_histogram: Number of uses of groups by their lag in learner steps.
         puts_refused: Refused puts by reason (duplicate, expired, …).
-        stored_bytes: Bytes of the stored payloads.
         leases_waiting: Workers that wait for admission.
         mean_length_kept: Mean response length of consumed samples, in tokens.
-        mean_length_dropped: Mean response length of dropped samples, in tokens; 0 if none were dropped. The difference
-            from ``mean_length_kept`` is the length bias of dropping.
-        mean_length_dropped_by_reason: The same mean for each reason of ``tokens_dropped`` that dropped whole groups.
+        mean_length_dropped: Mean response length of dropped samples, in tokens; 0 if none were dropped.
+        mean_length_dropped_by_reason: ``mean_length_dropped`` per reason for dropping whole groups.
         groups_dropped: Dropped groups by reason: a filter's name, or ``stale``.
         filtered_in_a_row: Finished groups that filters dropped since the last stored group.
-        held_bytes: All bytes of the buffer: payloads, saved prefixes, prompts, and prompts that wait to be queued.
-        disk_bytes: Bytes of payloads that are on disk and not in memory; 0 without ``buffer.max_memory_bytes``.
-            Store servers report theirs when they drop payloads.
+        held_bytes: All bytes of the buffer: payloads, saved prefixes and prompts.
+        disk_bytes: Bytes of payloads that are only on disk; 0 without ``buffer.max_memory_bytes``.
         tokens_reused: Policy tokens of consumed groups, once per use after the first.
-        groups_reused: Uses of consumed groups after the first.
     """
 
     learner_version: int
@@ -231,7 +219,7 @@ class BufferStats:
 
 
 class Carrier(StrEnum):
-    """How the bytes of an offered version reach an engine; see `asyncrl.weights.carriers`.
+    """How the bytes of an offered version reach an engine.
 
     - ``folder``: the engine's host reads the files of the version.
     - ``host_stream``: the engine's host receives the bytes first, and the engine loads them afterwards.
@@ -248,7 +236,7 @@ OfferKind = Literal["full", "delta", "adapter"]
 
 
 FROZEN = -1
-"""Version number of the frozen weights below adapters, which do not count as a policy version."""
+"""Version number of the frozen weights below adapters. They are not a policy version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,17 +245,16 @@ class WeightOffer:
 
     Attributes:
         version: Learner steps contained in the weights.
-        manifest: Path of the manifest, readable by the engine. For a version that must be received first: host and port
-            of learner rank 0. Example: ``"10.0.0.5:41234"``.
+        manifest: Path of the manifest, readable by the engine. For a streamed version: host and port of learner rank 0.
+            Example: ``"10.0.0.5:41234"``.
         digest: Digest of the manifest's bytes, by `digest_of`.
         num_bytes: Bytes of all tensors; for an adapter, including the frozen weights. Deadlines depend on this number.
-        carrier: How the bytes reach the engines.
-        kind: A delta becomes a full version on the engine's side before the engine loads it; an engine applies an
-            adapter to the frozen weights.
-        base_version: The version to which a delta applies; `FROZEN` for an adapter, None for a full version.
+        kind: The engine's host converts a delta to a full version before loading. An engine applies an adapter to the
+            frozen weights.
+        base_version: The version below a delta; `FROZEN` for an adapter, None for a full version.
         incarnation: Number of restarts of the learner from a checkpoint so far. The same version may have different
             weights in two incarnations.
-        access: Keys of the sender, which are never shown; empty if there is no sender.
+        access: Keys of the sender, which messages do not show; empty without a sender.
     """
 
     version: int

@@ -1,4 +1,4 @@
-"""Prompts from parquet and jsonl files, in a seeded order that can be resumed."""
+"""Prompts from parquet and jsonl files, in a seeded order."""
 
 from .config import DataConfig, OverlongPrompts
 from .prompts import PromptStream, load_eval_prompts

@@ -11,20 +11,19 @@ from .row_files import Rows
 from .tokenizer import Tokenizer
 
 IMAGE_MARK = "<image>"
-"""Marks the position of an image in a text, if the images are in a separate column."""
+"""Position of an image in a text, if the images are in a separate column."""
 
 Message = Mapping[str, Any]
-"""A message or a tool's schema in the format of OpenAI's API. All values can be encoded with msgpack."""
+"""A message or a tool's schema in the format of OpenAI's API. msgpack can encode all values."""
 
 
 def read_messages(
     rows: Rows, key: str, *, section: str = "data", system_prompt: str = "", has_images: bool = False
 ) -> list[tuple[Message, ...]]:
-    """Return the messages of each row, with the ``system_prompt`` before them if there is one.
+    """Return the messages of each row, after the ``system_prompt`` if there is one.
 
-    Each message has a role. Its content is text; only a message with tool calls may have no content. If
-    ``has_images``, the content may also be a list of text and image parts. The function keeps other fields, such as
-    ``tool_call_id`` or ``reasoning_content``, for the template.
+    Each message has a role. Its content is text; only a message with tool calls may lack it. If ``has_images``, the
+    content may also be a list of text and image parts. The function keeps other fields for the template.
 
     Raises:
         ValueError: a value is not a list of messages, or begins with a system message although ``system_prompt`` is
@@ -71,7 +70,7 @@ def _message(item: Any, where: str, *, has_images: bool) -> Message:
 
 
 def _part(part: Any, where: str) -> Message:
-    """Return a part of a content as ``{type: text, text}`` or ``{type: image, image}``. The image is not read yet."""
+    """Return a content part as ``{type: text, text}`` or ``{type: image, image}``. The image is not read yet."""
     if is_image(part):
         return {"type": "image", "image": source_of(part)}
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):
@@ -80,10 +79,10 @@ def _part(part: Any, where: str) -> Message:
 
 
 def fill_images(messages: Sequence[Message], images: Any, where: str) -> tuple[Message, ...]:
-    """Replace each mark ``<image>`` in the texts of messages by the next image of the row; images are not read yet.
+    """Replace each mark ``<image>`` in the texts of messages by the next image of the row, without reading it.
 
     Raises:
-        ValueError: there are not as many marks as images.
+        ValueError: the number of marks is not the number of images.
     """
     if not isinstance(images, list):
         raise ValueError(f"{where} is {short(images)}, expected a list of images; fix the row")
@@ -107,13 +106,13 @@ def fill_images(messages: Sequence[Message], images: Any, where: str) -> tuple[M
 
 
 def images_of(messages: Sequence[Message]) -> list[Any]:
-    """Return the images in the messages of a row, in order and unchanged. An image is a path, bytes or base64 text."""
+    """Return the images in the messages of a row, in order and unread. An image is a path, bytes or base64 text."""
     contents = (message.get("content") for message in messages)
     return [part["image"] for content in contents if isinstance(content, list) for part in content if is_image(part)]
 
 
 def without_images(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages for a chat template; their image parts have no image data."""
+    """Return the messages without image data, for a chat template."""
     return [
         {**message, "content": [{"type": "image"} if is_image(part) else part for part in content]}
         if isinstance(content := message.get("content"), list)

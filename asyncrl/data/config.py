@@ -11,7 +11,7 @@ from .samplers import UNIFORM
 
 
 class OverlongPrompts(StrEnum):
-    """What happens to a prompt longer than ``max_prompt_tokens``: raise an error, or leave it out and count it."""
+    """What happens to a prompt longer than ``max_prompt_tokens``: an error, or the run leaves it out and counts it."""
 
     error = "error"
     filter = "filter"
@@ -26,22 +26,23 @@ class DataConfig:
         eval_files: Files of held-out prompts with the same columns.
         prompt_key: Column of the prompt: a string, or with ``chat_template`` a list of messages {role, content,
             tool_calls, …}.
-        ground_truth_key: Column of the expected answer for the reward function; empty if there is none.
-        data_source_key: Column of the task's name for the reward function; empty if there is none.
+        ground_truth_key: Column of the expected answer for the reward function, or empty.
+        data_source_key: Column of the task's name for the reward function, or empty.
         extra_keys: Further columns for the reward function.
         chat_template: Render the messages with the tokenizer's chat template and a generation prompt.
         chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
-        system_prompt: A system message before the messages of each row; empty if there is none.
+        system_prompt: A system message before the messages of each row, or empty.
         tools_key: Column of the tools that the template renders: a list of JSON schemas {type: function, function:
-            {name, description, parameters}}, or its JSON text; null for none. Empty if there is none.
+            {name, description, parameters}}, or its JSON text; null for none. Empty if there is no such column.
         images_key: Column of the images of a row: a list of paths, file contents, base64 texts, or mappings {bytes,
-            path}. They replace the marks ``<image>`` in the texts of the messages, in order. Empty if there is none.
+            path}. They replace the marks ``<image>`` in the texts of the messages, in order. Empty if there is no such
+            column.
         environment_key: Column of the row's environment; null means the environment of the run. Empty if there is no
             such column.
         environment_options_key: Column of further options of the row's environment: a mapping, or its JSON text; null
-            for none. Empty if there is none.
-        environment_by_source: Environment by data source, for rows that name no environment. Example:
-            ``{sums: calculator}``.
+            for none. Empty if there is no such column.
+        environment_by_source: Environment by data source, for rows that name no environment. Example: ``{sums:
+            calculator}``.
         max_prompt_tokens: Longest prompt, in tokens.
         overlong_prompts: What happens to a longer prompt.
         shuffle: Use a new seeded order in each epoch. If False, each epoch has the order of the files.
@@ -50,8 +51,8 @@ class DataConfig:
             takes sources by ``source_weights``. ``difficulty`` also prefers rows by their success rate. Your own class
             is ``file.py:Class`` or ``module:Class``.
         sampler_options: Further arguments of the sampler. Example: ``{target: 0.3}``.
-        source_weights: Weight of each data source, by the names in ``data_source_key``; empty: equal weights.
-            Example: ``{gsm8k: 3, apps: 1}``.
+        source_weights: Weight of each data source, by the names in ``data_source_key``; empty: equal weights. Example:
+            ``{gsm8k: 3, apps: 1}``.
     """
 
     train_files: list[str] = field(default_factory=list)

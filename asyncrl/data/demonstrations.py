@@ -19,8 +19,7 @@ class Demonstration:
 
     Attributes:
         token_ids: [T] int32.
-        learned: [T] bool, True at tokens of the assistant, including the end token; False at the first token.
-        where: File and row, for messages.
+        learned: [T] bool, True at tokens of the assistant, including the end token. The first token is always False.
     """
 
     token_ids: np.ndarray
@@ -43,12 +42,14 @@ class DemonstrationFormat:
 def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokenizer: Any) -> list[Demonstration]:
     """Read all rows of parquet or jsonl files.
 
-    A plain row becomes prompt, response and end-of-sequence token. A conversation is rendered with the chat template
-    before and after each assistant turn; the text that the turn adds is learned. Learned text and other text are
-    tokenized separately, as in generation. ``tokenizer`` is the policy's tokenizer, from transformers.
+    A plain row becomes prompt, response and end-of-sequence token. A conversation is rendered before and after each
+    assistant turn. The text that the turn adds is learned. Learned text and other text are tokenized separately, as in
+    generation.
+
+    ``tokenizer`` is the policy's tokenizer, from transformers.
 
     Raises:
-        ValueError: a file, row or column does not match ``form``; the message names it.
+        ValueError: a file, row or column does not match ``form``. The message names it.
     """
     if form.chat_template:
         check_template("sft", tokenizer)
@@ -80,7 +81,7 @@ _Stretch = tuple[Sequence[int], bool]
 def _demonstration(parts: Sequence[_Stretch], where: str) -> Demonstration:
     token_ids = np.concatenate([np.asarray(ids, dtype=np.int32) for ids, _ in parts])
     learned = np.concatenate([np.full(len(ids), is_learned) for ids, is_learned in parts])
-    learned[:1] = False  # no token predicts the first one
+    learned[:1] = False  # the loss has no prediction for the first token
     if not learned.any():
         raise ValueError(
             f"{where}: must have a prompt and a response of at least one token, got nothing to learn; remove the row"

@@ -1,8 +1,4 @@
-"""The run's prompts as token ids: an endless, seeded, resumable stream over the training files, and held-out prompts.
-
-The stream computes the order of an epoch from the seed when it reaches the epoch. Therefore its state is a position,
-unless it has a sampler.
-"""
+"""The prompts of a run as token ids: an endless, seeded, resumable stream, and held-out prompts."""
 
 from __future__ import annotations
 
@@ -42,10 +38,7 @@ class PromptStream:
     """An endless stream of the training prompts, shuffled in each epoch, or chosen by ``data.sampler``.
 
     The group id of a prompt is its position in the stream. The same seed, files and options give the same order on
-    every machine. A restored stream continues with the next prompt of the saved stream. ``num_filtered`` prompts are
-    left out because they are longer than ``max_prompt_tokens``.
-
-    With a sampler, the stream remembers the row of each position, so a position always names the same prompt.
+    every machine. The stream leaves out ``num_filtered`` prompts, which are longer than ``max_prompt_tokens``.
     """
 
     def __init__(
@@ -59,12 +52,11 @@ class PromptStream:
     ) -> None:
         """Read and tokenize the training files.
 
-        ``has_environment`` says that the run has an environment. Prompts then have messages, which the environment
-        needs. ``images`` reads the images of rows; None for a text model. The stream reads image files twice: first to
-        count their tokens, and again when it returns their prompt.
+        If ``has_environment``, all prompts have messages. ``images`` is None for a text model. The stream reads image
+        files twice: first to count their tokens, and again when it returns their prompt.
 
         Raises:
-            ValueError: a file, row or column does not match ``config``; the message names it.
+            ValueError: a file, row or column does not match ``config``. The message names it.
         """
         if not config.train_files:
             raise ValueError("data.train_files must name at least one parquet or jsonl file, got none; name one")
@@ -100,14 +92,14 @@ class PromptStream:
         return self.at(range(self._position - count, self._position))
 
     def first(self) -> Prompt:
-        """Return the first prompt of a new stream, for a check of the run. The stream does not change."""
+        """Return the first prompt of a new stream. This stream does not change."""
         row = self._order(0)[0] if self._sampler is None else self._choose(copy.deepcopy(self._sampler))
         return _loaded(self._prompts[row], 0)
 
     def at(self, positions: Sequence[int]) -> list[Prompt]:
-        """Return the prompts with these group ids; the stream's position does not change.
+        """Return the prompts with these group ids. The stream's position does not change.
 
-        With a sampler, `take` must have returned the prompts before.
+        With a sampler, `take` must have returned these prompts before.
         """
         return [_loaded(self._prompts[self._row(position)], position) for position in positions]
 
@@ -126,7 +118,7 @@ class PromptStream:
         )
 
     def _asked(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the sampler, which may be the user's. Raises `SamplerError` with the name of the sampler."""
+        """Call a method of the sampler. Its exceptions become `SamplerError`."""
         try:
             return method(*arguments)
         except Exception as error:
@@ -165,7 +157,7 @@ class PromptStream:
         """Continue from a saved state.
 
         Raises:
-            ValueError: the state belongs to other files or options; the message names the difference.
+            ValueError: the state belongs to other files or options. The message names the difference.
         """
         now = self.state()
         needed = set(now) if state.get("sampler", UNIFORM) == self._sampler_name else set(now) - _OF_SAMPLER
@@ -211,7 +203,7 @@ class PromptStream:
 def load_eval_prompts(
     config: DataConfig, tokenizer: Tokenizer, *, has_environment: bool = False, images: ImageReader | None = None
 ) -> list[Prompt]:
-    """Read the first ``eval_max_prompts`` held-out prompts (0: all); the group id is the index in the list.
+    """Read the first ``eval_max_prompts`` held-out prompts (0: all). The group id is the index in the list.
 
     ``has_environment`` and ``images``: as in `PromptStream`.
     """
@@ -228,8 +220,6 @@ def _loaded(prompt: Prompt, group_id: int) -> Prompt:
 
 
 class _PromptReader:
-    """Reads and tokenizes the prompts of files; the arguments are those of `PromptStream`."""
-
     def __init__(
         self, config: DataConfig, tokenizer: Tokenizer, *, has_environment: bool, images: ImageReader | None
     ) -> None:
@@ -246,10 +236,7 @@ class _PromptReader:
         self._images = images
 
     def read(self, paths: Sequence[str]) -> tuple[list[Prompt], list[list[str]], int]:
-        """Read files; the group id of a prompt is its index.
-
-        Returns the prompts, the path and the digest of each file, and the number of prompts that are left out.
-        """
+        """Read files. Return the prompts, the path and the digest of each file, and the number of filtered prompts."""
         prompts: list[Prompt] = []
         files: list[list[str]] = []
         num_filtered = 0
@@ -267,7 +254,6 @@ class _PromptReader:
         return prompts, files, num_filtered
 
     def _prompts_of(self, rows: Rows) -> list[Prompt]:
-        """Return the prompt of each row of one file. Its group id is the index of the row."""
         config = self._config
         columns = {key: rows.serializable_column(key) for key in (config.ground_truth_key, *config.extra_keys) if key}
         sources = _names(rows, config.data_source_key, "a string")
@@ -281,7 +267,7 @@ class _PromptReader:
         if config.tools_key:
             tools = read_tools(rows, config.tools_key)
         messages, texts = self._rendered(rows, tools) if config.chat_template else self._plain(rows, environments)
-        # A template writes the special tokens; for a plain prompt, the tokenizer adds them.
+        # A chat template writes the special tokens itself.
         encoded = self._tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
         return [
             Prompt(
@@ -299,13 +285,12 @@ class _PromptReader:
         ]
 
     def _place(self, rows: Rows, row: int) -> str:
-        """The file, row and column of a prompt, for error messages."""
         return f"{rows.where(row)}: column {self._config.prompt_key!r}"
 
     def _rendered(
         self, rows: Rows, tools: Sequence[tuple[Message, ...]]
     ) -> tuple[Sequence[tuple[Message, ...]], list[str]]:
-        """The messages of each row, and their text as the chat template renders it."""
+        """Return the messages and the rendered text of each row."""
         config = self._config
         messages: Sequence[tuple[Message, ...]] = read_messages(
             rows, config.prompt_key, system_prompt=config.system_prompt, has_images=self._images is not None
@@ -352,7 +337,7 @@ class _PromptReader:
 
 
 def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) -> list[str]:
-    """Read a column of strings. If ``key`` is empty, all strings are empty. If ``may_be_null``, null gives ""."""
+    """Read a column of strings. An empty ``key`` gives empty strings, and so does null if ``may_be_null``."""
     if not key:
         return [""] * len(rows)
     values = rows.column(key) if may_be_null else rows.serializable_column(key)
@@ -378,7 +363,7 @@ def _options(rows: Rows, key: str) -> Sequence[Mapping[str, Any]]:
 
 
 def _within_limit(rows: Rows, prompts: Sequence[Prompt], config: DataConfig) -> list[Prompt]:
-    """Return the prompts within ``max_prompt_tokens``. With ``overlong_prompts=error``, a longer one is an error."""
+    """Return the prompts within ``max_prompt_tokens``. With ``overlong_prompts=error``, a longer prompt is an error."""
     lengths = [len(prompt.prompt_ids) for prompt in prompts]
     kept = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= config.max_prompt_tokens]
     if len(kept) < len(prompts) and config.overlong_prompts == OverlongPrompts.error:

@@ -24,12 +24,9 @@ class Rows:
     """The rows of one file.
 
     Attributes:
-        path: The path as the user wrote it.
         unit: ``row`` of a parquet file (from 0) or ``line`` of a jsonl file (from 1, as in editors).
         numbers: Row or line number of each entry of ``values``.
-        values: One mapping from column name to value per row.
         digest: Hexadecimal digest of the file's bytes.
-        section: Section of the options for the file and its columns, for messages.
     """
 
     path: str
@@ -58,7 +55,7 @@ class Rows:
         """Return the values of a column after a check that msgpack can encode them.
 
         Raises:
-            ValueError: a value is missing or null, or msgpack has no type for it (a date, a decimal).
+            ValueError: a value is missing or null, or msgpack has no type for it, such as a date.
         """
         values = self.column(key)
         for index, value in enumerate(values):
@@ -76,7 +73,7 @@ class Rows:
     def structures(self, key: str, *, is_json: bool = False) -> list[Any]:
         """Return the values of a column of lists and mappings, after a check that msgpack can encode them.
 
-        Parquet stores null for a field that a mapping lacks, so this method removes null fields from the mappings of
+        Parquet stores null for a missing field of a mapping. Therefore the method removes null fields from mappings of
         parquet files. If ``is_json``, it decodes strings as JSON and keeps all their fields. Rows with equal values
         share one object.
 
@@ -121,7 +118,7 @@ def read_rows(path: str, keys: Iterable[str], *, section: str = "data") -> Rows:
     Args:
         path: Path with the suffix ``.parquet`` or ``.jsonl``; ``~`` is the home directory.
         keys: Required columns; dots separate the names of nested columns.
-        section: Section of the options for the file and its columns, for messages.
+        section: Section of the options, for messages.
 
     Raises:
         ValueError: the file is missing, empty, damaged or of another type, or a parquet file lacks a column.

@@ -1,8 +1,6 @@
 """Samplers choose the row of the training files for each prompt group; `SAMPLERS` names them for ``data.sampler``.
 
-The prompt stream asks a sampler for a row when the buffer has room for a prompt, and reports finished groups to the
-sampler. The same calls in the same order give the same rows: a sampler uses no clock, and only random numbers from its
-seed. Its state is part of each checkpoint.
+A sampler must not use a clock, or random numbers other than those from its seed. Its state is part of each checkpoint.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ UNIFORM = "uniform"
 class Sampler(Protocol):
     """Chooses rows.
 
-    The class is called with ``sources``, [N] names of the rows' data sources, and by keyword with:
+    The prompt stream calls the class with ``sources``, [N] names of the rows' data sources, and these keywords:
 
     - ``seed``: the run's seed;
     - ``shuffle``: ``data.shuffle``;
     - ``weights``: ``data.source_weights``, with a weight for each source;
-    - ``data.sampler_options``.
+    - each option in ``data.sampler_options``.
     """
 
     def choose(self) -> int:
@@ -40,8 +38,8 @@ class Sampler(Protocol):
     def note(self, row: int, group: GroupSummary) -> None:
         """Take the outcome of a finished group of a row, even if a filter dropped the group.
 
-        ``group`` has the rewards, lengths and versions. The buffer may lose outcomes when its server restarts. If a
-        group is generated again, its outcome is reported again.
+        The buffer may lose outcomes when its server restarts. If the fleet generates a group again, its outcome arrives
+        again.
         """
         ...
 
@@ -55,15 +53,12 @@ class Sampler(Protocol):
 
 
 SAMPLERS: Registry[Any] = Registry("data.sampler")
-"""Sampler classes by name; `UNIFORM` is not one of them."""
+"""Sampler classes by name, without `UNIFORM`."""
 
 
 @SAMPLERS.register("weighted")
 class WeightedSampler:
-    """Takes data sources in proportion to their weights. Each source has its own epochs and its own shuffled order.
-
-    Example: with weights 3 and 1, four consecutive prompts hold three of the first source and one of the second.
-    """
+    """Takes data sources in proportion to their weights. Each source has its own epochs and shuffled order."""
 
     def __init__(self, sources: Sequence[str], *, seed: int, shuffle: bool, weights: Mapping[str, float]) -> None:
         self._rows: dict[str, list[int]] = {name: [] for name in weights}
@@ -76,14 +71,14 @@ class WeightedSampler:
         self._order = lru_cache(maxsize=2 * len(weights))(self._draw_order)
 
     def choose(self) -> int:
-        """See `Sampler.choose`."""
+        """Return the row of the next prompt group."""
         return self._next_in_order(self._next_source())
 
     def note(self, row: int, group: GroupSummary) -> None:
         """Do nothing: this sampler does not use outcomes."""
 
     def _next_source(self) -> str:
-        """Choose the source that is furthest below its share of prompts; on a tie, the first one."""
+        """Choose the source that is furthest below its share of prompts; on a tie, the first source."""
         source = min(self._weights, key=lambda name: (self._num_chosen[name] + 1) / self._weights[name])
         self._num_chosen[source] += 1
         return source
@@ -101,29 +96,29 @@ class WeightedSampler:
         return np.random.default_rng([self._seed, epoch, *source.encode()]).permutation(number).tolist()
 
     def state(self) -> dict[str, Any]:
-        """See `Sampler.state`."""
+        """Return the state as JSON values."""
         return {"num_chosen": self._num_chosen, "num_in_order": self._num_in_order}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Sampler.restore`."""
+        """Continue from a state."""
         self._num_chosen, self._num_in_order = dict(state["num_chosen"]), dict(state["num_in_order"])
 
 
 @SAMPLERS.register("difficulty")
 class DifficultySampler(WeightedSampler):
-    """Prefers rows whose success rate is near a target. Rates near 0.5 teach most; a lower target prefers harder rows.
+    """Prefers rows with a success rate near a target. Rates near 0.5 teach most; a lower target prefers harder rows.
 
-    Each source has a *pool* of rows whose estimated success rate is within ``width`` of ``target``. When a group of a
-    row is finished, the row's estimate changes, and the row enters or leaves the pool. A chosen row leaves the pool
-    until its group is finished. A share ``explore`` of the prompts comes from all rows of the source, in order. While
-    the pool is empty, all prompts do. Therefore rows can enter the pool at any time.
+    Each source has a *pool* of rows with an estimated success rate within ``width`` of ``target``. A finished group
+    updates the estimate of its row, and the row enters or leaves the pool. A chosen row leaves the pool until its group
+    is finished. A share ``explore`` of the prompts comes from all rows of the source in order. While the pool is empty,
+    all prompts come from these rows.
 
     Args:
-        target: Success rate, in [0, 1]. Example: 0.8 prefers easy rows, 0.2 hard ones.
+        target: Success rate, in [0, 1].
         width: Largest difference between ``target`` and a success rate in the pool; > 0.
         explore: Share of the prompts that come from all rows in order, in (0, 1].
         success: Smallest reward of a successful trajectory.
-        memory: Weight of the old estimate when a finished group updates the estimate, in [0, 1).
+        memory: Weight of the old estimate in an update, in [0, 1).
     """
 
     def __init__(
@@ -153,7 +148,7 @@ class DifficultySampler(WeightedSampler):
         self._pools: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in self._rows}
 
     def choose(self) -> int:
-        """See `Sampler.choose`."""
+        """Return the row of the next prompt group."""
         source = self._next_source()
         number, pool = self._num_chosen[source], self._pools[source]
         explores = math.floor(number * self._explore) > math.floor((number - 1) * self._explore)
@@ -164,7 +159,7 @@ class DifficultySampler(WeightedSampler):
         return row
 
     def note(self, row: int, group: GroupSummary) -> None:
-        """See `Sampler.note`."""
+        """Update the estimate of the row."""
         if not group.rewards or not group.is_scored:
             return
         rate = sum(reward >= self._success for reward in group.rewards) / len(group.rewards)
@@ -176,12 +171,12 @@ class DifficultySampler(WeightedSampler):
             pool.pop(row, None)
 
     def state(self) -> dict[str, Any]:
-        """See `Sampler.state`."""
+        """Return the state as JSON values."""
         pools = {name: list(pool) for name, pool in self._pools.items()}
         return super().state() | {"rates": [list(item) for item in self._rates.items()], "pools": pools}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Sampler.restore`."""
+        """Continue from a state."""
         super().restore(state)
         self._rates = {int(row): rate for row, rate in state["rates"]}
         self._pools = {name: OrderedDict.fromkeys(rows) for name, rows in state["pools"].items()}
@@ -199,7 +194,7 @@ def make_sampler(
     """Make the sampler ``name`` for rows of ``sources``. If ``weights`` is empty, all sources have the same weight.
 
     Raises:
-        ValueError: a source has no weight or a weight has no rows, or the class does not take the ``options``.
+        ValueError: a source has no weight, a weight has no rows, or the class does not take the ``options``.
     """
     found = dict.fromkeys(sources)
     given = weights or dict.fromkeys(found, 1.0)

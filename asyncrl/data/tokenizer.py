@@ -1,4 +1,4 @@
-"""Loads the tokenizer of the prompts; if possible without transformers, because transformers imports torch."""
+"""Loads the tokenizer of the prompts, if possible without transformers, because transformers imports torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FAST = "PreTrainedTokenizerFast"
 
 
 class Tokenizer(Protocol):
-    """The interface of a transformers tokenizer that this package uses."""
+    """The methods of a transformers tokenizer that this package uses."""
 
     chat_template: Any
 
@@ -29,14 +29,13 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
-    """Return the tokenizer of a model directory; with ``chat_template`` it can render conversations.
+    """Return the tokenizer of a model directory. With ``chat_template`` it can render conversations.
 
-    If ``tokenizer.json`` defines the tokenizer completely, it comes from the library ``tokenizers``, otherwise from
-    transformers.
+    The library ``tokenizers`` loads it if ``tokenizer.json`` is complete, otherwise transformers does.
     """
     file = Path(model_path, "tokenizer.json")
     settings = json.loads(Path(model_path, "tokenizer_config.json").read_text())
-    # Another tokenizer class may add tokens of its own.
+    # Other tokenizer classes may add tokens of their own.
     if not chat_template and settings.get("tokenizer_class") == _FAST and file.is_file():
         return _FastTokenizer(file)
     from transformers import AutoTokenizer
@@ -45,7 +44,7 @@ def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
 
 
 class _FastTokenizer:
-    """Implements `Tokenizer` without transformers."""
+    """A `Tokenizer` without transformers."""
 
     chat_template = None
 
@@ -58,13 +57,10 @@ class _FastTokenizer:
         self._rust.no_padding()
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
-        """Return ``input_ids`` for each text."""
         return {"input_ids": [e.ids for e in self._rust.encode_batch(text, add_special_tokens=add_special_tokens)]}
 
     def get_vocab(self) -> Mapping[str, int]:
-        """Return all tokens with their ids."""
         return self._rust.get_vocab()
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """Raise an error: this tokenizer has no template."""
         raise ValueError(f"{self.name_or_path}: the tokenizer has no chat template, got {conversation!r} and {kwargs}")

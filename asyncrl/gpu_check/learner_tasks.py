@@ -30,7 +30,7 @@ Measured = Iterator[dict[str, Any]]
 
 
 def save_model(directory: Path, sizes: Sizes, *, experts: bool, dtype: str) -> str:
-    """Save a random model of these sizes; returns its folder."""
+    """Save a random model of these sizes; return its folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape: dict[str, Any] = {
@@ -61,7 +61,7 @@ def save_model(directory: Path, sizes: Sizes, *, experts: bool, dtype: str) -> s
 
 
 def models(setup: Setup, *, experts: bool) -> Measured:
-    """Save the random model that later tasks load."""
+    """Save the random model for later tasks."""
     folder = Path(setup.folder, "mixture" if experts else "dense")
     path = save_model(folder, setup.sizes, experts=experts, dtype=setup.dtype)
     yield {"path": path, "bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors"))}
@@ -88,7 +88,7 @@ def kernels(setup: Setup) -> Measured:
 
 
 def _kernel_tflops(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
-    """Speed of forward and backward on a batch of packed sequences, in TFLOP/s of causal attention."""
+    """Return the speed of forward and backward, in TFLOP/s of causal attention."""
     lengths = [sizes.length] * sizes.num_sequences
     shapes = [(sum(lengths), heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
     q, k, v = (torch.randn(size, device=device, dtype=dtype, requires_grad=True) for size in shapes)
@@ -103,7 +103,7 @@ def _kernel_tflops(kernel: AttentionKernel, device: torch.device, dtype: torch.d
 
 
 def _median_s(step: Callable[[], object], device: torch.device, num_runs: int = 5) -> float:
-    """Median wall time of a call. The first call does not count, because it may compile."""
+    """Return the median wall time of a call. The first call does not count, because it may compile."""
     times = []
     for _ in range(num_runs + 1):
         _synchronize(device)
@@ -157,7 +157,10 @@ def log_probs(setup: Setup) -> Measured:
 
 
 def sequences_of(sizes: Sizes, *, part: int = 0, parts: int = 1) -> list[TokenSequence]:
-    """This rank's share of a random batch with four samples per prompt. A quarter of each sequence is the prompt."""
+    """Return this rank's share of a random batch with four samples per prompt.
+
+    A quarter of each sequence is the prompt.
+    """
     rng = np.random.default_rng(0)
     num_prompt, batch = sizes.length // 4, []
     for index in range(sizes.num_sequences):
@@ -188,7 +191,7 @@ def _trainer(setup: Setup, model: str, *, num_ranks: int = 1, **options: Any) ->
 def train(
     setup: Setup, *, model: str, sp_size: int, activation_checkpointing: bool | str, torch_compile: bool
 ) -> Measured:
-    """Make learner steps on the same batch. `program.training` compares loss and gradient of the first step."""
+    """Make learner steps on the same batch."""
     num_ranks = int(os.environ["WORLD_SIZE"])
     trainer = _trainer(
         setup,
@@ -236,7 +239,7 @@ def offload(setup: Setup, *, model: str) -> Measured:
 
 
 def checkpoint(setup: Setup, *, model: str) -> Measured:
-    """Save in the background and load again; ``stall_s`` is the time that training waits."""
+    """Save in the background and load again. ``stall_s`` is the time that training waits."""
     trainer = _trainer(setup, model)
     LearnerStep(trainer, policy_objective(AlgorithmConfig())).run(sequences_of(setup.sizes))
     checkpointer = ShardedCheckpointer(trainer, str(Path(setup.folder, "checkpoints")))
@@ -258,6 +261,6 @@ def checkpoint(setup: Setup, *, model: str) -> Measured:
 
 
 def _sums(trainer: Trainer) -> Tensor:
-    """The sums of each parameter and of each moment of the optimizer, [number of tensors] float64."""
+    """Return the sums of each parameter and of each moment of the optimizer, [number of tensors] float64."""
     moments = [state[name] for state in trainer.optimizer.adamw.state.values() for name in ("exp_avg", "exp_avg_sq")]
     return torch.stack([local_tensor(x.detach()).double().sum().cpu() for x in [*trainer.head.parameters(), *moments]])

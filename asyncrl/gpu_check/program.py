@@ -1,7 +1,7 @@
 """``asyncrl check-gpu [--model DIR] [--gpus N]``: checks this machine for training, one line per check.
 
-It does not need a network. Without SGLang or Ray it runs the other checks. After a failure it continues. At the end it
-prints all results again and writes a JSON file for bug reports. The exit status is 1 if a check failed.
+The checks do not need a network, and continue after a failure. At the end, the command writes a JSON file for bug
+reports. The exit status is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -58,11 +58,9 @@ class Result:
 
     Attributes:
         name: What was checked. Example: ``train dense ranks=2 sp=2``.
-        state: Whether it works.
-        seconds: Wall time.
         number: The measured values as text.
-        remedy: What the user should set or do; empty if there is nothing to do.
-        figures: The measured values for programs.
+        remedy: Option or action for the user, or empty.
+        figures: The measured values by name.
     """
 
     name: str
@@ -74,12 +72,12 @@ class Result:
 
     @classmethod
     def of(cls, name: str, is_right: bool, number: str, remedy: str = "", **figures: Any) -> Result:
-        """A passed or failed result."""
+        """Return a passed or failed result."""
         state = State.passed if is_right else State.failed
         return cls(name=name, state=state, number=number, remedy=remedy, figures=figures)
 
     def line(self) -> str:
-        """The result as a line."""
+        """Return the result as a line."""
         remedy = f"  -> {self.remedy}" if self.remedy and self.state is not State.passed else ""
         return f"{self.state.value}  {self.seconds:6.1f} s  {self.name:34} {self.number}{remedy}"
 
@@ -90,8 +88,8 @@ class Check:
 
     Attributes:
         name: Name for ``--only``.
-        run: Function that yields results. The time since the previous result counts as the time of a result.
-        needs: Packages without which the check is skipped.
+        run: Function that yields results. The seconds of a result begin at the previous result.
+        needs: Required packages. If a package is missing, the check is skipped.
     """
 
     name: str
@@ -103,7 +101,7 @@ class Check:
 
 
 def stack(setup: Setup) -> Iterator[Result]:
-    """Versions, GPUs and limits of this machine."""
+    """Report versions, GPUs and limits of this machine."""
     versions = {name: version for name in PACKAGES if (version := _version(name))}
     found = f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items())
     yield Result.of("packages", "torch" in versions, found, "bash scripts/setup.sh", **versions)
@@ -129,7 +127,7 @@ def _version(package: str) -> str:
 
 
 def _cards() -> list[str]:
-    """Name, memory, driver and compute capability of each GPU. Example: ``NVIDIA H100 80GB HBM3, 81559 MiB, …``."""
+    """Return name, memory, driver and compute capability of each GPU."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -139,7 +137,7 @@ def _cards() -> list[str]:
 
 
 def _layers_on(cards: Sequence[str]) -> int:
-    """Number of layers of the checked models: 4 need a GPU of at least 70 GB, 2 need one of at least 36 GB."""
+    """Return the number of layers of the checked models: 4 on GPUs of at least 70 GB, 2 from 36 GB, else 1."""
     megabytes = [int(match[1]) for card in cards if (match := re.search(r"(\d+) MiB", card))]
     smallest = min(megabytes, default=0) * 1.048576 / 1e3
     return 4 if smallest >= 70 else 2 if smallest >= 36 else 1
@@ -162,7 +160,7 @@ def kernels(setup: Setup) -> Iterator[Result]:
 
 
 def log_probs(setup: Setup) -> Iterator[Result]:
-    """Compare log-probs that are computed in chunks with float64."""
+    """Compare chunked log-probs with float64."""
     for one in run_task(setup, "learner_tasks:log_probs"):
         is_right = one["error"] < 1e-3 and one["gradient_error"] < (0.02 if setup.device == "cuda" else 1e-4)
         number = (
@@ -173,7 +171,7 @@ def log_probs(setup: Setup) -> Iterator[Result]:
 
 
 def training(setup: Setup) -> Iterator[Result]:
-    """Learner steps with different meshes and options; all variants must agree with one rank."""
+    """Make learner steps with different meshes and options. All variants must agree with one rank."""
     for experts in (False, True):
         kind = "mixture" if experts else "dense"
         model = _saved_model(setup, experts=experts)
@@ -207,7 +205,7 @@ def training(setup: Setup) -> Iterator[Result]:
 
 
 def _planned_bytes(setup: Setup, model: str, num_ranks: int, recompute: bool | str) -> int:
-    """The peak memory of a rank as the planner computes it."""
+    """Return the planner's peak memory of a rank."""
     rank = RankSetup(
         num_shards=num_ranks,
         tokens=setup.sizes.budget(num_ranks),
@@ -219,7 +217,7 @@ def _planned_bytes(setup: Setup, model: str, num_ranks: int, recompute: bool | s
 
 
 def _saved_model(setup: Setup, *, experts: bool = False) -> str:
-    """The folder of the random model, which is saved at the first use."""
+    """Return the folder of the random model. The first call saves the model."""
     folder = Path(setup.folder, "mixture" if experts else "dense")
     if not (folder / "config.json").exists():
         list(run_task(setup, "learner_tasks:models", experts=experts))
@@ -227,9 +225,9 @@ def _saved_model(setup: Setup, *, experts: bool = False) -> str:
 
 
 def _variants(setup: Setup) -> list[tuple[int, int, bool | str, bool]]:
-    """The variants to try: ranks, sequence-parallel ranks, activation checkpointing, compiling.
+    """Return the variants: ranks, sequence-parallel ranks, activation checkpointing, compiling.
 
-    The first variant is the reference.
+    The first is the reference.
     """
     rows: list[tuple[int, int, bool | str, bool]] = [(1, 1, False, False), (1, 1, True, False)]
     if setup.device == "cuda":
@@ -241,10 +239,7 @@ def _variants(setup: Setup) -> list[tuple[int, int, bool | str, bool]]:
 
 
 def _utilization(one: dict[str, Any], setup: Setup, num_ranks: int) -> str:
-    """Text with the model FLOP/s as a share of the GPU's peak, for the dense model.
-
-    Empty for the mixture of experts, because only some of its experts compute each token.
-    """
+    """Return the model FLOP/s as a share of the GPU's peak, as text; empty for the mixture of experts."""
     cards = _cards() if setup.device == "cuda" else []
     peak = next((value for name, value in PEAK_TFLOPS.items() if cards and name in cards[0]), 0.0)
     if not peak or one["parameters"] > 2e9:
@@ -271,11 +266,7 @@ def checkpoint(setup: Setup) -> Iterator[Result]:
 
 
 def serving(setup: Setup) -> Iterator[Result]:
-    """Start one engine after the other, and try what a run does with an engine.
-
-    The checks are the output layer, log-probs, weights over each carrier, the release of the device, and a damaged byte
-    in published weights.
-    """
+    """Check engines: output layer, log-probs, weights over each carrier, release of the device, damaged byte."""
     model = setup.model or _saved_model(setup)
     found = {}
     for head in ("float32", "bfloat16"):
@@ -375,7 +366,7 @@ def results_of(check: Check, setup: Setup) -> Iterator[Result]:
 
 @with_exit_status
 def main() -> int:
-    """Entry point; returns the exit status."""
+    """Run the command line; return the exit status."""
     arguments = _parser().parse_args()
     gpus = visible_gpus()
     device = arguments.device or ("cuda" if gpus else "cpu")
@@ -407,7 +398,6 @@ def main() -> int:
 
 
 def _report(results: list[Result], setup: Setup) -> int:
-    """Print the table again with counts, write the JSON, and return the exit status."""
     failed = [result for result in results if result.state is State.failed]
     path = Path(setup.folder, "check.json")
     path.write_text(json.dumps({"setup": asdict(setup), "results": [asdict(result) for result in results]}, indent=1))

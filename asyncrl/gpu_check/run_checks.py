@@ -18,12 +18,12 @@ from asyncrl.gpu_check.tasks import Setup, TaskFailed
 _SERVER = "sglang::scheduler"
 _TAIL_LINES = 12
 _STOP_S = 90.0
-"""Longest wait for a run to stop. It is longer than the run's own deadlines to save its policy and stop."""
+"""Longest wait for a run to stop. It exceeds the run's own deadlines to save its policy and stop."""
 _NUM_STEPS = {"cuda": 40, "cpu": 6}
 
 
 def quickstart(setup: Setup, name: str, *overrides: str, kill_engine: bool = False) -> Iterator[dict[str, Any]]:
-    """Run the quickstart with some options; yields values of its summary.
+    """Run the quickstart with some options. Yields values of its summary.
 
     ``kill_engine`` kills the scheduler of an engine after the first step. The run must continue.
 
@@ -71,7 +71,7 @@ def quickstart(setup: Setup, name: str, *overrides: str, kill_engine: bool = Fal
 
 
 def _kill_a_server(pid: int) -> bool:
-    """Kill one scheduler among the descendants of a process; returns whether there was one."""
+    """Kill one scheduler among the descendants of a process. Return whether there was one."""
     for child in psutil.Process(pid).children(recursive=True):
         try:
             if _SERVER in " ".join(child.cmdline()) or _SERVER in child.name():

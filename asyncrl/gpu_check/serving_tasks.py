@@ -1,4 +1,4 @@
-"""The tasks that need an engine: log-probs of engine and learner, weight updates, and release of the device."""
+"""The tasks with an engine: log-probs of engine and learner, weight updates, and release of the device."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ _SHARED_GPU = ["--mem-fraction-static", "0.35"]
 
 
 class _Pair:
-    """A learner and an engine of the same model; the engine has a separate GPU if there is one.
-
-    ``dtype`` replaces the dtype of the setup. ``fp32_head`` is the argument of `SGLangServer`.
-    """
+    """A learner and an engine of the same model. If possible, the engine has a separate GPU."""
 
     def __init__(
         self, setup: Setup, model: str, tp_size: int, *, dtype: str = "", fp32_head: bool | None = None
@@ -71,7 +68,6 @@ class _Pair:
         self._count = 0
 
     async def sample(self) -> list[tuple[SampleRequest, SampleOutput]]:
-        """Sample responses to random prompts."""
         rng, sizes = np.random.default_rng(self._count), self.setup.sizes
         self._count += 1
         low = sizes.vocabulary // 2
@@ -84,7 +80,7 @@ class _Pair:
         return [answer async for answer in self.engine.generate(requests)]
 
     def gap(self, answers: Sequence[tuple[SampleRequest, SampleOutput]]) -> dict[str, float]:
-        """Differences between the log-probs of engine and learner, for tokens of the current version."""
+        """Return the differences between the log-probs of engine and learner, for tokens of the current version."""
         sequences, engine = [], []
         for request, output in answers:
             is_current = output.versions == self.version
@@ -98,7 +94,6 @@ class _Pair:
         return {"mean": float(differences.mean()), "max": float(differences.max()), "num_tokens": len(differences)}
 
     def change(self) -> None:
-        """Change all weights of the learner by about a percent."""
         torch.manual_seed(self.version)
         with torch.no_grad():
             for parameter in self.learner.pretrained.parameters():
@@ -106,7 +101,7 @@ class _Pair:
 
 
 async def serving(setup: Setup, *, model: str, tp_size: int, carriers: list[str]) -> AsyncIterator[dict[str, Any]]:
-    """Start one engine, and try everything that a run does with it."""
+    """Start one engine; measure its log-probs, weight updates, release of the device and a damaged byte."""
     pair, began = _Pair(setup, model, tp_size), time.perf_counter()
     memory = Path(setup.folder, "memory")
     try:
@@ -125,7 +120,7 @@ async def serving(setup: Setup, *, model: str, tp_size: int, carriers: list[str]
 
 
 async def output_layer(setup: Setup, *, model: str, fp32_head: bool) -> AsyncIterator[dict[str, Any]]:
-    """Compare log-probs of learner and engine in bfloat16, with an output layer in float32 and then in bfloat16."""
+    """Compare log-probs of learner and engine in bfloat16; ``fp32_head`` selects the engine's float32 output layer."""
     pair = _Pair(setup, model, 1, dtype="bfloat16", fp32_head=fp32_head)
     try:
         await pair.engine.start()
@@ -178,7 +173,6 @@ async def _updates(pair: _Pair, carrier: Carrier, memory: Path) -> dict[str, Any
 
 
 async def _release(pair: _Pair, memory: Path) -> dict[str, Any]:
-    """Release the engine's device and take it back, several times."""
     publisher = _publisher(pair, Carrier.folder, "release")
     stager = WeightStager("check-release", memory=memory, copies=False, timeout_s=60.0)
     seconds, freed = [], []
@@ -202,13 +196,13 @@ async def _release(pair: _Pair, memory: Path) -> dict[str, Any]:
 
 
 def _free_bytes(pair: _Pair) -> int:
-    """Free bytes of the GPU that learner and engine share; 0 if they do not share one."""
+    """Return the free bytes of a GPU that learner and engine share; otherwise 0."""
     is_shared = pair.setup.device == "cuda" and not pair.is_alone
     return torch.cuda.mem_get_info()[0] if is_shared else 0
 
 
 async def _damage(pair: _Pair, memory: Path) -> dict[str, Any]:
-    """Change one byte of a published version; the engine must refuse it. The engine has failed afterwards."""
+    """Change one byte of a published version. The engine must refuse it, and is unusable afterwards."""
     publisher = _publisher(pair, Carrier.folder, "damage")
     stager = WeightStager("check-damage", memory=memory, copies=False, timeout_s=60.0)
     try:
@@ -228,7 +222,6 @@ async def _damage(pair: _Pair, memory: Path) -> dict[str, Any]:
 
 
 def _damage_a_byte(offer: WeightOffer) -> None:
-    """Change one byte of the last tensor of a published version."""
     manifest = read_manifest(offer)
     place = manifest.tensors[-1].start
     with Path(manifest.directory, manifest.files[0]).open("r+b") as data:

@@ -1,7 +1,7 @@
 """Runs one task of the check in its own processes, so that each task starts with an empty device.
 
-A task is a function of `learner_tasks` or `serving_tasks`. It yields measurements; rank 0 prints each of them as a line
-that begins with `MARK`. All other output goes to the task's log.
+A task is a function of `learner_tasks` or `serving_tasks`. Rank 0 prints each measurement as a line that begins with
+`MARK`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from asyncrl.core.host import end_with_parent
 
 MARK = "@measured "
 _TAIL_LINES = 12
-_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # `learner.config.RENDEZVOUS_FILE`; this process does not load the learner
+_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # `learner.config.RENDEZVOUS_FILE`, without loading the learner
 
 
 class TaskFailed(Exception):
-    """A process of a task failed; the message has the end of its log."""
+    """A process of a task failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,8 @@ class Sizes:
 
     Attributes:
         hidden, mlp, heads, kv_heads, head_dim, layers, vocabulary: Sizes of the dense model.
-        moe_hidden, experts, expert_mlp: Sizes of the mixture of experts; its other sizes are those of the dense model.
+        moe_hidden, experts, expert_mlp: Sizes of the mixture of experts. Its other sizes are those of the dense model.
         head_vocabulary: Vocabulary of the log-prob check.
-        num_sequences: Sequences of a batch.
         length: Tokens of each sequence.
         num_steps: Measured learner steps.
         num_new_tokens: Tokens of each sample.
@@ -61,7 +60,7 @@ class Sizes:
     num_new_tokens: int
 
     def budget(self, num_ranks: int) -> int:
-        """Token budget of a micro-batch on each rank: a batch takes two or more micro-batches."""
+        """Return the token budget of a micro-batch per rank. A batch takes two or more micro-batches."""
         return max(self.num_sequences * self.length // num_ranks // 2, self.length)
 
 
@@ -110,8 +109,7 @@ class Setup:
 
     Attributes:
         device: ``cpu`` or ``cuda``.
-        num_gpus: Number of GPUs to use. On the CPU, the largest number of ranks.
-        sizes: Sizes.
+        num_gpus: Number of GPUs to use; on the CPU, the largest number of ranks.
         model: Folder of the user's model, or empty.
         folder: Folder for models, logs and results.
         timeout_s: Deadline of each task.
@@ -131,7 +129,7 @@ class Setup:
 
 
 def run_task(setup: Setup, name: str, *, num_ranks: int = 1, **options: Any) -> Iterator[dict[str, Any]]:
-    """Run ``module:function`` of this package on some ranks; yields the measurements of rank 0 as they arrive.
+    """Run ``module:function`` of this package on some ranks. Yields the measurements of rank 0 as they arrive.
 
     Raises:
         TaskFailed: a rank failed, or the task missed its deadline. All its processes have ended.
@@ -149,7 +147,7 @@ def run_task(setup: Setup, name: str, *, num_ranks: int = 1, **options: Any) -> 
         codes = [process.wait() for process in ranks]
         if not stop.is_alive():
             raise TaskFailed(f"missed the deadline of {setup.timeout_s:g} s (--timeout-s); logs: {logs[0]}")
-        # Ranks that were killed after the failure of another rank have the status -9.
+        # Ranks that were killed after another rank's failure have the status -9.
         for code, log in sorted(zip(codes, logs, strict=True), key=lambda pair: pair[0] == -9):
             if code:
                 tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
@@ -164,7 +162,7 @@ def run_task(setup: Setup, name: str, *, num_ranks: int = 1, **options: Any) -> 
 def _start_ranks(
     setup: Setup, name: str, num_ranks: int, options: dict[str, Any]
 ) -> tuple[list[subprocess.Popen[str]], list[Path]]:
-    """Start the processes of a task; returns them and their logs."""
+    """Start the processes of a task; return them and their logs."""
     folder = Path(setup.folder)
     slug = "-".join([name.partition(":")[2], *(f"{key}={Path(str(value)).name}" for key, value in options.items())])
     task = json.dumps({"name": name, "setup": asdict(setup), "options": options})
@@ -194,7 +192,7 @@ def _start_ranks(
 
 
 def _end_all_after(process: subprocess.Popen[str], ranks: list[subprocess.Popen[str]]) -> None:
-    """End the other ranks when one fails: they would wait for it."""
+    """End the other ranks when one fails, because they would wait for it."""
     if process.wait():
         for other in ranks:
             other.kill()
@@ -213,7 +211,7 @@ def _read(process: subprocess.Popen[str], log: Path, lines: Queue[str | None]) -
 
 
 def main() -> None:
-    """Entry point of one rank."""
+    """Run one rank of a task."""
     end_with_parent()
     task = json.loads(sys.argv[1])
     setup = Setup(**{**task["setup"], "sizes": Sizes(**task["setup"]["sizes"])})

@@ -1,4 +1,4 @@
-"""Metrics: typed records, the files that hold them, and the view on the terminal."""
+"""Metrics: typed records, their files, and the view on the terminal."""
 
 from .alarms import Alarm, Alarms, RunLimits, read_alarms
 from .estimates import Estimate, Evaluation, evaluation_of

@@ -1,8 +1,7 @@
-"""Alarms. An alarm is a condition that stops or biases learning, wastes devices, or will end the run.
+"""Alarms: conditions that stop or bias learning, waste devices, or will end the run.
 
-`Alarms` reads the records of a run and does nothing else, so ``asyncrl doctor RUN`` and the report compute the same
-alarms from ``metrics.jsonl`` and ``evaluations.jsonl``. A condition on steps must hold in `WINDOW` consecutive steps
-before its alarm begins, because a single batch may show it by chance.
+`Alarms` reads only the records of a run. A condition on steps must hold in `WINDOW` consecutive steps before its alarm
+begins, because a single batch may show it by chance.
 """
 
 from __future__ import annotations
@@ -17,22 +16,19 @@ from .history import read_records
 from .run_records import StepRecord
 
 WINDOW = 5
-"""Number of consecutive steps in which a condition must hold before its alarm begins."""
+"""Number of consecutive steps with a condition before its alarm begins."""
 COLLAPSED = 0.01
-"""Entropy below this share of its mean over the first steps counts as collapsed.
-
-Answers to a prompt then hardly differ.
-"""
+"""Entropy below this share of its mean over the first steps counts as collapsed."""
 ALL_BUT_EQUAL = 0.9
-"""Collapsed entropy is reported only if at least this share of the groups has equal rewards."""
+"""Smallest share of groups with equal rewards for an alarm of collapsed entropy."""
 MAX_ENGINE_GAP = 0.1
 """Largest normal distance between the log-probs of engine and learner at lag 0, in nats per token."""
 MAX_TRUNCATED = 0.2
 """Largest normal share of samples that reach the length limit."""
 MAX_LENGTH_BIAS = 0.25
-"""Largest normal difference between the mean lengths of dropped and trained samples, as a share of the latter."""
+"""Largest normal difference between the mean lengths of dropped and trained samples, as a share of the trained."""
 MIN_DROPPED_GROUPS = 20
-"""The length of dropped samples is compared only if at least this number of groups was dropped."""
+"""Smallest number of dropped groups for an alarm of their length."""
 FULL = 0.95
 """The buffer counts as full if `StepRecord.buffer_fill` is at least this value."""
 SLOW_ENGINE = 0.5
@@ -41,7 +37,7 @@ SLOW_ENGINE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class RunLimits:
-    """The options with which the alarms compare the records.
+    """The options that the alarms need.
 
     Attributes:
         total_steps: Configured number of learner steps.
@@ -54,13 +50,13 @@ class RunLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """A condition from the step at which it was found to the step at which it ended.
+    """A condition of a run, and its steps.
 
     Attributes:
         name: Name of the alarm in the metrics. Example: ``equal_rewards``.
-        first_step: Learner step, or evaluated policy version, at which the alarm began.
+        first_step: First learner step, or first evaluated policy version.
         message: What was found, with numbers, and what to do.
-        last_step: The last step at which the condition held; None while the alarm lasts.
+        last_step: Last step with the condition; None while the alarm lasts.
     """
 
     name: str
@@ -69,7 +65,6 @@ class Alarm:
     last_step: int | None = None
 
     def __str__(self) -> str:
-        """The alarm as a line for the user."""
         since = f"since step {self.first_step}"
         when = since if self.last_step is None else f"steps {self.first_step} to {self.last_step}"
         return f"{self.name.replace('_', ' ')} ({when}): {self.message}"
@@ -79,7 +74,7 @@ class Alarms:
     """Finds the alarms of one run.
 
     Attributes:
-        history: All alarms in the order in which they began.
+        history: All alarms in the order of their first steps.
         num_steps: Number of records that `step` has received, including repeated steps.
     """
 
@@ -98,7 +93,7 @@ class Alarms:
         return [alarm for alarm in self.history if alarm.last_step is None]
 
     def step(self, record: StepRecord) -> list[Alarm]:
-        """Check the record of a step. Returns the alarms that begin with this step, and those that end with it."""
+        """Check the record of a step. Returns the alarms that begin or end with this step."""
         if self._window and record.step <= self._window[-1].step:  # the learner has returned to a checkpoint
             self._window.clear()
         self._window.append(record)
@@ -124,12 +119,12 @@ class Alarms:
         return self._update({"evaluation": message if now.high < best.low else ""}, evaluation.policy_version)
 
     def metrics(self) -> dict[str, float]:
-        """One metric for each alarm that has begun so far: ``alarm.NAME`` is 1 while the alarm lasts, otherwise 0."""
+        """Return a metric ``alarm.NAME`` for each alarm so far: 1 while the alarm lasts, otherwise 0."""
         current = {alarm.name for alarm in self.current}
         return {f"alarm.{name}": float(name in current) for name in sorted(self._seen)}
 
     def _update(self, found: Mapping[str, str], step: int) -> list[Alarm]:
-        """Begin and end alarms; ``found`` has the message of each condition, empty if the condition does not hold."""
+        """Begin and end alarms. ``found`` has the message of each condition, empty if the condition does not hold."""
         lasting = {alarm.name: alarm for alarm in self.current}
         ended = {name: replace(lasting[name], last_step=step - 1) for name in lasting.keys() & found if not found[name]}
         self.history = [ended[a.name] if a.last_step is None and a.name in ended else a for a in self.history]
@@ -266,7 +261,8 @@ _CONDITIONS: dict[str, Callable[[Sequence[StepRecord], RunLimits], str]] = {
 def read_alarms(run_dir: Path, limits: RunLimits) -> Alarms:
     """Compute the alarms of a run from ``metrics.jsonl`` and ``evaluations.jsonl``.
 
-    Raises `ValueError`, which names the line, if a line is not a record.
+    Raises:
+        ValueError: a line is not a record. The message names the line.
     """
     alarms, records = Alarms(limits), read_records(run_dir)
     evaluations = deque(records.evaluations)

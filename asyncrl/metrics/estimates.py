@@ -27,9 +27,9 @@ class Estimate:
     def over(cls, values: Sequence[float]) -> Estimate:
         """Estimate the mean of one value per prompt, for prompts drawn independently from a population.
 
-        If every value is 0 or 1, the interval is Wilson's (doi 10.1080/01621459.1927.10502953), which has a positive
-        width even for equal values. Otherwise it is the seeded percentile bootstrap with 1,000 resamples of whole
-        prompts, because the samples of one prompt are not independent.
+        If every value is 0 or 1, the interval is Wilson's (doi 10.1080/01621459.1927.10502953). Otherwise it is the
+        seeded percentile bootstrap with 1,000 resamples of whole prompts, because the samples of one prompt are not
+        independent.
 
         Args:
             values: [N] floats, N >= 1. Example: 95 ones and 5 zeros give 0.95, from 0.888 to 0.978.
@@ -50,7 +50,7 @@ class Estimate:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """The unbiased estimate of the probability that one of k samples passes (arXiv 2107.03374, equation 1).
+    """Return the unbiased estimate of the probability that one of k samples passes (arXiv 2107.03374, equation 1).
 
     Args:
         num_samples: n, samples of the prompt.
@@ -68,10 +68,9 @@ class Evaluation:
         policy_version: Version that sampled all tokens.
         sampled: Mean reward at the training temperature, equal to the estimate ``mean@k``.
         greedy: Mean reward of greedy decoding.
-        num_prompts: Number of held-out prompts.
-        num_failed: Number of prompts whose reward failed; the means exclude them.
-        num_missing: Number of prompts without an answer because engines were lost; the means exclude them.
-        incomplete: Reason for missing prompts, by engine.
+        num_failed: Number of prompts with a failed reward; the means exclude them.
+        num_missing: Number of prompts without an answer after the loss of engines; the means exclude them.
+        incomplete: Reason for missing prompts by engine.
         estimates: Estimates by name: ``mean@k`` with all k samples, ``pass@1``, ``pass@2``, ``pass@4``, …, ``greedy``.
         by_source: Estimates per ``data_source``, if there are several.
         response_length: Mean length of an answer, in tokens.
@@ -93,14 +92,14 @@ class Evaluation:
     took_s: float = 0.0
 
     def interval(self, kind: str) -> Estimate:
-        """The estimate of ``sampled`` or ``greedy``, with its interval."""
+        """Return the estimate of ``sampled`` or ``greedy``."""
         mean = getattr(self, kind)
         found = [one for name, one in self.estimates.items() if name.startswith("mean@" if kind == "sampled" else kind)]
         return found[0] if found else Estimate(mean=mean, low=mean, high=mean)
 
     @property
     def shortfall(self) -> str:
-        """Text about missing prompts for the end of a line; empty if none is missing."""
+        """Text about failed and missing prompts for the end of a line; empty if there are none."""
         parts = [f"the reward failed on {self.num_failed}"] if self.num_failed else []
         if self.num_missing:
             why = "; ".join(f"engine {engine}: {reason.splitlines()[0]}" for engine, reason in self.incomplete.items())
@@ -128,7 +127,7 @@ def evaluation_of(
     incomplete: Mapping[str, str],
     took_s: float,
 ) -> Evaluation | None:
-    """Compute the evaluation of these answers, one per answered prompt; None if no prompt has a reward.
+    """Compute the evaluation of these answers; None if no prompt has a reward.
 
     ``num_prompts`` is the number of requested prompts. A sample passes if its reward is at least ``pass_reward``.
     """
@@ -159,7 +158,6 @@ def evaluation_of(
 
 
 def _estimates(scored: Sequence[AnsweredPrompt], pass_reward: float) -> dict[str, Estimate]:
-    """The estimates over prompts with the same number of samples and a greedy answer."""
     count = len(scored[0].sampled)
     passed = [sum(reward >= pass_reward for reward in one.sampled) for one in scored]
     found = {f"mean@{count}": Estimate.over([sum(one.sampled) / count for one in scored])}

@@ -1,4 +1,4 @@
-"""The metrics of the earlier lives of a run. A resumed run copies them, so that its folder has the whole history."""
+"""The metrics of the earlier lives of a run. A resumed run copies them into its own folder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ class History:
     """Steps and evaluations before a checkpoint, in order.
 
     Attributes:
-        steps: Records of the steps before the checkpoint's version.
-        evaluations: Evaluations of versions before the checkpoint's version. The resumed run evaluates that version
-            again.
+        steps: Records of the steps before the checkpoint's version; ``evaluations`` likewise.
     """
 
     steps: Sequence[StepRecord] = ()
@@ -26,9 +24,10 @@ class History:
 
 
 def read_history(run_dir: Path, version: int) -> History:
-    """The history in a run's folder before a checkpoint of ``version``.
+    """Return the history in a run's folder before a checkpoint of ``version``.
 
-    Raises `ValueError` if there are no metrics, or if this version of asyncrl did not write a line.
+    Raises:
+        ValueError: there are no metrics, or this version of asyncrl did not write a line.
     """
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
@@ -41,9 +40,10 @@ def read_history(run_dir: Path, version: int) -> History:
 
 
 def read_records(run_dir: Path) -> History:
-    """All steps and evaluations in a run's folder. A missing file counts as empty.
+    """Return all steps and evaluations in a run's folder. A missing file counts as empty.
 
-    Raises `ValueError`, which names the line, if this version of asyncrl did not write a line.
+    Raises:
+        ValueError: this version of asyncrl did not write a line. The message names the line.
     """
     steps = _lines(run_dir / "metrics.jsonl", "step", "reward", "lag_mean", "equal_reward_groups")
     evaluations = _lines(run_dir / "evaluations.jsonl", "policy_version", "greedy", "estimates")
@@ -53,7 +53,6 @@ def read_records(run_dir: Path) -> History:
 
 
 def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines. An incomplete last line is left out, because a killed process wrote it."""
     whole, _, _ = (path.read_text(errors="replace") if path.is_file() else "").rpartition("\n")
     return [
         json_object(line, f"line {number} of {path}", *keys) for number, line in enumerate(whole.splitlines(), start=1)
@@ -61,7 +60,6 @@ def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
 
 
 def _step_record(numbers: Mapping[str, Any]) -> StepRecord:
-    """The inverse of `StepRecord.flat`."""
     names = {one.name for one in fields(StepRecord)}
     parts: dict[str, Any] = {"metrics": {}, "episodes": {}, "learner": {}}
     own: dict[str, Any] = {}
@@ -84,7 +82,7 @@ def _evaluation(values: Mapping[str, Any]) -> Evaluation:
 
 
 def history_folder(checkpoint: Path, saved_in: str) -> Path:
-    """The folder of the life that saved a checkpoint.
+    """Return the folder of the life that saved a checkpoint.
 
     It is the checkpoint's run folder if this folder has metrics, otherwise ``saved_in``.
     """

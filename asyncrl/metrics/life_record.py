@@ -1,4 +1,4 @@
-"""The record of a life: ``life.json`` in the folder of each process of ``asyncrl train``."""
+"""The record of a life: ``life.json`` in the run folder of each process of ``asyncrl train``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LifeState(StrEnum):
 
 
 _ENDS = {None: LifeState.killed, 0: LifeState.finished, 130: LifeState.stopped, 143: LifeState.stopped}
-"""States of ended lives, by exit status; every other status is a failure."""
+"""States of ended lives, by exit status. Every other status is a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +31,12 @@ class LifeRecord:
     """The record of a life.
 
     Attributes:
-        host: Name of the host on which the controller runs.
-        began_s: Unix time of the start of the life.
+        host: Name of the controller's host.
+        began_s: Unix time of the start.
         resumed: The checkpoint that the life continues; empty for a new run.
-        before: Folder of the life that saved this checkpoint; empty for a new run.
-        ended_s: Unix time of the end of the life; 0 while it runs.
-        status: Exit status of the life; None while it runs, and after its supervisor was killed.
+        before: Folder of the life that saved this checkpoint.
+        ended_s: Unix time of the end; 0 while the life runs.
+        status: Exit status; None while the life runs, and after its supervisor was killed.
     """
 
     host: str
@@ -48,17 +48,17 @@ class LifeRecord:
 
     @property
     def end(self) -> LifeState:
-        """How the life ended. Only valid if the life no longer runs."""
+        """How the life ended. Valid only if the life no longer runs."""
         return _ENDS.get(self.status, LifeState.failed)
 
     @property
     def first_step(self) -> int:
-        """The first learner step of the life, which is the version of the resumed checkpoint."""
+        """The first learner step of the life: the version of the resumed checkpoint, or 0."""
         return int(Path(self.resumed).name[1:]) if self.resumed else 0
 
 
 def life_records(folder: Path) -> list[Path]:
-    """The folders below ``folder`` that have the record of a life."""
+    """Return the folders below ``folder`` that have the record of a life."""
     return [path.parent for path in sorted(folder.resolve().glob("**/" + _RECORD))]
 
 
@@ -75,7 +75,7 @@ def read_life(run_dir: Path) -> LifeRecord | None:
 
 
 def lives_until(run_dir: Path) -> Sequence[tuple[Path, LifeRecord]]:
-    """The life in a folder and the lives before it, oldest first. A missing folder ends the search."""
+    """Return the life in a folder and the lives before it, oldest first. A missing folder ends the search."""
     found: list[tuple[Path, LifeRecord]] = []
     folder: Path | None = run_dir.resolve()
     while folder is not None and (record := read_life(folder)) is not None:

@@ -20,7 +20,7 @@ from .estimates import Evaluation
 PREFIXES = {"episodes": "episode", "learner": "learner"}
 """Prefixes of the dotted names of a record's nested numbers, by field."""
 FOR_TRACKERS = ("groups", "lags", "tokens_dropped_by_reason", "groups_dropped_by_reason")
-"""Fields of a record that only trackers read; they are not in ``metrics.jsonl``."""
+"""Fields of a record that only trackers read. ``metrics.jsonl`` does not have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +28,14 @@ class StepRecord:
     """One learner step, a line of ``metrics.jsonl``.
 
     Attributes:
-        step: Learner version that consumed the batch; ``step + 1`` after the update.
+        step: Learner version that consumed the batch.
         time_s: Seconds from the start of training to the end of the update.
         reward: Mean reward over the batch's samples.
         reward_std: Standard deviation of the rewards over the batch's samples.
-        equal_reward_groups: Share of groups with equal rewards, also of turns; their group advantages are zero.
+        equal_reward_groups: Share of groups with equal rewards, also of turns. Their group advantages are zero.
         truncated_samples: Share of samples that reached the length limit.
-        samples_per_group: Mean number of samples per group of the batch; below ``samples_per_prompt`` if samples were
-            dropped because their reward failed.
+        samples_per_group: Mean number of samples per group of the batch. It is below ``samples_per_prompt`` if rewards
+            failed.
         response_length: Mean response length, in tokens.
         lag_mean: Mean lag of the batch's groups, in learner steps.
         lag_max: Largest lag of the batch.
@@ -46,29 +46,29 @@ class StepRecord:
         leased_groups: Groups that the fleet is generating.
         dropped_groups: Groups dropped by ``buffer.filters`` or ``buffer.on_stale`` since the start of training.
         failed_groups: Failed attempts since the start of training: the reward failed, or the engine aborted the group.
-        unscored_groups: Groups left out of the batch because one of their rewards is not finite.
-        reused_groups: Groups of the batch that an earlier step trained on, too; see ``buffer.max_uses``.
+        unscored_groups: Groups left out of the batch because a reward is not finite.
+        reused_groups: Groups of the batch that an earlier step also trained on (``buffer.max_uses``).
         kept_length: Mean response length of all trained samples so far, in tokens.
-        dropped_length: Mean response length of all dropped samples so far; the difference to ``kept_length`` is the
+        dropped_length: Mean response length of all dropped samples so far. The difference from ``kept_length`` is the
             length bias.
         engine_version: Oldest policy version that an engine serves.
         plan_wait_s: Seconds that the controller waited for the batch.
         update_s: Seconds of the update on the slowest rank.
         publish_s: Seconds of the last weight publish on the slowest engine.
         buffer_fill: Bytes of the stored groups, as a share of the limit of all stores.
-        buffer_on_disk: Share of these bytes that are on disk and not in memory; 0 without ``buffer.max_memory_bytes``.
+        buffer_on_disk: Share of these bytes that are only on disk; 0 without ``buffer.max_memory_bytes``.
         slowest_engine: Policy tokens of the slowest engine over the last steps, as a share of the median engine's; 1
             with fewer than two engines.
         free_disk_bytes: Free bytes on the disk of the run's folder.
         learner: Metrics of the learner by name (loss, grad_norm, clip_fraction, …).
-        metrics: Metrics of the trajectories by name, as means over the batch's groups. Example: ``reward.NAME`` for
-            each of several rewards.
+        metrics: Metrics of the trajectories by name, as means over the batch's groups. Example: ``reward.NAME``.
         episodes: Counts of environments and their requests by name, summed over the engines since training began.
             Example: ``unknown_keys``. Empty without environments.
-        groups: Groups by state after the step's commit; for trackers, not in ``metrics.jsonl``.
-        lags: Number of the batch's groups by lag; for trackers, not in ``metrics.jsonl``.
-        tokens_dropped_by_reason: Dropped tokens over all lives of the run; for trackers, not in ``metrics.jsonl``.
-        groups_dropped_by_reason: Dropped groups over all lives of the run; for trackers, not in ``metrics.jsonl``.
+        groups: Groups by state after the step's commit. This field and the next three are for trackers, not in
+            ``metrics.jsonl``.
+        lags: Number of the batch's groups by lag.
+        tokens_dropped_by_reason: Dropped tokens over all lives of the run.
+        groups_dropped_by_reason: Dropped groups over all lives of the run.
     """
 
     step: int
@@ -127,13 +127,10 @@ class TrainingResult:
         policy_version: Learner version at the end.
         train_wall_s: Seconds from the first admission to the last update.
         tokens: The token account after the fleet has stopped.
-        max_lag_realised: Largest lag of a group that this run consumed.
-        max_lag_before: Largest lag before the resumed checkpoint, where ``buffer.max_lag`` may have differed; 0 for a
-            new run.
+        max_lag_before: Largest lag before the resumed checkpoint; 0 for a new run.
         lag_histogram: Number of consumed groups by lag in learner steps.
-        tokens_dropped: Dropped tokens by reason.
         groups_failed: Failed attempts of this run by reason.
-        samples_per_group: Mean over all steps of this run, as in `StepRecord`; 0 if there is no step.
+        samples_per_group: Mean over all steps of this run, as in `StepRecord`; 0 without steps.
     """
 
     policy_version: int
@@ -153,9 +150,9 @@ class PoolUse:
 
     Attributes:
         name: ``learner`` or ``fleet``.
-        capacity: Ranks of the learner, or the fleet's places for samples.
-        busy_s: Busy rank-seconds or place-seconds.
-        idle_s: Idle seconds by cause; ``busy_s`` plus their sum is capacity x time.
+        capacity: Ranks of the learner, or samples that the fleet can generate at a time.
+        busy_s: Busy time in seconds times capacity.
+        idle_s: Idle time by cause, in the same unit. ``busy_s`` plus all idle time is capacity × time.
         recent: Share of the time of the last steps, by cause of idle time and for `BUSY`.
     """
 
@@ -167,7 +164,7 @@ class PoolUse:
 
     @property
     def utilisation(self) -> float:
-        """Busy time ÷ (busy and idle time) since the start of training, 0 to 1; 0 before the start."""
+        """Share of busy time since the start of training, 0 to 1; 0 before the start."""
         total = self.busy_s + sum(self.idle_s.values())
         return self.busy_s / total if total > 0 else 0.0
 
@@ -183,12 +180,12 @@ BUSY = "busy"
 
 
 def in_words(cause: str) -> str:
-    """The name of a cause as words. Example: ``publish_pause`` gives ``publish pause``."""
+    """Return the name of a cause as words. Example: ``publish_pause`` gives ``publish pause``."""
     return cause.replace("re_prefill", "re-prefill").replace("_", " ")
 
 
 def counted(number: float, noun: str) -> str:
-    """The number and the noun, in singular or plural. Example: ``1 rank``, ``2 ranks``."""
+    """Return the number and the noun, in singular or plural. Example: ``1 rank``, ``2 ranks``."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number if isinstance(number, int) else f'{number:g}'} {noun if number == 1 else plural}"
 
@@ -218,11 +215,11 @@ def summary_document(
 ) -> dict[str, Any]:
     """Return the contents of ``summary.json``.
 
-    - ``total_steps`` is the configured number of steps; a run that a signal stopped has fewer.
+    - ``total_steps`` is the configured number of steps; a stopped run has fewer.
     - ``before`` and ``after`` are the evaluations of version 0 and of the final version.
-    - ``restarts`` counts the restarts of each part; the entry ``batches`` counts batches that were planned again.
+    - ``restarts`` counts the restarts by component; ``batches`` counts batches that were planned again.
     - ``wall_s`` has the seconds ``total``, and the seconds ``start`` until the first step could begin.
-    - ``overlap`` is None if there is no profile.
+    - ``overlap`` is None without a profile.
     - ``advice`` is None if no other option would have made the run faster.
     """
     return {
@@ -257,12 +254,11 @@ class DiskError(AsyncRLError):
 class MetricsWriter:
     """Writes each record as a line of ``metrics.jsonl`` and as TensorBoard scalars.
 
-    Each step has one line. When the learner returns to a checkpoint, the lines of lost steps move to
-    ``metrics.lost.jsonl``, and the evaluations of lost versions to ``evaluations.lost.jsonl``.
+    When the learner returns to a checkpoint, the lines of lost steps move to ``metrics.lost.jsonl``, and the
+    evaluations of lost versions to ``evaluations.lost.jsonl``.
 
     Attributes:
-        steps: The records that were written, without lost ones.
-        evaluations: The evaluations that were written, without lost ones.
+        steps: The written records, without lost ones; ``evaluations`` likewise.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -294,7 +290,7 @@ class MetricsWriter:
         self._events.add({name.replace(".", "/"): value for name, value in numbers.items()}, record.step)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Write an evaluation as a line of ``evaluations.jsonl`` and as scalars; raises the errors of `write`."""
+        """Write an evaluation as a line of ``evaluations.jsonl`` and as scalars. Raises the errors of `write`."""
         self.evaluations.append(evaluation)
         numbers = asdict(evaluation)
         path = self._path.with_name("evaluations.jsonl")
@@ -304,9 +300,9 @@ class MetricsWriter:
         self._events.add(scalars, evaluation.policy_version)
 
     def go_on(self, steps: Sequence[StepRecord], evaluations: Sequence[Evaluation]) -> None:
-        """Write the history of the earlier lives of the run.
+        """Write the history of the earlier lives of the run. Call this before other methods.
 
-        Call this before other methods. Raises the errors of `write`.
+        Raises the errors of `write`.
         """
         for evaluation in evaluations:
             self.evaluation(evaluation)
@@ -325,14 +321,14 @@ class MetricsWriter:
 
 
 class ScalarEvents:
-    """Writes scalars for TensorBoard, with the writer below torch's ``SummaryWriter``, without loading torch."""
+    """Writes scalars for TensorBoard without loading torch."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._open = partial(EventFileWriter, str(folder), flush_secs=10)
-        events: Any = event_pb2  # the module creates its classes at import, and type checkers do not see them
+        events: Any = event_pb2  # the module creates its classes at import, so type checkers do not see them
         summaries: Any = summary_pb2
         self._event, self._summary, self._log = events.Event, summaries.Summary, events.SessionLog
         self._file = self._open()
@@ -375,9 +371,10 @@ def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
 def json_object(text: str, place: str, *keys: str) -> dict[str, Any]:
     """Parse a JSON object of a run.
 
-    Raises `ValueError`, which names ``place``, if the text is not an object with these keys.
+    ``place`` names the text in messages. Example: ``line 3 of RUN/metrics.jsonl``.
 
-    Example of a place: ``line 3 of RUN/metrics.jsonl``.
+    Raises:
+        ValueError: the text is not an object with these keys. The message has ``place``.
     """
     try:
         document = json.loads(text)

@@ -1,7 +1,6 @@
 """The user's view of a run: a live view on a terminal, plain lines otherwise.
 
-The run reports its events to the view. On a terminal, rich redraws it four times a second. Otherwise the view writes a
-line when a part is ready, and every few seconds during training.
+Without a terminal, the view writes a line when a component is ready, and every few seconds during training.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .run_records import BUSY, PoolUse, RunUse, StepRecord, in_words
 
 LINE_EVERY_S = 5.0
 RATE_STEPS = 10
-"""Number of steps over which the terminal averages a rate; ``metrics.jsonl`` has the rate of each step."""
+"""Number of steps for the mean of a rate on the terminal."""
 SPARK_STEPS = 60
 """Number of steps in a sparkline."""
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -70,7 +69,7 @@ class TerminalView:
 
     @contextmanager
     def waiting_for(self, part: str) -> Iterator[None]:
-        """Show that the run waits for ``part``, and write a line when the part is ready."""
+        """Show that the run waits for ``part``, and write a line when it is ready."""
         self._waiting[part] = time.monotonic()
         if not self._console.is_terminal:
             self.say(f"waiting for {part}")
@@ -137,7 +136,7 @@ class TerminalView:
         )
 
     def _cells(self, record: StepRecord) -> list[tuple[str, str]]:
-        """The names and values that are shown for a step."""
+        """Return the names and values for a step."""
         rollout_rate, learner_rate = self._rates()
         policy = ((shown, record.learner.get(name)) for shown, name in _OF_THE_POLICY)
         return [
@@ -153,7 +152,7 @@ class TerminalView:
         ]
 
     def _rates(self) -> tuple[float, float]:
-        """Tokens per second of the fleet and of the learner's updates over the last steps."""
+        """Return the tokens per second of the fleet and of the learner's updates over the last steps."""
         first, last = self._records[0], self._records[-1]
         if first is last or last.time_s <= first.time_s:
             return last.rollout_tokens_per_s, last.learner_tokens_per_s
@@ -163,7 +162,6 @@ class TerminalView:
         return generated / (last.time_s - first.time_s), trained / update_s if update_s > 0 else 0.0
 
     def _step_s(self) -> float:
-        """Mean seconds per step over the last steps."""
         first, last = self._records[0], self._records[-1]
         return last.time_s if first is last else (last.time_s - first.time_s) / (last.step - first.step)
 
@@ -187,7 +185,7 @@ class TerminalView:
         return table
 
     def _pools(self, use: RunUse) -> Table:
-        """Per pool, a bar of recent busy time, and the largest cause of idle time."""
+        """Show a bar of recent busy time and the largest cause of idle time, per pool."""
         table = Table.grid(padding=(0, 2))
         for pool in (use.learner, use.fleet):
             busy, cause = pool.recent.get(BUSY, 0.0), pool.top_cause
@@ -200,7 +198,6 @@ class TerminalView:
         return table
 
     def _sparks(self) -> Table:
-        """Sparklines of stored groups, in-flight groups and lag."""
         table, last = Table.grid(padding=(0, 2)), self._history[-1]
         series = {
             "buffer": ([record.buffer_groups for record in self._history], f"{last.buffer_groups}"),
@@ -213,14 +210,12 @@ class TerminalView:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One character per value, scaled from 0 to the largest value. Example: [0, 1, 2] gives ``▁▅█``."""
+    """Return one character per value, scaled from 0 to the largest value. Example: [0, 1, 2] gives ``▁▅█``."""
     top = max(values, default=0.0) or 1.0
     return "".join(_SPARKS[min(7, max(0, round(7 * value / top)))] for value in values)
 
 
 def _shares(use: RunUse) -> list[tuple[str, str]]:
-    """The use of the pools as text."""
-
     def words(pool: PoolUse) -> str:
         cause = pool.top_cause
         return f"{pool.recent.get(BUSY, 0.0):.0%}" + (f" ({in_words(cause[0])} {cause[1]:.0%})" if cause else "")

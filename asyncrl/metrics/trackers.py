@@ -1,10 +1,7 @@
 """Trackers of a run's metrics: Weights & Biases, MLflow and Prometheus.
 
-The option ``tracker`` names the trackers; each gets all steps and evaluations. If a tracker fails, the failure is
-logged and counted, and training continues. A tracker's package is imported when the tracker is opened.
-
-For Prometheus, a thread of ``prometheus_client`` serves ``/metrics``. ``configs/grafana.json`` uses the names of these
-metrics.
+If a tracker fails, the failure is logged and counted, and training continues. A tracker's package is imported when the
+tracker is opened. ``configs/grafana.json`` uses the metric names of Prometheus.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ class Tracker(Protocol):
     """Receives the metrics of a run. No call waits for a network.
 
     Attributes:
-        place: Where the user finds the run in the tracker.
+        place: Address of the run in the tracker.
         keeps_history: Whether a resumed run records the events of its earlier lives again.
     """
 
@@ -59,10 +56,9 @@ class TrackedRun:
     """The description of a run for its trackers.
 
     Attributes:
-        experiment: Name of the experiment, and of the tracker's project or experiment.
+        experiment: Name of the experiment or project in the tracker.
         folder: Folder of the run; its name is the run's name in the tracker.
         options: The resolved configuration, nested.
-        prometheus_address: ``host:port`` of ``/metrics``.
     """
 
     experiment: str
@@ -100,10 +96,10 @@ class Trackers:
 
     @classmethod
     def open(cls, names: Sequence[str], run: TrackedRun) -> Trackers:
-        """Open trackers by name. If one fails, the others are closed.
+        """Open trackers by name. If a tracker fails, close the opened trackers.
 
         Raises:
-            ValueError: as `check_trackers`, or a tracker cannot be opened; the message names it.
+            ValueError: as `check_trackers`, or a tracker cannot be opened. The message names it.
         """
         check_trackers(names)
         opened = cls({})
@@ -126,7 +122,7 @@ class Trackers:
         self._each(lambda tracker: tracker.record(event))
 
     def go_on(self, events: Sequence[Event]) -> None:
-        """Record the events of the earlier lives of a run in each tracker that keeps the history of a run."""
+        """Record the events of the earlier lives of a run in each tracker that keeps the history."""
         for event in events:
             self._each(lambda tracker, event=event: tracker.record(event) if tracker.keeps_history else None)
 
@@ -145,7 +141,7 @@ class Trackers:
 
 
 def numbers_of(event: Event) -> dict[str, float]:
-    """The numbers of an event under TensorBoard's names. Example of a name: ``use/fleet/publish_pause``.
+    """Return the numbers of an event under TensorBoard's names. Example: ``use/fleet/publish_pause``.
 
     ``use`` holds the shares of each pool's time since the start of training.
     """
@@ -165,8 +161,7 @@ def numbers_of(event: Event) -> dict[str, float]:
 class WandbTracker:
     """Weights & Biases, configured by its environment variables; ``WANDB_MODE=offline`` writes into the run's folder.
 
-    The x axis is ``step`` for steps and ``policy_version`` for evaluations, because steps and evaluations arrive in any
-    order.
+    The x axis is ``step`` for steps and ``policy_version`` for evaluations, because these arrive in any order.
     """
 
     keeps_history = True
@@ -198,8 +193,7 @@ class WandbTracker:
 class MlflowTracker:
     """MLflow at ``MLFLOW_TRACKING_URI``; without that variable, a database in the run's folder.
 
-    MLflow sends in a background thread. Values that are not finite are left out, because some of MLflow's stores refuse
-    them.
+    Some of MLflow's stores refuse values that are not finite, so the tracker leaves them out.
     """
 
     keeps_history = True
@@ -222,7 +216,7 @@ class MlflowTracker:
         self._step = 0
 
     def record(self, event: Event) -> None:
-        """Record an event; raise the error of an earlier send that failed."""
+        """Record an event. Raise the error of an earlier failed send."""
         self._step = event.step if isinstance(event, StepRecord) else self._step
         at, now_ms = event.policy_version if isinstance(event, Evaluation) else self._step, int(1000 * time.time())
         numbers = {name: value for name, value in numbers_of(event).items() if math.isfinite(value)}
@@ -232,7 +226,7 @@ class MlflowTracker:
             self._pending.pop(0).wait()
 
     def close(self) -> None:
-        """Wait until all metrics are sent; raise the error of a failed send."""
+        """Wait until all metrics are sent. Raise the error of a failed send."""
         try:
             while self._pending:
                 self._pending.pop(0).wait()
@@ -241,9 +235,9 @@ class MlflowTracker:
 
 
 class PrometheusTracker:
-    """Serves ``http://ADDRESS/metrics``, without a password; with port 0 the system chooses ``port``.
+    """Serves ``http://ADDRESS/metrics`` without a password. With port 0 the system chooses ``port``.
 
-    Prometheus keeps the history itself. Counters begin at 0 in each life, as Prometheus expects.
+    Counters begin at 0 in each life, as Prometheus expects.
 
     Raises:
         ValueError: the address is invalid or not available.
@@ -341,7 +335,7 @@ class PrometheusTracker:
         self._thread.join()
 
     def _raise(self, counter: Any, value: float, *labels: str) -> None:
-        """Raise a counter to a total. The total may fall during a step; the counter then keeps its value."""
+        """Raise a counter to a total. If the total falls, the counter keeps its value."""
         key = (id(counter), *labels)
         rise = value - self._last.get(key, 0.0)
         child = counter.labels(*labels) if labels else counter
@@ -374,5 +368,5 @@ def split_address(address: str, option: str) -> tuple[str, int]:
 
 
 def in_url(host: str) -> str:
-    """A host for a URL: brackets around an IPv6 address."""
+    """Return a host for a URL, with brackets around an IPv6 address."""
     return f"[{host}]" if ":" in host else host

@@ -1,8 +1,4 @@
-"""Derives a scenario from a recorded run: speeds of engines, learner and weight updates, and response lengths.
-
-A record contains the times of events. A scenario contains durations without waits: the simulation computes the waits.
-Therefore the calibration removes all waits from the recorded times.
-"""
+"""Derives a scenario from a recorded run. It removes the recorded waits, because the simulation computes the waits."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from rollout_fleet.config import EngineDevice, EngineKind
 from rollout_fleet.loop import GATHER_S
 
 MIN_STEPS = 4
-"""Smallest number of recorded steps for a calibration, after the warm-up."""
+"""Smallest number of recorded steps after the warm-up for a calibration."""
 _NS, _MICROSECONDS = 1e9, 1e6
 _WARM_UP_SHARE = 0.1
 _SAME_MOMENT_NS = 5_000_000
@@ -40,8 +36,6 @@ class Calibration:
 
     Attributes:
         scenario: The speeds and lengths of the run, with the options of the run.
-        step_s: Measured seconds per step.
-        lag_mean: Measured mean lag of the trained groups.
         num_faults: Number of failed attempts, plus engines that are down at the end, plus lost records.
         notes: Sentences about values that the record does not contain.
     """
@@ -54,7 +48,7 @@ class Calibration:
 
 
 def calibrate(trace: Trace, config: RunConfig) -> Calibration:
-    """Derive a scenario from a record; leave out the warm-up steps.
+    """Derive a scenario from a record, without the warm-up steps.
 
     Raises:
         ValueError: the record has too few steps, or no trained group.
@@ -82,7 +76,7 @@ def calibrate(trace: Trace, config: RunConfig) -> Calibration:
     fleet = config.rollout_fleet
     is_in_process = fleet.engine is EngineKind.transformers and fleet.device is not EngineDevice.cuda
     if is_in_process and config.learner.device is Device.cpu and config.placement.num_nodes == 1:
-        scenario = reading.on_host(scenario)  # engines and ranks compute on the CPU cores of one host
+        scenario = reading.on_host(scenario)  # engines and ranks share the CPU cores of one host
     return Calibration(
         scenario=scenario,
         step_s=(steps[-1].end - steps[first].start) / _NS / (len(steps) - first),
@@ -94,15 +88,9 @@ def calibrate(trace: Trace, config: RunConfig) -> Calibration:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch of an in-process engine.
+    """A batch of an in-process engine. ``start`` and ``end`` are in nanoseconds; ``longest`` is in tokens.
 
-    Attributes:
-        start: Start of the batch, in nanoseconds.
-        end: Time when its groups were finished, in nanoseconds.
-        num_samples: Number of samples in the batch.
-        longest: Tokens of its longest sample.
-        token_s: Seconds of a decoding step. If the record has no times of first tokens, the whole batch counts as
-            decoding.
+    ``token_s`` is the seconds of a decoding step. Without recorded first tokens, the whole batch counts as decoding.
     """
 
     start: int
@@ -113,17 +101,15 @@ class _Batch:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from start to end."""
         return (self.end - self.start) / _NS
 
     @property
     def fixed_s(self) -> float:
-        """Seconds that the batch took in addition to its decoding steps."""
+        """Seconds in addition to the decoding steps."""
         return max(0.0, self.duration_s - self.longest * self.token_s)
 
     @classmethod
     def of(cls, lives: Sequence[GroupLife], start: int, end: int) -> _Batch:
-        """Create the batch of some groups."""
         lengths = [stamp.details["lengths"] for life in lives if (stamp := life.last(GroupEvent.stored)) is not None]
         longest = max(map(max, lengths))
         firsts = [time for life in lives if (time := life.time(GroupEvent.first_token)) is not None]
@@ -134,8 +120,6 @@ class _Batch:
 
 
 class _Reading:
-    """Reads the parts of a scenario from a record, from ``first_step`` on."""
-
     def __init__(self, trace: Trace, config: RunConfig, *, first_step: int) -> None:
         self._trace = trace
         self._config = config
@@ -149,13 +133,13 @@ class _Reading:
 
     @cached_property
     def trained(self) -> list[GroupLife]:
-        """The groups that the steps trained on, once per use."""
+        """The trained groups, once per use."""
         uses = (use for life in self._trace.groups.values() for use in life.uses())
         return [use for use in uses if use.step >= self._first_step]
 
     @cached_property
     def _written(self) -> list[Stamp]:
-        """The stamps of finished groups, including groups that a filter dropped."""
+        """The stamps of finished groups, including filtered groups."""
         stamps = (stamp for stamp in self._trace.stamps if stamp.time >= self._start)
         return [stamp for stamp in stamps if stamp.details.get("lengths")]
 
@@ -163,7 +147,6 @@ class _Reading:
         return [s for s in self._trace.spans_of(kind, lane) if s.start >= self._start and not s.is_open]
 
     def _mean_s(self, kind: str) -> float:
-        """Mean duration of the spans of a kind; 0 if there are none."""
         return fmean(_seconds(span) for span in spans) if (spans := self._during(kind)) else 0.0
 
     def lengths(self, base: LengthModel) -> LengthModel:
@@ -173,24 +156,23 @@ class _Reading:
         return replace(base, recorded=groups, prompt_tokens=prompt_tokens)
 
     def bytes_per_token(self) -> float:
-        """Mean bytes per stored token."""
+        """Return the mean bytes per stored token."""
         stored = [stamp for stamp in self._written if stamp.event == GroupEvent.stored]
         num_tokens = sum(stamp.details["tokens"] for stamp in stored)
         return sum(stamp.details["bytes"] for stamp in stored) / max(1, num_tokens)
 
     def equal_rewards(self) -> float:
-        """Share of finished groups that the filter of equal rewards dropped."""
+        """Return the share of finished groups that the filter of equal rewards dropped."""
         dropped = sum(stamp.details.get("reason") == "equal_rewards" for stamp in self._written)
         return min(0.99, dropped / len(self._written))
 
     def settle_s(self) -> float:
-        """Mean seconds from a group's last token until the buffer stored the group."""
+        """Return the mean seconds from a group's last token until the buffer stored the group."""
         times = ((life.time(GroupEvent.last_token), life.time(GroupEvent.stored)) for life in self.trained)
         gaps = [max(0, end - start) / _NS for start, end in times if start is not None and end is not None]
         return fmean(gaps) if gaps else 0.0
 
     def num_faults(self) -> int:
-        """Count the failed attempts, the engines that are down now, and the lost records."""
         failed = sum(stamp.details.get("reason") in _FAILURES for stamp in self._trace.stamps)
         return failed + sum(span.is_open for span in self._trace.spans_of(SpanKind.down)) + self._trace.num_dropped
 
@@ -199,8 +181,7 @@ class _Reading:
     def on_host(self, scenario: Scenario) -> Scenario:
         """Add the shared cores of one host to the scenario, from the recorded CPU times of the processes.
 
-        The calibration assumes that activities which overlapped on the engines' core shared the core equally. The
-        simulation does the same.
+        The calibration assumes, as the simulation does, that overlapping activities share the engines' core equally.
         """
         num_steps, num_groups = len(self._updates), len(self.trained)
         rank_s = self._cpu_s(Pool.learner) / max(1, len(self._trace.lanes(Pool.learner)))
@@ -214,7 +195,7 @@ class _Reading:
             last, stored = life.last(GroupEvent.last_token), life.time(GroupEvent.stored)
             if last is not None and stored is not None and stored > last.time:
                 settles[last.lane].append((last.time, stored))
-        # The event loop of a worker scores and stores its groups one by one, so they are a single activity.
+        # A worker scores and stores its groups one by one.
         settled = [span for lane in settles.values() for span in united(lane)]
         load_s, settle_s, batch_s = fair_shares(loads, settled, batches)
         waited_s = sum(batch.duration_s for batch in self._batches) - batch_s
@@ -240,7 +221,7 @@ class _Reading:
         )
 
     def _cpu_s(self, pool: str) -> float:
-        """CPU seconds per step of the processes of a pool; 0 if the record has none."""
+        """Return the CPU seconds per step of the processes of a pool."""
         total_s = 0.0
         for lane in {level.lane for level in self._trace.levels if level.name == LevelName.cpu}:
             levels = [level for level in self._trace.levels_of(LevelName.cpu, lane) if level.time >= self._start]
@@ -254,12 +235,11 @@ class _Reading:
 
     @cached_property
     def _step_s(self) -> float:
-        """Mean wall time of a step's update."""
+        """Mean wall time of a step's update, in seconds."""
         return fmean(_wall_s(spans) for spans in self._updates.values())
 
     @cached_property
     def _updates(self) -> dict[int, list[Span]]:
-        """The update spans of the ranks by step."""
         updates: dict[int, list[Span]] = defaultdict(list)
         for span in self._during(SpanKind.update):
             updates[span.step].append(span)
@@ -301,7 +281,7 @@ class _Reading:
         return tokens
 
     def plan_s(self) -> float:
-        """Median seconds from the time when a batch was planned and the ranks were free to the start of its update."""
+        """Return the median seconds from a planned batch and free ranks to the start of the batch's update."""
         planned = {life.step: life.time(GroupEvent.planned) for life in self.trained}
         free_at = {span.version: span.end for span in self._during(SpanKind.publish_copy)}
         gaps = []
@@ -375,8 +355,7 @@ class _Reading:
     def _batches(self) -> list[_Batch]:
         """The batches of the in-process engines.
 
-        A batch begins when its last group is leased, or when the engine becomes free. All its groups end at the same
-        time.
+        A batch begins at the last lease of its groups, or when the engine becomes free.
         """
         ends: dict[str, list[tuple[int, GroupLife]]] = defaultdict(list)
         for life in self.trained:
@@ -398,10 +377,7 @@ class _Reading:
         return batches
 
     def _prefill_s_per_token(self) -> float:
-        """Seconds to recompute the KV cache of one token after an update.
-
-        This assumes that, on average, a running sample has written half of its response at an update.
-        """
+        """Return the seconds to recompute the KV cache of one token, assuming half-written responses at an update."""
         spans = self._during(SpanKind.re_prefill)
         if not spans:
             return 0.0
@@ -412,14 +388,14 @@ class _Reading:
 
 
 def _ratios(times: Sequence[tuple[float, float]]) -> list[float]:
-    """The ratios of measured to expected time of the given pairs, normalized to a mean of 1."""
+    """Return the ratios of measured to expected time, with a mean of 1."""
     ratios = [took_s / max(expected_s, 1e-9) for took_s, expected_s in times]
     mean = fmean(ratios) if ratios else 1.0
     return [ratio / mean for ratio in ratios]
 
 
 def fair_shares(*kinds: Sequence[tuple[int, int]]) -> list[float]:
-    """Core seconds of each kind of activity, if all running activities share one core equally.
+    """Return the core seconds of each kind of activity, if all running activities share one core equally.
 
     Each kind is a list of (start, end) in nanoseconds. Example: an activity from 0 to 2 s and an activity of another
     kind from 1 to 2 s get 1.5 s and 0.5 s.
@@ -441,7 +417,7 @@ def fair_shares(*kinds: Sequence[tuple[int, int]]) -> list[float]:
 
 
 def united(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The union of the spans. Example: 0 to 2 and 1 to 3 become 0 to 3."""
+    """Return the union of the spans. Example: 0 to 2 and 1 to 3 become 0 to 3."""
     united: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         if united and start <= united[-1][1]:

@@ -1,9 +1,6 @@
 """Simulates every choice of options and recommends one; `advise` finds the best change of one option of a run.
 
-The fastest choice is not always the best one, because staleness slows learning. `recommend` takes the choice with the
-smallest lag among the choices that are as fast as the fastest one and train on the same batch size. Removing one cause
-of waiting exposes the next one. Therefore `advise` does not add up idle times: it simulates the whole run for each
-change.
+The fastest choice is not always the best, because staleness slows learning.
 """
 
 from __future__ import annotations
@@ -24,13 +21,13 @@ from asyncrl.profile.report import Advice
 from buffer.config import OnStale
 
 NUM_REPLICATES = 8
-"""Number of simulations for the interval of one choice. All but the first one resample the response lengths."""
+"""Number of simulations for the interval of one choice."""
 AS_FAST = 0.02
 """Two choices count as equally fast if their step times differ by at most this share."""
 MIN_GAIN = 0.03
 """Smallest predicted gain that is worth a change, as a share of the step time."""
 MAX_REPLAY_ERROR = 0.2
-"""Largest error of the replay, as a share of the measured step time. With a larger error, `advise` returns None."""
+"""Largest error of a replay, as a share of the measured step time. With a larger error, `advise` returns None."""
 _REPLICATES = 3
 """Number of simulations for the interval of a change in `advise`."""
 
@@ -41,10 +38,7 @@ class Choices:
 
     Attributes:
         splits: Pairs (number of engines, number of ranks). Example: ``[(6, 2), (4, 4)]``.
-        max_lag: Staleness bounds.
         groups_per_step: Batch sizes in prompt groups.
-        publish_every: Learner steps between two published versions.
-        on_stale: What the buffer does with a straggler at its deadline.
     """
 
     splits: Sequence[tuple[int, int]] = ()
@@ -73,10 +67,8 @@ class Prediction:
     """The predicted result of a choice.
 
     Attributes:
-        scenario: The simulated choice.
         outcome: The result with the scenario's own response lengths.
-        step_s: 5th and 95th percentile of the step time over resampled lengths. The interval is widened if it does not
-            include ``outcome.step_s``.
+        step_s: 5th and 95th percentile of the step time over resampled lengths, widened to include ``outcome.step_s``.
         lag_mean: The same interval for the mean lag.
     """
 
@@ -87,11 +79,11 @@ class Prediction:
 
     @property
     def groups_per_s(self) -> float:
-        """Trained prompt groups per second. Use it to compare choices with different batch sizes."""
+        """Trained prompt groups per second, comparable between different batch sizes."""
         return self.scenario.groups_per_step / self.outcome.step_s
 
     def to_dict(self, base: Scenario) -> dict[str, Any]:
-        """The prediction as plain values for JSON."""
+        """Return the prediction as plain values for JSON."""
         options = {name: getattr(self.scenario, name) for name in _SHOWN_OPTIONS}
         outcome = {name: getattr(self.outcome, name) for name in _SHOWN_FIGURES}
         return {
@@ -111,12 +103,11 @@ _SHOWN_FIGURES = (*("step_s", "tokens_per_s", "lag_mean", "learner_idle", "fleet
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """All predictions and the recommended one.
+    """The predictions for all choices, and the recommended one.
 
     Attributes:
         base: The scenario with the present options.
         predictions: One prediction per choice; the first one is for ``base``.
-        recommended: The recommended prediction.
         notes: Assumptions of the predictions, as sentences.
     """
 
@@ -131,10 +122,7 @@ class RunPlan:
         return self.predictions[0]
 
     def curves(self) -> list[dict[str, Any]]:
-        """Return the curves of step time over mean lag: one curve per split, one point per staleness bound.
-
-        All other options have the values of ``base``.
-        """
+        """Return the curves of step time over mean lag: one curve per split, one point per staleness bound."""
         points: dict[str, list[dict[str, Any]]] = {}
         for one in sorted(self.predictions, key=lambda one: (one.scenario.num_engines, one.scenario.max_lag)):
             scenario, base = one.scenario, self.base
@@ -146,7 +134,7 @@ class RunPlan:
         return [{"name": name, "points": found} for name, found in points.items()]
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values for ``plan.json`` and the report."""
+        """Return the plan as plain values for ``plan.json`` and the report."""
         return {
             "curves": self.curves(),
             "scenario": self.base.to_dict(),
@@ -161,7 +149,7 @@ def predict(scenario: Scenario, *, replicates: int = NUM_REPLICATES, seed: int =
     """Simulate one choice, and repeat it with resampled lengths for the intervals.
 
     Raises:
-        ReplayBufferError: the buffer refuses a request, as it would in a real run.
+        ReplayBufferError: the buffer refuses a request, as in a real run.
     """
     outcome = simulate(scenario, seed=seed)
     outcomes = [outcome]
@@ -185,9 +173,9 @@ def make_plan(
     notes: Sequence[str] = (),
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> RunPlan:
-    """Predict every choice; compute intervals only for the base and the fastest choices.
+    """Predict every choice that can run; compute intervals only for the base and the fastest choices.
 
-    The plan leaves out a choice that cannot run. Before each simulation, ``on_progress`` gets a description of it.
+    ``on_progress`` gets a description of each simulation before it starts.
 
     Raises:
         ReplayBufferError: the base cannot run.
@@ -198,7 +186,7 @@ def make_plan(
     others = [scenario for scenario in choices.of(base) if scenario != base]
     for number, scenario in enumerate(others, start=1):
         on_progress(f"choice {number} of {len(others)}")
-        with suppress(ReplayBufferError):  # the choice cannot run, for example because a batch does not fit
+        with suppress(ReplayBufferError):  # the choice cannot run
             found.append(predict(scenario, replicates=1, seed=seed))
     fast = [one for one in _as_fast(found) if one is not current]
     for number, one in enumerate(fast, start=1):
@@ -208,11 +196,10 @@ def make_plan(
 
 
 def recommend(predictions: Sequence[Prediction]) -> Prediction:
-    """Return the prediction with the smallest lag among those that are as fast as the fastest one.
+    """Return the prediction with the smallest lag among the fastest predictions (`AS_FAST`).
 
-    The first prediction is for the present options; it wins a tie. Other choices compete only if they have the same
-    batch size, use at most as many devices and do not start to drop prompts. Another batch size and dropped prompts
-    change what the model learns, and the simulation cannot predict that.
+    The first prediction is for the present options; it wins a tie. Another choice competes only if it has the same
+    batch size, uses at most as many devices and does not start to drop prompts.
     """
     fast = _as_fast(predictions)
     return min(fast, key=lambda one: (round(one.outcome.lag_mean, 2), one.scenario.max_lag, one is not predictions[0]))
@@ -232,7 +219,7 @@ def _as_fast(predictions: Sequence[Prediction]) -> list[Prediction]:
 
 
 def splits_of(base: Scenario) -> list[tuple[int, int]]:
-    """Ways to divide the devices between engines and ranks, including the present way."""
+    """Return the ways to divide the devices between engines and ranks, including the present way."""
     total, size = base.num_devices, base.devices_per_engine
     candidates = ((engines, total - engines * size) for engines in range(1, (total - 1) // size + 1))
     possible = [split for split in candidates if _can_have_ranks(base, split[1])]
@@ -242,12 +229,11 @@ def splits_of(base: Scenario) -> list[tuple[int, int]]:
 
 
 def _can_have_ranks(base: Scenario, num_ranks: int) -> bool:
-    """Whether a run with the options of ``base`` can start with this number of ranks."""
     return 1 <= num_ranks <= base.groups_per_step and num_ranks % base.ranks_at_once == 0
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """5th and 95th percentile. With few values, the first value may be outside; the interval then includes it too."""
+    """Return the 5th and 95th percentile, widened to include the first value."""
     return min(values[0], float(np.quantile(values, 0.05))), max(values[0], float(np.quantile(values, 0.95)))
 
 
@@ -262,7 +248,7 @@ def advise(
     Args:
         scenario: The run, from `asyncrl.planner.calibration`.
         measured_step_s: Measured seconds per step.
-        num_faults: ``Calibration.num_faults``. There is no advice with faults: repair a run before you tune it.
+        num_faults: ``Calibration.num_faults``. With faults, the result is None.
         seed: Seed of the response lengths.
         keep_split: Keep the numbers of engines and ranks.
     """
@@ -274,7 +260,7 @@ def advise(
     paying = []
     for changed in _changes(scenario, keep_split=keep_split):
         with suppress(ReplayBufferError):  # a run with this change is not possible
-            # The first simulation decides whether the simulations for the interval are worthwhile.
+            # Most changes do not need the simulations for the interval.
             if predict(changed, replicates=1, seed=seed).outcome.step_s < now.outcome.step_s * (1 - MIN_GAIN):
                 found = predict(changed, replicates=_REPLICATES, seed=seed)
                 paying += [found] if found.step_s[1] < now.step_s[0] else []
@@ -294,7 +280,7 @@ def advise(
 
 
 def misses(replayed: Prediction, measured_step_s: float) -> bool:
-    """Whether the replay differs too much from the run to predict changes."""
+    """Return whether the replay differs too much from the run to predict changes."""
     return abs(replayed.outcome.step_s / measured_step_s - 1) > MAX_REPLAY_ERROR
 
 

@@ -1,7 +1,6 @@
 """Computes the memory of each device by kind from the options and ``config.json``, before the run starts.
 
-`rank_bytes` models how the learner stores, gathers and reduces parameters. docs/gpus.md explains each term of its
-formula. `engine_memory` divides the memory of a GPU as SGLang does.
+docs/gpus.md explains the terms of `rank_bytes`.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ GIB = 1 << 30
 _MIB = 1 << 20
 _FLOAT32_BYTES = 4
 CONTEXT_BYTES = 2 * GIB
-"""Memory of a rank that torch does not allocate: CUDA context, kernels, and the buffers of NCCL and cuBLAS."""
+"""Memory of a rank outside torch's allocator: CUDA context, kernels, and the buffers of NCCL and cuBLAS."""
 _PLAIN_HEADS = frozenset({"gemma", "gemma2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe"})
-"""Model types that do not normalize queries and keys. The plan assumes that all other types normalize them."""
+"""Model types that do not normalize queries and keys."""
 _WEIGHT_CHUNK_TOKENS = 4096
-"""Tokens per matrix product for the gradient of the output layer on a GPU; ``learner.heads.WEIGHT_CHUNK_TOKENS``."""
+"""Tokens per matrix product for the gradient of the output layer on a GPU, as in ``learner.heads``."""
 _WITH_SINKS = frozenset({"deepseek_v4", "gpt_oss", "openai_privacy_filter"})
 _ALL_EXPERTS = frozenset({"llama4", "llama4_text"})
-"""Mixture-of-experts types for which transformers computes every token with every expert."""
+"""Mixture-of-experts types that compute every token with every expert in transformers."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
 """Names that model families use in ``config.json`` for the sizes of a mixture of experts."""
 _LAYER = re.compile(r"^(?!.*(?:vision|visual)).*\b(?:layers|h)\.(\d+)\.")
-"""Matches the name of a parameter of a decoder layer, but not of a layer of a vision tower."""
+"""Name of a parameter of a decoder layer, but not of a vision tower."""
 _GRAPH_SIZES = 58
 """Number of CUDA graphs that SGLang captures for prefill. Each graph takes 8 MiB."""
 
@@ -57,24 +56,21 @@ class ModelSize:
     """The sizes of a decoder that determine its memory.
 
     Attributes:
-        num_parameters: Number of all parameters.
         layers: Number of parameters of each decoder layer.
         hidden: Width of the residual stream.
-        intermediate: Width of the MLP. For a mixture of experts: total width of the experts that compute a token,
-            including shared experts.
+        intermediate: Width of the MLP. For a mixture of experts: total width of the experts per token, including shared
+            experts.
         query: Query heads × head size.
         key: Key heads × head size.
-        cached: Number of values per token in the KV caches of all layers together.
+        cached: Values per token in the KV caches of all layers together.
         cache_heads: Largest number of devices that can divide a KV cache; 1 for latent attention.
-        vocabulary: Number of tokens in the vocabulary.
-        linear_rows: Sum of the input and output widths of all linear layers. LoRA adapters of rank 1 have this number
-            of parameters.
+        linear_rows: Sum of the input and output widths of all linear layers, the number of parameters of LoRA rank 1.
         is_tied: Whether the output layer shares its weight with the input embedding.
         num_experts: Number of experts per layer; 0 for a dense model.
         experts_per_token: Number of experts that compute a token; 0 for a dense model.
         expert_width: Width of one expert; 0 for a dense model.
         norms_heads: Whether queries and keys are normalized, as in Qwen3.
-        has_sinks: Whether attention has sinks. Then ``activation_checkpointing=selective`` recomputes attention too.
+        has_sinks: Whether attention has sinks. Then ``activation_checkpointing=selective`` also recomputes attention.
     """
 
     num_parameters: int
@@ -96,15 +92,14 @@ class ModelSize:
 
     @property
     def root(self) -> int:
-        """Number of parameters outside the layers: embeddings, output layer, last norm. FSDP gathers them together."""
+        """Parameters outside the layers: embeddings, output layer, last norm. FSDP gathers them together."""
         return self.vocabulary * self.hidden * (1 if self.is_tied else 2) + self.hidden
 
     @classmethod
     def of(cls, path: str) -> ModelSize:
-        """Read the sizes from ``config.json``, and count the parameters.
+        """Read the sizes from ``config.json``, and count the parameters in the headers of the safetensors files.
 
-        The headers of the safetensors files contain the number of parameters. Without such files, this method builds
-        the model on the meta device and counts its parameters, which loads torch.
+        Without such files, this method builds the model on the meta device, which loads torch.
 
         Raises:
             ValueError: ``config.json`` is missing, it lacks the usual names of a decoder's sizes, or the learner does
@@ -129,11 +124,10 @@ class ModelSize:
     ) -> ModelSize:
         """Compute the sizes from the settings of ``config.json``.
 
-        ``stored`` maps the name of each parameter to its number of values. If it is given, its counts replace the
-        computed numbers of parameters.
+        ``stored`` maps the name of each parameter to its number of values. These numbers replace the computed numbers.
 
         Raises:
-            ValueError: the settings lack the usual names of a decoder's sizes; the message has the model's name.
+            ValueError: the settings lack the usual names of a decoder's sizes. The message has the model's name.
         """
         try:
             hidden, num_layers, vocabulary = (
@@ -167,7 +161,7 @@ class ModelSize:
 
 
 def _layers_of(stored: Mapping[str, int], num_layers: int) -> tuple[int, ...]:
-    """Count the values of each decoder layer by the names of the parameters; return () if a layer has no values."""
+    """Count the values of each decoder layer. Return () if a layer has no values."""
     sizes = [0] * num_layers
     for name, size in stored.items():
         match = _LAYER.search(name)
@@ -177,7 +171,7 @@ def _layers_of(stored: Mapping[str, int], num_layers: int) -> tuple[int, ...]:
 
 
 def _attention_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of attention: ``query``, ``key``, ``cached`` and ``cache_heads`` of `ModelSize`.
+    """Return ``query``, ``key``, ``cached`` and ``cache_heads`` of `ModelSize`.
 
     Raises `KeyError` for a missing size.
     """
@@ -196,7 +190,6 @@ def _attention_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _mixture_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of a mixture of experts, as in `ModelSize`. Raises `KeyError` for a missing size."""
     width = settings.get("moe_intermediate_size") or settings["intermediate_size"]
     num_experts = _first_of(settings, _EXPERTS)
     if not num_experts:
@@ -208,7 +201,6 @@ def _mixture_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _first_of(settings: Mapping[str, Any], names: Sequence[str]) -> int:
-    """The value of the first of ``names`` that the settings have; 0 if there is none."""
     return next((settings[name] for name in names if settings.get(name)), 0)
 
 
@@ -221,19 +213,17 @@ class RankSetup:
 
     Attributes:
         num_shards: Ranks that share one copy of the parameters.
-        tokens: Tokens of a micro-batch on this rank. With sequence parallelism, each of the ``sp_size`` ranks of a
-            sequence holds this number of tokens.
+        tokens: Tokens of a micro-batch on this rank. With sequence parallelism, each rank of a sequence holds this
+            number.
         checkpointing: The backward pass recomputes the layers.
-        keeps_attention: Layers keep the inputs and outputs of attention, so the backward pass does not recompute it
-            (``activation_checkpointing=selective``).
+        keeps_attention: The backward pass does not recompute attention (``activation_checkpointing=selective``).
         whole_gradients: Each rank keeps unsharded float32 gradients until the update (``gradient_sync=update``).
         compute_bytes: Bytes of one value in the forward and backward pass: 2 in bfloat16, 4 in float32.
-        frozen_bytes: Bytes of a stored frozen parameter.
-        chunk_tokens: Tokens whose logits are in memory at the same time.
+        chunk_tokens: Number of tokens with logits in memory at the same time.
         keeps_gathered: Gathered parameters stay in memory from the first to the last micro-batch
             (``resharding=update``).
         lora_rank: Rank of the adapters; 0 trains all parameters.
-        has_entropy_bonus: The loss includes the entropy of the policy, which adds a gradient.
+        has_entropy_bonus: The loss includes the entropy of the policy.
         offloaded: Parameters, gradients and optimizer state stay in host memory (``offload_policy``).
     """
 
@@ -252,20 +242,15 @@ class RankSetup:
 
     @property
     def gathers(self) -> bool:
-        """Whether FSDP computes with copies of the parameters; False for one float32 shard without offloading."""
+        """Whether FSDP computes with copies of the parameters. False for one float32 shard without offloading."""
         return self.num_shards > 1 or self.compute_bytes != _FLOAT32_BYTES or self.offloaded
 
 
 def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
-    """Peak memory of a rank that trains a model, as kind → bytes; the sum is the peak of what torch allocates.
+    """Return the peak memory that torch allocates on a rank that trains a model, as kind → bytes.
 
-    The first five kinds count for the whole update. The other kinds are temporary: they have their values at the moment
-    of the backward pass when their sum is largest. This moment is one of these:
-
-    - the backward pass of the output layer;
-    - the backward pass of a decoder layer, before or after the gradients of its parameters exist. Meanwhile, FSDP
-      reduces the layer above and gathers the layer below;
-    - the end, when FSDP reduces the root unit.
+    The first five kinds count for the whole update. The other kinds are temporary. They have their values at the moment
+    of the backward pass with the largest sum. `_moments` lists the moments.
     """
     model = _padded(model, setup.num_shards)
     size, shards, gathers = setup.compute_bytes, setup.num_shards, int(setup.gathers)
@@ -286,15 +271,11 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
 
 
 def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[str, int]]:
-    """The temporary memory at each moment of the backward pass, as kind → bytes.
-
-    `rank_bytes` takes the moment with the largest sum and adds the memory that stays allocated. ``head`` is the number
-    of trained parameters of the output layer.
-    """
+    """Return the temporary memory at each moment of the backward pass, as kind → bytes."""
     size, gathers, trains_all = setup.compute_bytes, int(setup.gathers), not setup.lora_rank
     gathers_layers = 0 if setup.keeps_gathered else gathers * size
     reduced = gathers * (not setup.whole_gradients) * _FLOAT32_BYTES
-    # With checkpointing, every layer keeps its input, and the backward pass recomputes one layer at a time.
+    # The backward pass recomputes one layer at a time.
     whole_layer = _layer_per_token(model, size)
     keeps_attention = setup.checkpointing and setup.keeps_attention and not model.has_sinks
     attention = size * 2 * (model.query + model.key) if keeps_attention else 0
@@ -308,7 +289,7 @@ def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[str, in
         "activations": kept + setup.tokens * (size + 2 * _FLOAT32_BYTES) * model.hidden,  # the last norm and its input
         "output layer": _output_layer(model, setup, head),
     }
-    # FSDP frees the gathered root unit before this moment, but `rank_bytes` still counts its bytes.
+    # FSDP frees the gathered root unit before this moment, but `rank_bytes` still counts it.
     at_end = {"gradients in transit": reduced * model.root * trains_all}
     moments = [at_head, at_end]
     units = {*zip(model.layers, (0, *model.layers[:-1]), (*model.layers[1:], 0), strict=True)}
@@ -324,7 +305,7 @@ def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[str, in
 
 
 def _output_layer(model: ModelSize, setup: RankSetup, head: int) -> int:
-    """Bytes of logits and gradients in the backward pass of the output layer; it has ``head`` trained parameters."""
+    """Return the bytes of logits and gradients in the backward pass of an output layer with ``head`` parameters."""
     chunk, of_logits = setup.chunk_tokens * model.vocabulary, 10 if setup.has_entropy_bonus else 6
     if head and setup.compute_bytes == 2 and setup.chunk_tokens < _WEIGHT_CHUNK_TOKENS:
         # One product computes the gradient of several chunks.
@@ -334,11 +315,10 @@ def _output_layer(model: ModelSize, setup: RankSetup, head: int) -> int:
 
 
 def _padded(model: ModelSize, num_shards: int) -> ModelSize:
-    """The model as FSDP stores it.
+    """Return the model as FSDP stores it.
 
-    FSDP pads the experts of a layer to a multiple of the number of shards. There is no padding if the number of shards
-    divides the number of experts, or both ``hidden`` and ``expert_width``. The rule is that of
-    `learner.fsdp.shard_dimension`. That module loads torch, so this one does not import it.
+    FSDP pads the experts of a layer to a multiple of the number of shards. The condition is a copy of
+    `learner.fsdp.shard_dimension`, because that module loads torch.
     """
     divides = not any(size % num_shards for size in (model.hidden, model.expert_width))
     if not model.num_experts or divides:
@@ -349,9 +329,9 @@ def _padded(model: ModelSize, num_shards: int) -> ModelSize:
 
 
 def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) -> int:
-    """Bytes per token that one layer keeps; ``in_backward`` adds the gradients of its widest part.
+    """Return the bytes per token that one layer keeps; ``in_backward`` adds the gradients of its widest module.
 
-    - A norm computes in float32. It keeps its input once in float32 and twice in the dtype of the computation.
+    - A norm keeps its input once in float32 and twice in the dtype of the computation.
     - The MLP keeps gate, activation, up projection and their product.
     - A mixture also keeps the input and the output of each expert.
     - Attention keeps queries, keys, values and its output once. If it normalizes queries and keys, it also keeps them
@@ -362,7 +342,7 @@ def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) 
     attention = (norm + size if model.norms_heads else 2 * size) * heads
     mlp = 4 * size * model.intermediate + 2 * size * model.hidden * model.experts_per_token
     if in_backward:
-        # The widest part is the MLP or a norm.
+        # The widest module is the MLP or a norm.
         mlp = max(mlp + 2 * size * model.intermediate, 4 * _FLOAT32_BYTES * model.hidden)
     return 2 * norm * model.hidden + attention + mlp
 
@@ -392,11 +372,9 @@ def rank_setup(config: RunConfig, role: str, model: ModelSize, *, card_bytes: in
 
 
 def rank_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, dict[str, int]]:
-    """Peak memory of one rank of each learner pool, as pool → kind → bytes.
+    """Return the peak memory of one rank of each learner pool, as pool → kind → bytes.
 
-    The roles of a pool take turns. While one role computes, the other roles keep on the device only the memory that
-    they do not offload. ``model`` has the sizes of the policy. A critic or a reward model with its own path has its
-    own sizes.
+    The roles of a pool take turns. ``model`` has the sizes of the policy.
     """
     context = {"CUDA context": CONTEXT_BYTES} if config.learner.device is Device.cuda else {}
     pools: dict[str, dict[str, int]] = {}
@@ -412,14 +390,14 @@ def rank_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> 
 
 
 def paused_rank_bytes(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> int:
-    """Memory of a rank of the pool ``learner`` while colocated engines use its device."""
+    """Return the bytes of a rank of the pool ``learner`` while colocated engines use its device."""
     uses = _role_uses(config, LEARNER_POOL, model, card_bytes)
     kept = sum(sum(_kept(config, role, parts, is_paused=True).values()) for role, parts in uses.items())
     return kept + (CONTEXT_BYTES if config.learner.device is Device.cuda else 0)
 
 
 def _role_uses(config: RunConfig, pool: str, model: ModelSize, card_bytes: int) -> dict[str, dict[str, int]]:
-    """Return the peak memory that each role of a pool needs alone, as role → kind → bytes."""
+    """Return the peak memory that each role of a pool needs alone."""
     uses = {}
     for role in (role for role, its_pool in learner_roles(config).items() if its_pool == pool):
         path = role_model(config, role)
@@ -430,7 +408,6 @@ def _role_uses(config: RunConfig, pool: str, model: ModelSize, card_bytes: int) 
 
 
 def _kept(config: RunConfig, role: str, parts: Mapping[str, int], *, is_paused: bool = False) -> dict[str, int]:
-    """Memory that a role keeps on the device while another role computes, or, if ``is_paused``, engines generate."""
     options = role_options(config, role)
     by_use = options.param_offload, options.optimizer_offload
     moves = is_paused and options.offload_at_transition_only and not any(by_use)
@@ -439,7 +416,7 @@ def _kept(config: RunConfig, role: str, parts: Mapping[str, int], *, is_paused: 
 
 
 def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
-    """Peak memory of a frozen model (for example the reference), as kind → bytes. It has only a forward pass."""
+    """Return the peak memory of a frozen model, which has only a forward pass, as kind → bytes."""
     model = _padded(model, setup.num_shards)
     size = setup.compute_bytes
     gathers = int(setup.num_shards > 1 or setup.frozen_bytes != size or setup.offloaded)
@@ -458,16 +435,15 @@ def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
 
 
 def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, int]:
-    """Memory of one device of an engine, as kind → bytes.
+    """Return the memory of one device of an engine, as kind → bytes.
 
-    ``kv cache`` has room for all samples that one worker may run, at full length.
-    ``rollout_fleet.sglang.max_total_tokens`` limits it. On a GPU, SGLang's memory fraction limits it too: SGLang
-    reserves the rest of the GPU for ``activations and graphs``.
+    ``kv cache`` holds all samples that one worker may run, at full length. Its limits are
+    ``rollout_fleet.sglang.max_total_tokens`` and, on a GPU, SGLang's memory fraction.
     """
     fleet = config.rollout_fleet
     size = _FLOAT32_BYTES if fleet.sglang.dtype_on(fleet.device) in FLOAT32_NAMES else 2
     devices = fleet.sglang.tp_size
-    # The float32 output layer (`--enable-fp32-lm-head`) multiplies in float32 without a float32 copy of its weight.
+    # `--enable-fp32-lm-head` multiplies in float32 without a float32 copy of the output layer's weight.
     weights = size * model.num_parameters // devices
     per_token = size * model.cached // min(devices, model.cache_heads)
     cache = kv_tokens(config) * per_token
@@ -480,10 +456,9 @@ def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -
 
 
 def engine_reserve(card_bytes: int, tp_size: int, extra_args: Sequence[str] = ()) -> int:
-    """Bytes of a GPU that SGLang reserves for activations and CUDA graphs.
+    """Return the bytes of a GPU that SGLang reserves for activations and CUDA graphs.
 
-    The formula is that of SGLang 0.5.21 (``arg_groups/memory_hook.py``): 1.5 MiB per token of a prefill chunk, 2 MiB
-    per sample of the largest decode graph, 8 MiB per prefill graph. ``--mem-fraction-static`` in
+    The formula is that of SGLang 0.5.21 (``arg_groups/memory_hook.py``). ``--mem-fraction-static`` in
     ``rollout_fleet.sglang.extra_args`` takes precedence.
     """
     words = [word for argument in extra_args for word in argument.split("=", 1)]
@@ -504,12 +479,12 @@ def engine_reserve(card_bytes: int, tp_size: int, extra_args: Sequence[str] = ()
 
 
 def longest_sample(config: RunConfig) -> int:
-    """Tokens of the longest possible sample, including its prompt."""
+    """Return the tokens of the longest possible sample, including its prompt."""
     return longest_sequence(config)
 
 
 def kv_tokens(config: RunConfig) -> int:
-    """Largest number of KV cache tokens that one engine can use."""
+    """Return the largest number of KV cache tokens that one engine can use."""
     fleet = config.rollout_fleet
     num_samples = fleet.most_groups_in_flight * config.algorithm.samples_per_prompt
     wanted = min(num_samples, fleet.sglang.max_running_requests) * longest_sample(config)

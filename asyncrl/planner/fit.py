@@ -1,4 +1,4 @@
-"""Compares the memory of ranks and engines with the memory of a GPU, and names the options that make a run fit."""
+"""Compares the memory of ranks and engines with the memory of a GPU, and names options that make a run fit."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _MIB = 1 << 20
 USABLE_SHARE = 0.95
 """Share of a GPU's memory that a plan may use. torch's allocator also holds bytes that no tensor uses."""
 SELECTIVE_SHARE = 0.85
-"""By default, layers keep attention activations if a rank needs at most this share of a GPU. The plan may err by 8%."""
+"""Layers keep attention activations by default if a rank then needs at most this share of a GPU."""
 CARDS = {
     "A10": 23028, "A100": 81920, "A100-40": 40960, "B200": 183359, "H100": 81559, "H20": 97871, "H200": 143771,
     "L4": 23034, "L40S": 46068, "RTX4090": 24564,
 }  # fmt: skip
-"""MiB of memory by the GPU's name, as ``nvidia-smi`` reports them."""
+"""MiB of memory by the GPU's name, as in ``nvidia-smi``."""
 
 _QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
@@ -51,18 +51,21 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "Qwen2.5-7B": {"model_type": "qwen2", "num_key_value_heads": 4, "vocab_size": 152064}
     | dict(zip(_SIZES, (3584, 18944, 28, 28, False), strict=True)),
 }
-"""The settings of ``config.json`` that determine the memory, for the models of ``configs/experiment`` and others."""
+"""The settings of ``config.json`` that determine the memory, by model name."""
 
 
 def card_bytes(name: str) -> int:
-    """Memory of a GPU by its name. Raises `ValueError` for an unknown name; the message lists the known names."""
+    """Return the memory of a GPU by its name, in bytes. Raises `ValueError` for an unknown name."""
     if name.upper() not in CARDS:
         raise ValueError(f"the GPU must be one of {', '.join(CARDS)}, got {name!r}")
     return CARDS[name.upper()] * _MIB
 
 
 def model_size(path: str) -> ModelSize:
-    """The sizes of the model in a folder, or of a model in `MODELS` by name. Raises the errors of `ModelSize.of`."""
+    """Return the sizes of the model in a folder, or of a model in `MODELS` by name.
+
+    Raises the errors of `ModelSize.of`.
+    """
     known = MODELS.get(Path(path).name.removesuffix("-Base"))
     if known is not None and not Path(path).is_dir():
         return ModelSize.from_settings(known, path)
@@ -70,7 +73,7 @@ def model_size(path: str) -> ModelSize:
 
 
 def policy_size(config: RunConfig) -> ModelSize:
-    """The sizes of the policy. Raises the errors of `ModelSize.of` for the model of any role of the run."""
+    """Return the sizes of the policy. Raises the errors of `ModelSize.of` for the model of any role of the run."""
     for role in learner_roles(config):
         model_size(role_model(config, role))
     return model_size(config.model.path)
@@ -83,7 +86,7 @@ class DeviceUse:
     Attributes:
         name: ``learner rank (POOL)`` or ``engine``.
         parts: Bytes by kind.
-        card_bytes: Memory of the GPU; 0 if there is no GPU, or if the GPU is not known.
+        card_bytes: Memory of the GPU; 0 if there is no GPU or it is unknown.
     """
 
     name: str
@@ -97,7 +100,7 @@ class DeviceUse:
 
     @property
     def usable(self) -> int:
-        """Bytes that may be used. An SGLang engine may use the whole GPU: its ``parts`` include SGLang's reserve."""
+        """Bytes that may be used. For an SGLang engine, ``parts`` includes SGLang's reserve."""
         return self.card_bytes if "activations and graphs" in self.parts else round(self.card_bytes * USABLE_SHARE)
 
     @property
@@ -111,11 +114,7 @@ class DeviceUse:
 
 
 def device_uses(config: RunConfig, model: ModelSize, card: int = 0) -> list[DeviceUse]:
-    """The memory of each kind of device of a run; ``card`` is the memory of a GPU in bytes, or 0.
-
-    Colocated ranks and engines take turns. While the ranks compute, the paused engines keep some memory on the device,
-    and vice versa.
-    """
+    """Return the memory of each kind of device of a run; ``card`` is the memory of a GPU in bytes, or 0."""
     learner, is_shared = config.learner, config.placement.colocated
     on_card = card if learner.device is Device.cuda else 0
     engines_on_card = card if config.rollout_fleet.device is EngineDevice.cuda else 0
@@ -131,7 +130,7 @@ def device_uses(config: RunConfig, model: ModelSize, card: int = 0) -> list[Devi
 
 
 def check_memory_of_devices(config: RunConfig, model: ModelSize, card: int) -> None:
-    """Refuse a run whose ranks or engines do not fit on a GPU with ``card`` bytes.
+    """Refuse a run with ranks or engines that do not fit on a GPU with ``card`` bytes.
 
     Raises:
         ValueError: a rank or an engine does not fit. The message has the bytes by kind, and options that make the run
@@ -149,8 +148,7 @@ def check_memory_of_devices(config: RunConfig, model: ModelSize, card: int) -> N
 def with_recomputation(config: RunConfig, card: int) -> RunConfig:
     """Set ``learner.activation_checkpointing`` to ``selective`` if it is not set and all ranks then fit easily.
 
-    If they do not, the option stays unset, and ranks on CUDA recompute whole layers. The same is true if the sizes of
-    a model cannot be read. ``card`` is the memory of a GPU in bytes; 0 if it is unknown.
+    ``card`` is the memory of a GPU in bytes; 0 if it is unknown.
     """
     if config.learner.activation_checkpointing is not None or config.learner.device is not Device.cuda or not card:
         return config
@@ -164,7 +162,7 @@ def with_recomputation(config: RunConfig, card: int) -> RunConfig:
 
 
 def remedies_of(config: RunConfig, model: ModelSize, card: int) -> dict[str, Any]:
-    """The options that make a run fit, in the order of their cost in time; empty if no options suffice."""
+    """Return options that make a run fit, cheapest in time first; empty if no options suffice."""
     needed: dict[str, Any] = {}
     for name, value in _remedies(config):
         with_it = {**needed, name: value}
@@ -175,7 +173,7 @@ def remedies_of(config: RunConfig, model: ModelSize, card: int) -> dict[str, Any
             break
     else:
         return {}
-    for name in list(needed):  # a later, stronger option may make an earlier one unnecessary
+    for name in list(needed):  # a later option may make an earlier one unnecessary
         without = {other: value for other, value in needed.items() if other != name}
         if not _excess(with_options(config, without), model, card):
             needed = without
@@ -187,14 +185,13 @@ def remedies_of(config: RunConfig, model: ModelSize, card: int) -> dict[str, Any
 
 
 def _excess(config: RunConfig, model: ModelSize, card: int) -> int:
-    """Bytes that do not fit, over all kinds of devices."""
     return sum(max(0, use.total - use.usable) for use in device_uses(config, model, card) if use.card_bytes)
 
 
 def _remedies(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Yield options that reduce memory, in the order of their cost in time.
+    """Yield options that reduce memory, cheapest in time first.
 
-    If a role sets such an option itself, the role's option follows with the same value.
+    If a role sets such an option, yield the role's option too.
     """
     for name, value in _remedies_of_all_roles(config):
         yield name, value
@@ -224,7 +221,7 @@ def _remedies_of_all_roles(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 
 def with_options(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
-    """Return the run with new values for ``options``, by name: options of the learner, a role, the fleet or SGLang."""
+    """Return the run with new values of ``options``, by dotted name."""
     learner, fleet = config.learner, config.rollout_fleet
     for name, value in options.items():
         section, _, last = name.rpartition(".")
@@ -248,13 +245,10 @@ class Layout:
     """A way to divide GPUs between ranks and engines, with the largest token budget that fits.
 
     Attributes:
-        num_ranks: Learner ranks.
         sp_size: Ranks that share a sequence.
         num_engines: Engines on the other GPUs.
         tp_size: GPUs per engine.
-        budget: Largest ``learner.max_tokens_per_micro_batch`` that fits.
-        rank: Memory of a rank with this budget.
-        engine: Memory of a device of an engine.
+        budget: Largest ``learner.max_tokens_per_micro_batch`` that fits, in tokens.
     """
 
     num_ranks: int
@@ -269,9 +263,8 @@ class Layout:
 def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: int) -> list[Layout]:
     """Find the layouts that fit on ``num_gpus`` GPUs of ``card`` bytes, at most one per number of ranks and sp size.
 
-    All roles are in the pool ``learner``. A role keeps the options that it sets itself; its other options are the
-    actor's. The token budgets are powers of two from 1,024 to 131,072. ``sp_size`` ranks share each sequence. For each
-    role, the budgets of these ranks together must hold the longest sample.
+    All roles are in the pool ``learner``. The token budgets are powers of two from 1,024 to 131,072. The budgets of the
+    ranks of a sequence must together hold the longest sample.
     """
     fleet, learner = config.rollout_fleet, config.learner
     own = [learner.own_options(role) for role in learner_roles(config)]
@@ -309,7 +302,6 @@ def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: i
 
 
 def _holds_longest_sample(config: RunConfig) -> bool:
-    """Whether a micro-batch of each role can hold the longest sample."""
     each = [role_options(config, role) for role in learner_roles(config)]
     return min(one.max_tokens_per_micro_batch * one.sp_size for one in each) >= longest_sample(config)
 

@@ -1,7 +1,6 @@
 """Scenarios: the numbers that describe engines, learner, weight updates and response lengths for the simulator.
 
-A scenario comes from a YAML file or from a run. Times are in seconds, lengths in tokens. A scenario holds durations
-without waiting; `asyncrl.planner.simulator` computes the waits.
+Times are in seconds, without waits. Lengths are in tokens.
 """
 
 from __future__ import annotations
@@ -19,24 +18,21 @@ from buffer.config import OnStale
 from rollout_fleet.config import EngineKind, OnUpdate, SaveProgress
 
 _MOST_TOKENS, _MOST_SPREAD, _MOST_LAG, _MOST_BYTES = 1e9, 10.0, 10_000, 2**62
-"""Upper limits of some values. All other values are limited to a million. Larger values would overflow or make a
-simulation too long."""
+"""Upper limits of some values. The limit of all other values is a million."""
 
 _DRAWN_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthModel:
-    """Response lengths in tokens: recorded lengths, or a log-normal distribution that is limited to ``max_tokens``.
+    """Response lengths in tokens: recorded lengths, or a log-normal distribution.
 
     Attributes:
         recorded: Response lengths of recorded groups, one list per group. The simulator draws whole groups, so that all
-            samples of a hard prompt stay long. If empty, the distribution below is used.
+            samples of a hard prompt stay long. An empty list selects the distribution.
         mean_tokens: Mean of the distribution before the limit ``max_tokens`` applies.
         spread: Standard deviation of the logarithm of the lengths within one prompt. Example: 0.6.
-        prompt_spread: Standard deviation of the logarithm of the mean lengths of the prompts.
-        max_tokens: Largest response length.
-        prompt_tokens: Mean tokens of a prompt.
+        prompt_spread: Standard deviation of the logarithm of the mean length per prompt.
     """
 
     recorded: list[list[int]] = field(default_factory=list)
@@ -66,12 +62,12 @@ class LengthModel:
         return np.clip(np.rint(np.exp(logarithms)), 1, self.max_tokens).astype(np.int64)
 
     def stream(self, rng: np.random.Generator, num_samples: int) -> Iterator[list[int]]:
-        """Draw the lengths of one group after the other, without end."""
+        """Draw the lengths of one group after another, without end."""
         while True:
             yield from self.draw(rng, _DRAWN_AT_ONCE, num_samples).tolist()
 
     def resampled(self, rng: np.random.Generator) -> LengthModel:
-        """Draw as many groups as were recorded, with replacement. A distribution does not change."""
+        """Draw the recorded number of groups with replacement. Without recorded groups, return the model unchanged."""
         if not self.recorded:
             return self
         chosen = rng.integers(len(self.recorded), size=len(self.recorded))
@@ -80,18 +76,17 @@ class LengthModel:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineModel:
-    """The speed of one engine, which depends on the number of running samples.
+    """The speed of one engine.
 
     Attributes:
-        step_s: Fixed time of one decoding step, which gives every running sample one token.
+        step_s: Fixed time of one decoding step.
         step_s_per_sample: Time that each running sample adds to a decoding step.
         prefill_s_per_token: Time to compute the KV cache of one token. The engine does not decode during this time.
-        max_running: Largest number of running samples; other samples wait in the engine in order of arrival.
-        takes_batches: The engine finishes a batch before it starts the next one (the in-process engine). Otherwise a
-            sample starts as soon as there is room.
+        max_running: Largest number of running samples. Other samples wait in order of arrival.
+        takes_batches: The engine finishes a batch before it starts the next one, as the in-process engine does.
+            Otherwise a sample starts as soon as the engine has room.
         batch_s: Time of a batch without its decoding steps.
-        variation: Ratios of the recorded to the expected times of batches, in recorded order. The simulated batches
-            vary in the same way. If empty, they do not vary.
+        variation: Ratios of the recorded to the expected times of batches, in recorded order.
     """
 
     step_s: float = 0.02
@@ -111,19 +106,17 @@ class EngineModel:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerModel:
-    """The times of the learner: a step and a publish.
+    """The times of a learner step and of a publish.
 
     Attributes:
         step_s: Fixed time of a step.
         rank_s_per_token: Rank-seconds for one token, including prompt tokens; the ranks share the tokens.
-        copy_s: Time for which the ranks pause to copy the weights.
+        copy_s: Pause of the ranks to copy the weights.
         publish_s: Time from the copy until an engine can load the version. Training and generation continue.
-        load_s: Time for which an engine pauses to load the version.
+        load_s: Pause of an engine to load the version.
         on_update: What an engine does with the KV cache of running samples after an update.
-        shares_learner: The ranks also pause for ``publish_s`` and ``load_s``, for example because one collective moves
-            the weights.
-        variation: Ratios of the recorded to the expected times of steps, in recorded order. The simulated steps vary in
-            the same way.
+        shares_learner: The ranks also pause for ``publish_s`` and ``load_s``.
+        variation: Ratios of the recorded to the expected times of steps, in recorded order.
     """
 
     step_s: float = 1.0
@@ -145,12 +138,12 @@ class LearnerModel:
 class HostModel:
     """The CPU cores of a host, if engines and ranks compute on the CPU.
 
-    All engines share one core, and all ranks share another core. The activities on a core share it equally. The other
-    processes use the core that has fewer activities.
+    All engines share one core, and all ranks share another core. The other processes use the core with fewer
+    activities.
 
     Attributes:
-        is_shared: Whether engines and ranks compute on these cores. If False, the other fields are ignored. True needs
-            engines that take batches.
+        is_shared: Whether engines and ranks compute on these cores. If False, the other fields have no effect. True
+            needs engines that take batches.
         settle_s: CPU time of an engine's process per finished group; it replaces ``Scenario.settle_s``.
         publish_s: CPU time of a rank's process per version, after the copy.
         group_s: CPU time of the other processes per group: buffer and rewards.
@@ -172,41 +165,26 @@ class Scenario:
     """A complete system for the simulator.
 
     Attributes:
-        num_engines: Number of engines.
-        devices_per_engine: Devices per engine; ``rollout_fleet.sglang.tp_size``.
+        devices_per_engine: ``rollout_fleet.sglang.tp_size``.
         num_ranks: Number of learner ranks, with one device each.
-        ranks_at_once: The number of ranks must stay a multiple of this value, because of ``learner.sp_size`` and
-            ``learner.fsdp_size``.
-        groups_in_flight: Prompt groups that one engine generates at a time. The worker may score and store the same
-            number of finished groups.
+        ranks_at_once: Required divisor of the number of ranks, from ``learner.sp_size`` and ``learner.fsdp_size``.
+        groups_in_flight: Prompt groups that one engine generates at a time. The worker may also score and store up to
+            this number of finished groups.
         groups_per_step: Prompt groups per batch.
-        samples_per_prompt: Samples per prompt group (G).
-        max_lag: Staleness bound (η).
-        max_uses: ``buffer.max_uses``, see `buffer.config.BufferConfig`.
-        on_stale: ``buffer.on_stale``, see `buffer.config.BufferConfig`.
-        order: ``buffer.order``, see `buffer.config.BufferConfig`.
+        samples_per_prompt: Samples per prompt group.
         publish_every: Learner steps between two published versions.
-        max_stored_bytes: Largest number of bytes in the buffer.
         bytes_per_token: Bytes per stored token: id, log-prob, version, masks.
         settle_s: Time from a group's last token until the buffer has stored the group: reward, encoding, network.
-        ask_s: Time from when a place for a group becomes free until the worker requests a lease, if other places are
-            occupied.
+        ask_s: Delay between a free group slot and the request for a lease, if other slots are occupied.
         plan_s: Time from a complete batch to the start of the step: plan, fetch, reference scores.
         pipeline_steps: Largest number of planned batches that the learner has not consumed; 2 in asyncrl.
         equal_rewards: Share of groups that ``buffer.filters=[equal_rewards]`` drops; 0 without this filter.
-        queue_groups: Largest number of finished groups that wait for a batch, at least ``groups_per_step``. If there
-            are more, the buffer drops the group that it stored first and requeues its prompt. 0 means no limit, as in
-            asyncrl; other systems have one.
-        num_steps: Learner steps to simulate.
+        queue_groups: Largest number of finished groups that wait for a batch, at least ``groups_per_step``. Above it,
+            the buffer drops the oldest group and requeues its prompt. 0 means no limit, as in asyncrl.
         warm_up_steps: Number of first steps that do not count in the results.
-        hands_on: Workers hand over running groups when the buffer asks. For a run: whether
-            ``rollout_fleet.save_progress`` is not ``never``.
-        whole_groups: Simulate a group as its longest sample, with the mean load of its samples. Use it for very large
-            fleets.
-        lengths: Response lengths.
-        engine: Speed of an engine.
-        learner: Times of the learner.
-        host: CPU cores that engines and ranks share.
+        hands_on: Workers hand over running groups when the buffer asks: ``rollout_fleet.save_progress`` is not
+            ``never``.
+        whole_groups: Simulate a group as its longest sample with the mean load of its samples, for very large fleets.
     """
 
     num_engines: int = 1
@@ -273,7 +251,7 @@ class Scenario:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The scenario as plain values; recorded lists are replaced by their lengths."""
+        """Return the scenario as plain values, with the number of recorded values instead of the recorded lists."""
         values = asdict(self)
         for part, name in (("lengths", "recorded"), ("engine", "variation"), ("learner", "variation")):
             values[part][name] = len(values[part][name])
@@ -304,7 +282,7 @@ def load_spec(path: Path) -> Scenario:
 
 
 def configured(scenario: Scenario, config: RunConfig) -> Scenario:
-    """Apply the options of a run to a scenario. The measured values of the scenario do not change."""
+    """Apply the options of a run to a scenario. Keep the measured values."""
     fleet, buffer = config.rollout_fleet, config.buffer
     engine = replace(
         scenario.engine,
@@ -351,17 +329,19 @@ OVERRIDES: Mapping[str, str] = {
     "on_stale": "buffer.on_stale",
     "publish_every": "weights.publish_every",
 }
-"""Fields of a scenario that a plan may change, and the run's option for each."""
+"""Fields of a scenario that a plan may change, and the option of a run for each."""
 
 
 def overrides(changed: Scenario, base: Scenario) -> list[str]:
-    """Hydra overrides that turn a run like ``base`` into a run like ``changed``. Example: ``["buffer.max_lag=1"]``."""
+    """Return Hydra overrides that turn a run like ``base`` into a run like ``changed``.
+
+    Example: ``["buffer.max_lag=1"]``.
+    """
     values = ((option, getattr(changed, name), getattr(base, name)) for name, option in OVERRIDES.items())
     return [f"{option}={new}" for option, new, old in values if new != old]
 
 
 def _check(part: object, prefix: str, low: float, *names: str, high: float = 1e6) -> None:
-    """Check that the numbers of some fields are in a range. The values of lists are checked one by one."""
     for name in names:
         values = getattr(part, name)
         for each in values if isinstance(values, list) else [values]:

@@ -1,8 +1,4 @@
-"""Runs the real replay buffer (`buffer.service`) in simulated time, without sockets, on simpy's clock.
-
-Admission, selection, byte limits and the log of weight offers are the same code as in a run. The buffer uses asyncio
-timers. `SimulatedLoop` is the running event loop of the buffer: it turns each timer into a simpy event.
-"""
+"""Runs the real replay buffer (`buffer.service`) in simulated time, without sockets, on simpy's clock."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ from buffer.service import BufferService
 from buffer.sockets import LoopClock
 
 _NEVER_S = 1e12
-"""Deadline of a simulated buffer: simulated clients never die, and their requests never time out."""
+"""Deadline of a simulated buffer. The simulation does not reach it."""
 _COLLECT_EVERY = 200_000
 
 OnReply = Callable[[Any], None]
@@ -37,18 +33,18 @@ OnHandOn = Callable[[Sequence[tuple[int, int]]], None]
 
 
 class SimulatedLoop(asyncio.AbstractEventLoop):
-    """Implements the methods of an event loop that timers need, on a simpy clock."""
+    """An event loop on a simpy clock, with the methods that asyncio timers need."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
         self._never = asyncio.TimerHandle(_NEVER_S, lambda: None, (), self)  # shared by all timers that never fire
 
     def time(self) -> float:
-        """The current time in simulated seconds."""
+        """Return the current time in simulated seconds."""
         return self._env.now
 
     def call_later(self, delay: float, callback: Any, *arguments: Any, context: Any = None) -> asyncio.TimerHandle:
-        """Call ``callback`` after ``delay`` seconds; never if the delay is about `_NEVER_S` or more."""
+        """Call ``callback`` after ``delay`` seconds, or never if the delay is at least half of `_NEVER_S`."""
         if delay >= _NEVER_S / 2:
             return self._never
         handle = asyncio.TimerHandle(self._env.now + delay, callback, arguments, self, context)
@@ -60,18 +56,17 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return self.call_later(when - self._env.now, callback, *arguments, context=context)
 
     def get_debug(self) -> bool:
-        """Return False: there is no debug mode. Timers call this method."""
+        """Return False. Timers call this method."""
         return False
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Do nothing: a cancelled timer stays in simpy's queue and has no effect when it is due."""
+        """Do nothing: a cancelled timer has no effect when it is due."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Replace the running event loop of this thread until the context ends. The replaced loop does not run.
 
-        The context hides the warnings of the simulated buffer. It also makes garbage collection rare: most objects of a
-        large simulation stay alive, and each collection visits all of them.
+        The context hides the warnings of the simulated buffer, and makes garbage collection rare to save time.
         """
         before, log = events._get_running_loop(), logging.getLogger("buffer")
         events._set_running_loop(self)
@@ -87,8 +82,6 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
 
 class _SimulatedClock(LoopClock):
-    """The clock of a simulated loop; it never stalls."""
-
     def __init__(self, loop: SimulatedLoop) -> None:
         self._loop, self.stalled_s = loop, 0.0
 
@@ -107,7 +100,7 @@ def call_after(env: simpy.Environment, delay: float, callback: Callable[[], None
 
 
 class _Size:
-    """A payload without content; it has only a size."""
+    """A payload without content, only with a size."""
 
     __slots__ = ("_num_bytes",)
 
@@ -122,12 +115,11 @@ class SimulatedBuffer:
     """The buffer of a simulated run, and the calls of its clients. A reply takes no simulated time.
 
     Args:
-        env: The simulation clock.
-        config: Options of the buffer. Use `buffer_options`, so that leases and producers never time out.
+        config: Options of the buffer, from `buffer_options`, so that leases and producers do not time out.
         groups_per_step: Prompt groups per batch.
 
     Attributes:
-        ledger: The ledger of the service; callers only read it.
+        ledger: The ledger of the service, read-only.
         num_requests: Number of handled requests.
         service_s: CPU seconds of the service for these requests.
     """
@@ -148,7 +140,7 @@ class SimulatedBuffer:
         self._is_awake = False
 
     def join(self, client: bytes, on_revoked: OnRevoked, on_hand_on: OnHandOn | None = None) -> None:
-        """Register a client: the buffer calls ``on_revoked`` for a lost lease, and ``on_hand_on`` to hand over groups.
+        """Register a client. The buffer calls ``on_revoked`` for a lost lease, and ``on_hand_on`` to hand over groups.
 
         Both get the group id and the attempt of a lease.
         """
@@ -167,8 +159,8 @@ class SimulatedBuffer:
     ) -> int:
         """Send an operation to the service and return the id of the request.
 
-        ``on_reply`` gets the answer. ``on_refusal`` gets an error; without ``on_refusal``, the simulation
-        raises the error.
+        ``on_reply`` gets the reply, and ``on_refusal`` gets an error. Without ``on_refusal``, the simulation raises the
+        error.
         """
         self._last_id += 1
         if on_reply is not None or on_refusal is not None:
@@ -184,21 +176,17 @@ class SimulatedBuffer:
         self.request(client, Cancel(request_id))
 
     def lose(self, group_id: int, attempt: int) -> None:
-        """Remove the trajectories of a stored group; the buffer requeues its prompt."""
+        """Remove the trajectories of a stored group. The buffer requeues its prompt."""
         self._service.lose_from_store(0, [group_id], stored=[(group_id, attempt)])
         self._wake()
 
     def _wake(self) -> None:
-        """Handle all requests of the present time as one burst, after all other events of this time.
-
-        The real server also reads requests in bursts.
-        """
+        """Handle all requests of the present time in one burst, as the real server does."""
         if not self._is_awake:
             self._is_awake = True
             call_after(self._env, 0.0, self._work)
 
     def _work(self) -> None:
-        """Handle a burst of requests, settle, and deliver the replies. New requests form the next burst."""
         began_s = time.thread_time()
         while self._inbox:
             self.num_requests += 1
@@ -210,7 +198,6 @@ class SimulatedBuffer:
             self._deliver(*self._outbox.popleft())
 
     def _send(self, client: bytes, message: Message) -> None:
-        """Deliver a message at the end of the burst. A message from a timer of the service starts a new burst."""
         self._outbox.append((client, message))
         self._wake()
 
@@ -234,6 +221,6 @@ class SimulatedBuffer:
 
 
 def buffer_options(**options: Any) -> BufferConfig:
-    """A buffer configuration whose deadlines never expire."""
+    """Return a buffer configuration with deadlines that do not expire."""
     never = dict.fromkeys(("lease_s", "heartbeat_s", "request_timeout_s"), _NEVER_S)
     return BufferConfig(**never, max_prompt_bytes=1 << 62, max_message_bytes=1 << 62, **options)

@@ -1,8 +1,7 @@
-"""A simulated engine, which returns each prompt group when its longest sample is finished, and shared CPU cores.
+"""Simulated engines and shared CPU cores.
 
 Between two events, all running samples of an engine decode at the same speed. Therefore one number represents the
-progress of all samples: the tokens of an imaginary sample that runs since the start of the simulation. An event costs
-O(log n) for n running samples.
+progress of all samples: the tokens of an imaginary sample that runs since the start of the simulation.
 """
 
 from __future__ import annotations
@@ -25,19 +24,13 @@ class SimulatedGroup:
     """A prompt group on an engine.
 
     Attributes:
-        group_id: Id of the group.
-        attempt: Attempt of the lease.
         lengths: Final number of tokens of each sample.
-        to_write: Number of tokens that each unfinished sample needs at the start of this attempt. If an earlier attempt
-            was saved, the sum is smaller than that of ``lengths``.
-        num_left: Number of unfinished samples.
+        to_write: Number of tokens that each unfinished sample needs at the start of this attempt.
         oldest_version: Policy version of the first token; -1 before the first token.
         newest_version: Policy version of the last token.
-        has_begun: Whether the engine has started one of the samples.
-        is_revoked: Whether the lease was revoked.
         written: Tokens of the samples that this attempt finished.
-        on_cut: Callback of a request to hand the group over, else None; see `SimulatedEngine.cut`.
-        cut_at: Time of the request to hand over, in simulated seconds.
+        on_cut: Callback of `SimulatedEngine.cut`; None before that call.
+        cut_at: Time of `SimulatedEngine.cut`, in simulated seconds.
     """
 
     group_id: int
@@ -61,7 +54,7 @@ class SimulatedGroup:
 
 @dataclass(order=True, slots=True)
 class _Running:
-    """A running sample; it is finished when the progress of the engine reaches ``ends_at``."""
+    """A running sample. It is finished when the engine's progress reaches ``ends_at``."""
 
     ends_at: float
     place: int
@@ -74,20 +67,15 @@ class SimulatedEngine:
     """An engine with the speed of an `EngineModel`.
 
     Args:
-        env: The simulation clock.
-        model: Speed of the engine.
         on_update: What a weight update does to running samples.
-        prompt_tokens: Tokens of a prompt. The engine computes their cache once per group.
+        prompt_tokens: Tokens of a prompt. The engine computes their KV cache once per group.
         whole_groups: ``Scenario.whole_groups``.
-        on_finished: Gets each finished group.
-        after: Calls a function after some seconds of work, on the simulation clock or on a shared core.
+        after: Calls a function after a number of seconds of work.
         vary: Maps the expected time of a batch to its simulated time.
 
     Attributes:
-        version: Policy version that the engine serves.
         loading_s: Seconds of pauses to load weights.
         prefill_s: Seconds of recomputing KV caches after updates.
-        num_tokens: Number of decoded tokens.
     """
 
     def __init__(
@@ -118,12 +106,12 @@ class SimulatedEngine:
         self._pending_load: tuple[int, float, Callable[[], None]] | None = None
 
     def paused_s(self) -> float:
-        """Seconds of pauses to load weights until now."""
+        """Return the seconds of pauses to load weights until now."""
         self._advance()
         return self.loading_s
 
     def add(self, groups: list[SimulatedGroup]) -> None:
-        """Take groups; their samples start as soon as there is room."""
+        """Take groups and start their samples when the engine has free capacity."""
         for group in groups:
             if self._whole_groups:
                 longest = max(group.to_write)
@@ -162,9 +150,8 @@ class SimulatedEngine:
     def cut(self, group: SimulatedGroup, on_cut: Callable[[list[int]], None]) -> None:
         """Stop a group so that another engine can continue it.
 
-        The engine calls ``on_cut`` with the number of tokens that each unfinished sample still needs. It does so after
-        the next decoding step; an engine that takes batches does so at the end of the batch. In a batch, a stopped
-        sample that has not started yet decodes one token.
+        The engine calls ``on_cut`` with the number of missing tokens of each unfinished sample. It does so after the
+        next decoding step, or at the end of a batch.
         """
         self._advance()
         group.on_cut, group.cut_at = on_cut, self._env.now
@@ -181,7 +168,7 @@ class SimulatedEngine:
         call_after(self._env, step_s, lambda: on_cut(left))
 
     def load(self, version: int, load_s: float, on_loaded: Callable[[], None]) -> None:
-        """Pause for ``load_s``, then serve ``version``; an engine that takes batches loads between two batches."""
+        """Pause for ``load_s``, then serve ``version``. An engine that takes batches loads between two batches."""
         self._advance()
         if self._model.takes_batches and self._running:
             self._pending_load = version, load_s, on_loaded
@@ -209,7 +196,6 @@ class SimulatedEngine:
     # Decoding
 
     def _advance(self) -> None:
-        """Update the progress to the current time."""
         now = self._env.now
         if self._is_loading:
             self.loading_s += now - self._seen_at
@@ -243,7 +229,7 @@ class SimulatedEngine:
         self._begun += weight * self._progress
 
     def _begin_batch(self) -> None:
-        """Start a batch with all samples that fit; the engine returns all of them when the longest is finished."""
+        """Start a batch with all samples that fit. The engine returns all of them when the longest is finished."""
         longest = 0
         while self._waiting and self._load < self._model.max_running:
             group, length, weight = self._waiting.popleft()
@@ -255,7 +241,7 @@ class SimulatedEngine:
         batch_s = self._vary(num_steps * self._token_s())
 
         def steps_until(moment: float) -> int:
-            """Tokens that each sample had at a moment within the batch. Call this after the end of the batch."""
+            """Return the tokens that each sample had at a moment of the batch; valid after the end of the batch."""
             passed = (moment - began_at) / max(self._env.now - began_at, 1e-9) * num_steps
             return max(0, int(passed - (num_steps - longest)))
 
@@ -322,7 +308,6 @@ class SimulatedEngine:
             self._load = self._begun = 0.0
 
     def _write(self, sample: _Running) -> bool:
-        """Count a finished sample; return whether its group is finished now."""
         group = sample.group
         num_tokens = round(sample.length * sample.weight)
         self.num_tokens += num_tokens
@@ -338,9 +323,7 @@ class SimulatedEngine:
 class SharedCore:
     """A CPU core that all its jobs share equally (processor sharing).
 
-    The work of a job is the number of seconds that it takes alone. With n jobs, each job runs at 1/n of the full speed.
-    Therefore one number represents the progress of all jobs: the finished work of an imaginary job that runs since the
-    start of the simulation.
+    The work of a job is the number of seconds that the job takes alone.
     """
 
     def __init__(self, env: simpy.Environment) -> None:
@@ -392,7 +375,7 @@ class SimulatedHost:
         self._last = self.ranks
 
     def other(self, work_s: float, *, num_slices: int = 1) -> None:
-        """Run work of another process in slices, each on the core with fewer jobs; the cores alternate on a tie."""
+        """Run work of another process in slices, each on the core with fewer jobs. The cores alternate on a tie."""
         if not work_s or not num_slices:
             return
         turns = (self.ranks, self.engines) if self._last is self.engines else (self.engines, self.ranks)

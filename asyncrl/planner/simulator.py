@@ -5,9 +5,7 @@
                    commits │   │ plans     puts ◀───┘          offers: learner ─▶ buffer ─▶ workers
                         learner ◀
 
-The waits are the same as in `asyncrl.run.controller` and `rollout_fleet.loop`. The ledger, admission, selection and the
-log of offers are the code of the buffer (`asyncrl.planner.simulated_buffer`). simpy provides the clock. The same
-scenario and seed always give the same outcome.
+simpy provides the clock. The same scenario and seed always give the same outcome.
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ from buffer import commands, outcomes
 _CONTROLLER = b"controller"
 _LEARNER = b"learner"
 _QUEUED_STEPS = 2
-"""The queue holds prompts for this number of batches, so that admission never waits for prompts."""
+"""The queue holds prompts for this number of batches, so that admission does not wait for prompts."""
 _SLICES = 8
-"""Number of slices of the controller's work per step. Each slice runs on the core with fewer jobs at its start."""
+"""Number of slices of the controller's work per step. Each slice runs on the core with fewer jobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +40,9 @@ class SimulatedRun:
     """The result of a simulated run, without its warm-up steps.
 
     Attributes:
-        step_s: Mean seconds per step.
         tokens_per_s: Trained response tokens per second.
-        lag_mean: Mean lag of the trained groups.
-        lag_histogram: Share of the trained groups by lag.
-        learner_idle: Share of the ranks' time that was idle, by cause. The causes have the names of
-            `asyncrl.profile.attribution`.
-        fleet_idle: Idle share of the fleet's capacity, by cause. The capacity is the time × all places for groups.
+        learner_idle: Idle share of the ranks' time, by cause, with the names of `asyncrl.profile.attribution`.
+        fleet_idle: Idle share of the fleet's capacity, by cause. The capacity is the time × all group slots.
         stored_bytes: Largest number of bytes in the buffer.
         dropped: Share of the generated tokens that the buffer dropped.
         wait_s: Mean seconds per step that the ranks waited for a batch.
@@ -73,8 +67,8 @@ def simulate(scenario: Scenario, *, seed: int = 0) -> SimulatedRun:
     """Run a scenario to its last step.
 
     Raises:
-        ReplayBufferError: the buffer refuses a request, as it would in a real run; for example, a batch does not fit
-            into the buffer.
+        ReplayBufferError: the buffer refuses a request, as in a real run. Example: a batch does not fit into the
+            buffer.
     """
     return Simulation(scenario, seed=seed).run()
 
@@ -82,7 +76,7 @@ def simulate(scenario: Scenario, *, seed: int = 0) -> SimulatedRun:
 def variation(recorded: Sequence[float], rng: np.random.Generator) -> Callable[[float], float]:
     """Return a function that multiplies each expected time by the next recorded ratio of measured to expected time.
 
-    The first ratio is chosen at random. Long times are then as frequent as in the record, and in the same order.
+    The first ratio is random. The function then keeps the order of the record.
     """
     first = int(rng.integers(len(recorded))) + 1 if recorded else 0
     ratios = cycle([*recorded[first:], *recorded[:first]] or [1.0])
@@ -90,7 +84,7 @@ def variation(recorded: Sequence[float], rng: np.random.Generator) -> Callable[[
 
 
 class SimulatedWorker:
-    """A rollout worker: it requests leases, gives groups to its engine, stores them and loads offered weights."""
+    """A simulated rollout worker."""
 
     def __init__(self, simulation: Simulation, index: int) -> None:
         scenario = simulation.scenario
@@ -124,7 +118,7 @@ class SimulatedWorker:
         self._ask()
 
     def account(self) -> None:
-        """Add the idle time since the last call to ``idle``, by cause: seconds × idle places for groups."""
+        """Add the idle time since the last call to ``idle``, by cause, in seconds × idle group slots."""
         now = self._env.now
         passed, self._seen_at = now - self._seen_at, now
         if not passed:
@@ -144,16 +138,15 @@ class SimulatedWorker:
     # Leases
 
     def _ask(self) -> None:
-        """Request leases shortly after places for groups become free. There is at most one request at a time."""
         if self._asked is None and not self._is_gathering and self._num_free > 0:
             self._is_gathering = True
-            if self._scenario.engine.takes_batches:  # all groups of a batch end at the same time: handle them first
+            if self._scenario.engine.takes_batches:  # all groups of a batch end at the same time
                 call_after(self._env, 0.0, self._gather)
             else:
                 self._gather()
 
     def _gather(self) -> None:
-        """Request leases. Unless all places are free, first wait ``ask_s``: other places may become free meanwhile."""
+        """Request leases. Unless all slots are free, first wait ``ask_s``, because more slots may become free."""
 
         def request() -> None:
             self.account()
@@ -167,7 +160,7 @@ class SimulatedWorker:
 
     @property
     def _num_free(self) -> int:
-        """Number of free places. Groups that are being scored or stored occupy no place, up to the number of places."""
+        """Number of free slots. Groups that are being scored or stored do not occupy a slot."""
         num_places = self._scenario.groups_in_flight
         return num_places - len(self._groups) + min(self._num_settling, num_places)
 
@@ -202,14 +195,13 @@ class SimulatedWorker:
         self._ask()
 
     def _on_hand_on(self, keys: Sequence[tuple[int, int]]) -> None:
-        """Stop groups, save them and release them. The worker stores a group that the engine has finished as usual."""
+        """Stop groups, save them and release them, except groups that the engine has finished."""
         for key in keys:
             group = self._groups.get(key)
             if group is not None and group.num_left and group.on_cut is None:
                 self.engine.cut(group, partial(self._give_back, group))
 
     def _give_back(self, group: SimulatedGroup, left: list[int]) -> None:
-        """Save the written part of a stopped group, then release the group. After that, its place is free."""
         if self._groups.get((group.group_id, group.attempt)) is not group:  # the buffer revoked it in the meantime
             return
         self.account()
@@ -248,10 +240,7 @@ class SimulatedWorker:
         self._ask()
 
     def _settle_next(self) -> None:
-        """Score and store the next group. On a shared core, the worker does this for one group at a time.
-
-        The thread that generates shares the core with this work.
-        """
+        """Score and store the next group. On a shared core, the worker does this for one group at a time."""
         host = self._simulation.host
         if self._is_settling or not self._to_settle or host is None:
             return
@@ -296,7 +285,6 @@ class SimulatedWorker:
         put()
 
     def _stored(self, group: SimulatedGroup) -> None:
-        """Forget a group that the buffer stored or revoked."""
         self.account()
         self._num_settling -= 1
         del self._groups[group.group_id, group.attempt]
@@ -330,7 +318,7 @@ class SimulatedWorker:
 
 
 class SimulatedLearner:
-    """The learner ranks and the loops of the controller: plan, update, commit, publish."""
+    """The simulated learner ranks and loops of the controller."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation, self._scenario, self._env = simulation, simulation.scenario, simulation.env
@@ -351,7 +339,7 @@ class SimulatedLearner:
         return self._env.process(self._train())
 
     def feed(self) -> None:
-        """Fill the queue of prompts: at the start, after each plan, and when filters leave too few for the fleet."""
+        """Fill the queue of prompts."""
         wanted = _QUEUED_STEPS * self._scenario.groups_per_step + self._simulation.capacity
         missing = wanted - self._buffer.ledger.groups.num_queued
         if missing > 0:
@@ -388,9 +376,7 @@ class SimulatedLearner:
 
     def _ask_plan(self, version: int, made: simpy.Event) -> None:
         def on_plan(batch: commands.Batch | commands.NothingYet) -> None:
-            if isinstance(
-                batch, commands.NothingYet
-            ):  # the filters dropped many groups: request again, as the buffer's client does
+            if isinstance(batch, commands.NothingYet):  # the filters dropped many groups: request again
                 self._ask_plan(version, made)
                 return
             self._simulation.planned({group.group_id for group in batch.groups})
@@ -420,7 +406,6 @@ class SimulatedLearner:
                 yield from self._publish(version + 1)
 
     def _computed(self, work_s: float) -> simpy.Event:
-        """Run an update of ``work_s`` seconds on the ranks."""
         host = self._simulation.host
         if host is None:
             return self._env.timeout(work_s)
@@ -436,7 +421,7 @@ class SimulatedLearner:
     def _publish(self, version: int) -> ProcessGenerator:
         """Copy the weights when the previous publish is finished.
 
-        The ranks do not wait for the rest of the publish, unless ``LearnerModel.shares_learner`` is set.
+        The ranks wait for the rest of the publish only if ``LearnerModel.shares_learner`` is set.
         """
         learner = self._scenario.learner
         began_s = self._env.now
@@ -458,20 +443,15 @@ class SimulatedLearner:
 
 
 class Simulation:
-    """The state of a simulation. Use `simulate`, unless you need this state.
+    """The state of a simulation.
 
     Attributes:
-        buffer: The real service in simulated time.
-        workers: One worker per engine.
-        learner: Ranks and controller.
         capacity: Largest number of groups in flight on all workers.
         host: The cores that engines and ranks share; None if each has its own device.
-        lengths: A stream of response lengths, one list per lease. A second lease of a prompt gets new lengths, unless
-            the first lease was saved.
-        rewards: Random numbers for the lengths, and for the choice of groups whose rewards are all equal.
+        lengths: A stream of response lengths, one list per lease.
+        rewards: Random numbers for the lengths, and for the choice of groups with equal rewards.
         rng: Random numbers for the start of a recorded variation.
-        saved: Handed-over groups by group id. A value is a pair: the final number of tokens of each sample, and the
-            number of tokens that each unfinished sample still needs.
+        saved: Handed-over groups by group id. A value has the final and the missing tokens of each sample.
     """
 
     def __init__(self, scenario: Scenario, *, seed: int = 0) -> None:
@@ -503,7 +483,7 @@ class Simulation:
         self.workers = [SimulatedWorker(self, index) for index in range(scenario.num_engines)]
 
     def run(self) -> SimulatedRun:
-        """Run the simulation until the last step."""
+        """Run the simulation to the last step."""
         with self._loop.running():
             trained = self.learner.start()
             for worker in self.workers:
@@ -514,7 +494,7 @@ class Simulation:
             return self._outcome()
 
     def stored(self, group: SimulatedGroup) -> None:
-        """Record a stored group. If the queue is then above its limit, drop the group that was stored first."""
+        """Record a stored group. If the queue is then above its limit, drop the oldest group."""
 
         def bound_queue() -> None:
             while len(self._queue) > self.scenario.queue_groups:

@@ -1,4 +1,4 @@
-"""Reads the record of a run and explains its idle time (docs/profiling.md)."""
+"""Reads the record of a run and explains its idle time."""
 
 from __future__ import annotations
 

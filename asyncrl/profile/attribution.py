@@ -1,8 +1,8 @@
 """Attributes the idle time of each pool to causes. The times of all causes sum exactly to the idle time.
 
-A *place* is the unit that can be busy: a learner rank, or room for one sample on an engine. At any time, a place is
-either busy or idle for exactly one cause. If several causes apply, the first one in the order of docs/profiling.md
-counts. All sums are integers in nanoseconds times places.
+A *place* is a learner rank, or the capacity for one sample on an engine. At any time, a place is busy, or idle for
+exactly one cause. If several causes apply, the first one in the order of docs/profiling.md counts. All sums are
+integers in nanoseconds times places.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FleetCause(StrEnum):
 class LearnerCause(StrEnum):
     """Why a learner rank was idle. The first member that applies is the cause.
 
-    For ``batch_tail`` and all later members, the rank waits for a batch.
+    From ``batch_tail`` on, the rank waits for a batch.
     """
 
     rank_down = "rank_down"
@@ -78,19 +78,16 @@ OWN_CAUSES: Mapping[str, frozenset[str]] = {
     Pool.learner: frozenset({LearnerCause.fetch, LearnerCause.rank_skew}),
     Pool.fleet: frozenset({FleetCause.reward, FleetCause.tool, FleetCause.environment, FleetCause.group_tail}),
 }
-"""Idle causes that a pool would have even if the other pool took no time."""
+"""Idle causes of a pool that do not depend on the other pool."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """A period in which some places of a lane were in the same state.
+    """A period with a constant number of places of a lane in one state.
 
     Attributes:
         lane: The lane of the rank or engine.
-        start: Start of the period, in nanoseconds.
-        end: End of the period, in nanoseconds.
         state: ``busy``, or a `FleetCause` or `LearnerCause`.
-        places: Number of places in this state.
     """
 
     lane: str
@@ -110,8 +107,7 @@ class PoolTime:
     """The time of a pool's places, in nanoseconds times places.
 
     Attributes:
-        capacity: The busy time plus the idle time of all causes.
-        busy: The busy time.
+        capacity: The busy time plus all idle time.
         idle: The idle time by cause, largest first.
     """
 
@@ -130,14 +126,14 @@ class PoolTime:
         return self.busy / self.capacity if self.capacity else 0.0
 
     def alone(self, pool: str, duration: int) -> float:
-        """Nanoseconds of ``duration`` that the pool would need without the other pool: busy time plus `OWN_CAUSES`."""
+        """Return the nanoseconds of ``duration`` that the pool would need alone: busy time plus `OWN_CAUSES`."""
         own = self.busy + sum(self.idle.get(cause, 0) for cause in OWN_CAUSES[pool])
         return duration * own / self.capacity if self.capacity else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """What every place of a run did in a window of time.
+    """The states of all places of a run in a window of time.
 
     Attributes:
         window: Start and end, in nanoseconds.
@@ -179,10 +175,10 @@ class Attribution:
 
 
 class Series:
-    """An integer that changes over time; it is 0 before the first change."""
+    """An integer that changes over time. It is 0 before the first change."""
 
     def __init__(self, changes: Iterable[tuple[int, int]] = ()) -> None:
-        """Take (time, new value) pairs in any order; if several have the same time, the last one counts."""
+        """Take (time, new value) pairs in any order. Of several pairs with the same time, the last counts."""
         self.changes = sorted(changes, key=lambda change: change[0])
 
     @classmethod
@@ -207,9 +203,9 @@ class Series:
 
 
 def swept(window: tuple[int, int], series: Mapping[str, Series]) -> Iterator[tuple[int, int, dict[str, int]]]:
-    """Split the window at each change of a series. Yields the start, the end, and the values by name of each part.
+    """Split the window at each change of a series. Yield start, end and the values by name of each interval.
 
-    All parts share one mapping: the generator updates it in place for the next part.
+    All intervals share one mapping: the generator updates it in place.
     """
     start, end = window
 
@@ -269,7 +265,7 @@ def _engine_states(now: Mapping[str, int]) -> Iterator[tuple[str, int]]:
         if now[f"span.{kind}"]:
             yield cause, left
             return
-    # Find out why no sample starts in a free place.
+    # Find out why free places stay free.
     if not now["buffer.queued"]:
         why_free = FleetCause.no_prompts
     elif now["buffer.full"]:
@@ -343,7 +339,7 @@ def _learner_stretches(trace: Trace, window: tuple[int, int], fleet: Sequence[St
 
 
 def _rank_state(now: Mapping[str, int]) -> str | None:
-    """Return the state of a rank; None if the rank waits for a batch. In that case `_no_batch` finds the cause."""
+    """Return the state of a rank; None if the rank waits for a batch."""
     if now["down"]:
         return LearnerCause.rank_down
     for kind, cause in _BLOCKED:
@@ -364,8 +360,8 @@ def _rank_state(now: Mapping[str, int]) -> str | None:
 def _no_batch(trace: Trace, window: tuple[int, int], fleet: Sequence[Stretch]) -> Series:
     """Return why a batch is missing at each time, as an index into `LearnerCause`.
 
-    The cause is ``batch_tail`` if the staleness bound stops free places from starting a group, and at most half
-    of the step's peak number of samples still run.
+    The cause is ``batch_tail`` if the staleness bound stops free places from starting a group. At most half of the
+    step's peak number of samples must then be running.
     """
     deltas: dict[str, Counter[int]] = defaultdict(Counter)
     for stretch in fleet:
@@ -400,7 +396,6 @@ def _level(trace: Trace, name: str, lane: str) -> Series:
 
 
 def _gaps(trace: Trace, lane: str) -> list[tuple[int, int]]:
-    """Return the periods after a process of a lane died and before its replacement started."""
     pairs = pairwise(trace.processes_of(lane))
     return [(left.end, right.start) for left, right in pairs if left.end < right.start]
 
@@ -441,7 +436,7 @@ def _pool_time(stretches: Iterable[Stretch]) -> PoolTime:
 
 @dataclass(frozen=True)
 class LagSplit:
-    """Mean lag of a step's groups in learner steps, split into the lag before storage and the lag in the queue."""
+    """Mean lag of a step's groups: total, before storage, and in the queue."""
 
     mean: float = 0.0
     before_queue: float = 0.0
@@ -450,14 +445,12 @@ class LagSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """How one step, or all steps of the run, used its time.
+    """The use of time in one step, or in all steps of the run.
 
     Attributes:
         duration: Nanoseconds from start to end.
-        num_steps: Number of learner steps.
         pools: The time of the places of each pool, ``learner`` and ``fleet``.
         num_lanes: Number of ranks or engines of each pool.
-        lag: Lag of the trained groups.
     """
 
     duration: int
@@ -477,12 +470,12 @@ class Figures:
 
     @property
     def ideal_step_s(self) -> float:
-        """Seconds per step of the slower pool alone. Perfect overlap reaches this value."""
+        """Seconds per step of the slower pool alone: the value with perfect overlap."""
         return max(self.alone_s(pool) for pool in POOLS)
 
     @property
     def efficiency(self) -> float:
-        """Ideal seconds per step divided by measured seconds per step; 1 is perfect overlap."""
+        """Ideal divided by measured seconds per step; 1 is perfect overlap."""
         return self.ideal_step_s / self.step_s if self.duration else 0.0
 
     @property
@@ -498,7 +491,7 @@ class Figures:
         return {c: self.duration * _S * total / time.capacity for c, total in time.idle.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures as plain values. The ``_ns`` values are nanoseconds times places, and add up exactly."""
+        """Return the figures as plain values. The ``_ns`` values are nanoseconds times places."""
         pools = {
             pool: {
                 "lanes": self.num_lanes[pool],
@@ -527,13 +520,12 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapReport:
-    """How well generation and training overlapped (``overlap.json``). The times of all steps sum to that of the run.
+    """The overlap of generation and training (``overlap.json``).
 
     Attributes:
         run: Figures from the start of the first step to the end of the last finished step.
-        steps: Version and figures of each step, in order of time. The version of a repeated step appears twice.
-        attribution: The attribution from which the figures are computed.
-        recorded: How complete the record is, and the largest error of the clocks.
+        steps: Version and figures of each step, in order of time. A repeated step appears twice.
+        recorded: Dropped records, damaged files, and the largest error of the clocks.
     """
 
     run: Figures
@@ -584,7 +576,7 @@ class OverlapReport:
         return {"run": self.run.to_dict(), "steps": steps, "recorded": dict(self.recorded)}
 
     def summary(self) -> dict[str, Any]:
-        """Return the part for ``summary.json``. The idle seconds are those of an average place, over the whole run."""
+        """Return the section of ``summary.json``. Idle seconds are those of an average place over the whole run."""
         run = self.run
         return {
             "step_s": run.step_s,
@@ -597,11 +589,7 @@ class OverlapReport:
 
 
 class LiveUse:
-    """Adds up the use of the pools in the finished steps of a run in progress. It reads each step once.
-
-    Args:
-        run_dir: The run's folder.
-    """
+    """Adds up the use of the pools in the finished steps of a run in progress. It reads each step once."""
 
     def __init__(self, run_dir: Path) -> None:
         self._reader = TraceReader(run_dir)
@@ -611,9 +599,12 @@ class LiveUse:
         self._capacity: dict[str, int] = {}
 
     def read(self) -> RunUse | None:
-        """Return the use up to the last finished step; None if none is finished. Raises as `TraceReader.read` does."""
+        """Return the use up to the last finished step; None if none is finished.
+
+        Raises the errors of `TraceReader.read`.
+        """
         trace = self._reader.read()
-        # Compare times, not versions: a learner that returns to a checkpoint repeats steps.
+        # Compare times, because a learner that returns to a checkpoint repeats versions.
         new = [step for step in trace.steps if not step.is_open and (self._upto is None or step.end > self._upto)]
         if new:
             new[0] = replace(new[0], start=new[0].start if self._upto is None else self._upto)

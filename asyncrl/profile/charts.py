@@ -1,7 +1,6 @@
 """Computes the data of each chart of the report from a trace, as plain lists for JSON. ``page/charts.js`` draws them.
 
-Each public function that returns a `Chart` makes one part of the document. Times are seconds since training began.
-Versions and lags are learner steps.
+Times are seconds since training began. Versions and lags are learner steps.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MAX_BINS = 4000
 """Largest number of columns of the timeline."""
 _LEAST_WIDTH_NS = 1_000_000
 MAX_BARS = 600
-"""Largest number of bars in the steps chart; if there are more steps, one bar shows the mean of several."""
+"""Largest number of bars in the steps chart. With more steps, each bar shows the mean of several steps."""
 MAX_CURVES = 24
 MAX_CURVE_POINTS = 64
 LAST_SHARE = 0.05
@@ -36,7 +35,7 @@ _FIGURES = 4
 
 
 def timeline(trace: Trace, attribution: Attribution) -> Chart:
-    """Use of both pools, publishes, buffer counts and lag over time, in at most `MAX_BINS` columns of equal width."""
+    """Return pool use, publishes, buffer counts and lag over time, in at most `MAX_BINS` columns of equal width."""
     start, end = attribution.window
     count = max(1, min(MAX_BINS, (end - start) // _LEAST_WIDTH_NS))
     edges = np.linspace(start, end, count + 1)
@@ -59,9 +58,11 @@ def _pool_use(attribution: Attribution, pool: Pool, edges: np.ndarray) -> Chart:
 
 
 def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
-    """One bar per finished step, or per several consecutive steps: a rank's busy seconds and idle seconds by cause.
+    """Return one bar per finished step, or per several consecutive steps.
 
-    The line shows how many seconds the fleet would need for its work in the step if all its places were busy.
+    A bar has a rank's busy seconds, and its idle seconds by cause.
+
+    ``fleet_s`` is the seconds that the fleet would need for the step's work with all places busy.
     """
     width = math.ceil(len(windows) / MAX_BARS) or 1
     bars = [slice(first, first + width) for first in range(0, len(windows), width)]
@@ -88,10 +89,10 @@ def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
 
 
 def fill(trace: Trace) -> Chart:
-    """How batches fill: the stored share of a batch over time, for at most `MAX_CURVES` evenly spaced steps.
+    """Return how batches fill: the stored share of a batch over time, for at most `MAX_CURVES` evenly spaced steps.
 
     Each curve has ``points`` [seconds, stored share]. The seconds are ≤ 0; the batch is complete at 0. ``tail`` is the
-    index of the point where the last 5% begin.
+    index of the point at the start of the last 5%.
     """
     stored: dict[int, list[int]] = defaultdict(list)
     for life in trained_groups(trace):
@@ -113,7 +114,7 @@ def _fill_curve(step: int, moments: Sequence[int]) -> Chart:
 
 
 def lag(trace: Trace, *, bound: int) -> Chart:
-    """Trained groups by lag. Each bar is split into the lag before the group was stored and the lag in the queue."""
+    """Return trained groups by lag, split into the lag before the group was stored and the lag in the queue."""
     lives = trained_groups(trace)
     parts = {name: [0.0] * (1 + max([bound, *(life.lag for life in lives)])) for name in ("none", "before", "in_queue")}
     for life in lives:
@@ -154,9 +155,9 @@ def lengths(trace: Trace) -> Chart:
 
 
 def publishes(trace: Trace) -> Chart:
-    """Return the stages of weight updates: median start and end after the copy began. Also each version's total time.
+    """Return the stages of weight updates (median start and end after the copy began), and each version's total time.
 
-    If a stage runs on several ranks or engines, it lasts from the first start to the last end.
+    A stage on several ranks or engines lasts from the first start to the last end.
     """
     began = {span.version: span.start for span in reversed(trace.spans_of(SpanKind.publish_copy))}
     stages: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
@@ -193,7 +194,7 @@ _STAGES = {
 
 
 def _version_of(trace: Trace, span: Span) -> int:
-    """Return the version of a stage. If its span has no version, this is the version that the engine serves next."""
+    """Return the version of a stage, or else the version that the engine serves next."""
     if span.version != NONE:
         return span.version
     if span.kind == SpanKind.re_prefill:  # follows a pause; the version may be recorded before or after it
@@ -209,7 +210,7 @@ _ACTIVITIES = {
     SpanKind.pause: "loading weights",
 }
 _UP = ("starting", "catching_up", "ready", "updating")
-"""Worker states for which the table shows the state of the engine instead."""
+"""If the worker is in one of these states, `_state` returns the state of the engine."""
 
 
 def _state(trace: Trace, lane: str) -> str:
@@ -252,12 +253,12 @@ def members(trace: Trace) -> Chart:
 
 
 def frontier(predictions: Mapping[str, Any], here: tuple[float, float]) -> Chart:
-    """Predicted seconds per step over mean lag; ``here`` is the measured (mean lag, seconds per step) of the run."""
+    """Return predicted seconds per step over mean lag; ``here`` is the run's measured (mean lag, seconds per step)."""
     return {"curves": predictions["curves"], "here": {"lag": _rounded(here[0]), "step_s": _rounded(here[1])}}
 
 
 def _served(trace: Trace) -> list[tuple[int, int]]:
-    """For each version, the time when all engines first served it or a newer one; skipped versions are left out."""
+    """Return, for each served version, the time when all engines first served it or a newer version."""
     levels = [level for lane in trace.lanes(Pool.fleet) for level in trace.levels_of(LevelName.version, lane)]
     changes = sorted((level.time, level.lane, level.value) for level in levels)
     serves: dict[str, int] = {}
@@ -284,7 +285,7 @@ def _shares(stretches: Iterable[Stretch], edges: np.ndarray) -> dict[str, np.nda
 
 
 def _overlaps(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Weighted time of spans in each bin.
+    """Compute the weighted time of spans in each bin.
 
     Args:
         rows: [N, 3] start, end, weight.
@@ -344,5 +345,5 @@ def _seconds(nanoseconds: float) -> float:
 
 
 def _rounded(value: float) -> float:
-    """Round to four decimal places, or to four significant digits below 1. This keeps the document small."""
+    """Round to four decimal places, or to four significant digits below 1, to keep the document small."""
     return float(f"{value:.{_FIGURES}g}") if abs(value) < 1 else round(value, _FIGURES)

@@ -27,7 +27,7 @@ _SHOWN_STEPS = 8
 
 
 def explain(run_dir: Path) -> OverlapReport:
-    """Explain the record of a run; write ``overlap.json``, ``trace.json`` and the report, each atomically.
+    """Compute the overlap report of a run. Write ``overlap.json``, ``trace.json`` and ``report.html``, each atomically.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -44,7 +44,7 @@ def explain(run_dir: Path) -> OverlapReport:
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Explain the run that the command line names; return the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="asyncrl profile",
         description="Show why the learner and the fleet were idle. The run may still be in progress.",
@@ -66,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def history_of(trace: Trace, group_id: int) -> list[str]:
-    """Return one line per recorded event of a group, in order of time; times are seconds since the first record.
+    """Return one line per recorded event of a group, in order of time, in seconds since the first record.
 
     Raises:
-        ValueError: The record has no event of the group.
+        ValueError: the record has no event of the group.
     """
     life = trace.groups.get(group_id)
     if life is None:

@@ -1,11 +1,7 @@
 """``asyncrl dashboard RUN`` serves the report of a run over HTTP and updates it while the run is in progress.
 
-The dashboard is a separate process that only reads the run's folder, so its failure does not affect the run. It waits
-for changed files (inotify, through ``watchfiles``), reads the new records, and notifies every open page by server-sent
-events.
-
-On a loopback address the token is optional; on any other address the dashboard refuses to start without a token. The
-dashboard has no TLS: use a tunnel (``ssh -L``) over a network that you do not trust.
+The dashboard is a separate process that only reads the run's folder. On an address that is not loopback, it needs a
+token. It has no TLS: use a tunnel (``ssh -L``) over a network that you do not trust.
 """
 
 from __future__ import annotations
@@ -51,10 +47,9 @@ class Dashboard:
     """Serves the pages of one run.
 
     Args:
-        run_dir: The run's folder.
-        token: Secret that visitors send once as ``/?token=``, or as a bearer token; empty to disable the check.
-        only_loopback: Answer only requests whose Host header is a loopback name. This stops DNS rebinding: a foreign
-            web page could otherwise use a host name that resolves to 127.0.0.1.
+        token: Secret that visitors send once as ``/?token=``, or as a bearer token. Empty disables the check.
+        only_loopback: Answer only requests with a loopback name in the Host header. This stops DNS rebinding: a foreign
+            web page could use a host name that resolves to 127.0.0.1.
     """
 
     def __init__(self, run_dir: Path, *, token: str = "", only_loopback: bool = True) -> None:
@@ -111,7 +106,6 @@ class Dashboard:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Refuse requests with a foreign host name or without the token."""
         host = request.host.rpartition(":")[0] if request.host.rpartition(":")[2].isdigit() else request.host
         if self._only_loopback and not is_loopback(host.strip("[]")):
             raise web.HTTPForbidden(text=f"this dashboard answers on loopback only, got the host {request.host}\n")
@@ -161,7 +155,7 @@ class Dashboard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is a loopback name or address."""
+    """Return whether a host is a loopback name or address."""
     if host == "localhost":
         return True
     try:
@@ -174,8 +168,8 @@ def check_dashboard(address: str, token: str) -> None:
     """Check the address and the token of a dashboard.
 
     Raises:
-        ValueError: the address is malformed, the address is not loopback and the token is empty, or ``watchfiles`` is
-            not installed.
+        ValueError: the address is malformed, it is not loopback and the token is empty, or ``watchfiles`` is not
+            installed.
     """
     host, _ = split_address(address, "dashboard_address")
     if importlib.util.find_spec("watchfiles") is None:
@@ -193,7 +187,7 @@ def check_dashboard(address: str, token: str) -> None:
 async def serve(run_dir: Path, address: str, *, token: str, with_parent: bool) -> None:
     """Write the URL to stdout, then serve until cancelled.
 
-    With ``with_parent``, serve until stdin ends: the parent process holds stdin open.
+    With ``with_parent``, serve until the parent process ends or closes stdin.
     """
     host, port = split_address(address, "dashboard_address")
     dashboard = Dashboard(run_dir, token=token, only_loopback=is_loopback(host))
@@ -235,7 +229,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_report_file(_: object, path: str) -> bool:
-    """Whether the report reads this file of the run's folder."""
     file = Path(path)
     names = ("metrics.jsonl", "summary.json", "plan.json", "advice.json")
     return file.parent.name in ("profile", "samples") or file.name in names

@@ -1,7 +1,6 @@
 """Computes the view of an episode in the report: a row per turn and tool, and the reasons for waiting over time.
 
-The samples of a run hold episodes as `rollout_fleet.episodes.episode_run.EpisodeRun.described` writes them. The page
-draws the rows in the given order (``page/page.js``). Times are seconds since the episode began.
+Times are seconds since the episode began.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from typing import Any
 Values = dict[str, Any]
 
 WAITS = ("generation", "queue", "tool", "environment")
-"""What an episode can wait for. If it waits for several at the same time, the first one in this order counts."""
+"""Reasons of waits. Of several reasons at the same time, the first in this order counts."""
 MAX_LETTERS = 4000
-"""Largest number of characters of a turn's text in the report. The middle of a longer text is left out."""
+"""Largest number of characters of a turn's text. The report omits the middle of a longer text."""
 MAX_ROWS = 2000
-"""Largest number of rows of an episode in the report. If there are more, the first ones are kept."""
+"""Largest number of rows of an episode. The report omits later rows."""
 _DIGITS = 3
 
 
 def episode_view(sample: Mapping[str, Any], episode: Mapping[str, Any]) -> Values:
-    """Return the part of the document for one episode.
+    """Return the view of one episode for the document.
 
     Args:
         sample: The row of the episode in ``samples/``.
@@ -63,7 +62,7 @@ def episode_view(sample: Mapping[str, Any], episode: Mapping[str, Any]) -> Value
 
 
 def _rows(episode: Mapping[str, Any]) -> Iterator[Values]:
-    """Yield the rows branch by branch. Where turns branch, the shorter branches come first and are indented.
+    """Yield the rows branch by branch. At a fork, the shorter branches come first and are indented.
 
     A row has ``name``, ``indent``, ``num_tokens``, ``reward``, ``finish_reason`` and these keys:
 
@@ -72,7 +71,7 @@ def _rows(episode: Mapping[str, Any]) -> Iterator[Values]:
     - ``pieces``: [version, text];
     - ``bars``: the waits of the row, [reason, start, end].
 
-    The row of a tool follows the turn that ended last before the tool began.
+    The row of a tool follows the last turn that ended before the tool began.
     """
     turns = {turn["turn"]: turn for turn in episode["turns"]}
     children: dict[int, list[int]] = defaultdict(list)
@@ -119,7 +118,7 @@ _NOTHING = {
 
 
 def _bars(turn: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Yield the periods in which a turn waited, in order, as [reason, start, end]."""
+    """Yield the periods of a turn's waits, in order, as [reason, start, end]."""
     asked, ended = turn["asked_s"], turn["ended_s"]
     if asked is None or ended is None or ended <= asked:
         return
@@ -131,7 +130,7 @@ def _bars(turn: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
 
 
 def _waits(episode: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Yield the periods in which the whole episode waited, as [reason, start, end], from its start to its end."""
+    """Yield the periods of the whole episode's waits, as [reason, start, end], from its start to its end."""
     duration = episode["duration_s"]
     found = [bar for turn in episode["turns"] for bar in _bars(turn)]
     found += [
@@ -168,7 +167,6 @@ def _tools_by_turn(episode: Mapping[str, Any]) -> dict[int, list[Mapping[str, An
 
 
 def _shortened(pieces: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Return the pieces of a text; the middle of a long text is left out."""
     if sum(len(text) for _, text in pieces) <= MAX_LETTERS:
         return [[version, text] for version, text in pieces]
     head, tail, left = [], [], MAX_LETTERS // 2

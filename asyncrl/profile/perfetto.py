@@ -1,7 +1,7 @@
 """Converts a trace to the Chrome trace event format (``trace.json``) for https://ui.perfetto.dev and chrome://tracing.
 
-The document has one process per pool, and one lane per rank, engine and buffer. An arrow leads from the lease of each
-group to the step that trained on it. The document also has counters. Times are microseconds since the first record.
+An arrow leads from the lease of each group to the step that trained on it. Times are microseconds since the first
+record.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def trace_events(trace: Trace, *, torch_traces: Iterable[str] = ()) -> dict[str,
 
     Args:
         trace: The record of the run.
-        torch_traces: File names of the traces that `profile.torch_steps` wrote. The spans of updates name these files.
+        torch_traces: File names of the traces that `profile.torch_steps` wrote. Update spans name these files.
     """
     events = _Events(trace, frozenset(torch_traces))
     return {
@@ -44,7 +44,6 @@ class _Events:
         self._threads = {lane: number for number, lane in enumerate(sorted(lanes), 1)}
 
     def names(self) -> Iterator[dict[str, Any]]:
-        """Yield the names of pools and lanes."""
         for pool, number in _POOLS.items():
             yield {"ph": "M", "pid": number, "name": "process_name", "args": {"name": pool}}
             yield {"ph": "M", "pid": number, "name": "process_sort_index", "args": {"sort_index": number}}
@@ -52,7 +51,10 @@ class _Events:
             yield {"ph": "M", "pid": _POOLS[pool], "tid": number, "name": "thread_name", "args": {"name": lane}}
 
     def spans(self) -> Iterator[dict[str, Any]]:
-        """The spans of each lane. Spans that may overlap on a lane, such as rewards, become asynchronous events."""
+        """Yield the spans of each lane.
+
+        Spans that may overlap on a lane, such as rewards, become asynchronous events.
+        """
         for number, span in enumerate(self._trace.spans):
             about = {"version": span.version, "step": span.step, "group": span.group}
             args: dict[str, Any] = {name: value for name, value in about.items() if value != NONE}
@@ -70,7 +72,7 @@ class _Events:
                 yield {**place, "ph": "X", "name": span.kind, **times, "args": args}
 
     def groups(self) -> Iterator[dict[str, Any]]:
-        """An arrow per use of a trained group, from its lease to the step that consumed it."""
+        """Yield an arrow per use of a trained group, from its lease to the step that consumed it."""
         updates = {span.step: span for span in reversed(self._trace.spans_of("update"))}
         for group in (use for life in self._trace.groups.values() for use in life.uses()):
             update = updates.get(group.step)
@@ -78,7 +80,6 @@ class _Events:
                 yield from self._arrow(group, update)
 
     def counters(self) -> Iterator[dict[str, Any]]:
-        """Yield the counts of the buffer, and the occupied places of each engine by use."""
         for level in self._trace.levels:
             is_buffer = level.lane == BUFFER_LANE and level.name in _COUNTERS
             if is_buffer or level.name in _ENGINE_COUNTERS:
@@ -87,7 +88,6 @@ class _Events:
                 yield {**place, "ts": self._us(level.time), "args": {level.name: level.value}}
 
     def lags(self) -> Iterator[dict[str, Any]]:
-        """Yield the mean lag of each step's groups."""
         lags: dict[int, list[int]] = defaultdict(list)
         for group in (use for life in self._trace.groups.values() for use in life.uses()):
             if group.last(GroupEvent.stored) is not None:

@@ -1,8 +1,4 @@
-"""Builds the report of a run: one document of figures, charts, members and samples, and ``report.html`` from it.
-
-The dashboard serves the same document while the run is in progress. The document lists each missing part by name, with
-the reason or the option that records it.
-"""
+"""Builds the report of a run: one document of figures, charts, members and samples, and ``report.html`` from it."""
 
 from __future__ import annotations
 
@@ -43,11 +39,7 @@ _T = TypeVar("_T")
 
 
 class RunReport:
-    """Builds the document of a run's folder; later calls read only the new records.
-
-    Args:
-        run_dir: The run's folder.
-    """
+    """Builds the document of a run's folder. Later calls read only the new records."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -61,7 +53,7 @@ class RunReport:
     def document(self, trace: Trace | None = None, overlap: OverlapReport | None = None) -> dict[str, Any]:
         """Build the document that the page draws (docs/watching.md).
 
-        If any file except record and configuration cannot be read, the document holds the reason instead of its part.
+        If a file cannot be read, the document holds the reason. The record and the configuration must be readable.
 
         Args:
             trace: The record to show; None to read the record of the run so far.
@@ -95,7 +87,6 @@ class RunReport:
         }
 
     def _facts(self, trace: Trace, bound: int, experiment: str) -> dict[str, Any]:
-        """Return the title of the page, the line below it, and whether the run is in progress."""
         if (self._run_dir / "summary.json").is_file():
             state = "the run has ended"
         else:
@@ -120,7 +111,6 @@ class RunReport:
 
 
 def _earlier_lives(run_dir: Path) -> Iterator[str]:
-    """Yield a line per earlier life: its steps and its end. Then yield a line with the first step of this life."""
     lives = lives_until(run_dir)
     for number, ((folder, record), (_, after)) in enumerate(pairwise(lives), start=1):
         steps = f"steps {record.first_step} to {after.first_step - 1}"
@@ -142,7 +132,7 @@ def write_report(run_dir: Path, trace: Trace | None = None, overlap: OverlapRepo
 
 
 def _charts(trace: Trace, overlap: OverlapReport, bound: int, predictions: Mapping[str, Any] | str) -> dict[str, Any]:
-    """Each chart by name, or the reason why the chart is missing."""
+    """Return each chart by name, or the reason why the chart is missing."""
     finished = [step for step in trace.steps if not step.is_open]
     if not finished:
         early = "No learner step is finished yet."
@@ -161,7 +151,6 @@ def _charts(trace: Trace, overlap: OverlapReport, bound: int, predictions: Mappi
 
 
 def _figures(overlap: OverlapReport, bound: int, total_steps: int) -> Iterator[dict[str, str]]:
-    """Yield the figures at the top of the page: name, value and explanation."""
     run = overlap.run
     yield _figure("learner steps", f"{run.num_steps} of {total_steps}", "finished")
     if run.num_steps:
@@ -192,7 +181,6 @@ def _rewards(record: Mapping[str, Any] | str | None) -> Iterator[dict[str, str]]
 
 
 def _alarms(run_dir: Path, options: Mapping[str, Any], bound: int) -> list[dict[str, Any]]:
-    """Return the alarms of the run so far, newest first, or one entry with the reason why a file cannot be read."""
     limits = RunLimits(total_steps=options.get("total_steps", 0), max_lag=bound)
     found = _or_reason(lambda: read_alarms(run_dir, limits))
     if isinstance(found, str):
@@ -205,7 +193,6 @@ def _figure(name: str, value: str, note: str) -> dict[str, str]:
 
 
 def _or_reason(read: Callable[[], _T]) -> _T | str:
-    """Call ``read``. If a file cannot be read, return the reason, which the document shows instead of the part."""
     try:
         return read()
     except (OSError, ValueError) as error:
@@ -213,7 +200,7 @@ def _or_reason(read: Callable[[], _T]) -> _T | str:
 
 
 def _last_record(path: Path) -> dict[str, Any] | None:
-    """The last complete line of ``metrics.jsonl``; None if there is none yet. Raises the errors of `json_object`."""
+    """Return the last complete line of ``metrics.jsonl``; None if there is none. Raises the errors of `json_object`."""
     lines = path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []
     if not lines:
         return None
@@ -236,12 +223,7 @@ def _options(run_dir: Path) -> dict[str, Any]:
 
 
 class SampleFiles:
-    """Reads the newest samples of a run for the page. Sample files never change, so each file is read once.
-
-    Args:
-        run_dir: The run's folder, with ``samples/`` of `rollout_fleet.sample_log` and ``tokens/`` of
-            `learner.trajectory_log`.
-    """
+    """Reads the newest samples of a run for the page. Sample files do not change, so each file is read once."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -285,7 +267,7 @@ class SampleFiles:
 
     @cached_property
     def _decode(self) -> Decode | None:
-        """The decoder of the policy that the run wrote, or of its initial model; None if neither has a tokenizer."""
+        """The decoder of the policy in the run's folder, or of the initial model; None if neither has a tokenizer."""
         policy = self._run_dir / "policy"
         initial = _options(self._run_dir).get("model", {}).get("path", "")
         folders = (policy, Path(initial or policy))
@@ -339,14 +321,12 @@ def _finite(value: float | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A change of options that is predicted to make the run faster.
+    """A change of options, and its predicted effect.
 
     Attributes:
         change: Hydra overrides. Example: ``buffer.max_lag=1``.
         why: The present bottleneck, as a sentence.
-        predicted_step_s: Predicted seconds per step after the change.
         interval: 5th and 95th percentile of ``predicted_step_s`` over resampled response lengths.
-        predicted_lag: Predicted mean lag after the change.
     """
 
     change: str
@@ -364,12 +344,12 @@ class Advice:
 
 
 def advice_file(run_dir: Path) -> Path:
-    """Return the file of the newest advice on a run. Its key ``advice`` holds the fields of `Advice`, or null."""
+    """Return the file of the newest advice. Its key ``advice`` holds the fields of `Advice`, or null."""
     return run_dir / "advice.json"
 
 
 def read_advice(run_dir: Path) -> Advice | None:
-    """Return the newest advice on a run; None if the planner found none or has not searched yet.
+    """Return the newest advice on a run; None if there is no advice or the planner has not searched yet.
 
     Raises:
         ValueError: the file is damaged. The message names it.

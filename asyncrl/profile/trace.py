@@ -1,10 +1,7 @@
 """Reads the records of a run's processes as spans, levels and group stamps on one clock.
 
-The reader accepts files that are still growing, and files of killed processes that end in the middle of a record. It
-reads all complete records.
-
-All times are integer nanoseconds of the buffer server's monotonic clock. All processes on the buffer's host share this
-clock. A process on another host measures the offset of its clock, and the reader shifts the times by this offset.
+It also reads growing files, and files of killed processes. All times are integer nanoseconds of the buffer server's
+monotonic clock. The reader adds the measured clock offset of other hosts.
 """
 
 from __future__ import annotations
@@ -23,10 +20,10 @@ import msgpack
 from asyncrl.core.record import NONE, SCHEMA, GroupEvent, Pool, SpanKind, Tag
 
 FOLDER = "profile"
-"""Subfolder of the run's folder that holds the records of the processes."""
+"""Subfolder of the run's folder for the records of the processes."""
 CONTROLLER_LANE, BUFFER_LANE = "controller", "buffer"
 UNMEASURED_ERROR_NS = 1_000_000_000
-"""Assumed error of a clock without measurements. The reader then compares the wall clocks of the hosts."""
+"""Assumed error of an offset that the reader computes from the wall clocks of two hosts."""
 _CHUNK_BYTES = 1 << 20
 _WORST_OF_BEST = 8
 _T = TypeVar("_T")
@@ -38,17 +35,14 @@ class Process:
 
     Attributes:
         name: Name in the run. Example: ``learner-0``.
-        pool: The pool of the process (`Pool`).
-        host: Host name of its machine.
-        pid: Process id on that machine.
+        pool: Its `Pool`.
         start: Time when it began to record.
         end: Time of its last record.
         wall_ns: Nanoseconds since the Unix epoch at ``start``.
         offset_ns: Last offset that the reader added to the times of the process.
-        error_ns: Largest possible error of ``offset_ns``, in either direction.
+        error_ns: Largest possible error of ``offset_ns``.
         num_dropped: Number of records that the process dropped because its queue was full.
         is_whole: False if its file has a damaged record, or ends in the middle of a record.
-        lanes: Lanes of its spans and levels.
     """
 
     name: str
@@ -70,16 +64,12 @@ class Span:
     """An activity of a lane from ``start`` to ``end``.
 
     Attributes:
-        lane: The rank, engine or other actor. Example: ``engine-0``.
-        kind: The activity (`SpanKind`).
+        lane: Rank or engine. Example: ``engine-0``.
         start: Nanoseconds.
         end: Nanoseconds; for an open span, the end of its process or of the trace.
-        version: Policy version of the activity, or -1.
-        step: Learner step of the activity, or -1.
-        group: Prompt group of the activity, or -1.
-        cause: More detail than ``kind``; may be empty.
-        process: Name of the process that recorded the span.
-        is_open: True if the record has no end of the span.
+        version: Policy version of the activity, or -1; likewise ``step`` and ``group``.
+        cause: Further detail of ``kind``, or empty.
+        is_open: True if the end of the span is not recorded.
     """
 
     lane: str
@@ -107,7 +97,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """An event in the life of a prompt group. `asyncrl.core.record.stamp` explains ``version`` and ``details``."""
+    """An event of a prompt group. `asyncrl.core.record.Recorder.stamp` explains ``version`` and ``details``."""
 
     event: str
     group: int
@@ -127,7 +117,7 @@ class GroupLife:
     stamps: tuple[Stamp, ...]
 
     def last(self, event: str) -> Stamp | None:
-        """Return the last stamp of an event. Earlier ones belong to abandoned attempts or earlier uses."""
+        """Return the last stamp of an event. Earlier stamps belong to abandoned attempts or earlier uses."""
         return next((stamp for stamp in reversed(self.stamps) if stamp.event == event), None)
 
     def time(self, event: str) -> int | None:
@@ -136,10 +126,11 @@ class GroupLife:
         return None if stamp is None else stamp.time
 
     def uses(self) -> list[GroupLife]:
-        """Return the group's life once per use of its last stored trajectories. Each life ends with that learner step.
+        """Return a `GroupLife` per use of the last stored trajectories.
 
-        Each use has its own `step` and `lag`. A step that the learner repeated after a return to a checkpoint counts
-        once.
+        Its stamps end with the learner step of the use.
+
+        A step that the learner repeated after a return to a checkpoint counts once.
         """
         found: list[GroupLife] = []
         for number, stamp in enumerate(self.stamps, start=1):
@@ -152,21 +143,18 @@ class GroupLife:
 
     @property
     def lag(self) -> int:
-        """Learner steps between the group's oldest token and the step that consumed it; -1 if no step did."""
+        """Learner steps from the group's oldest token to the step that consumed the group; -1 if no step did."""
         return NONE if self.step == NONE else self.lag_before_queue + self.lag_in_queue
 
     @property
     def lag_before_queue(self) -> int:
-        """The lag when the group was stored. Slow generation or an engine with old weights causes this part."""
+        """The lag when the group was stored, from slow generation or an engine with old weights."""
         stored = self.last(GroupEvent.stored)
         return NONE if stored is None else stored.details["learner"] - stored.version
 
     @property
     def lag_in_queue(self) -> int:
-        """The lag that arises after the group was stored: in the buffer and in a waiting batch.
-
-        -1 if no step consumed the group.
-        """
+        """The lag from the storage of the group to its step; -1 if no step consumed the group."""
         stored = self.last(GroupEvent.stored)
         return NONE if stored is None or self.step == NONE else self.step - stored.details["learner"]
 
@@ -181,8 +169,7 @@ class GroupLife:
 class StepWindow:
     """The time of a learner step: from the end of the previous step to the end of this step.
 
-    Therefore the time between two steps, for example a restart of the learner, belongs to the later step. The first
-    step begins when training begins.
+    The time between two steps belongs to the later step. The first step begins when training begins.
     """
 
     version: int
@@ -192,7 +179,7 @@ class StepWindow:
 
     @property
     def duration(self) -> int:
-        """The length of the window in nanoseconds."""
+        """Length in nanoseconds."""
         return self.end - self.start
 
 
@@ -201,12 +188,10 @@ class Trace:
     """The record of a run.
 
     Attributes:
-        processes: Sorted by start.
-        spans: Sorted by start.
-        levels: Sorted by time.
-        stamps: Sorted by time.
-        start: Time of the first record of any process, in nanoseconds.
-        end: Time of the last record of any process, in nanoseconds.
+        processes: Sorted by start, as are ``spans``.
+        levels: Sorted by time, as are ``stamps``.
+        start: Time of the first record, in nanoseconds.
+        end: Time of the last record, in nanoseconds.
     """
 
     processes: tuple[Process, ...] = ()
@@ -218,7 +203,7 @@ class Trace:
 
     @staticmethod
     def load(run_folder: Path | str) -> Trace:
-        """Read the record of a run once; the run may still be in progress. Raises the errors of `TraceReader.read`."""
+        """Read the record of a run once, also while the run is in progress. Raises the errors of `TraceReader.read`."""
         return TraceReader(run_folder).read()
 
     @property
@@ -228,9 +213,9 @@ class Trace:
 
     @cached_property
     def steps(self) -> tuple[StepWindow, ...]:
-        """The learner steps, without gaps between them; the last one may be open.
+        """The learner steps, without gaps between them. The last step may be open.
 
-        If the learner returned to a checkpoint, the interrupted step is included and its version appears twice.
+        If the learner returned to a checkpoint, the version of the interrupted step appears twice.
         """
         step_spans = self.spans_of(SpanKind.step, CONTROLLER_LANE)
         taken = [span for span in step_spans if not span.is_open or span is step_spans[-1]]
@@ -243,10 +228,7 @@ class Trace:
 
     @property
     def window(self) -> tuple[int, int]:
-        """From the start of the first step to the end of the last finished step; empty if no step is finished.
-
-        The window excludes start-up, the last evaluation and shutdown.
-        """
+        """The time from the start of the first step to the end of the last finished step, or an empty interval."""
         done = [step for step in self.steps if not step.is_open]
         return (done[0].start, done[-1].end) if done else (self.start, self.start)
 
@@ -271,7 +253,7 @@ class Trace:
         return tuple(sorted(found, key=by_number))
 
     def processes_of(self, lane: str) -> tuple[Process, ...]:
-        """Return the processes that recorded a lane, sorted by start. There are several if a process was replaced."""
+        """Return the processes that recorded a lane, sorted by start. A replacement adds a process."""
         return tuple(process for process in self.processes if process.name in self._names_by_lane.get(lane, ()))
 
     def spans_of(self, kind: str, lane: str | None = None) -> tuple[Span, ...]:
@@ -316,7 +298,7 @@ def _grouped(rows: Iterable[tuple[str, str | None, _T]]) -> Mapping[tuple[str, s
 
 
 class TraceReader:
-    """Reads the record files of a run; each `read` reads only the bytes added since the previous one."""
+    """Reads the record files of a run. Each `read` reads only the new bytes."""
 
     def __init__(self, run_folder: Path | str) -> None:
         self._folder = Path(run_folder) / FOLDER
@@ -341,7 +323,7 @@ class TraceReader:
             file.set_reference(reference)
         end = max(file.end for file in files)
         ends, next_start = {}, dict[str, int]()
-        # A replacement ends the open spans of its predecessor.
+        # A replacement ends the open spans of the replaced process.
         for file in sorted(files, key=lambda file: file.start, reverse=True):
             ends[file] = next_start.get(file.header["process"], end)
             next_start[file.header["process"]] = file.start
@@ -355,10 +337,9 @@ class TraceReader:
         )
 
     def forget(self, before: int) -> None:
-        """Drop the records before a time of the last trace. Repeated reads of a long run then stay cheap.
+        """Drop the records before a time of the last trace, so that repeated reads of a long run stay cheap.
 
-        The next trace has the spans that end at or after ``before``, the stamps from ``before`` on, and the value of
-        each level at ``before``.
+        The next trace still has the value of each level at ``before``.
         """
         for file in self._files.values():
             file.forget(before)
@@ -368,7 +349,7 @@ _REFERENCE_ORDER = (Pool.buffer, Pool.controller, Pool.fleet, Pool.learner)
 
 
 class _ProcessFile:
-    """The records of one process, with the times of its own clock. The methods that return times convert them."""
+    """The records of one process. Methods return times of the reference clock."""
 
     def __init__(self, path: Path) -> None:
         self.header: dict[str, Any] = {}
@@ -387,7 +368,6 @@ class _ProcessFile:
         self._offsets = ClockOffsets()
 
     def read_on(self) -> None:
-        """Read the records that were added since the last call."""
         with self._path.open("rb") as file:
             file.seek(self._num_read)
             while not self._is_broken and (data := file.read(_CHUNK_BYTES)):
@@ -398,7 +378,7 @@ class _ProcessFile:
                         self._take(record)
                         self._num_whole = self._unpacker.tell()
                 except (ValueError, TypeError, IndexError, KeyError, AttributeError, msgpack.UnpackException):
-                    self._is_broken = True  # the records before this one are kept
+                    self._is_broken = True  # keep the records before this one
         if self.header and self.header["schema"] != SCHEMA:
             raise ValueError(
                 f"{self._path} has records of schema {self.header['schema']}, this version reads {SCHEMA}; use the "
@@ -434,12 +414,11 @@ class _ProcessFile:
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        """Sort key. The reader converts all times to the clock of the first process: the buffer server, if recorded."""
+        """Sort key. The clock of the first process in this order is the reference clock."""
         is_other = self.header["process"] != BUFFER_LANE
         return _REFERENCE_ORDER.index(self.header["pool"]), is_other, self.header["started_ns"]
 
     def set_reference(self, reference: Mapping[str, Any]) -> None:
-        """From now on, convert all times to the clock of another process."""
         own = self.header
         measured = [(time, offset, error) for clock, time, offset, error in self._clocks if clock == reference["clock"]]
         if own["clock"] == reference["clock"]:
@@ -451,16 +430,13 @@ class _ProcessFile:
 
     @property
     def start(self) -> int:
-        """Time of the first record."""
         return self._offsets.shown(self.header["started_ns"])
 
     @property
     def end(self) -> int:
-        """Time of the last record."""
         return self._offsets.shown(self._last)
 
     def forget(self, before: int) -> None:
-        """Drop the records before a time."""
         before -= self._offsets.at(self._last)[0]
         self._closed = [(opened, end) for opened, end in self._closed if end >= before]
         self._stamps = [stamp for stamp in self._stamps if stamp[4] >= before]
@@ -468,7 +444,6 @@ class _ProcessFile:
         self._levels = [*last_before.values(), *(level for level in self._levels if level[2] >= before)]
 
     def process(self) -> Process:
-        """Describe the process."""
         offset, error = self._offsets.at(self._last)
         header = self.header
         return Process(
@@ -484,7 +459,6 @@ class _ProcessFile:
         )
 
     def spans(self, end_of_open: int) -> Iterator[Span]:
-        """Yield the spans of the process; open spans end at ``end_of_open``."""
         shown, process = self._offsets.shown, self.header["process"]
         ended = [*((items, shown(end), False) for items, end in self._closed)]
         for items, end, is_open in [*ended, *((items, end_of_open, True) for items in self._opened.values())]:
@@ -493,12 +467,10 @@ class _ProcessFile:
             yield Span(lane, kind, shown(start), end, version, step, group, cause, process, is_open)
 
     def levels(self) -> Iterator[Level]:
-        """Yield the levels of the process."""
         for name, lane, time, value in self._levels:
             yield Level(name, lane, self._offsets.shown(time), value, self.header["process"])
 
     def stamps(self) -> Iterator[Stamp]:
-        """Yield the stamps of the process."""
         shown, process = self._offsets.shown, self.header["process"]
         for event, group, attempt, lane, time, version, details in self._stamps:
             yield Stamp(event, group, attempt, lane, shown(time), version, details, process)
@@ -507,9 +479,8 @@ class _ProcessFile:
 class ClockOffsets:
     """The offset between two clocks: measurements (time, offset, error) with linear interpolation between them.
 
-    Two quartz clocks drift apart by tens of microseconds per second, so one offset is not enough for an hour. A late
-    reply gives an inexact measurement. A measurement is ignored if its error is more than `_WORST_OF_BEST` times the
-    smallest error. Without measurements the offset is 0.
+    Two quartz clocks drift apart by tens of microseconds per second. Measurements with more than `_WORST_OF_BEST` times
+    the smallest error are ignored. Without measurements the offset is 0.
     """
 
     def __init__(self, measured: Iterable[tuple[int, int, int]] = ()) -> None:
@@ -518,7 +489,7 @@ class ClockOffsets:
         self._measured = [row for row in rows if row[2] <= _WORST_OF_BEST * best]
 
     def at(self, time: int) -> tuple[int, int]:
-        """Offset and error in nanoseconds at a time of the measuring clock."""
+        """Return offset and error in nanoseconds at a time of the measuring clock."""
         measured = self._measured
         if not measured:
             return 0, 0
@@ -530,5 +501,5 @@ class ClockOffsets:
         return before + (after - before) * (time - left) // max(1, right - left), max(left_error, right_error)
 
     def shown(self, time: int) -> int:
-        """Convert a time of the clock that took the measurements to the other clock."""
+        """Convert a time of the measuring clock to the other clock."""
         return time + self.at(time)[0] if self._measured else time

@@ -66,7 +66,6 @@ class SftEvaluation:
     val_loss: float | None = None
 
     def __str__(self) -> str:
-        """Text for the log."""
         words = [f"validation loss {self.val_loss:.3f}"] if self.val_loss is not None else []
         words += [f"greedy {self.accuracy:.3f}"] if self.accuracy is not None else []
         return "  ".join(words) or "not measured"
@@ -76,7 +75,7 @@ async def fine_tune(config: RunConfig) -> Path:
     """Fine-tune ``model.path`` on ``sft.train_files``, or reuse an earlier result; return the policy's directory.
 
     Raises:
-        ValueError: an option or a file is wrong; the message names it.
+        ValueError: an option or a file is wrong. The message names it.
     """
     began_s = time.monotonic()
     if (known := finished_warm_start(config)) is not None:
@@ -115,8 +114,8 @@ async def _update(
 ) -> SftEvaluation:
     """Update until the last step or an early stop; return the evaluation of the chosen policy. A collective operation.
 
-    The chosen policy is the best one if ``sft.patience`` is above 0, else the last one. Rank 0 writes it to ``kept``.
-    ``evaluator`` is None without held-out prompts. ``validation`` is this rank's share of the validation data.
+    The chosen policy is the best policy if ``sft.patience`` is above 0, else the last policy. Rank 0 writes it to
+    ``kept``.
     """
     history: list[SftEvaluation] = []
     for step in range(1, sft.max_steps + 1):
@@ -137,7 +136,7 @@ async def _update(
 
 
 def best_of(history: Sequence[SftEvaluation], metric: StopMetric) -> SftEvaluation:
-    """The best evaluation; the first one on a tie."""
+    """Return the best evaluation; the first one on a tie."""
     if metric is StopMetric.val_loss:
         losses = [math.inf if one.val_loss is None or math.isnan(one.val_loss) else one.val_loss for one in history]
         return history[losses.index(min(losses))]
@@ -145,7 +144,7 @@ def best_of(history: Sequence[SftEvaluation], metric: StopMetric) -> SftEvaluati
 
 
 def should_stop(history: Sequence[SftEvaluation], sft: WarmStartConfig) -> bool:
-    """Whether the last evaluation ends fine-tuning early."""
+    """Return whether the last evaluation ends fine-tuning early."""
     last = history[-1]
     if last.accuracy is not None and last.accuracy >= sft.target_accuracy:
         return True
@@ -207,11 +206,7 @@ def _share(sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> list[TokenS
 
 
 def _learner_config(config: RunConfig) -> LearnerConfig:
-    """Return the learner's options with the optimizer of ``sft``, and the ranks and device of this process group.
-
-    Raises:
-        ValueError: ``learner.device`` is ``cuda`` and this node has fewer GPUs than ranks.
-    """
+    """Return the learner's options with the optimizer of ``sft``, and the ranks and device of this process group."""
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     num_here, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), visible_gpus()
     device = config.learner.device
@@ -242,7 +237,7 @@ def _learner_config(config: RunConfig) -> LearnerConfig:
 def _batches(
     sequences: Sequence[TokenSequence], size: int, seed: int, mesh: LearnerMesh
 ) -> Iterator[list[TokenSequence]]:
-    """Yield this rank's share of each batch, without end. Each epoch has its own seeded order of the sequences."""
+    """Yield this rank's share of each batch, without end, in a new seeded order per epoch."""
     generator = np.random.default_rng(seed)
     order: list[int] = []
     while True:

@@ -1,8 +1,7 @@
-"""Fine-tunes the policy that a run starts from, or reuses the policy of an earlier run with the same settings.
+"""Fine-tunes the initial policy of a run, or reuses the policy of an earlier run with the same settings.
 
-The warm start is a process of ``asyncrl sft``. The controller relays its lines, waits for each line under a deadline,
-and continues as soon as the process has written the policy. On the CPU, the process starts at once, in parallel with
-the other parts of the run. On a GPU, it starts when Ray has reserved a GPU.
+The warm start is a process of ``asyncrl sft``. On the CPU, it starts at once, in parallel with the start of the run. On
+a GPU, it starts when Ray has reserved a GPU.
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ RESULT = "sft.json"
 
 
 def warm_start_path(config: RunConfig) -> Path:
-    """Folder of the fine-tuned policy: ``sft.output_path``, or a folder named by the digest of the settings."""
+    """Return the folder of the fine-tuned policy: ``sft.output_path``, or a folder named by the settings' digest."""
     if config.sft.output_path:
         return Path(config.sft.output_path).expanduser().resolve()
     return Path(config.output_dir, config.experiment, "sft", settings_digest(config)).resolve()
 
 
 def policy_path(config: RunConfig) -> Path:
-    """Folder of the policy that training starts from: fine-tuned if ``sft.enabled``, else ``model.path``."""
+    """Return the folder of the initial policy: `warm_start_path` if ``sft.enabled``, else ``model.path``."""
     return warm_start_path(config) if config.sft.enabled else Path(config.model.path)
 
 
 def needs_fine_tuning(config: RunConfig) -> bool:
-    """Whether the run must fine-tune a policy first. Raises the errors of `finished_warm_start`."""
+    """Return whether the run must fine-tune a policy first. Raises the errors of `finished_warm_start`."""
     return config.sft.enabled and finished_warm_start(config) is None
 
 
 def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
-    """Read the `RESULT` of the fine-tuned policy of these settings; None if there is no such policy yet.
+    """Read the `RESULT` of the fine-tuned policy of these settings; None if it does not exist yet.
 
     Raises:
         ValueError: ``sft.output_path`` contains other files, or a policy of other settings.
@@ -74,8 +73,8 @@ def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
 def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Callable[[Path], object]) -> Path:
     """Create the policy's folder atomically and return it. Raises the errors of `finished_warm_start`.
 
-    The file `RESULT` gets ``result`` and the digest of the settings. ``write_policy`` creates the folder at the path
-    that it gets, and writes the policy there.
+    The file `RESULT` gets ``result`` and the digest of the settings. ``write_policy`` must create a folder at its
+    argument, with the policy.
     """
     folder = warm_start_path(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +91,7 @@ def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Ca
 
 
 def settings_digest(config: RunConfig) -> str:
-    """Digest of all options and files that affect the fine-tuned policy. Example: ``72f9de132f03``."""
+    """Return the digest of all options and files that affect the fine-tuned policy. Example: ``72f9de132f03``."""
     optimizer = asdict(config.learner.optimizer)
     own = {"output_path", "enabled", "progress_timeout_s", "train_files", "val_files"}
     settings = {
@@ -110,7 +109,7 @@ def settings_digest(config: RunConfig) -> str:
 
 
 def _evaluation_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that affect the accuracy of evaluations, and therefore the time of an early stop."""
+    """Return the settings of evaluations, which affect the step of an early stop."""
     if not config.sft.eval_prompts:
         return {}
     data = {name: value for name, value in asdict(config.data).items() if not name.endswith("_files")}
@@ -133,10 +132,7 @@ def _digest(files: Sequence[Path]) -> str:
 
 
 class WarmStart:
-    """The warm start of one run, as a background task.
-
-    ``warm_start`` is the function of this module, with all arguments except ``config`` and ``visible_devices`` bound.
-    """
+    """The warm start of one run, as a background task."""
 
     def __init__(self, warm_start: Callable[..., Coroutine[Any, Any, Path]]) -> None:
         self._warm_start = warm_start
@@ -179,13 +175,13 @@ async def warm_start(
     *,
     visible_devices: str = "",
 ) -> Path:
-    """Return the directory of the policy that training starts from; fine-tune it first if ``sft.enabled``.
+    """Return the directory of the initial policy. If ``sft.enabled``, fine-tune it first.
 
-    ``asyncrl sft`` gets ``overrides``, the command line of the run. It sees only the GPUs ``visible_devices``, in the
-    notation of ``CUDA_VISIBLE_DEVICES``; if the string is empty, it sees no GPU. Its output goes to ``log_path``.
+    ``overrides`` is the command line of the run. ``visible_devices`` names the GPUs for ``asyncrl sft``, as in
+    ``CUDA_VISIBLE_DEVICES``; empty for none. Its output goes to ``log_path``.
 
     Raises:
-        WorkerDiedError: ``asyncrl sft`` failed; the message ends with the last lines of its output.
+        WorkerDiedError: ``asyncrl sft`` failed. The message ends with the last lines of its output.
         DeadlineError: ``asyncrl sft``, of this run or of another one, made no progress for ``sft.progress_timeout_s``.
     """
     policy = policy_path(config)
@@ -193,7 +189,7 @@ async def warm_start(
         return policy
     if (known := finished_warm_start(config)) is None:
         async with _lock(policy, config.sft.progress_timeout_s, say) as report_progress:
-            known = finished_warm_start(config)  # another run may have finished the policy during the wait
+            known = finished_warm_start(config)  # another run may have finished the policy
             if known is None:
                 devices = {"CUDA_VISIBLE_DEVICES": visible_devices} if visible_devices else NO_GPUS
                 scratch = log_path.with_name("sft-scratch")
@@ -220,9 +216,7 @@ async def warm_start(
 async def _lock(policy: Path, timeout_s: float, say: Callable[[str], None]) -> AsyncIterator[Callable[[], None]]:
     """Allow only one run at a time to make the policy at this path. Yields a function that reports progress.
 
-    The kernel releases the lock when the process that holds it dies. Each report sets the modification time of the lock
-    file, so that a waiting run detects a holder that hangs. A waiting run retries at intervals, because it could not
-    cancel a blocking lock.
+    Each report sets the modification time of the lock file, so that a waiting run detects a holder that hangs.
 
     Raises:
         DeadlineError: the holder reported no progress for ``timeout_s`` seconds.
@@ -258,7 +252,6 @@ async def _lock(policy: Path, timeout_s: float, say: Callable[[str], None]) -> A
 
 
 def _holder(lock: Path) -> str:
-    """The run that holds a lock, for messages. Example: ``another run (process 4711 on node-3)``."""
     process = lock.read_text(errors="replace")
     return f"another run ({process})" if process else "another run"
 
@@ -270,12 +263,7 @@ async def _relay(
     say: Callable[[str], None],
     report_progress: Callable[[], None],
 ) -> None:
-    """Relay the lines of ``asyncrl sft`` until it has written the policy. Then kill the process if it still runs.
-
-    Raises:
-        DeadlineError: the process wrote no line for ``sft.progress_timeout_s`` seconds.
-        WorkerDiedError: the process failed.
-    """
+    """Relay the lines of ``asyncrl sft`` until it has written the policy. Then kill the process if it still runs."""
     result, timeout_s = policy_path(config) / RESULT, config.sft.progress_timeout_s
     lines: deque[str] = deque(maxlen=20)
     assert process.stdout is not None

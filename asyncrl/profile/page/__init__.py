@@ -1,8 +1,4 @@
-"""Renders the page of a run: it joins the HTML, style and scripts of this folder into one file without external links.
-
-A report contains its document. The page of the dashboard fetches the document and listens to the server's events.
-Apache ECharts draws the charts (``vendor/``, the "common" build of 6.1.0, Apache-2.0).
-"""
+"""Renders the page of a run as one file without external links. Apache ECharts (``vendor/``) draws the charts."""
 
 from __future__ import annotations
 
@@ -20,11 +16,11 @@ def render(document: Mapping[str, Any] | None, *, title: str) -> str:
 
     Args:
         document: The document of `asyncrl.profile.report.RunReport.document`. None renders a page that fetches
-            ``document.json``, and fetches it again at each of the server's ``events``.
+            ``document.json`` at first and at each of the server's ``events``.
         title: Title of the window.
     """
     folder = files(__name__)
-    # A "<" inside a JSON string could end the script element that contains it.
+    # A "<" inside a JSON string could end the script element.
     embedded = json.dumps(document, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "title": html.escape(title),
