@@ -311,7 +311,7 @@ def _trajectory_sums(values: Tensor, inputs: TokenInputs) -> Tensor:
 
 
 def trajectory_means(values: Tensor, inputs: TokenInputs) -> Tensor:
-    """Return the means of [M] values over each trajectory, [number of trajectories]; 0 without tokens. Differentiable."""
+    """Return the means of [M] values over each trajectory, [number of trajectories]; 0 without tokens."""
     return _trajectory_sums(values, inputs) / inputs.trajectory_lengths.clamp(min=1)
 
 

@@ -169,7 +169,7 @@ class OffloadPolicy:
         return self._on_device(optimizer=True, then_leave=(self._param_offload, self._optimizer_offload))
 
     def reading(self) -> AbstractContextManager[None]:
-        """Load the model for the context, to score or to gather weights. Afterwards offload it according to its option."""
+        """Load the model for the context. Afterwards offload it if ``param_offload`` is set."""
         return self._on_device(optimizer=False, then_leave=(self._param_offload, False))
 
     def persisting(self, *, optimizer: bool = True) -> AbstractContextManager[None]:

@@ -385,7 +385,7 @@ class SelfTest:
         return type(self._head.pretrained).__name__
 
     def _outputs(self, run: Callable[[], Tensor], *, gathered: bool) -> dict[str, tuple[str, Tensor]]:
-        """Return type and [N, ...] output of each module of each decoder layer, by name, in the order of computation."""
+        """Return type and [N, ...] output of each module of each decoder layer, in the order of computation."""
         outputs: dict[str, tuple[str, list[Tensor]]] = {}
         names = {module: name for name, module in self._head.pretrained.named_modules()}
 
