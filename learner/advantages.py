@@ -35,19 +35,17 @@ SumOverRanks = Callable[[Tensor], Tensor]
 """Sums a float64 tensor over the data-parallel ranks."""
 
 _BLOCK = 64
-"""Tokens per block in a discounted sum."""
 
 
 class Scale(StrEnum):
-    """The divisor of a centered reward."""
+    """The divisor of a centered reward: the standard deviation or nothing."""
 
     std = "std"
     none = "none"
 
 
 OutcomeEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Maps [B] rewards and [B] int64 group ids of a whole batch to [B] advantages. The samples of each group are in
-order."""
+"""Maps rewards [B] and group ids [B] int64 of a whole batch to advantages [B]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +85,9 @@ TokenEstimator: TypeAlias = Callable[[TokenRewards, AlgorithmConfig, SumOverRank
 """Maps token rewards to token advantages. It is a collective if it sums over ranks."""
 
 TurnEstimator: TypeAlias = Callable[[TurnRewards, AlgorithmConfig], TurnAdvantages]
-"""Maps the rewards of all turns of a batch to their advantages."""
+"""Maps the turns of a batch to their advantages."""
 
 AdvantageEstimator: TypeAlias = OutcomeEstimator | TokenEstimator | TurnEstimator
-"""An estimator that ``algorithm.advantage`` can name."""
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("algorithm.advantage")
 
@@ -205,10 +202,9 @@ def _need_two(counts: Tensor, name: str) -> None:
 @ADVANTAGES.register("gae")
 @token_level
 def gae(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
-    """Estimate generalized advantages from a critic's values, see `generalized_advantages`.
+    """Estimate generalized advantages from a critic's values.
 
-    ``whiten_advantages`` standardizes them over the tokens of all ranks. A truncated trajectory does not bootstrap from
-    a value after its last token.
+    ``whiten_advantages`` standardizes them over the tokens of all ranks. A truncated trajectory does not bootstrap.
     """
     advantages, returns = generalized_advantages(
         batch.rewards, batch.values, batch.lengths, gamma=config.gamma, gae_lambda=config.gae_lambda
@@ -223,8 +219,7 @@ def gae(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> To
 def reinforce_plus_plus(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
     """Return the return-to-go, standardized over the tokens of all ranks (REINFORCE++, arXiv 2501.03262, section 3).
 
-    Deviation: the KL penalty (``kl_reward_coef``) uses the behavior policy. The paper uses the policy before the
-    update.
+    Deviation: the KL penalty uses the behavior policy, and the paper the policy before the update.
 
     Example: one-token trajectories with rewards 3, 0, 0 give 1.155, -0.577, -0.577.
     """
@@ -248,7 +243,7 @@ def generalized_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Estimate generalized advantages of packed trajectories (GAE, arXiv 1506.02438, equations 11 to 16).
 
-    A_t = δ_t + γ λ A_(t+1) with δ_t = r_t + γ V_(t+1) - V_t, from each trajectory's last token backwards.
+    A_t = δ_t + γ λ A_(t+1) with δ_t = r_t + γ V_(t+1) - V_t.
 
     Args:
         rewards: [M] float, one per policy token.
@@ -276,7 +271,7 @@ def generalized_advantages(
 def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
     """Return the discounted sum of rewards from each token to the end of its trajectory, [M] float64.
 
-    ``rewards`` [M] and ``lengths`` [B] are as for `generalized_advantages`. Example: rewards 1, 0, 4 of one trajectory
+    ``rewards`` are [M], and ``lengths`` [B] are numbers of policy tokens. Example: rewards 1, 0, 4 of one trajectory
     with gamma 0.5 give 2, 2, 4.
     """
     return _sum_backwards(rewards.to(torch.float64, copy=True), lengths.cumsum(0)[lengths > 0] - 1, gamma)
@@ -285,9 +280,8 @@ def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
 def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
     """Compute S_t = v_t + factor · S_(t+1) in place, for [M] float64 values. S is 0 after the ``ends``.
 
-    The values are split into blocks of equal length, regardless of trajectories. Each iteration handles one position of
-    all blocks at once, from the last position to the first. A recursive call then computes the sums carried from block
-    to block.
+    Each iteration handles one position of all blocks of `_BLOCK` values. A recursive call computes the sums carried
+    from block to block.
     """
     whole = len(values) // _BLOCK
     inside, rest = values[: whole * _BLOCK].view(whole, _BLOCK), values[whole * _BLOCK :]
@@ -331,9 +325,9 @@ class AdaptiveKLCoefficient:
 
     ``target`` is in nats per token, ``horizon`` in samples.
 
-    Deviations: the divergence is the mean over a batch's tokens. The paper uses the divergence of whole continuations.
-    verl uses the mean over sequences of their means. A batch counts as at most one horizon, so one update changes the
-    coefficient by at most a fifth.
+    Deviations: the divergence is the mean over a batch's tokens. The paper uses whole continuations, and verl the mean
+    over sequences of their means. A batch counts as at most one horizon, so one update changes the coefficient by at
+    most a fifth.
     """
 
     def __init__(self, *, initial: float, target: float, horizon: int) -> None:
@@ -357,11 +351,10 @@ class BatchAdvantages:
     """Computes the column ``advantages`` from rewards. Its methods are collectives over the data-parallel ranks.
 
     The advantages do not depend on how the batch is divided among the ranks. The KL penalty in the rewards uses the
-    behavior policy, as in AReaL's decoupled loss. Deviation: InstructGPT (arXiv 2203.02155) and verl use the policy
-    before the update. On-policy, both are equal.
+    behavior policy, as AReaL does. Deviation: InstructGPT (arXiv 2203.02155) and verl use the policy before the update.
 
     Attributes:
-        kl_coefficient: The coefficient of the KL penalty. It is adaptive if ``algorithm.kl_target`` is set.
+        kl_coefficient: The coefficient of the KL penalty; adaptive with ``algorithm.kl_target``.
     """
 
     def __init__(self, algorithm: AlgorithmConfig, mesh: LearnerMesh) -> None:
@@ -398,8 +391,8 @@ class BatchAdvantages:
 
         Returns:
             The sequences with ``advantages`` at the tokens in the loss, and with ``returns`` if the estimator is for
-            tokens or turns. Also metrics, equal on all ranks: with ``kl_reward_coef``, ``reward_kl`` in nats per token
-            and ``kl_reward_coef``.
+            tokens or turns. Also the metrics of the KL penalty, equal on all ranks: ``reward_kl`` in nats per token and
+            ``kl_reward_coef``.
 
         Raises:
             ValueError: the estimator is turn-level, and a sequence does not name its turns.
@@ -456,7 +449,6 @@ class BatchAdvantages:
         return coefficient * divergence, {"reward_kl": mean, "kl_reward_coef": coefficient}
 
     def _over_the_turns(self, estimator: TurnEstimator, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the advantages and returns of this rank's turns, [K] float64."""
         shares, own = self._gathered(rows)
         turns, order = joined_turns(shares)
         estimated = estimator(turns, self._algorithm)
@@ -466,7 +458,6 @@ class BatchAdvantages:
         return advantages, returns
 
     def _over_the_batch(self, outcomes: Tensor, keys: Tensor) -> Tensor:
-        """Return the advantages of this rank's trajectories, [B] float32. ``keys`` are from `_keys`."""
         shares, own = self._gathered((outcomes, keys))
         all_outcomes, all_keys = (torch.cat(parts) for parts in zip(*shares, strict=True))
         # Sort, so that the order does not depend on the ranks.

@@ -1,7 +1,7 @@
 """Causal attention over packed sequences, registered in transformers' attention registry.
 
-On a GPU in half precision, a variable-length kernel computes attention. Otherwise one SDPA call computes several
-sequences of similar length, padded on the right. The causal mask hides the padding, so the result is exact.
+On a GPU in half precision, it calls a variable-length kernel. Otherwise one SDPA call computes several sequences of
+similar length, padded on the right. The causal mask hides the padding, so the result is exact.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from .ulysses import (
 )
 
 ATTENTION_NAME = "asyncrl_packed"
-"""Name of the packed attention in transformers' registry."""
 
 MAX_PADDING = 0.25
 """Each sequence of a padded batch has at least the length ``longest * (1 - MAX_PADDING)``."""
@@ -44,16 +43,15 @@ TOKENS_PER_CALL = 200
 """One more SDPA call costs as much as padding and unpadding this many tokens (measured on a CPU)."""
 
 FREE_PADDING_TOKENS = 128
-"""Sequences of any lengths share a padded batch if it has at most this many tokens of padding. One more SDPA call would
-cost more (measured on a CPU)."""
+"""Sequences of any lengths share a padded batch with at most this much padding, which costs less than one more SDPA
+call (measured on a CPU)."""
 
 
 CAPPED_QUERIES = 512
 """Number of queries per block of soft-capped scores; only one block is in memory."""
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 128, 1024
-"""Smallest and largest number of queries per call with a sliding window or sinks. Between these limits, the number is
-the window size."""
+"""Smallest and largest number of queries per call with a sliding window or sinks; between them, the window size."""
 MAX_FLASH_DIM = 256
 """Largest head size of SDPA's FlashAttention on CUDA."""
 
@@ -77,8 +75,8 @@ class PaddedCalls:
 class PackedLayout:
     """The positions of the sequences in a micro-batch, used by all layers.
 
-    The host computes the indices and copies them to the device, so that no layer waits for the device. "Sharing" means
-    that several sequences contain the same packed prompt tokens.
+    The host computes the indices and copies them to the device, so that no layer waits for the device. Sequences can
+    share packed prompt tokens.
 
     Attributes:
         cu_seqlens: [number of sequences + 1] int32, start of each sequence, then the end of the last.
@@ -103,7 +101,7 @@ class PackedLayout:
 
     @cached_property
     def padded(self) -> PaddedCalls:
-        """The SDPA calls, for attention without a variable-length kernel and for recurrent layers.
+        """The SDPA calls, for layers without a variable-length kernel.
 
         At most a quarter of each padded batch is padding, or `FREE_PADDING_TOKENS` if that is more.
         """
@@ -151,15 +149,11 @@ def packed_layout(
         device: Device of the indices.
         kernel: The attention kernel; not ``auto``.
         token_index: [sum of lengths] int64, packed position of each token, if sequences share tokens.
-
-    Returns:
-        The layout.
     """
     ends = np.concatenate((np.zeros(1, dtype=np.int32), np.cumsum(lengths, dtype=np.int32)))
     layout = PackedLayout(cu_seqlens=on_device(ends, device), lengths=tuple(map(int, lengths)), kernel=kernel)
     if token_index is None:
         return layout
-    # `np.unique` sorts by packed position.
     first = np.unique(token_index, return_index=True)[1]
     return replace(
         layout,
@@ -185,11 +179,7 @@ def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class _CheckpointedLayer(threading.local):
-    """The state of `attention_kept` per thread. On a GPU, the backward pass has its own thread.
-
-    Attributes:
-        attend: Runs the attention of the layer, or returns its kept output.
-    """
+    """The state of `attention_kept` per thread. On a GPU, the backward pass has its own thread."""
 
     attend: Callable[[Callable[[], Tensor]], Tensor] | None = None
 
@@ -200,10 +190,10 @@ _layer = _CheckpointedLayer()
 def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts for the forward pass of a checkpointed layer and for its recomputation without attention.
 
-    Use it as the ``context_fn`` of `torch.utils.checkpoint.checkpoint`. The forward pass keeps the queries, keys,
-    values and output of attention. The recomputation uses the kept output, so attention and its collectives run only
-    once. Attention with sinks is still computed again. torch's own selective checkpointing is not enough: it does not
-    see kernels outside of torch's dispatcher (such as flash-attn 4) or operations inside compiled code.
+    Use it as the ``context_fn`` of `torch.utils.checkpoint.checkpoint`. The forward pass keeps the inputs and output of
+    attention, so attention and its collectives run only once. Attention with sinks is still computed again. torch's
+    selective checkpointing does not see kernels outside of torch's dispatcher (such as flash-attn 4) or operations
+    inside compiled code.
     """
     outputs: deque[Tensor] = deque()
 
@@ -359,7 +349,6 @@ def _bucketed(
     sinks: Tensor | None,
     cap: float | None,
 ) -> Tensor:
-    """Compute attention, [N, H, Dv], with one SDPA call per bucket. Soft-capped scores need `_capped`."""
     num_tokens, num_heads, head_dim = q.size(0), q.size(1), v.size(2)
     scale = q.size(2) ** -0.5 if scaling is None else scaling
     calls = packed.padded
@@ -407,14 +396,13 @@ def _windowed(
 def takes_fewer_keys(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether SDPA's fused causal kernels support fewer key heads than query heads.
 
-    On CUDA, only FlashAttention does. It needs half precision and heads of at most `MAX_FLASH_DIM`. Otherwise SDPA
-    would keep the weights of all pairs of tokens for the backward pass.
+    On CUDA, only FlashAttention does, in half precision and with heads of at most `MAX_FLASH_DIM`. SDPA's other kernels
+    would keep the weights of all pairs of tokens.
     """
     return device.type != "cuda" or (dtype is not torch.float32 and head_dim <= MAX_FLASH_DIM)
 
 
 def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat the heads of keys and values up to the number of query heads."""
     groups = q.size(1) // k.size(1)
     return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
 
@@ -441,8 +429,7 @@ def _blocks(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Yield blocks of queries, the keys and values in their windows, and the mask [queries, keys] bool.
 
-    Up to two blocks of keys are concatenated instead of sliced. The gradient of each slice would be as large as all
-    keys.
+    Up to two blocks of keys are concatenated, because the gradient of each slice would be as large as all keys.
     """
     chunks = k.split(num_queries, dim=2), v.split(num_queries, dim=2)
     for index, queries in enumerate(q.split(num_queries, dim=2)):
@@ -459,8 +446,8 @@ def _blocks(
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor) -> tuple[list[Tensor], Tensor]:
     """Add a key that all tokens attend to: its score is the head's sink, its value is zero.
 
-    The sink is in an additional dimension of the queries. Only the added key is nonzero in this dimension. Eight
-    dimensions are added, because GPU kernels need a multiple of eight.
+    The sink is in an additional dimension, and only the added key is nonzero there. GPU kernels need a multiple of
+    eight dimensions, so eight are added.
 
     q is [count, H, queries, D], k [count, H, L, D], v [count, H, L, Dv], and the mask [queries, L] bool. ``sinks`` [H]
     are divided by the scale of the scores.

@@ -28,7 +28,6 @@ _FUNCTIONS = {
     AttentionKernel.flash_attn: ("flash_attn", "flash_attn_varlen_func"),
     AttentionKernel.torch_varlen: ("torch.nn.attention.varlen", "varlen_attn"),
 }
-"""Module and function of each kernel except ``sdpa``."""
 
 _LENGTHS = (33, 7, 1)
 _WINDOW = 9
@@ -71,7 +70,7 @@ class AttentionShape:
 def attention_kernel(
     asked: AttentionKernel, device: torch.device, dtype: torch.dtype, shape: AttentionShape | None = None
 ) -> AttentionKernel:
-    """Resolve ``learner.attention`` for a device, a dtype and a model. ``auto`` gives the fastest correct kernel.
+    """Resolve ``learner.attention``. ``auto`` gives the fastest correct kernel for the device, dtype and model.
 
     Raises:
         ValueError: the requested kernel cannot be imported, cannot run on the device, or gives wrong results.
@@ -115,7 +114,7 @@ def takes_soft_cap(kernel: AttentionKernel) -> bool:
 
 
 def _fastest_first(device: torch.device) -> tuple[AttentionKernel, ...]:
-    """Return the kernels for a GPU, fastest first. Compute capability 9 is Hopper, 10 and above is Blackwell."""
+    """Return the kernels, fastest first. Compute capability 9 is Hopper, 10 and above is Blackwell."""
     major, _ = torch.cuda.get_device_capability(device)
     newest = {9: (AttentionKernel.flash_attn_3, AttentionKernel.flash_attn_4)}.get(
         major, (AttentionKernel.flash_attn_4,) if major > 9 else ()

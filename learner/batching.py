@@ -21,7 +21,7 @@ BALANCED = 1.02
 """Groups are split until largest ÷ mean cost of the parts is at most this."""
 
 QUADRATIC_TOKENS = 32_768
-"""Length at which attention costs as much as the rest of the model. It is about 8 × a hidden size of 4,096."""
+"""Length at which attention costs as much as the rest of the model: about 8 × a hidden size of 4,096."""
 
 MAX_ATTENDED = 8
 """Attention reads at most this many times the budget of packed tokens, because it copies a shared prompt per
@@ -62,7 +62,7 @@ _Parts = list[tuple[float, list[int]]]
 def _joined_parts(left: _Parts, right: _Parts, num_parts: int) -> _Parts:
     """Join the largest part of one partition with the smallest part of the other, and so on.
 
-    If one partition has fewer parts, its missing parts count as empty.
+    Missing parts count as empty.
     """
     shared = max(0, len(left) + len(right) - num_parts)
     kept, rest = len(left) - shared, right[: len(right) - shared]
@@ -77,15 +77,15 @@ def rank_batches(
 ) -> list[RankBatch]:
     """Divide a planned batch: its samples among mini-batches, then each mini-batch among data-parallel ranks.
 
-    Both divisions are balanced by cost. A prompt group is split only if whole groups are not balanced. ``whole_groups``
-    forbids a split. The mini-batches do not depend on the number of ranks. A group without finite rewards is left out.
+    Both divisions are balanced by cost. A prompt group is split only if whole groups are not balanced. The mini-batches
+    do not depend on the number of ranks. A group without finite rewards is left out.
 
     Args:
         plan: The planned batch.
-        algorithm: The algorithm options.
+        algorithm: Options of the algorithm.
         num_shards: Number of data-parallel ranks.
         max_lag: Staleness bound in learner steps.
-        whole_groups: Do not split groups.
+        whole_groups: Never split a prompt group.
 
     Returns:
         One batch per data-parallel rank. A batch is empty if there are fewer samples than ranks.
@@ -174,8 +174,7 @@ def _balanced(
 def needs_whole_groups(advantage: str) -> bool:
     """Return whether each rank must hold whole prompt groups.
 
-    This is True for a user's token estimator, which may compare the samples of a group. Only a user's estimator makes
-    this function import torch.
+    This is True for a user's token estimator, which may compare the samples of a group.
     """
     if ":" not in advantage:
         return False

@@ -64,7 +64,7 @@ class ShardedCheckpointer:
     """Saves and loads one trainer. All methods are collectives: all ranks call them together.
 
     Args:
-        trainer: The trainer to save and load.
+        trainer: The trainer.
         directory: Folder of the checkpoints, on a file system that all ranks share.
     """
 
@@ -74,7 +74,7 @@ class ShardedCheckpointer:
         # A background save needs its own group, so that its collectives do not mix with those of training.
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=trainer.mesh.timeout))
         self._pending: Future[None] | None = None
-        # On a GPU, the stager keeps page-locked memory for the next save, because locking takes longer than copying.
+        # page-locked memory is kept for the next save, because locking takes longer than copying
         self._stager: DefaultStager | None = None
         what = f"a checkpoint under {self._directory} could not be written"
         self._unwritten = (what, "free space or repair the folder; the previous checkpoint is complete")
@@ -92,7 +92,7 @@ class ShardedCheckpointer:
         Args:
             version: Policy version of the state.
             wait: Return when the checkpoint is complete. If False, return when its content is copied to the host. The
-                next call of any method waits for the background save.
+                next call then waits for the background save.
             keep: Number of complete checkpoints to keep, including the newest; -1 removes none.
             saved: ``role``, ``run``, ``life`` and ``parts`` of `SavedProgress`.
 
@@ -245,7 +245,6 @@ class ShardedCheckpointer:
 
 
 def _make_stager(device: torch.device) -> DefaultStager:
-    """Return an object that copies a state to the host before training continues."""
     is_gpu = device.type == "cuda"
     options = StagingOptions(
         use_pinned_memory=is_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=is_gpu
@@ -283,7 +282,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
 def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
     """Write the policy of a checkpoint in Hugging Face layout, with merged adapters and the tokenizer.
 
-    It needs one process, without a GPU or a process group.
+    This needs no GPU and no process group.
 
     Args:
         checkpoint: A checkpoint, or a folder of checkpoints. The newest checkpoint of a folder is exported.
@@ -325,7 +324,6 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
 
 
 def _read(checkpoint: Path, model: PreTrainedModel, names: Sequence[str]) -> dict[str, Tensor]:
-    """Read some weights, including adapters. Parameters are in float32, as in training."""
     buffers = stored_buffers(model)
     empty = {
         _PREFIX + name: torch.empty_like(buffers[name], device="cpu")

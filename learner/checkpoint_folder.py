@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HUGGING_FACE = "huggingface"
-"""Folder inside a checkpoint with the model's configuration and tokenizer."""
+"""Folder inside a checkpoint with configuration and tokenizer."""
 
 CRITIC = "critic"
 """Folder of the critic's checkpoints, beside the policy's checkpoints."""

@@ -12,7 +12,7 @@ RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"
 
 
 class Device(StrEnum):
-    """The learner's device; ``auto`` selects CUDA if torch finds it."""
+    """The learner's device. ``auto`` selects CUDA if torch finds it."""
 
     auto = "auto"
     cpu = "cpu"
@@ -20,7 +20,7 @@ class Device(StrEnum):
 
 
 class Dtype(StrEnum):
-    """Dtype of parameters; ``auto`` is bfloat16 on CUDA and float32 on the CPU."""
+    """Dtype of parameters. ``auto`` is bfloat16 on CUDA and float32 on the CPU."""
 
     auto = "auto"
     float32 = "float32"
@@ -39,7 +39,7 @@ class AttentionKernel(StrEnum):
 
 
 class GradientSync(StrEnum):
-    """When the ranks sum gradients. ``auto`` depends on the size of the gradients and of the GPU's memory."""
+    """When the ranks sum gradients, see ``learner.gradient_sync``."""
 
     auto = "auto"
     update = "update"
@@ -60,7 +60,7 @@ def sums_each_micro_batch(sync: GradientSync, num_trained: int, card_bytes: int)
     Args:
         sync: ``learner.gradient_sync``.
         num_trained: Number of trained parameters of the whole model.
-        card_bytes: Memory of a rank's GPU; 0 on the CPU. On the CPU, ``auto`` means ``update``.
+        card_bytes: Memory of a rank's GPU; 0 on the CPU, where ``auto`` means ``update``.
     """
     if sync is GradientSync.auto:
         return card_bytes > 0 and 4 * num_trained > WHOLE_GRADIENTS_SHARE * card_bytes
@@ -141,7 +141,6 @@ WIDEST_GSPO_CLIP = 0.05
 """Widest bounds for GSPO's sequence ratio. The paper uses 3e-4 and 4e-4 (arXiv 2507.18071, section 5.1)."""
 
 ANCHORED_LOSSES = frozenset({"ppo_clip", "gspo", "cispo"})
-"""Losses with a ratio."""
 
 WIDEST_BAND = (0.1, 10.0)
 """Widest bounds for the weight of a token or a trajectory. Usual bounds are 1.5 to 5 and 2 to 10 (verl's
@@ -186,12 +185,12 @@ class AlgorithmConfig:
             ``module:function``.
         critic: Train a critic and pass its values to your own token-level or turn-level estimator. ``gae`` and
             ``turn_gae`` do not need this option.
-        advantage_by_source: Advantage estimator of a data source, instead of ``advantage``. All must use one reward per
-            trajectory. Example: ``{gsm8k: rloo}``.
+        advantage_by_source: Advantage estimators by data source, in place of ``advantage``. All of them must use one
+            reward per trajectory. Example: ``{gsm8k: rloo}``.
         gamma: Discount of returns in [0, 1], per token, or per turn with a turn-level advantage.
         gae_lambda: Lambda of ``gae`` (per token) and ``turn_gae`` (per turn), in [0, 1].
         whiten_advantages: Standardize the advantages of ``gae`` over the batch's tokens, and those of ``turn_gae`` over
-            its turns. In the latter, all trajectories have equal weight.
+            its turns with equal weight per trajectory.
         clip_low: The loss clips the ratio at 1 - clip_low.
         clip_high: The loss clips the ratio at 1 + clip_high.
         dual_clip: Upper bound (> 1) of the ratio for negative advantages; 0 sets no bound.
@@ -200,18 +199,16 @@ class AlgorithmConfig:
         anchor: The policy in the denominator of the ratio. ``behavior`` is the policy that sampled the token.
             ``proximal`` is the policy before the step. With one update per step, only ``behavior`` clips tokens.
         weight: Multiply a token's loss by proximal ÷ behavior of the token or of its trajectory.
-        weight_cap: Largest value of this weight; 0 does not truncate.
+        weight_cap: Largest factor of ``weight``; 0 does not truncate.
         masks: Rules on proximal ÷ behavior that leave tokens or trajectories out of the loss. A token must pass all
             rules.
         token_band: Bounds of ``masks=[token]``, for the weight of a token.
         sequence_band: Bounds of ``masks=[sequence]``, for the product of a trajectory's weights.
         geometric_band: Bounds of ``masks=[geometric]``, for the geometric mean of a trajectory's weights.
         k3_max: Bound of ``masks=[k3]``, for a trajectory's mean KL(behavior ‖ proximal) in nats per token.
-        options: Numbers and strings for your own loss or advantage, which reads ``config.options``. Example: ``{limit:
-            2.0}``.
+        options: Numbers and strings for your own loss or advantage (``config.options``). Example: ``{limit: 2.0}``.
         entropy_coef: Weight of the entropy bonus.
-        report_entropy: Compute the entropy for the metrics without an entropy bonus. This takes one more pass over the
-            logits.
+        report_entropy: Report the entropy even without an entropy bonus. This takes one more pass over the logits.
         kl_coef: Weight of the KL penalty in the loss; 0 sets no penalty. The reference policy is the model at the start
             of the run.
         kl_estimator: Estimator of the KL penalty in the loss.
@@ -413,7 +410,7 @@ class OptimizerConfig:
     Attributes:
         lr: Peak learning rate.
         betas: Decay of the first and second moment.
-        eps: Number that is added to the root of the second moment.
+        eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay, on matrices only.
         schedule: Shape of the learning rate after the warm-up.
         warmup_steps: Optimizer updates of linear warm-up.
@@ -584,8 +581,8 @@ class LearnerConfig:
         device: ``auto`` selects CUDA if there are enough GPUs for learner and engines, else the CPU.
         dtype: Dtype of parameters in the computation. Trained parameters are always stored in float32, and their
             gradients are reduced in float32.
-        frozen_dtype: Dtype in which frozen parameters are stored: the reference, the reward model, and the weights
-            below adapters. ``auto`` means ``dtype``.
+        frozen_dtype: Dtype in which frozen parameters are stored: reference, reward model, and the weights below
+            adapters. ``auto`` means ``dtype``.
         attention: The attention kernel. On CUDA in half precision, ``auto`` takes the first correct kernel of:
             flash-attn 3 or 4 on Hopper, 4 on Blackwell, flash-attn 2 (``flash_attn``), torch's variable-length kernel.
             Otherwise it takes torch's scaled dot product attention (``sdpa``). A named kernel must be correct too.
@@ -610,8 +607,7 @@ class LearnerConfig:
         resharding: ``layer`` frees a layer's gathered parameters after its forward pass and after its backward pass.
             ``update`` keeps them during all micro-batches of an update. This is faster and needs more memory.
         offload_policy: Keep parameters, gradients and optimizer state on the host (FSDP's CPU offload policy). FSDP
-            loads one layer at a time. The three options below then have no effect, and the learner logs a warning if
-            one is set.
+            loads one layer at a time. The three options below are then ignored with a warning.
         param_offload: Move the parameters to the host after each use.
         optimizer_offload: Move the optimizer state to the host after each update.
         offload_at_transition_only: Move parameters and optimizer state to the host only when colocated engines take

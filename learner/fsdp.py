@@ -59,7 +59,7 @@ class ParameterTypes:
 
 
 def parameter_types(config: LearnerConfig, device: torch.device) -> ParameterTypes:
-    """Resolve ``learner.dtype`` and ``learner.frozen_dtype``.
+    """Resolve ``learner.dtype`` and ``learner.frozen_dtype`` for a device.
 
     Raises `ValueError` if the GPU does not support bfloat16.
     """
@@ -191,9 +191,9 @@ class LearnerMesh:
 def open_mesh(config: LearnerConfig) -> LearnerMesh:
     """Join the group and build its mesh.
 
-    Uses the process's default group if it exists. Otherwise the environment describes the group: ``RANK``,
-    ``WORLD_SIZE``, and `RENDEZVOUS_FILE` or ``MASTER_ADDR`` and ``MASTER_PORT``. A single rank does not need these
-    variables. Raises `ValueError` if the size of the group is not ``learner.num_ranks``.
+    Uses the default process group if it exists. Otherwise several ranks need the environment variables ``RANK``,
+    ``WORLD_SIZE``, and `RENDEZVOUS_FILE` or ``MASTER_ADDR`` and ``MASTER_PORT``. Raises `ValueError` if the size of the
+    group is not ``learner.num_ranks``.
     """
     device = choose_device(config.device)
     if device.type == "cuda":
@@ -248,8 +248,8 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
     The parameters must have the dtypes in which they are stored. Their values are undefined afterwards. Gradients are
     reduced in float32.
 
-    A model is not wrapped if there is a single rank and the stored dtype is the computation's. Wrapping would only add
-    the overhead of FSDP's hooks.
+    A single rank does not wrap a model that is stored in the computation's dtype, to avoid the overhead of FSDP's
+    hooks.
     """
     layers = decoder_layers(model)
     if compiles_layers(config, mesh.device):

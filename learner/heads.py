@@ -219,11 +219,11 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-prob of each target, and the entropy of the distribution at its position.
 
-    The distribution is softmax(logits / temperature), before any top-p or top-k. The backward pass recomputes the
-    logits. Logits are float32, because half precision would change log-probs by up to 0.06 nats.
+    The distribution is softmax(logits / temperature), before any top-p or top-k. Logits are float32, because half
+    precision would change log-probs by up to 0.06 nats. The backward pass recomputes them.
 
-    If weight and bias are frozen, the forward pass also computes the derivatives with respect to ``hidden``, one more
-    [M, h] tensor. The backward pass then recomputes logits only for a gradient of the entropies.
+    If weight and bias are frozen, the forward pass also computes the derivatives with respect to ``hidden``. The
+    backward pass then recomputes logits only for a gradient of the entropies.
 
     Args:
         hidden: [M, h] of any float dtype, the states that predict the targets.
@@ -298,7 +298,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         factor = _factor(weight)
         by_log_prob = (torch.zeros_like(normalizer) if grad_log_probs is None else grad_log_probs) / ctx.temperature
         by_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
-        # On a GPU, one product serves several chunks, because each product reads and writes the gradient of the weight.
+        # one product serves several chunks, because each product reads and writes the gradient of the weight
         step = max(1, WEIGHT_CHUNK_TOKENS // ctx.chunk) * ctx.chunk if multiplies_halves(hidden) else ctx.chunk
         left = hidden.new_empty(min(step, len(hidden)), len(weight)) if to_weight and step > ctx.chunk else None
         for start in range(0, len(hidden), ctx.chunk):

@@ -1,6 +1,6 @@
 """Low-rank adapters on the policy (LoRA, arXiv 2106.09685) with peft. Only adapters are trained.
 
-The adapters are injected into the Hugging Face model, which keeps its class. Merged weights are separate tensors.
+The Hugging Face model keeps its class. Merged weights are separate tensors.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Policy losses, off-policy corrections, KL estimators, and the objectives of the roles.
 
-A loss function gives one number per token. `token_weights` gives each token its share of the whole batch, so the sum
-does not depend on micro-batches or ranks. The importance weight of a token is w = proximal ÷ behavior. The importance
-weight of a trajectory is the product over its tokens. No gradient flows through w. In shapes, M is the number of tokens
-in the loss of a micro-batch.
+The sum of the token losses, weighted by `token_weights`, does not depend on micro-batches or ranks. The importance
+weight of a token is w = proximal ÷ behavior, without gradient. In shapes, M is the number of tokens in the loss of a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -135,8 +134,8 @@ def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = policy / anchor.
 
-    - Deviation: the paper's anchor is the policy before the update. The default ``anchor=behavior`` is the policy that
-      sampled the token. Its clip also bounds the effect of lag.
+    - Deviation: the paper's anchor is the policy before the update. With the default ``anchor=behavior``, the clip also
+      bounds the effect of lag.
     - ``anchor=proximal`` with ``weight=token`` is decoupled PPO (arXiv 2110.00641, equation 5; AReaL, arXiv
       2505.24298).
     - ``clip_high > clip_low`` is clip-higher (DAPO, arXiv 2503.14476, section 3.1).
@@ -166,7 +165,7 @@ def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 
     The ratio of a trajectory is the geometric mean of its tokens' ratios. Each token gets this ratio, with the gradient
     of its own log-prob. The paper uses ``aggregation=sequence_mean``, bounds near 3e-4 and 4e-4, and several updates
-    per step. Such bounds need ``anchor=proximal``, because the log-probs of engine and learner differ by more.
+    per step. Such bounds need ``anchor=proximal``, because the log-probs of engine and learner already differ by more.
 
     Example: two tokens with ratios 4 and 1 both have ratio 2.
     """
@@ -217,11 +216,11 @@ def token_weights(
     """Return the share of each token in the loss of the whole batch.
 
     Args:
-        inputs: A micro-batch.
+        inputs: The tokens of a micro-batch.
         aggregation: ``token_mean`` gives all tokens of the batch the same weight. ``sequence_mean`` gives all
             trajectories the same weight, and all tokens within a trajectory. ``sequence_sum_norm`` gives each token the
             weight 1 / (trajectories * ``sequence_norm_tokens``) (Dr. GRPO, arXiv 2503.20783, section 3.2).
-        num_tokens: Tokens in the loss of the whole batch, over all micro-batches and ranks.
+        num_tokens: Tokens in the loss of the whole batch.
         num_trajectories: Trajectories of the whole batch with at least one token in the loss.
         sequence_norm_tokens: The constant L of ``sequence_sum_norm``, in tokens.
 
@@ -242,7 +241,7 @@ def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: Algorit
     Args:
         log_weights: [M] float32, proximal minus behavior log-prob.
         inputs: The trajectory of each token.
-        config: ``weight`` selects the factor; ``weight_cap`` c > 0 truncates it to min(factor, c).
+        config: ``weight`` selects the factor. ``weight_cap`` > 0 is its largest value.
 
             - ``none``: 1.
             - ``token``: w. Without truncation, this is decoupled PPO (arXiv 2110.00641, equation 5; AReaL, arXiv
@@ -435,8 +434,8 @@ def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
 
     - ``ratio``: policy ÷ behavior, and its square.
     - ``behavior_kl``: KL(behavior ‖ policy) in nats by the k3 estimator, >= 0.
-    - ``engine_gap``: distance between the engine's and the learner's log-probs before the step, at tokens of lag 0.
-      Both had the same weights there. It is missing if the log-probs before the step are not known.
+    - ``engine_gap``: distance between the engine's and the learner's log-probs under the same weights, at tokens of lag
+      0. It is missing if the proximal log-probs are not known.
     """
     behavior = inputs.columns["behavior_logprobs"]
     log_ratio = inputs.log_probs.detach() - behavior
@@ -451,7 +450,7 @@ def summarized(metrics: dict[str, float]) -> dict[str, float]:
     """Convert the batch means of weights and squared weights to effective sample sizes.
 
     ``effective_sample_size`` is for policy ÷ behavior, ``importance_sample_size`` for the weights of a correction. Both
-    are shares of the batch in (0, 1]. ``engine_gap`` becomes the mean over tokens of lag 0.
+    are in (0, 1]. ``engine_gap`` becomes the mean over tokens of lag 0.
     """
     sizes = {
         size: effective_sample_size(metrics[name], metrics[name + _SQUARE])
@@ -492,8 +491,8 @@ def value_objective(clip: float) -> Objective:
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
     """Compute the squared error of the values with PPO's clipping (arXiv 2005.12729, section 3; OpenAI's ppo2).
 
-    The loss is half of max((v - R)², (clip(v, old - c, old + c) - R)²). A value outside of old ± c, on the side of the
-    return, gets no gradient.
+    The loss is half of max((v - R)², (clip(v, old - c, old + c) - R)²). A value that has left old ± c towards the
+    return gets no gradient.
 
     Args:
         values: v, [M] float32, with gradient.
@@ -510,7 +509,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
         return 0.5 * loss, torch.zeros_like(values, dtype=torch.bool)
     moved = values - old_values
     outside = moved.abs() > clip
-    # old + (v - old) may differ from v in the last bit, and would count as clipped.
     near = torch.where(outside, old_values + moved.clamp(-clip, clip), values)
     clipped = (near - returns).square()
     return 0.5 * torch.maximum(loss, clipped), outside & (clipped > loss)

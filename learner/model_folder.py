@@ -23,7 +23,6 @@ from .model_shards import PretrainedShards
 from .packed_model import PackedModel
 
 Span = tuple[int, int]
-"""A range of a file: its first byte and its number of bytes."""
 
 
 def save_policy(model: PackedModel, directory: str) -> None:
@@ -88,7 +87,6 @@ def _write_shards(layout: ModelLayout, path: Path | None, shards: PretrainedShar
 
 
 def _filled(layout: ModelLayout, path: Path | None) -> Iterator[WritableFile]:
-    """Yield the data file with this rank's shards. Yield a file of raw shards too if tensors must be computed."""
     parts = [(path, layout.num_bytes, layout.regions)]
     if layout.num_raw_bytes:
         parts.append((None, layout.num_raw_bytes, layout.raw_regions))
@@ -99,7 +97,6 @@ def _filled(layout: ModelLayout, path: Path | None) -> Iterator[WritableFile]:
 
 
 def _send_to_first(data: Tensor, spans: list[Span], shards: PretrainedShards) -> None:
-    """Send the other ranks' shards to rank 0, one bucket at a time."""
     for sender, theirs in enumerate(shards.gather(spans, list[Span])):
         for start, num_bytes in theirs:
             for at in range(start, start + num_bytes, BUCKET_BYTES):

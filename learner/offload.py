@@ -29,13 +29,12 @@ _FREED_WITHIN_S = 30.0
 """Longest wait for the memory of a dead engine on the same device."""
 _RETRY_S = 0.2
 _ALIGNMENT = 512
-"""Alignment of each copy in the host memory, in bytes."""
 
 
 class MovableTensors:
     """Tensors that can be offloaded and loaded in place. Each move calls ``tensors`` to list them.
 
-    A failed move changes nothing. All host copies are in one block of memory, which later moves use again.
+    A failed move changes nothing.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -90,7 +89,6 @@ class MovableTensors:
         self._on_host, self.offloaded = [], False
 
     def _places(self, storages: Sequence[torch.UntypedStorage]) -> list[Tensor]:
-        """Return the piece of the host block for each storage. Allocate a larger block if needed."""
         starts, total = [], 0
         for storage in storages:
             starts.append(total)
@@ -116,8 +114,7 @@ class OffloadPolicy:
 
     ``param_offload`` and ``optimizer_offload`` move the model and the optimizer state to the host after each use.
     ``offload_at_transition_only`` moves both when the pool switches to rollout; the other options override it with a
-    warning. The policy loads offloaded tensors when they are needed. After each use, even a failed one, every layer
-    holds only its shards.
+    warning. After each use, even a failed one, every layer holds only its shards.
 
     Attributes:
         metrics: Bytes on the device before and after the last switch to each mode: ``rollout_device_bytes_before``,

@@ -86,7 +86,7 @@ class PackedModel:
         config: The learner group's options.
         role: Defines which model to load and what to compute.
         model_path: Directory in Hugging Face layout.
-        temperature: Softmax temperature of log-probs, > 0: the sampling temperature in RL, 1.0 in supervised training.
+        temperature: Softmax temperature of log-probs, > 0; in RL the sampling temperature.
         setup: Mesh and kernel to use. None joins the group of the environment and selects a kernel.
 
     Attributes:
@@ -188,7 +188,6 @@ class PackedModel:
     def _run(
         self, sequences: Sequence[TokenSequence], packed: PackedBatch | None, **asked: bool
     ) -> list[list[np.ndarray]]:
-        """Return a list of [T] float32 arrays for each output of the head."""
         self._set_training(False)
         whole, results = self.head.per_sequence, []
         packed = packed or self.pack_to_score(sequences)
@@ -207,7 +206,6 @@ class PackedModel:
         return results
 
     def _set_training(self, training: bool) -> None:
-        """Switch training mode on or off. Visiting all modules takes 1 ms, so skip it if the mode is the same."""
         if self.head.training != training:
             self.head.train(training)
 

@@ -1,8 +1,7 @@
 """Packs sequences one after the other into micro-batches within a token budget. Nothing is padded or truncated.
 
-The samples of one prompt can share the prompt's tokens: the prompt is packed once, and the attention of each sample
-reads it. A sequence never shares the token before its first token in the loss. Therefore each packed token predicts at
-most one token.
+The samples of one prompt can share the prompt's tokens, which are then packed once. A sequence never shares the token
+before its first token in the loss, so each packed token predicts at most one token.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class MicroBatch:
         predict_index: [M] int64 on the host, packed position of the token before each token in the loss.
         targets: [M] int64, the tokens in the loss.
         trajectory_index: [M] int64, trajectory (within this micro-batch) of each token in the loss.
-        trajectory_lengths: [number of trajectories] int64, tokens in the loss of each trajectory, including its
-            branches in other micro-batches.
+        trajectory_lengths: [number of trajectories] int64, tokens in the loss of each trajectory, on all branches.
         columns: [M, …] float32 by name, the sequences' columns at the tokens in the loss; 0 if a sequence does not have
             the column.
         source: Index of each sequence in the list passed to `Packer.pack`.
@@ -122,8 +120,8 @@ class Packer:
             No prediction in the loss needs the rest.
         together: Several sequences share a micro-batch. If False, each sequence gets its own micro-batch, for models
             that cannot separate packed sequences.
-        share_prompts: Sequences that begin with the same prompt share its tokens within a micro-batch. The budget
-            counts these tokens once.
+        share_prompts: Sequences of a micro-batch share the tokens of a common prompt. The budget counts these tokens
+            once.
         keep_branches: Refuse a trajectory if its branches do not fit into one micro-batch.
         budget: Name of the option that is the budget, for errors.
     """
@@ -190,7 +188,6 @@ class Packer:
     def _units(
         self, sequences: Sequence[TokenSequence], lengths: Sequence[int], prompts: Mapping[SampleKey, bytes]
     ) -> list[list[int]]:
-        """Return units of sequences: the branches of a trajectory, or single branches if they do not fit together."""
         if lengths and max(lengths) > self.max_tokens:
             raise ValueError(
                 f"{self.budget} must hold the longest sequence, got {self.max_tokens} for a sequence of {max(lengths)} "
@@ -233,7 +230,6 @@ def _num_leading(sequence: TokenSequence) -> int:
 
 
 def _prompts(sequences: Sequence[TokenSequence]) -> dict[SampleKey, bytes]:
-    """Return the prompt of each trajectory as bytes: the leading tokens that all of its branches may share."""
     first: dict[SampleKey, tuple[int, TokenSequence]] = {}
     for sequence in sequences:
         num_leading = _num_leading(sequence)
@@ -243,7 +239,6 @@ def _prompts(sequences: Sequence[TokenSequence]) -> dict[SampleKey, bytes]:
 
 
 def _holds(sequence: TokenSequence, prompt: bytes) -> bool:
-    """Return whether a sequence begins with the prompt and may share all of it."""
     num_prompt = len(prompt) // sequence.input_ids.itemsize
     return _num_leading(sequence) >= num_prompt and sequence.compared[:num_prompt].tobytes() == prompt
 
@@ -342,7 +337,6 @@ def _images(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> tuple[np.
 
 
 def _positions(chosen: Sequence[TokenSequence]) -> np.ndarray:
-    """Return the positions of the tokens of the concatenated sequences on three axes: [tokens, 3] int64."""
     own = (
         np.repeat(np.arange(len(sequence.input_ids))[:, None], 3, axis=1)
         if sequence.images is None

@@ -2,8 +2,8 @@
 
 Each process has one `BatchPreparer` with one thread, for all its roles. The controller announces a batch when it queues
 the step. The thread prepares the batch after the previous step has taken its own, so a process holds at most two
-batches. A step waits for its own batch, and the thread wakes it. The thread waits for the buffer under the client's
-deadline, and for other ranks under the deadline of their groups.
+batches. A step waits for its own batch, and the thread wakes it. The thread waits for the buffer and for other ranks
+under their deadlines.
 
 The thread uses separate process groups (`LearnerMesh.on_host`) for its collectives. All ranks must announce and take
 the same batches in the same order.
@@ -39,7 +39,7 @@ _GROUP_FIELDS = tuple(field.name for field in fields(TrajectoryGroup))
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedBatch:
-    """One rank's share of a learner step, ready for a role to compute. It does not depend on any weights.
+    """One rank's share of a learner step, ready for a role to compute.
 
     Attributes:
         groups: The groups of the batch by id.
@@ -75,8 +75,7 @@ class StepGroups:
     def fetch(self, batch: RankBatch, mesh: LearnerMesh, buffer: LearnerBuffer | None) -> None:
         """Fetch the missing groups of a batch. A collective of the sp group.
 
-        One rank of the sp group fetches the groups and sends them to its other ranks. It fetches a group that at least
-        one rank lacks.
+        One rank of the sp group fetches the groups that any of its ranks lacks, and sends them to the others.
         """
         is_missing = [group_id not in self.found for group_id in batch.group_ids]
         if mesh.sp_size > 1 and is_missing:

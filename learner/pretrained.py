@@ -37,7 +37,6 @@ from .weight_files import fill_weights, stored_weights
 log = logging.getLogger(__name__)
 
 SCORE_HEAD = "score"
-"""Name of a classifier's linear head."""
 
 _MULTIPLIES_BY_LOGITS_SCALING = frozenset({"hyperclovax"})
 """Model types that multiply logits by ``logits_scaling``. All others divide by it."""
@@ -177,7 +176,6 @@ def fill_pretrained(model: PreTrainedModel, model_path: str) -> None:
 
 
 def _classifier_class(head: type, config: PreTrainedConfig, model_path: str) -> Any:
-    """Create a class with transformers' generic head on the family's backbone. The weights keep their names."""
     mapping: Any = AutoModel._model_mapping
     if type(config) not in mapping:
         raise ValueError(_no_such_model(config, model_path))
@@ -190,7 +188,6 @@ def _classifier_class(head: type, config: PreTrainedConfig, model_path: str) -> 
 
 @contextmanager
 def _refused_by_name(model_path: str) -> Iterator[None]:
-    """Convert transformers' errors about unsupported families to messages with a remedy."""
     try:
         yield
     except KeyError as error:

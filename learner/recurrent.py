@@ -1,8 +1,7 @@
 """Recurrent layers (linear attention, state spaces, convolutions) on packed sequences.
 
-On packed tokens, such a layer would carry the state of one sequence into the next. Here, kernels with sequence
-boundaries (flash-linear-attention, causal-conv1d) get the packed tokens and the boundaries. Other implementations get a
-batch of right-padded sequences. Under sequence parallelism, each layer gets whole sequences.
+On packed tokens, such a layer would carry the state of one sequence into the next. Kernels with sequence boundaries
+(flash-linear-attention, causal-conv1d) therefore get the boundaries. Other implementations get right-padded sequences.
 """
 
 from __future__ import annotations
@@ -97,7 +96,6 @@ class RecurrentLayers:
         return out if rest is None else (out, *rest)
 
     def _region(self, layout: PackedLayout, num_local: int) -> _Region:
-        """Return the tokens that this rank computes, the same for all layers of a forward pass."""
         if self._planned is None or self._planned[0] is not layout:
             self._planned = (layout, _region_of_rank(layout, num_local))
         return self._planned[1]
@@ -144,7 +142,6 @@ def _with_boundaries(
 
 
 def _padded(run: Callable[..., Any], tokens: Tensor, layout: PackedLayout) -> tuple[Tensor, tuple[Any, ...] | None]:
-    """Run one call per bucket of padded sequences."""
     calls = layout.padded
     if calls.pad_index is not None:
         tokens = tokens.index_select(0, calls.pad_index)

@@ -45,16 +45,14 @@ from .ulysses import UlyssesShardingManager, gather_sequence
 log = logging.getLogger(__name__)
 
 LENGTHS = (23, 11, 11, 7, 3, 2)
-"""Lengths of the sequences. Equal lengths share a padded batch. A model's limit may reduce them."""
+"""Lengths of the sequences. Equal lengths share a padded batch."""
 
 THRESHOLDS = ("sliding_window", "attention_chunk_size")
 """Options that limit attention to a number of tokens. The test lowers them below its longest sequences."""
 
 LOWERED = 5
-"""Value of a lowered threshold."""
 
 SHARED_TOKENS = 6
-"""Length of the common prefix of two sequences."""
 
 FIRST_TOKENS = 4
 """Number of first tokens with their own mean. Convolutions leak only into these tokens."""
@@ -105,10 +103,7 @@ class SelfTest:
         self._group, self._columns = self._place_images(rng) if head.vision is not None else (None, {})
 
     def _place_images(self, rng: np.random.Generator) -> tuple[GroupImages, dict[str, list[np.ndarray]]]:
-        """Put random images into the first sequences. Return the images, and the image columns of each sequence.
-
-        The two sequences with a common prefix get the same image.
-        """
+        """Put random images into the first sequences. Return the images, and the image columns of each sequence."""
         processor = PixelFormat.of(load_processor(self._name))
         size = processor.merge_size
 
@@ -194,7 +189,6 @@ class SelfTest:
         raise ValueError(self._refusal(culprit, difference, expected))
 
     def _shares(self) -> bool:
-        """Return whether the common prefix of two sequences can be computed once for both."""
         if self._head.recurrent.layers:
             return False
         expected, found = self._together(), self._attempted("the packed forward", self._sharing)
@@ -225,7 +219,6 @@ class SelfTest:
         return f"a linear map of the last hidden states{scale}{cap}"
 
     def _check_training(self, forward: Callable[[], Tensor]) -> None:
-        """Check that training and scoring compute the same values, without dropout or noise."""
         scoring = self._attempted("the packed forward", forward)
         relative = _relative(self._attempted("the packed forward while training", self._training(forward)), scoring)
         difference = self._largest([relative.mean()])
@@ -261,7 +254,6 @@ class SelfTest:
         )
 
     def _plain_forward(self, tokens: np.ndarray, place: int) -> Tensor:
-        """Return the input of the output layer in transformers' forward of one sequence."""
         pretrained, reached = self._head.pretrained, []
         output = _output_layer(self._head)
         handle = output.register_forward_pre_hook(lambda _module, args: reached.append(args[0]))
@@ -361,7 +353,6 @@ class SelfTest:
         return torch.cat([torch.arange(length) for length in self._lengths])
 
     def _leak(self, together: Tensor) -> float:
-        """Return the change in the hidden states of unchanged sequences when the other sequences change."""
         relative = _relative(self._together(changed=True), together)
         sequence = torch.arange(len(self._lengths)).repeat_interleave(torch.tensor(self._lengths))
         same, first = sequence % 2 == 1, self._places() < FIRST_TOKENS
@@ -373,7 +364,6 @@ class SelfTest:
         return float(self._mesh.largest(worst))
 
     def _culprit(self, right: Callable[[], Tensor], wrong: Callable[[], Tensor]) -> str:
-        """Return the name and type of the first layer with an output that differs between two forwards."""
         expected = self._outputs(right, gathered=right != self._plain)
         found = self._outputs(wrong, gathered=True)
         for name, (kind, output) in found.items():
@@ -385,7 +375,6 @@ class SelfTest:
         return type(self._head.pretrained).__name__
 
     def _outputs(self, run: Callable[[], Tensor], *, gathered: bool) -> dict[str, tuple[str, Tensor]]:
-        """Return type and [N, ...] output of each module of each decoder layer, in the order of computation."""
         outputs: dict[str, tuple[str, list[Tensor]]] = {}
         names = {module: name for name, module in self._head.pretrained.named_modules()}
 
@@ -412,7 +401,6 @@ class SelfTest:
     # Messages.
 
     def _refusal(self, culprit: str, difference: float, expected: Tensor) -> str:
-        """Return the message for a refused model. Also test whether the model works without sequence parallelism."""
         remedy = "the learner does not support this layer"
         if self._mesh.sp_size > 1:
             self._sharding = nullcontext()
@@ -437,7 +425,6 @@ def _output_layer(head: PackedHead) -> nn.Linear:
 
 
 def _relative(found: Tensor, expected: Tensor) -> Tensor:
-    """Divide the norms of the differences of rows by the norms of the expected rows, [N]."""
     norms = expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     return ((found - expected).norm(dim=-1) / norms).cpu()
 
@@ -446,8 +433,7 @@ def _relative(found: Tensor, expected: Tensor) -> Tensor:
 def _lowered_thresholds(pretrained: PreTrainedModel) -> Iterator[None]:
     """Lower windows and chunks that are longer than the test's sequences.
 
-    The test would otherwise need sequences of thousands of tokens. Layers and configurations hold these lengths under
-    the same names.
+    The test would otherwise need sequences of thousands of tokens.
     """
     modules = list(pretrained.modules())
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
@@ -500,7 +486,6 @@ def _fixed_routing(pretrained: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _eager(pretrained: PreTrainedModel) -> Iterator[None]:
-    """Use transformers' eager attention, uncompiled, inside the context."""
     # set_attn_implementation does not change models with attention outside the registry.
     configs = {
         id(module.config): module.config for module in pretrained.modules() if isinstance(module, PreTrainedModel)

@@ -103,7 +103,7 @@ class ModelOptimizer:
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], shards: DeviceMesh | None) -> float:
-    """Return the norm of all gradients over the ranks ``shards`` of one copy.
+    """Return the norm of all gradients over ``shards``, the ranks that share one copy.
 
     Either all gradients are plain tensors, or all are sharded in the same way.
     """
@@ -185,7 +185,7 @@ class Trainer(PackedModel):
     ) -> dict[str, float]:
         """Make one optimizer update on the sequences of all ranks. The sp ranks of a group pass the same sequences.
 
-        ``packed`` is the result of `pack_to_train` for the sequences, if known.
+        ``packed`` is the result of `pack_to_train`, if known.
 
         Returns:
             The same dict on each rank: ``loss`` and the loss's own metrics (means over the batch's tokens, before
@@ -255,8 +255,7 @@ class PackedStep:
     """The micro-batches of a learner step, without columns.
 
     Attributes:
-        scored: The sequences that need a separate forward pass for their proximal log-probs; None without such
-            sequences.
+        scored: The sequences that need a separate forward pass for their proximal log-probs; may be None.
         updates: The sequences of each mini-batch. A measured step has a single entry with all its sequences.
     """
 
@@ -303,7 +302,7 @@ class LearnerStep:
         """Make one learner step on this rank's sequences. Returns the result of `update`.
 
         The sequences must have the columns that the objective reads, except ``proximal_logprobs``. ``packed`` is the
-        result of `pack` for the sequences, if known.
+        result of `pack`, if known.
         """
         packed = packed or self.pack(sequences)
         if packed.scored is None:
@@ -346,7 +345,6 @@ def _in_loss(sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
 
 
 def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Merge the metrics of a step's updates: sum the counts, average the rest over updates with tokens."""
     counted = {name for name in updates[0] if name.startswith("num_") or name.endswith("_updates")}
     trained = [update for update in updates if update["num_tokens"]] or updates
     return {

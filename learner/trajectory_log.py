@@ -101,8 +101,7 @@ def trained_groups(
 
     An entry has the ``attempt`` of the group, the number of trained tokens by policy version (``versions``), their
     ``digest`` (`token_digest`), and the number of tokens ``in_loss``. A trajectory that ``mask_truncated`` leaves out
-    of the loss counts in the digest, but not in ``in_loss``. ``sequences`` has one sequence per branch, in the order of
-    the shares.
+    of the loss counts in the digest, but not in ``in_loss``. ``sequences`` has one sequence per branch.
     """
     found: dict[int, dict[str, Any]] = {}
     versions: dict[int, list[np.ndarray]] = {}
@@ -122,7 +121,6 @@ def trained_groups(
 
 
 def _branches(batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> list[tuple[TrajectoryGroup, Branch]]:
-    """Return the branches of a rank's samples, in the order of its sequences."""
     return [
         (groups[share.group_id], branch)
         for share in batch.shares

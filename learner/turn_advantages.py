@@ -4,7 +4,7 @@ A turn may have several next turns if the history was branched. The estimators t
 sample of the continuation. The *index* of a turn is the number of sampled turns before it on its path. Turns of a
 prompt, a tool or an environment do not have an advantage.
 
-The reward of a turn is its own reward, plus the rewards of the tool or environment turns directly after it, minus the
+The reward of a turn is its own reward, plus the rewards of the unsampled turns up to the next sampled turn, minus the
 KL penalty of its tokens. The last turn of each path also gets the trajectory's outcome. In shapes, K is the number of
 turns of the whole batch.
 """
@@ -68,8 +68,8 @@ class TurnAdvantages:
     """The result of a turn estimator.
 
     Attributes:
-        advantages: [K] float64, for every token of the turn.
-        returns: [K] float64, the critic's targets, for every token of the turn.
+        advantages: [K] float64, for each token of the turn.
+        returns: [K] float64, the critic's targets.
     """
 
     advantages: Tensor
@@ -84,8 +84,7 @@ def turn_gae(batch: TurnRewards, config: AlgorithmConfig) -> TurnAdvantages:
     path, V and A are 0. ``whiten_advantages`` standardizes the advantages over the batch, with the same weight for each
     trajectory.
 
-    Deviations: Turn-PPO clips the ratio of a whole turn; here, ``algorithm.loss`` decides. ArCHer trains a separate
-    critic of utterances off-policy.
+    Deviations: Turn-PPO clips the ratio of a whole turn. ArCHer trains a separate critic off-policy.
 
     Example: turns with rewards 0, 1 and values 0.5, 0.6, with γ = 1 and λ = 0.5, give 0.3, 0.4.
     """
@@ -145,7 +144,7 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
 
 
 def _standardized(advantages: Tensor, batch: TurnRewards) -> Tensor:
-    """Standardize over the n trajectories with turns in the loss, with the deviation (n - 1).
+    """Standardize over the n trajectories with turns in the loss (deviation with n - 1).
 
     The turns of a trajectory share the weight 1 equally. A turn outside the loss does not count, and its result is 0.
     """

@@ -81,7 +81,7 @@ class TurnSpan(NamedTuple):
         turn: Index of the turn in its prompt group.
         previous: Index of the previous sampled turn on the path; -1 for the first.
         start: Position of the turn's first token in the sequence. ``stop`` is the position after its last token.
-        reward: Reward of the turn, plus the rewards of the turns that were not sampled up to the next sampled turn.
+        reward: Reward of the turn, plus the rewards of the unsampled turns up to the next sampled turn.
     """
 
     turn: int

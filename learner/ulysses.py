@@ -1,8 +1,8 @@
 """Ulysses sequence parallelism (arXiv 2309.14509): tokens are split over the sp ranks, heads during attention.
 
 Outside attention, each rank holds N/sp of the packed tokens and all heads. Inside attention, each rank holds all N
-tokens and H/sp heads. Differentiable all-to-alls convert between these layouts. By default, functions use the group of
-the innermost `UlyssesShardingManager`. Without a group, or with one rank, they return their input.
+tokens and H/sp heads. By default, functions use the group of the innermost `UlyssesShardingManager`. Without a group,
+or with one rank, they return their input.
 """
 
 from __future__ import annotations
@@ -100,10 +100,7 @@ def gather_outputs_and_unpad(
         unpad_dim: Dimension to remove padding from; None keeps it.
         padding_size: Number of entries to remove from the end of ``unpad_dim``.
         grad_scaler: Multiply the gradient by sp, for a loss that is later averaged over the sp ranks.
-        group: The sp ranks.
-
-    Returns:
-        All tokens, on each sp rank.
+        group: The sp ranks; None is the default group.
     """
     group = _shared(group)
     if group is None:
@@ -197,9 +194,8 @@ def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -
 class UlyssesShardingManager:
     """Context that runs a model over its sp ranks.
 
-    On entry it sets the default group of this module. On exit, also after errors, it restores the previous group.
-    Contexts can be nested. `preprocess_data` and `postprocess_data` are for computations that do not split sequences
-    themselves.
+    It sets the default group of this module and restores the previous group on exit. Contexts can be nested.
+    `preprocess_data` and `postprocess_data` are for computations that do not split sequences themselves.
 
     Args:
         device_mesh: Mesh with an axis ``sp``. With None, the context and both methods have no effect.
@@ -238,7 +234,6 @@ class UlyssesShardingManager:
 
 
 def _shared(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group for communication, or None if it has only one rank."""
     group = group or _group
     return group if group is not None and dist.get_world_size(group) > 1 else None
 

@@ -103,8 +103,7 @@ class CriticWorker(ModelWorker):
         """Make the optimizer updates of one step.
 
         ``data`` has ``values``, ``returns``, and ``response_mask`` as for `ActorWorker.update_actor`.
-        ``meta_info["metrics"]`` has ``critic/vf_loss``, ``critic/vf_clipfrac``, ``critic/vpred_mean``,
-        ``critic/grad_norm``, ``critic/lr`` and more.
+        ``meta_info["metrics"]`` has ``critic/vf_loss``, ``critic/vf_clipfrac``, ``critic/vpred_mean`` and more.
         """
         columns = {"values": "values", "returns": "returns"}
         sequences = trained_sequences(data, columns, num_mini_batches=self._algorithm.num_mini_batches)
@@ -148,7 +147,6 @@ def _reference_rows(model: PackedModel, data: DataProto, temperature: float) -> 
 
 
 def _columns_of(data: DataProto, algorithm: AlgorithmConfig) -> dict[str, str]:
-    """Return verl's name for each column that a sequence needs."""
     columns = {"behavior_logprobs": "old_log_probs", "advantages": "advantages"}
     if algorithm.needs_proximal:
         columns["proximal_logprobs"] = "old_log_probs"

@@ -60,7 +60,7 @@ class StoredWeight(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _InSafetensors:
-    """A tensor of a safetensors file. The file is not mapped, because mapped pages count as memory of the process."""
+    """The file is not mapped, because mapped pages count as memory of the process."""
 
     path: Path
     dtype: torch.dtype
@@ -78,8 +78,6 @@ class _InSafetensors:
 
 @dataclass(frozen=True, kw_only=True)
 class _InPickle:
-    """A tensor of a file that `torch.save` wrote."""
-
     tensor: Tensor
 
     @property
@@ -181,7 +179,6 @@ def _bounds(weight: StoredWeight, rows: slice | None) -> tuple[int, int]:
 
 
 def _is_within_rows(operation: Any) -> bool:
-    """Return whether a conversion keeps the leading dimension."""
     if isinstance(operation, Concatenate):
         return operation.dim > 0
     return isinstance(operation, Transpose) and not operation.check_dims and min(operation.dim0, operation.dim1) > 0
@@ -260,7 +257,6 @@ def _sources(
 
 
 def _blocks(tensor: Tensor) -> Iterator[slice]:
-    """Yield the rows that this rank holds, wholly or in part, in blocks of about `BLOCK_BYTES`."""
     (rows, *_) = own_part(tensor) or (slice(0, 1),)
     step = max(1, BLOCK_BYTES * len(tensor) // max(1, tensor.nbytes)) if tensor.ndim else 1
     for start in range(rows.start, rows.stop, step):
@@ -289,7 +285,6 @@ def _check_shape(found: Sequence[int], tensor: Tensor) -> None:
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that are not stored, such as rotary frequencies."""
     for tensor in (*model.parameters(), *stored_buffers(model).values()):
         vars(tensor)["_is_hf_initialized"] = True
     model.initialize_weights()

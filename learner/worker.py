@@ -1,7 +1,6 @@
 """One rank of a learner role: scores its samples, trains on them, publishes and saves weights.
 
-A run calls these methods with a list of `RankBatch`, one per data-parallel rank, and does not wait. A thread of each
-rank fetches and packs the next batch while the rank computes the current one (`prepared_batches`). A worker sends its
+A run calls these methods with a list of `RankBatch`, one per data-parallel rank, and does not wait. A worker sends its
 scores directly to the workers of other roles, or keeps them in the process if the roles share it.
 
 The controller imports this module for the method names only, so functions import torch themselves.
@@ -76,7 +75,6 @@ PER_DP_RANK = {"dispatch_fn": _share_of_each_rank, "collect_fn": lambda _group, 
 
 
 def _recorded(method: Callable[..., T]) -> Callable[..., T]:
-    """Record the duration of a method for the run's profile. The method's first argument must be a batch."""
     kind = SpanKind.update if method.__name__ == "step" else SpanKind.score
 
     @wraps(method)
@@ -126,7 +124,7 @@ class ModelWorker(Worker):
     """One rank of a role. Every method is called on all ranks.
 
     Args:
-        role: Defines what this worker loads, computes and learns.
+        role: The role.
         config: Options of the learner group; ``num_ranks`` is the number of ranks of the role's pool. The role's own
             options override them (`LearnerConfig.of_role`).
         algorithm: Options of the algorithm.
@@ -313,7 +311,6 @@ class ModelWorker(Worker):
         sequences: Sequence[TokenSequence],
         readable: Sequence[TokenSequence],
     ) -> None:
-        """Write this rank's trajectories to the trajectory log. Rank 0 also writes ``readable`` to the token log."""
         if self._log is not None and self._model.mesh.sp_rank == 0:
             self._log.write(batch, groups, sequences, rank=self._model.mesh.dp_rank)
         if readable and self._token_log_options is not None and self.rank == 0:
@@ -463,9 +460,8 @@ class ModelWorker(Worker):
         return trainer
 
     def _scored(self, batch: RankBatch) -> dict[SampleKey, np.ndarray]:
-        """Return the scores by trajectory: [tokens in the loss] float32, one branch after the other."""
         own = self._taken(batch)
-        # A role with adapters scores with the initial weights, other roles with the current weights.
+        # With adapters, the actor scores with the initial weights.
         weights = self._model.frozen() if self.role.adapters else nullcontext()
         with self._offload.reading(), weights:
             values = self._model.scores(own.sequences, own.scored)
@@ -475,10 +471,7 @@ class ModelWorker(Worker):
         return {key: np.concatenate(parts) for key, parts in scores.items()}
 
     def _for_people(self, version: int, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-        """Return the sequences for the token log in every ``every_steps``-th step, with the learner's log-probs.
-
-        The call is a collective in these steps.
-        """
+        """Return the sequences for the token log with the learner's log-probs. A collective in a step that logs."""
         options = self._token_log_options
         if options is None or version % options.every_steps:
             return []
@@ -575,7 +568,6 @@ class ModelWorker(Worker):
 
     @contextmanager
     def _torch_trace(self, version: int) -> Iterator[None]:
-        """Write a trace of the block with torch.profiler if ``profile.torch_steps`` contains the step."""
         if version not in self._profile.torch_steps or record.current() is None:
             yield
             return
