@@ -38,14 +38,14 @@ _BLOCK = 64
 
 
 class Scale(StrEnum):
-    """The divisor of a centered reward: the standard deviation or nothing."""
+    """The divisor of a centered reward: the standard deviation, or none."""
 
     std = "std"
     none = "none"
 
 
 OutcomeEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Maps rewards [B] and group ids [B] int64 of a whole batch to advantages [B]."""
+"""Maps rewards [B] and group ids [B] int64 of a whole batch to advantages [B]. Each group's samples are in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +219,7 @@ def gae(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> To
 def reinforce_plus_plus(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
     """Return the return-to-go, standardized over the tokens of all ranks (REINFORCE++, arXiv 2501.03262, section 3).
 
-    Deviation: the KL penalty uses the behavior policy, and the paper the policy before the update.
+    Deviation: the KL penalty uses the behavior policy. The paper uses the policy before the update.
 
     Example: one-token trajectories with rewards 3, 0, 0 give 1.155, -0.577, -0.577.
     """
@@ -325,7 +325,7 @@ class AdaptiveKLCoefficient:
 
     ``target`` is in nats per token, ``horizon`` in samples.
 
-    Deviations: the divergence is the mean over a batch's tokens. The paper uses whole continuations, and verl the mean
+    Deviations: the divergence is the mean over a batch's tokens. The paper uses whole continuations. verl uses the mean
     over sequences of their means. A batch counts as at most one horizon, so one update changes the coefficient by at
     most a fifth.
     """

@@ -1,7 +1,7 @@
 """Causal attention over packed sequences, registered in transformers' attention registry.
 
-On a GPU in half precision, it calls a variable-length kernel. Otherwise one SDPA call computes several sequences of
-similar length, padded on the right. The causal mask hides the padding, so the result is exact.
+On a GPU in half precision, attention calls a variable-length kernel. Otherwise one SDPA call computes several sequences
+of similar length, padded on the right. The causal mask hides the padding, so the result is exact.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ CAPPED_QUERIES = 512
 """Number of queries per block of soft-capped scores; only one block is in memory."""
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 128, 1024
-"""Smallest and largest number of queries per call with a sliding window or sinks; between them, the window size."""
+"""Smallest and largest number of queries per call with a sliding window or sinks. Between these limits, the
+number is the window size."""
 MAX_FLASH_DIM = 256
 """Largest head size of SDPA's FlashAttention on CUDA."""
 
@@ -164,7 +165,7 @@ def packed_layout(
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Split lengths into [first, last) runs that share a padded batch. The first sequence of a run is the longest."""
+    """Split lengths into [first, last) runs that share a padded batch."""
     tolerance, free = MAX_PADDING, FREE_PADDING_TOKENS
     if len(set(lengths)) * TOKENS_PER_CALL <= sum(lengths):
         tolerance, free = 0.0, 0
@@ -192,8 +193,7 @@ def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManag
 
     Use it as the ``context_fn`` of `torch.utils.checkpoint.checkpoint`. The forward pass keeps the inputs and output of
     attention, so attention and its collectives run only once. Attention with sinks is still computed again. torch's
-    selective checkpointing does not see kernels outside of torch's dispatcher (such as flash-attn 4) or operations
-    inside compiled code.
+    selective checkpointing cannot replace this, because it does not see kernels outside of torch's dispatcher.
     """
     outputs: deque[Tensor] = deque()
 

@@ -74,7 +74,7 @@ class ShardedCheckpointer:
         # A background save needs its own group, so that its collectives do not mix with those of training.
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=trainer.mesh.timeout))
         self._pending: Future[None] | None = None
-        # page-locked memory is kept for the next save, because locking takes longer than copying
+        # On a GPU, the stager keeps page-locked memory for the next save, because locking takes longer than copying.
         self._stager: DefaultStager | None = None
         what = f"a checkpoint under {self._directory} could not be written"
         self._unwritten = (what, "free space or repair the folder; the previous checkpoint is complete")
@@ -202,7 +202,7 @@ class ShardedCheckpointer:
         write_progress(partial, progress)
 
     def _conclude(self, written: Future[Any], final: Path, pending: Future[None], keep: int) -> None:
-        """Finish a save in the writing thread. On rank 0 it runs when the shards of all ranks are on disk."""
+        """Finish a save in the writing thread, on rank 0 when the shards of all ranks are on disk."""
         try:
             written.result()
             if dist.get_rank() == 0:
@@ -282,7 +282,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
 def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
     """Write the policy of a checkpoint in Hugging Face layout, with merged adapters and the tokenizer.
 
-    This needs no GPU and no process group.
+    This does not need a GPU or a process group.
 
     Args:
         checkpoint: A checkpoint, or a folder of checkpoints. The newest checkpoint of a folder is exported.

@@ -44,7 +44,7 @@ def check_digests(checkpoint: Path, num_saved: int, *, names: str = "*", rank: i
     """Compare files with their digests. The files are divided among ``num_ranks`` ranks.
 
     Args:
-        checkpoint: Its folder.
+        checkpoint: Folder of the checkpoint.
         num_saved: Number of ranks that saved the checkpoint.
         names: Pattern of the files to compare. Example: ``*.distcp``.
         rank: This rank.

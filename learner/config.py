@@ -297,9 +297,8 @@ class AlgorithmConfig:
             _at_least(self, "algorithm", name, 0, 1, remedy="; 1 is usual")
         _require(
             self.num_mini_batches <= self.groups_per_step,
-            "algorithm.num_mini_batches must be <= algorithm.groups_per_step, since one update trains on whole prompt "
-            f"groups, got {self.num_mini_batches} and {self.groups_per_step}; lower num_mini_batches or raise "
-            "groups_per_step",
+            "algorithm.num_mini_batches must be <= algorithm.groups_per_step, got "
+            f"{self.num_mini_batches} and {self.groups_per_step}; lower num_mini_batches or raise groups_per_step",
         )
         _require(
             not self.dual_clip or self.dual_clip > 1,

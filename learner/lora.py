@@ -184,7 +184,7 @@ def _layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
 
 
 def _target_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
-    """Return the names of the linear layers that match ``targets``, as in peft.
+    """Return the names of the linear layers that match ``targets``.
 
     The output embedding cannot have an adapter, because the head reads its weight and not its output.
     """
@@ -230,6 +230,5 @@ def expert_tensors(model: PreTrainedModel) -> list[str]:
 
 
 def _counted_experts(model: PreTrainedModel) -> list[str]:
-    """Return `expert_tensors` with the number of layers, such as ``model.layers.*.mlp.experts.down_proj (2)``."""
     stacked = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in expert_tensors(model))
     return [f"{name} ({count})" for name, count in sorted(stacked.items())]

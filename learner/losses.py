@@ -165,7 +165,7 @@ def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 
     The ratio of a trajectory is the geometric mean of its tokens' ratios. Each token gets this ratio, with the gradient
     of its own log-prob. The paper uses ``aggregation=sequence_mean``, bounds near 3e-4 and 4e-4, and several updates
-    per step. Such bounds need ``anchor=proximal``, because the log-probs of engine and learner already differ by more.
+    per step. These bounds need ``anchor=proximal``, because the log-probs of engine and learner already differ by more.
 
     Example: two tokens with ratios 4 and 1 both have ratio 2.
     """

@@ -63,7 +63,6 @@ def new_model_folder(directory: Path) -> Iterator[Path]:
 
 
 def _write_shards(layout: ModelLayout, path: Path | None, shards: PretrainedShards) -> None:
-    """Write the shards of all ranks into the file at ``path``, which is None except on rank 0."""
     files: list[WritableFile] = []
     try:
         error = _error_of(lambda: files.extend(_filled(layout, path)))

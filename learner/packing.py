@@ -222,10 +222,7 @@ class Packer:
 
 
 def _num_leading(sequence: TokenSequence) -> int:
-    """Return the number of leading tokens that a sequence may share.
-
-    These are the tokens before the one that predicts its first token in the loss.
-    """
+    """Return the number of tokens before the one that predicts the first token in the loss."""
     return max(0, sequence.loss_mask.tobytes().find(1) - 1)
 
 

@@ -2,8 +2,8 @@
 
 Each process has one `BatchPreparer` with one thread, for all its roles. The controller announces a batch when it queues
 the step. The thread prepares the batch after the previous step has taken its own, so a process holds at most two
-batches. A step waits for its own batch, and the thread wakes it. The thread waits for the buffer and for other ranks
-under their deadlines.
+batches. A step waits for its own batch, and the thread wakes it. The deadlines of the buffer's client and of the
+process groups bound the waits of the thread.
 
 The thread uses separate process groups (`LearnerMesh.on_host`) for its collectives. All ranks must announce and take
 the same batches in the same order.

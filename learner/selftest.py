@@ -157,10 +157,7 @@ class SelfTest:
         return SelfTestResult(packs=packs, shares=shares, difference=difference, seconds=time.perf_counter() - start)
 
     def _decide(self) -> tuple[bool, float]:
-        """Select the fastest correct method.
-
-        Returns whether sequences may share a micro-batch, and the difference from Hugging Face's forward.
-        """
+        """Return whether sequences may share a micro-batch, and the difference from Hugging Face's forward."""
         expected = self._attempted("Hugging Face's own forward", self._plain)
         self._check_logits()
         recurrent, difference = self._head.recurrent, float("inf")
@@ -245,7 +242,6 @@ class SelfTest:
     # Each of these methods returns hidden states [N, h] float32, sequence after sequence.
 
     def _plain(self) -> Tensor:
-        """Run each sequence alone with transformers' eager attention, without sequence parallelism."""
         return torch.cat(
             [
                 self._through_root(lambda ids=ids, place=place: self._plain_forward(ids, place))

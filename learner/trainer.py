@@ -255,7 +255,7 @@ class PackedStep:
     """The micro-batches of a learner step, without columns.
 
     Attributes:
-        scored: The sequences that need a separate forward pass for their proximal log-probs; may be None.
+        scored: The sequences that need a separate forward pass for their proximal log-probs, or None.
         updates: The sequences of each mini-batch. A measured step has a single entry with all its sequences.
     """
 

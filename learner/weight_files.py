@@ -60,7 +60,7 @@ class StoredWeight(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _InSafetensors:
-    """The file is not mapped, because mapped pages count as memory of the process."""
+    """Reads a tensor without mapping its file, because mapped pages count as memory of the process."""
 
     path: Path
     dtype: torch.dtype
@@ -159,7 +159,6 @@ class _Source:
         return counts.pop() if len(counts) == 1 else -1
 
     def read(self, name: str, rows: slice | None, model: Any) -> dict[str, Tensor]:
-        """Read and convert rows of a parameter, or with None all rows of all its parameters."""
         parts: dict[str, list[Tensor]] = {}
         for pattern, weights in self.weights.items():
             chosen = weights[rows] if rows and self.stacks else weights

@@ -124,7 +124,7 @@ class ModelWorker(Worker):
     """One rank of a role. Every method is called on all ranks.
 
     Args:
-        role: The role.
+        role: The role to run.
         config: Options of the learner group; ``num_ranks`` is the number of ranks of the role's pool. The role's own
             options override them (`LearnerConfig.of_role`).
         algorithm: Options of the algorithm.
@@ -508,7 +508,6 @@ class ModelWorker(Worker):
         return self._checkpoints[directory]
 
     def _check_turn(self, version: int) -> None:
-        """Raise `BatchLost` for a call that was queued after a lost step."""
         if self._version is not None and version > self._version:
             raise BatchLost(
                 f"role {self.role.name!r} is at version {self._version} and skips a call for version {version}, "
@@ -617,10 +616,7 @@ def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) 
 
 
 def _largest_lag(batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> int:
-    """Return the largest lag of the batch's groups; 0 without groups.
-
-    Raises `StalenessError` if a lag is out of bounds.
-    """
+    """Return the largest lag of the batch's groups; 0 without groups."""
     lags = {group_id: batch.version - group.summary.oldest_version for group_id, group in groups.items()}
     for group_id, lag in lags.items():
         if not 0 <= lag <= batch.max_lag:
