@@ -219,11 +219,7 @@ def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer_tokens: int
 
 
 def split_sequences(sequences: Sequence[TokenSequence], count: int) -> list[list[TokenSequence]]:
-    """Split sequences by ``mini_batch`` into ``count`` lists, which may be empty.
-
-    Raises:
-        ValueError: a ``mini_batch`` is outside 0..count - 1.
-    """
+    """Split sequences by ``mini_batch`` into ``count`` lists. Raises `ValueError` for a number outside 0..count - 1."""
     parts: list[list[TokenSequence]] = [[] for _ in range(count)]
     for sequence in sequences:
         if not 0 <= sequence.mini_batch < count:
@@ -254,9 +250,9 @@ class PackItem(NamedTuple):
 def first_fit(items: Sequence[PackItem], budget: int) -> list[list[int]]:
     """Fill micro-batches of at most ``budget`` packed tokens by first fit.
 
-    An item goes to a micro-batch that holds its prompt, else to the first with enough room, else to a new one. The
-    prompt with the most tokens comes first, and so does the largest item of a prompt. In each micro-batch, attention
-    reads at most `MAX_ATTENDED` times the budget. Each item must fit into the budget.
+    An item goes to a micro-batch that holds its prompt, else to the first with enough room, else to a new one. Prompts
+    with more tokens come first, and larger items of a prompt come first. In each micro-batch, attention reads at most
+    `MAX_ATTENDED` times the budget. Each item must fit into the budget.
 
     Returns:
         Lists of indices into ``items``, one per micro-batch.

@@ -1,8 +1,7 @@
 """Checkpoints of a learner group: model, optimizer, schedule position, policy version and random state.
 
 Each rank writes its shards (torch.distributed.checkpoint), so a checkpoint can be loaded with another dp × sp. A save
-writes to a temporary folder and renames it at the end. A crash during a save therefore leaves the previous checkpoint
-intact.
+writes to a temporary folder and renames it at the end, so a crash leaves the previous checkpoint intact.
 """
 
 from __future__ import annotations
@@ -121,11 +120,7 @@ class ShardedCheckpointer:
         return final
 
     def finish(self) -> None:
-        """Wait until the background save is complete.
-
-        Raises:
-            CheckpointError: the background save failed.
-        """
+        """Wait until the background save is complete. Raises `CheckpointError` if it failed."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None

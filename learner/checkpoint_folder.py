@@ -79,11 +79,7 @@ def write_progress(checkpoint: Path, progress: SavedProgress) -> None:
 
 
 def read_progress(checkpoint: Path) -> SavedProgress:
-    """Read the progress record.
-
-    Raises:
-        ValueError: the record is missing, damaged, or from another version of asyncrl.
-    """
+    """Read the progress record. Raises `ValueError` if it is missing, damaged, or from another version of asyncrl."""
     if not (checkpoint / _PROGRESS).is_file():
         raise ValueError(
             f"no checkpoint at {str(checkpoint)!r}: it lacks {_PROGRESS}; name a folder such as .../v00000012, or the "
@@ -112,11 +108,7 @@ def whole_checkpoints(directory: Path) -> list[Path]:
 
 
 def missing_parts(checkpoint: Path) -> list[str]:
-    """Return the parts of a checkpoint that do not have their final names.
-
-    Raises:
-        ValueError: the progress record is missing or damaged.
-    """
+    """Return the parts of a checkpoint that do not have their final names. Raises the errors of `read_progress`."""
     parts = read_progress(checkpoint).parts
     return [part for part in parts if not part_of(checkpoint, part).is_dir()]
 
@@ -153,10 +145,7 @@ def put_in_place(final: Path) -> None:
 def lineage_of(checkpoint: Path) -> str:
     """Return the random name of the run that saved a checkpoint; empty if no run saved it.
 
-    A resumed run keeps the name.
-
-    Raises:
-        ValueError: the progress record is missing or damaged.
+    A resumed run keeps the name. Raises the errors of `read_progress`.
     """
     return read_progress(checkpoint).run.get("lineage", "")
 

@@ -28,7 +28,7 @@ class Dtype(StrEnum):
 
 
 class AttentionKernel(StrEnum):
-    """The attention kernel, see ``learner.attention``."""
+    """The attention kernel."""
 
     auto = "auto"
     flash_attn_4 = "flash_attn_4"
@@ -39,7 +39,7 @@ class AttentionKernel(StrEnum):
 
 
 class GradientSync(StrEnum):
-    """When the ranks sum gradients, see ``learner.gradient_sync``."""
+    """When the ranks sum gradients."""
 
     auto = "auto"
     update = "update"
@@ -83,7 +83,7 @@ class Schedule(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """How to aggregate token losses to the loss of the batch, see `learner.losses.token_weights`."""
+    """How to aggregate token losses to the loss of the batch."""
 
     token_mean = "token_mean"
     sequence_mean = "sequence_mean"
@@ -91,14 +91,14 @@ class Aggregation(StrEnum):
 
 
 class Anchor(StrEnum):
-    """The policy in the denominator of the clipped ratio, see `learner.losses.anchor_log_probs`."""
+    """The policy in the denominator of the clipped ratio."""
 
     behavior = "behavior"
     proximal = "proximal"
 
 
 class Weight(StrEnum):
-    """The factor of each token's loss, see `learner.losses.importance_weights`."""
+    """The factor of each token's loss."""
 
     none = "none"
     token = "token"
@@ -106,7 +106,7 @@ class Weight(StrEnum):
 
 
 class Mask(StrEnum):
-    """A rule that leaves tokens or whole trajectories out of the loss, see `learner.losses.kept_tokens`."""
+    """A rule that leaves tokens or whole trajectories out of the loss."""
 
     token = "token"
     sequence = "sequence"
@@ -177,7 +177,7 @@ class AlgorithmConfig:
     Attributes:
         groups_per_step: B, prompt groups consumed by one learner step.
         samples_per_prompt: G, rollouts per prompt.
-        num_mini_batches: Optimizer updates per learner step. Each update trains on its share of the samples.
+        num_mini_batches: Optimizer updates per learner step, each on its share of the samples.
         advantage: Advantage estimator: ``grpo``, ``grpo_no_std``, ``dr_grpo``, ``rloo``, ``leave_one_out_batch``,
             ``reinforce_plus_plus``, ``reinforce_plus_plus_baseline``, ``remax``, ``gae``, ``turn_gae``, ``turn_grpo``,
             ``turn_grpo_no_std``, or your own as ``file.py:function`` or ``module:function``.
@@ -474,7 +474,7 @@ class RoleOptions:
         torch_compile: Whether to compile this role's decoder layers.
         skip_selftest: Reason for skipping the self-test of this role's model.
         resharding: When FSDP frees this role's gathered parameters.
-        offload_policy: Whether to keep this role's parameters, gradients and optimizer state on the host all the time.
+        offload_policy: Whether to keep this role's parameters, gradients and optimizer state on the host.
         param_offload: Whether to move this role's parameters to the host after each use.
         offload_at_transition_only: Whether to move this role to the host when colocated engines take over.
     """
@@ -620,9 +620,9 @@ class LearnerConfig:
             least 120 s and at most the doubled deadline.
         optimizer: AdamW and its schedule.
         lora: Adapters of the policy.
-        critic: The critic, if the algorithm has a critic.
-        reference: The reference policy, if the algorithm has a KL penalty.
-        reward_model: The reward model, if the run has a reward model.
+        critic: The critic.
+        reference: The reference policy of a KL penalty.
+        reward_model: The reward model.
     """
 
     num_ranks: int = 1

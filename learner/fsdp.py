@@ -31,11 +31,7 @@ MIN_UNIT_NUMEL = 1_000_000
 
 
 def choose_device(device: Device) -> torch.device:
-    """Return this rank's device.
-
-    Raises:
-        ValueError: CUDA is requested, and torch does not find a GPU.
-    """
+    """Return this rank's device. Raises `ValueError` if CUDA is requested and torch does not find a GPU."""
     if device is Device.cuda and not torch.cuda.is_available():
         raise ValueError("learner.device=cuda needs a GPU that torch can see, got none; use learner.device=cpu")
     if device is Device.cpu or not torch.cuda.is_available():
@@ -158,7 +154,7 @@ class LearnerMesh:
         return values
 
     def any_in_sp_group(self, flags: Sequence[bool]) -> list[bool]:
-        """Combine the flags of all ranks of this rank's sp group with a logical or, elementwise.
+        """Combine the flags of this rank's sp group with a logical or, elementwise.
 
         All ranks pass the same number of flags, at least one.
         """

@@ -112,8 +112,7 @@ class PretrainedShards:
     def adapted_layers(self, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
         """Return the adapted layers. ``tensor_of`` maps parameters to tensors of the checkpoint.
 
-        Raises:
-            WeightsError: the checkpoint does not store an adapted parameter as one tensor.
+        Raises `WeightsError` if the checkpoint does not store an adapted parameter as one tensor.
         """
         return adapted_layers(self._model, tensor_of)
 

@@ -114,9 +114,8 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
     turn of this index. If a trajectory has n turns of this index, each has the weight 1 ÷ n. If no other trajectory has
     a turn of this index, the turn gets the advantage of the previous turn on its path, or 0 if it is the first.
 
-    Sources: the turn-level advantages of MT-GRPO (arXiv 2505.11821), and the step groups of GiGPO (arXiv 2505.10978),
-    which compare returns from equal states. Deviation: both add the advantage of the whole trajectory with a weight;
-    here the return contains the outcome.
+    Sources: the turn-level advantages of MT-GRPO (arXiv 2505.11821) and the step groups of GiGPO (arXiv 2505.10978).
+    Deviation: both add the advantage of the whole trajectory with a weight. Here, the return contains the outcome.
 
     Example: a group of three trajectories with turns of rewards (0, 1), (0, 0) and (0.5). The returns are 1, 0, 0.5 for
     index 0, and 1, 0 for index 1. Without deviation, the advantages are (0.5, 0.5), (-0.5, -0.5) and (0).

@@ -26,7 +26,7 @@ class GroupShare:
     Attributes:
         group_id: The group to fetch from the buffer.
         samples: [S] indices of the trajectories in the group, ascending.
-        rewards: [S] float32, including DAPO's length penalty.
+        rewards: [S] float32, including DAPO's length penalty if enabled.
         mini_batch: Index of the optimizer update that trains on these trajectories, from 0.
         data_source: Data source of the group's prompt.
     """
@@ -134,8 +134,7 @@ class TokenSequence:
 
     Attributes:
         input_ids: [T] int32 token ids, T >= 1.
-        loss_mask: [T] bool, True where the token is in the loss. The first entry is False, because no token predicts
-            the first token.
+        loss_mask: [T] bool, True where the token is in the loss. The first entry is False.
         columns: [T] float32 arrays by name, such as ``advantages``. The loss reads them where ``loss_mask`` is True.
             Token columns of a group may be [T, …] of any numeric dtype.
         mini_batch: Index of the optimizer update that trains on this sequence, from 0.
