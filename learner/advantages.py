@@ -56,8 +56,8 @@ class TokenRewards:
 
     Attributes:
         rewards: [M] float64, one reward per token. An outcome reward is at the last policy token of its trajectory.
-        lengths: [B] int64, number of policy tokens of each trajectory, >= 0; the sum is M. Each branch of a tree counts
-            as a trajectory.
+        lengths: [B] int64, number of policy tokens of each trajectory, >= 0; the sum is M. Each branch counts as a
+            trajectory.
         group_ids: [B] int64, prompt group of each trajectory.
         values: [M] float64, the critic's value before each token; zeros without a critic (``algorithm.critic``).
     """
@@ -256,7 +256,7 @@ def generalized_advantages(
 
     Returns:
         Advantages [M] float64 and returns (advantages + values) [M] float64. Example: rewards 0, 1 and values 0.5, 0.6
-        with gamma 1 and lambda 0.5 give advantages 0.3, 0.4. With a last value of 1 they give 0.8, 1.4.
+        with gamma 1 and lambda 0.5 give advantages 0.3, 0.4.
     """
     values, some = values.double(), lengths > 0
     ends = lengths.cumsum(0)[some] - 1
@@ -339,7 +339,7 @@ class AdaptiveKLCoefficient:
         """Update the coefficient with the divergence of a step, and return the coefficient.
 
         A non-finite divergence changes nothing. Example: 0.1 with target 6 and horizon 10000, after 256 samples at 12
-        nats, becomes 0.100512. After 60000 samples at 0 nats it becomes 0.08.
+        nats, becomes 0.100512.
         """
         if math.isfinite(measured):
             error = min(max(measured / self._target - 1.0, -0.2), 0.2)

@@ -97,8 +97,7 @@ def _backbone(pretrained: PreTrainedModel) -> nn.Module:
 class LogProbHead(PackedHead):
     """Computes log-probs of the tokens in the loss, and entropies.
 
-    ``temperature`` > 0 is the softmax temperature at sampling. Float32 logits are computed in chunks of
-    ``chunk_tokens`` tokens.
+    ``temperature`` > 0 is the softmax temperature. Float32 logits are computed in chunks of ``chunk_tokens`` tokens.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, *, temperature: float, chunk_tokens: int) -> None:
@@ -183,7 +182,7 @@ def _token_inputs(batch: MicroBatch, values: Tensor) -> dict[str, Any]:
 def at_places(
     hidden: Tensor, places: np.ndarray, compute: Callable[[Tensor, Tensor | slice], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
-    """Apply ``compute`` to the hidden states at some packed positions, each on the rank that holds it.
+    """Apply ``compute`` to the hidden states at some packed positions.
 
     Args:
         hidden: [N, h], under Ulysses this rank's tokens.

@@ -124,7 +124,7 @@ def adapted_layers(model: nn.Module, tensor_of: Mapping[str, str]) -> tuple[Adap
         tensor_of: Maps a parameter's name to the name of the equal tensor in the checkpoint.
 
     Raises:
-        WeightsError: the checkpoint does not store an adapted parameter as one tensor, but split, joined or transposed.
+        WeightsError: the checkpoint does not store an adapted parameter as one tensor.
     """
     layers = _layers(model)
     if missing := [name for name, _ in layers if f"{name}.base_layer.weight" not in tensor_of]:

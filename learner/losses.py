@@ -250,8 +250,8 @@ def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: Algorit
             - ``sequence``: the product of w over the trajectory, for all its tokens.
 
     Returns:
-        [M] float32. Example: w = 0.25, 1, 4 in one trajectory with cap 2. ``none`` gives 1, 1, 1, ``token`` 0.25, 1, 2,
-        and ``sequence`` 1, 1, 1.
+        [M] float32. Example: w = 0.25, 1, 4 in one trajectory with cap 2. ``token`` gives 0.25, 1, 2, and ``sequence``
+        gives 1, 1, 1.
     """
     if config.weight is Weight.none:
         return torch.ones_like(log_weights)
@@ -317,7 +317,7 @@ def trajectory_means(values: Tensor, inputs: TokenInputs) -> Tensor:
 def effective_sample_size(mean_weight: float, mean_square: float) -> float:
     """Return the effective sample size as a share of the batch, (E w)² ÷ E w² (Kong, 1992), in (0, 1].
 
-    Example: weights 1, 1, 1, 1 give 1.0; weights 2, 0, 0, 0 give 0.25.
+    Example: weights 2, 0, 0, 0 give 0.25.
     """
     return mean_weight**2 / mean_square if mean_square > 0 else 0.0
 

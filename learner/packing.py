@@ -308,8 +308,8 @@ def _micro_batch(
 def _images(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Return the images that the first ``packed`` tokens of the sequences need, each image once; None without images.
 
-    Returns the image row of each token of the concatenated sequences (-1 for text, and for tokens that are not packed),
-    the pixels and the grids.
+    Returns the image row of each token of the concatenated sequences (-1 for text and unpacked tokens), the pixels and
+    the grids.
     """
     first_rows: dict[tuple[int, int], int] = {}
     rows, pixels, grids, num_rows = [], [], [], 0
