@@ -1,13 +1,8 @@
 """Advantage estimators per trajectory, token or turn, and their computation over all ranks.
 
-Outcome estimators get one reward per trajectory of the whole batch. Token estimators get a reward and a critic's value
-per token. Turn estimators (`learner.turn_advantages`) get a reward and a value per turn of the whole batch.
-`BatchAdvantages` calls the estimators on the ranks. It gathers or sums batch-wide quantities over the ranks, so the
-advantages do not depend on how the batch is divided among the ranks.
-
-Sums use float64, so that small differences between large rewards are kept. Equal rewards give exact zeros. Letters: B
-trajectories; M policy tokens of all trajectories, one trajectory after the other. M does not include tokens from an
-environment: in a multi-turn trajectory, the next policy token follows directly.
+Sums use float64, so that small differences between large rewards are kept. In shapes, B is the number of trajectories.
+M is the number of policy tokens of all trajectories, one trajectory after the other. M does not include tokens from an
+environment.
 """
 
 from __future__ import annotations
@@ -37,33 +32,34 @@ from .turn_advantages import TurnAdvantages, TurnRewards, joined_turns, turn_gae
 from .types import SampleKey, TokenSequence
 
 SumOverRanks = Callable[[Tensor], Tensor]
-"""Sums a float64 tensor over the data-parallel ranks; the identity if one rank holds the batch."""
+"""Sums a float64 tensor over the data-parallel ranks."""
 
 _BLOCK = 64
-"""Tokens per block in a discounted sum."""
 
 
 class Scale(StrEnum):
-    """The divisor of a centered reward."""
+    """The divisor of a centered reward: the standard deviation, or none."""
 
     std = "std"
     none = "none"
 
 
 OutcomeEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Maps [B] rewards and [B] int64 group ids of a whole batch, with each group's samples in order, to [B] advantages."""
+"""Maps rewards [B] and group ids [B] int64 of a whole batch to advantages [B]. Each group's samples are in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRewards:
-    """This rank's trajectories, the input of a token estimator. A user's estimator gets whole prompt groups.
+    """The input of a token estimator: the trajectories of one rank.
+
+    A user's estimator gets whole prompt groups.
 
     Attributes:
-        rewards: [M] float64, one reward per token; an outcome reward is at its trajectory's last policy token.
-        lengths: [B] int64, number of policy tokens of each trajectory, may be 0; the sum is M. Each branch of
-            a tree is one trajectory here. The return of a token uses the rewards on the branch that trains the token.
+        rewards: [M] float64, one reward per token. An outcome reward is at the last policy token of its trajectory.
+        lengths: [B] int64, number of policy tokens of each trajectory, >= 0; the sum is M. Each branch counts as a
+            trajectory.
         group_ids: [B] int64, prompt group of each trajectory.
-        values: [M] float64, the critic's value before each token; zeros if there is no critic (``algorithm.critic``).
+        values: [M] float64, the critic's value before each token; zeros without a critic (``algorithm.critic``).
     """
 
     rewards: Tensor
@@ -86,36 +82,35 @@ class TokenAdvantages:
 
 
 TokenEstimator: TypeAlias = Callable[[TokenRewards, AlgorithmConfig, SumOverRanks], TokenAdvantages]
-"""Maps token rewards to token advantages; a collective if it sums over ranks."""
+"""Maps token rewards to token advantages. It is a collective if it sums over ranks."""
 
 TurnEstimator: TypeAlias = Callable[[TurnRewards, AlgorithmConfig], TurnAdvantages]
-"""Maps the rewards of all turns of a batch to their advantages."""
+"""Maps the turns of a batch to their advantages."""
 
 AdvantageEstimator: TypeAlias = OutcomeEstimator | TokenEstimator | TurnEstimator
-"""An estimator that ``algorithm.advantage`` can name."""
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("algorithm.advantage")
 
 
 def token_level(estimator: TokenEstimator) -> TokenEstimator:
-    """Mark an estimator as token-level (decorator): the learner's ranks call it with `TokenRewards`."""
+    """Mark an estimator as token-level: the ranks call it with `TokenRewards`."""
     _TOKEN_LEVEL.add(estimator)
     return estimator
 
 
 def is_token_level(estimator: AdvantageEstimator) -> TypeIs[TokenEstimator]:
-    """Whether an estimator is marked by `token_level`."""
+    """Return whether `token_level` marked an estimator."""
     return estimator in _TOKEN_LEVEL
 
 
 def turn_level(estimator: TurnEstimator) -> TurnEstimator:
-    """Mark an estimator as turn-level (decorator): the learner's ranks call it with `TurnRewards`."""
+    """Mark an estimator as turn-level: the ranks call it with `TurnRewards`."""
     _TURN_LEVEL.add(estimator)
     return estimator
 
 
 def is_turn_level(estimator: AdvantageEstimator) -> TypeIs[TurnEstimator]:
-    """Whether an estimator is marked by `turn_level`; estimators without a mark get one reward per trajectory."""
+    """Return whether `turn_level` marked an estimator."""
     return estimator in _TURN_LEVEL
 
 
@@ -127,14 +122,14 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale: Scale) -> Ten
     """Center each reward on its prompt group (GRPO, arXiv 2402.03300, section 4.1.2).
 
     Args:
-        rewards: [B] float32, one scalar per trajectory.
+        rewards: [B] float32.
         group_ids: [B] int64; equal ids form a group, in any order.
-        scale: ``std`` divides by the group's sample standard deviation (n - 1), at least `MIN_DEVIATION`; ``none``
-            keeps the difference (Dr. GRPO, arXiv 2503.20783).
+        scale: ``std`` divides by the group's sample standard deviation (n - 1), at least `MIN_DEVIATION`. ``none`` does
+            not divide (Dr. GRPO, arXiv 2503.20783).
 
     Returns:
-        [B] float32. A group of equal rewards gives exact zeros. Example: rewards 1, 0, 0, 1 in one group with
-        ``std`` give 0.866, -0.866, -0.866, 0.866.
+        [B] float32. A group of equal rewards gives exact zeros. Example: rewards 1, 0, 0, 1 in one group with ``std``
+        give 0.866, -0.866, -0.866, 0.866.
 
     Raises:
         ValueError: a group has one member and ``scale`` is ``std``.
@@ -150,12 +145,12 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale: Scale) -> Ten
 ADVANTAGES.register("grpo")(partial(group_advantages, scale=Scale.std))
 ADVANTAGES.register("grpo_no_std")(partial(group_advantages, scale=Scale.none))
 ADVANTAGES.register("dr_grpo")(partial(group_advantages, scale=Scale.none))
-"""Dr. GRPO's advantage (arXiv 2503.20783, section 3.2); its loss is aggregated by ``sequence_sum_norm``."""
+"""Dr. GRPO (arXiv 2503.20783, section 3.2); its loss needs ``sequence_sum_norm``."""
 
 
 @ADVANTAGES.register("rloo")
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Reward minus the mean reward of the other trajectories in the group (RLOO, arXiv 2402.14740).
+    """Subtract the mean reward of the other trajectories in the group (RLOO, arXiv 2402.14740).
 
     Example: rewards 3, 0, 0 give 3, -1.5, -1.5.
     """
@@ -166,7 +161,7 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 @ADVANTAGES.register("leave_one_out_batch")
 def leave_one_out_batch(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Reward minus the mean reward of all other trajectories in the batch, over all prompts.
+    """Subtract the mean reward of all other trajectories in the batch.
 
     Example: rewards 3, 0, 0 give 3, -1.5, -1.5.
     """
@@ -175,9 +170,9 @@ def leave_one_out_batch(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Group-centered rewards, divided by their deviation over the batch (REINFORCE++-baseline, arXiv 2501.03262).
+    """Center rewards on their group and divide by the batch's deviation (REINFORCE++-baseline, arXiv 2501.03262).
 
-    The deviation is over trajectories. verl's deviation is over tokens, so that long trajectories count more.
+    Difference from verl: the standard deviation is over trajectories, not over tokens.
 
     Example: rewards 3, 1 in one group and 0, 0 in another give 1.225, -1.225, 0, 0.
     """
@@ -189,10 +184,10 @@ def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 @ADVANTAGES.register("remax")
 def remax(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Reward minus the reward of the greedy response to the same prompt (ReMax, arXiv 2310.10505, equation 6).
+    """Subtract the reward of the greedy response to the same prompt (ReMax, arXiv 2310.10505, equation 6).
 
-    The last trajectory of each group is the greedy response. Its advantage is 0, and the learner does not train on it.
-    Example: rewards 1, 0 and greedy 1 give 0, -1, 0.
+    The last trajectory of each group must be the greedy response. Its advantage is 0, and the learner does not train on
+    it. Example: rewards 1, 0 and greedy 1 give 0, -1, 0.
     """
     group, counts = members(group_ids)
     last = largest(torch.arange(len(group)), group, len(counts))
@@ -207,10 +202,9 @@ def _need_two(counts: Tensor, name: str) -> None:
 @ADVANTAGES.register("gae")
 @token_level
 def gae(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
-    """Generalized advantages from a critic's values. ``whiten_advantages`` standardizes them over the batch's tokens.
+    """Estimate generalized advantages from a critic's values.
 
-    See `generalized_advantages`; ``gamma`` and ``gae_lambda`` are options. A truncated trajectory ends like any other
-    trajectory: its last token does not bootstrap from a value. ``mask_truncated`` leaves such trajectories out.
+    ``whiten_advantages`` standardizes them over the tokens of all ranks. A truncated trajectory does not bootstrap.
     """
     advantages, returns = generalized_advantages(
         batch.rewards, batch.values, batch.lengths, gamma=config.gamma, gae_lambda=config.gae_lambda
@@ -223,12 +217,11 @@ def gae(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> To
 @ADVANTAGES.register("reinforce_plus_plus")
 @token_level
 def reinforce_plus_plus(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
-    """The return-to-go, standardized over the batch's tokens (REINFORCE++, arXiv 2501.03262, section 3).
+    """Return the return-to-go, standardized over the tokens of all ranks (REINFORCE++, arXiv 2501.03262, section 3).
 
-    With ``kl_reward_coef`` β this is the paper's r - β Σ KL over the remaining tokens. Deviation: the paper uses the KL
-    of the policy before the update. We use the KL of the behavior policy, which sampled the tokens.
+    Deviation: the KL penalty uses the behavior policy. The paper uses the policy before the update.
 
-    Example: one-token trajectories with rewards 3, 0, 0, of any prompts, give 1.155, -0.577, -0.577.
+    Example: one-token trajectories with rewards 3, 0, 0 give 1.155, -0.577, -0.577.
     """
     returns = returns_to_go(batch.rewards, batch.lengths, gamma=config.gamma)
     return TokenAdvantages(advantages=standardized(returns, total), returns=returns)
@@ -248,22 +241,22 @@ def generalized_advantages(
     gae_lambda: float,
     last_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation over packed trajectories (GAE, arXiv 1506.02438, equations 11 to 16).
+    """Estimate generalized advantages of packed trajectories (GAE, arXiv 1506.02438, equations 11 to 16).
 
-    A_t = δ_t + γ λ A_(t+1) with δ_t = r_t + γ V_(t+1) - V_t, from each trajectory's last token backwards.
+    A_t = δ_t + γ λ A_(t+1) with δ_t = r_t + γ V_(t+1) - V_t.
 
     Args:
-        rewards: [M] float, one per policy token, one trajectory after the other.
-        values: [M] float, the critic's value before each of these tokens.
+        rewards: [M] float, one per policy token.
+        values: [M] float, the critic's value before each token.
         lengths: [B] int64, number of policy tokens of each trajectory; the sum is M.
         gamma: In [0, 1].
         gae_lambda: In [0, 1].
-        last_values: [B] float, the value after each trajectory's last token: 0 (the default) for a finished trajectory,
-            the critic's value for a truncated trajectory that should bootstrap.
+        last_values: [B] float, the value after each trajectory's last token; default 0. Use the critic's value to
+            bootstrap a truncated trajectory.
 
     Returns:
-        Advantages [M] float64 and returns (advantages + values) [M] float64. Example: rewards 0, 1 and values
-        0.5, 0.6 with gamma 1 and lambda 0.5 give advantages 0.3, 0.4, and with a last value of 1 they give 0.8, 1.4.
+        Advantages [M] float64 and returns (advantages + values) [M] float64. Example: rewards 0, 1 and values 0.5, 0.6
+        with gamma 1 and lambda 0.5 give advantages 0.3, 0.4.
     """
     values, some = values.double(), lengths > 0
     ends = lengths.cumsum(0)[some] - 1
@@ -276,19 +269,19 @@ def generalized_advantages(
 
 
 def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
-    """Sum the discounted rewards from each token to its trajectory's end, [M] float64; see `generalized_advantages`.
+    """Return the discounted sum of rewards from each token to the end of its trajectory, [M] float64.
 
-    Example: rewards 1, 0, 4 of one trajectory with gamma 0.5 give 2, 2, 4.
+    ``rewards`` are [M], and ``lengths`` [B] are numbers of policy tokens. Example: rewards 1, 0, 4 of one trajectory
+    with gamma 0.5 give 2, 2, 4.
     """
     return _sum_backwards(rewards.to(torch.float64, copy=True), lengths.cumsum(0)[lengths > 0] - 1, gamma)
 
 
 def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
-    """Compute S_t = v_t + factor · S_(t+1) in place, for [M] float64 values; S is 0 after the ``ends``.
+    """Compute S_t = v_t + factor · S_(t+1) in place, for [M] float64 values. S is 0 after the ``ends``.
 
-    The values are split into blocks of equal length, regardless of trajectories. Each iteration handles one position of
-    all blocks at the same time, from the last position to the first. The same recursion then computes the sums that
-    are carried from block to block; it has `_BLOCK` times fewer values.
+    Each iteration handles one position of all blocks of `_BLOCK` values. A recursive call computes the sums carried
+    from block to block.
     """
     whole = len(values) // _BLOCK
     inside, rest = values[: whole * _BLOCK].view(whole, _BLOCK), values[whole * _BLOCK :]
@@ -312,14 +305,15 @@ def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
 
 
 def standardized(values: Tensor, total: SumOverRanks) -> Tensor:
-    """Subtract the mean and divide by the sample deviation (n - 1, at least `MIN_DEVIATION`), over all ranks' tokens.
+    """Standardize this rank's values [M] float64 over the tokens of all ranks.
 
-    ``values`` are the values of this rank, [M] float64. Returns [M] float64; zeros if all values are equal.
+    The divisor is the sample deviation (n - 1), at least `MIN_DEVIATION`. Returns [M] float64; zeros if all values are
+    equal.
     """
     count, sums = total(torch.tensor([len(values), float(values.sum())], dtype=torch.float64)).tolist()
     differences = values - sums / max(1.0, count)
     squares = float(total(differences.square().sum()[None]))
-    # If all values are equal, only rounding errors remain after centering. They must not become an advantage.
+    # Rounding errors of equal values must not become advantages.
     mean_square = float(total(values.square().sum()[None])) / max(1.0, count)
     if count < 2 or squares / count <= 1e-24 * mean_square:
         return torch.zeros_like(values)
@@ -327,12 +321,13 @@ def standardized(values: Tensor, total: SumOverRanks) -> Tensor:
 
 
 class AdaptiveKLCoefficient:
-    """Coefficient that steers a divergence towards a target (arXiv 1909.08593, section 2.2).
+    """Adapts a KL coefficient to reach a target divergence (arXiv 1909.08593, section 2.2).
 
-    The first value is ``initial``; ``target`` is in nats per token, ``horizon`` in samples. Deviations: the divergence
-    here is the mean over a batch's tokens. The paper uses the divergence of whole continuations, and verl the mean over
-    sequences of their means. A batch counts as at most one horizon, so one step changes the coefficient by at most a
-    fifth. In the paper, the factor is negative beyond five horizons.
+    ``target`` is in nats per token, ``horizon`` in samples.
+
+    Deviations: the divergence is the mean over a batch's tokens. The paper uses whole continuations. verl uses the mean
+    over sequences of their means. A batch counts as at most one horizon, so one update changes the coefficient by at
+    most a fifth.
     """
 
     def __init__(self, *, initial: float, target: float, horizon: int) -> None:
@@ -341,10 +336,10 @@ class AdaptiveKLCoefficient:
         self._horizon = horizon
 
     def update(self, measured: float, num_samples: int) -> float:
-        """Update the coefficient with a step's divergence and return it. Ignores a non-finite divergence.
+        """Update the coefficient with the divergence of a step, and return the coefficient.
 
-        Example: 0.1 with target 6 and horizon 10000, after 256 samples at 12 nats, becomes 0.100512; after 60000
-        samples at 0 nats it becomes 0.08.
+        A non-finite divergence changes nothing. Example: 0.1 with target 6 and horizon 10000, after 256 samples at 12
+        nats, becomes 0.100512.
         """
         if math.isfinite(measured):
             error = min(max(measured / self._target - 1.0, -0.2), 0.2)
@@ -353,14 +348,13 @@ class AdaptiveKLCoefficient:
 
 
 class BatchAdvantages:
-    """Turns rewards into the column ``advantages``. Its methods are collectives over the data-parallel ranks.
+    """Computes the column ``advantages`` from rewards. Its methods are collectives over the data-parallel ranks.
 
-    The KL penalty in the rewards uses the behavior policy, as in AReaL's decoupled loss. Deviation: InstructGPT (arXiv
-    2203.02155) and verl use the policy before the update. Our penalty needs no forward pass, and uses the distribution
-    from which the tokens were sampled. On-policy, both penalties are equal.
+    The advantages do not depend on how the batch is divided among the ranks. The KL penalty in the rewards uses the
+    behavior policy, as AReaL does. Deviation: InstructGPT (arXiv 2203.02155) and verl use the policy before the update.
 
     Attributes:
-        kl_coefficient: The coefficient of the KL penalty in the rewards; adaptive if ``algorithm.kl_target`` is set.
+        kl_coefficient: The coefficient of the KL penalty; adaptive with ``algorithm.kl_target``.
     """
 
     def __init__(self, algorithm: AlgorithmConfig, mesh: LearnerMesh) -> None:
@@ -390,15 +384,15 @@ class BatchAdvantages:
         """Compute the advantages of this rank's sequences.
 
         Args:
-            sequences: This rank's share. They have ``behavior_logprobs`` and ``reference_logprobs`` if
+            sequences: This rank's sequences. They need ``behavior_logprobs`` and ``reference_logprobs`` if
                 ``kl_reward_coef`` is set, and ``values`` if there is a critic.
-            rewards: Rewards of this rank's trajectories; each sequence is a branch of one trajectory.
+            rewards: Rewards of this rank's trajectories. Each sequence is a branch of one trajectory.
             sources: Data source of each group, for ``advantage_by_source``.
 
         Returns:
-            The sequences and the metrics. The sequences have ``advantages`` at the tokens in the loss, and ``returns``
-            if the estimator is for tokens or turns. The metrics are the same on each rank: with ``kl_reward_coef``,
-            ``reward_kl`` in nats per token and ``kl_reward_coef``.
+            The sequences with ``advantages`` at the tokens in the loss, and with ``returns`` if the estimator is for
+            tokens or turns. Also the metrics of the KL penalty, equal on all ranks: ``reward_kl`` in nats per token and
+            ``kl_reward_coef``.
 
         Raises:
             ValueError: the estimator is turn-level, and a sequence does not name its turns.
@@ -439,7 +433,6 @@ class BatchAdvantages:
     def _penalties(
         self, sequences: Sequence[TokenSequence], lengths: Tensor, *, num_trajectories: int
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the KL penalty of each policy token, [M] float64, and its metrics over the batch."""
         if not self._algorithm.kl_reward_coef:
             return torch.zeros(int(lengths.sum()), dtype=torch.float64), {}
         coefficient = self.kl_coefficient.value
@@ -456,7 +449,6 @@ class BatchAdvantages:
         return coefficient * divergence, {"reward_kl": mean, "kl_reward_coef": coefficient}
 
     def _over_the_turns(self, estimator: TurnEstimator, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the advantages and returns of this rank's turns, [K] float64, estimated on the turns of all ranks."""
         shares, own = self._gathered(rows)
         turns, order = joined_turns(shares)
         estimated = estimator(turns, self._algorithm)
@@ -466,13 +458,9 @@ class BatchAdvantages:
         return advantages, returns
 
     def _over_the_batch(self, outcomes: Tensor, keys: Tensor) -> Tensor:
-        """Return the advantages of this rank's trajectories, [B] float32, estimated on the trajectories of all ranks.
-
-        ``outcomes`` are [B] float64, ``keys`` [B, 3] int64, see `_keys`.
-        """
         shares, own = self._gathered((outcomes, keys))
         all_outcomes, all_keys = (torch.cat(parts) for parts in zip(*shares, strict=True))
-        # Sort by group and by index in the group, so that the order does not depend on the ranks.
+        # Sort, so that the order does not depend on the ranks.
         order = torch.from_numpy(np.lexsort((all_keys[:, 1].numpy(), all_keys[:, 0].numpy())))
         everything = torch.empty(len(order), dtype=torch.float32)
         for number in range(len(self._by_number)):
@@ -483,7 +471,6 @@ class BatchAdvantages:
         return everything.split([len(share[0]) for share in shares])[own]
 
     def _gathered(self, rows: tuple[Tensor, Tensor]) -> tuple[list[tuple[Tensor, Tensor]], int]:
-        """Return the rows of each data-parallel rank, and the index of this rank's rows among them."""
         if dist.get_world_size(self._mesh.dp_group) == 1:
             return [rows], 0
         return gather_rows(rows, self._mesh.dp_group), self._mesh.dp_rank
@@ -493,16 +480,12 @@ class BatchAdvantages:
 
 
 def _rewards_of_turns(sequences: Sequence[TokenSequence]) -> Tensor:
-    """Return one value per token in the loss, [M] float64.
-
-    The value is the turn's reward at the last token of a turn, and 0 at all other tokens.
-    """
+    """Return the turn's reward at the last token of each turn and 0 at the other tokens in the loss, [M] float64."""
     rewards = (np.zeros(len(s.input_ids)) if s.token_rewards is None else s.token_rewards for s in sequences)
     return _end_to_end(values[s.loss_mask] for s, values in zip(sequences, rewards, strict=True))
 
 
 def _policy_tokens(sequences: Sequence[TokenSequence], name: str) -> Tensor:
-    """Return a column at the tokens in the loss, [M] float64."""
     return _end_to_end(sequence.columns[name][sequence.loss_mask] for sequence in sequences)
 
 
@@ -511,7 +494,6 @@ def _end_to_end(parts: Iterable[np.ndarray]) -> Tensor:
 
 
 def _with_column(sequences: Sequence[TokenSequence], name: str, values: Tensor) -> list[TokenSequence]:
-    """Add a column to the sequences: [M] values at the tokens in the loss, 0 elsewhere."""
     if not sequences:
         return []
     column = np.zeros(sum(len(sequence.input_ids) for sequence in sequences), dtype=np.float32)

@@ -1,8 +1,7 @@
 """Causal attention over packed sequences, registered in transformers' attention registry.
 
-A token never attends to another sequence. On a GPU in half precision, a variable-length kernel computes attention
-(`attention_kernels`). Otherwise one SDPA call computes several sequences of similar length, padded on the right. Under
-a causal mask no real token attends to the padding, so the result is exact. Many short sequences need only one call.
+On a GPU in half precision, attention calls a variable-length kernel. Otherwise one SDPA call computes several sequences
+of similar length, padded on the right. The causal mask hides the padding, so the result is exact.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from .ulysses import (
 )
 
 ATTENTION_NAME = "asyncrl_packed"
-"""Name of the packed attention in transformers' registry."""
 
 MAX_PADDING = 0.25
 """Each sequence of a padded batch has at least the length ``longest * (1 - MAX_PADDING)``."""
@@ -45,23 +43,23 @@ TOKENS_PER_CALL = 200
 """One more SDPA call costs as much as padding and unpadding this many tokens (measured on a CPU)."""
 
 FREE_PADDING_TOKENS = 128
-"""Sequences of any lengths share a padded batch if it has at most this many tokens of padding. This much padding costs
-less than one more SDPA call (measured on a CPU)."""
+"""Sequences of any lengths share a padded batch with at most this much padding, which costs less than one more SDPA
+call (measured on a CPU)."""
 
 
 CAPPED_QUERIES = 512
-"""Queries per block of soft-capped scores; one block is in memory at a time."""
+"""Number of queries per block of soft-capped scores; only one block is in memory."""
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 128, 1024
-"""Smallest and largest number of queries per call with a sliding window or sinks. Between these limits, the number is
-the window size."""
+"""Smallest and largest number of queries per call with a sliding window or sinks. Between these limits, the
+number is the window size."""
 MAX_FLASH_DIM = 256
-"""Largest head of SDPA's FlashAttention on CUDA."""
+"""Largest head size of SDPA's FlashAttention on CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedCalls:
-    """The SDPA calls of a layout.
+    """The SDPA calls for a `PackedLayout`.
 
     Attributes:
         buckets: (number of sequences, padded length) of each call, in packed order.
@@ -76,12 +74,13 @@ class PaddedCalls:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayout:
-    """The positions of the sequences in a micro-batch; built once and used by all layers.
+    """The positions of the sequences in a micro-batch, used by all layers.
 
-    Indices are computed on the host and copied to the device, so that no layer waits for the device.
+    The host computes the indices and copies them to the device, so that no layer waits for the device. Sequences can
+    share packed prompt tokens.
 
     Attributes:
-        cu_seqlens: [number of sequences + 1] int32, starts and end of the sequences.
+        cu_seqlens: [number of sequences + 1] int32, start of each sequence, then the end of the last.
         lengths: Number of tokens of each sequence.
         kernel: The attention kernel; never ``auto``.
         token_index: [sum of lengths] int64, packed position of each token of the sequences; None without sharing.
@@ -103,9 +102,9 @@ class PackedLayout:
 
     @cached_property
     def padded(self) -> PaddedCalls:
-        """The SDPA calls, for attention without a variable-length kernel, and for layers that carry a state.
+        """The SDPA calls, for layers without a variable-length kernel.
 
-        At most a quarter of each padded batch is padding, or `FREE_PADDING_TOKENS`.
+        At most a quarter of each padded batch is padding, or `FREE_PADDING_TOKENS` if that is more.
         """
         sizes = np.asarray(self.lengths)
         starts = np.cumsum(sizes) - sizes
@@ -127,10 +126,7 @@ class PackedLayout:
         return PaddedCalls(buckets=tuple(buckets), pad_index=pad_index, unpad_index=unpad_index)
 
     def cut(self, chunk: int) -> PackedLayout:
-        """Return the layout for attention within chunks of ``chunk`` tokens.
-
-        The last chunk of a sequence may be shorter.
-        """
+        """Return the layout for attention within chunks of ``chunk`` tokens."""
         pieces = [min(chunk, length - start) for length in self.lengths for start in range(0, length, chunk)]
         return packed_layout(pieces, self.cu_seqlens.device, self.kernel, self.host_token_index)
 
@@ -147,16 +143,18 @@ def packed_layout(
     kernel: AttentionKernel = AttentionKernel.sdpa,
     token_index: np.ndarray | None = None,
 ) -> PackedLayout:
-    """Plan the attention calls for packed sequences; the indices are on ``device``.
+    """Plan the attention calls for packed sequences.
 
-    ``lengths`` are in packed order; longest first needs the fewest calls. ``kernel`` must not be ``auto``. If sequences
-    share tokens, ``token_index`` [sum of lengths] int64 is the packed position of each token.
+    Args:
+        lengths: Number of tokens of each sequence, in packed order. Longest first needs the fewest calls.
+        device: Device of the indices.
+        kernel: The attention kernel; not ``auto``.
+        token_index: [sum of lengths] int64, packed position of each token, if sequences share tokens.
     """
     ends = np.concatenate((np.zeros(1, dtype=np.int32), np.cumsum(lengths, dtype=np.int32)))
     layout = PackedLayout(cu_seqlens=on_device(ends, device), lengths=tuple(map(int, lengths)), kernel=kernel)
     if token_index is None:
         return layout
-    # The first occurrences of the packed tokens are in ascending order.
     first = np.unique(token_index, return_index=True)[1]
     return replace(
         layout,
@@ -167,7 +165,7 @@ def packed_layout(
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Split lengths into [first, last) runs that share a padded batch. The first sequence of a run is the longest."""
+    """Split lengths into [first, last) runs that share a padded batch."""
     tolerance, free = MAX_PADDING, FREE_PADDING_TOKENS
     if len(set(lengths)) * TOKENS_PER_CALL <= sum(lengths):
         tolerance, free = 0.0, 0
@@ -182,11 +180,7 @@ def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class _CheckpointedLayer(threading.local):
-    """The state of `attention_kept` in this thread. On a GPU, the backward pass has its own thread.
-
-    Attributes:
-        attend: Runs the attention of the layer, or returns its kept output.
-    """
+    """The state of `attention_kept` per thread. On a GPU, the backward pass has its own thread."""
 
     attend: Callable[[Callable[[], Tensor]], Tensor] | None = None
 
@@ -195,13 +189,11 @@ _layer = _CheckpointedLayer()
 
 
 def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return contexts for the forward pass of a checkpointed layer, and for its recomputation without attention.
+    """Return contexts for the forward pass of a checkpointed layer and for its recomputation without attention.
 
-    This is a ``context_fn`` of `torch.utils.checkpoint.checkpoint`. The forward pass keeps what attention saves for its
-    own backward pass: queries, keys, values and output. The recomputation uses the kept output. Thus attention and its
-    collectives run only once, with any kernel. Only attention with sinks is computed again. A policy of
-    `torch.utils.checkpoint` for single operations would not be enough: it does not see kernels outside of torch's
-    dispatcher (such as flash-attn 4), nor operations inside compiled code.
+    Use it as the ``context_fn`` of `torch.utils.checkpoint.checkpoint`. The forward pass keeps the inputs and output of
+    attention, so attention and its collectives run only once. Attention with sinks is still computed again. torch's
+    selective checkpointing cannot replace this, because it does not see kernels outside of torch's dispatcher.
     """
     outputs: deque[Tensor] = deque()
 
@@ -215,10 +207,7 @@ def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManag
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if it is part of a larger one.
-
-    Values may be a slice of a tensor with queries and keys.
-    """
+    """Return a copy if the tensor is a slice of a larger one, so that only the slice is kept."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
@@ -248,26 +237,30 @@ def packed_attention(
 
     Args:
         module: The attention layer.
-        query: [1, H, N, D]. Under sequence parallelism N is the number of this rank's tokens, also in the result.
+        query: [1, H, N, D]. Under sequence parallelism, N counts only this rank's tokens, also in the result.
         key: [1, kv heads, N, D].
-        value: [1, kv heads, N, Dv]; Dv may differ from D, as in DeepSeek's latent attention.
+        value: [1, kv heads, N, Dv]; Dv may differ from D.
         attention_mask: Not used; the layout defines which tokens attend to each other.
         packed: Layout of all tokens.
         scaling: Factor on the scores; None is D ** -0.5.
         dropout: Dropout of the attention weights.
-        sliding_window: A token attends to this many tokens, including itself; None: to all tokens before it.
+        sliding_window: A token attends to this many tokens, including itself; None means all tokens before it.
         extra: Other arguments of the model. ``s_aux`` [H] are attention sinks (GPT-OSS). ``softcap`` c replaces each
             score s by c · tanh(s ÷ c) (Gemma 2, arXiv 2408.00118).
 
     Returns:
-        [1, N, H, Dv], and None for the weights. Raises `ValueError` for sinks together with a soft cap.
+        [1, N, H, Dv], and None instead of the attention weights.
+
+    Raises:
+        ValueError: the model has both sinks and a soft cap.
     """
     cap = extra.get("softcap")
     if cap is not None and extra.get("s_aux") is not None:
         raise ValueError(f"packed attention takes sinks or a soft cap, got both in {type(module).__name__}")
     options = {"scaling": scaling, "dropout": dropout, "cap": cap, "sinks": extra.get("s_aux")}
     attend = partial(_attended, module, query, key, value, packed, sliding_window=sliding_window, **options)
-    # With sinks, the blocks of keys and values would be kept, and these are several times larger than keys and values.
+    # With sinks, activation checkpointing would keep blocks of keys and values, several times larger than the keys and
+    # values.
     return attend() if _layer.attend is None or options["sinks"] is not None else _layer.attend(attend), None
 
 
@@ -284,7 +277,6 @@ def _attended(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return the output of `packed_attention`."""
     window, chunk = _span(module, sliding_window)
     num_local = query.size(2)
     q, k, v = _all_tokens(query, key, value)
@@ -295,7 +287,7 @@ def _attended(
         packed = packed.cut(chunk)
     is_plain = dropout == 0.0 and sinks is None and (cap is None or takes_soft_cap(packed.kernel))
     if packed.kernel is not AttentionKernel.sdpa and is_plain:
-        if packed.token_index is not None:  # full sequences, including their shared tokens: [sum of lengths, H, D]
+        if packed.token_index is not None:  # whole sequences with their shared tokens: [sum of lengths, H, D]
             q, k, v = (x.index_select(0, packed.token_index) for x in (q, k, v))
         spans = {"starts": packed.cu_seqlens, "longest": packed.max_length}
         out = call_kernel(packed.kernel, q, k, v, **spans, scale=scaling, window=window, soft_cap=cap)
@@ -319,8 +311,8 @@ def _span(module: nn.Module, window: int | None) -> tuple[int | None, int | None
 def _own_temperature(module: nn.Module, q: Tensor, packed: PackedLayout, num_local: int) -> Tensor:
     """Correct the scale of Llama 4's queries, [N, H, D], for packed sequences.
 
-    Llama 4 scales the queries of layers without rotary embeddings by their position in the input row
-    (arXiv 2501.19399). In a packed row this is not the position in the sequence.
+    Llama 4 scales queries by their position in the input row (arXiv 2501.19399). In a packed row this is not the
+    position in the sequence.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return q
@@ -335,7 +327,7 @@ def _own_temperature(module: nn.Module, q: Tensor, packed: PackedLayout, num_loc
 
 
 def _all_tokens(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert this rank's tokens with all heads, [1, H, n, D], to all tokens with this rank's heads, [N, heads, D]."""
+    """Convert [1, H, n, D] of this rank's tokens and all heads to [N, heads, D] of all tokens and this rank's heads."""
     sp_size, num_heads = get_ulysses_sequence_parallel_world_size(), query.size(1)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if sp_size > 1:
@@ -357,7 +349,6 @@ def _bucketed(
     sinks: Tensor | None,
     cap: float | None,
 ) -> Tensor:
-    """Compute attention, [N, H, Dv], with one SDPA call per bucket. SDPA does not support a soft cap; see `_capped`."""
     num_tokens, num_heads, head_dim = q.size(0), q.size(1), v.size(2)
     scale = q.size(2) ** -0.5 if scaling is None else scaling
     calls = packed.padded
@@ -388,10 +379,9 @@ def _bucketed(
 def _windowed(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, window: int, sinks: Tensor | None
 ) -> Tensor:
-    """Compute causal attention within a window, [count, H, L, Dv], with attention sinks if the model has them.
+    """Compute causal attention within a window, [count, H, L, Dv], with the shapes of `_capped`. Sinks are [H].
 
-    Shapes as in `_capped`; sinks are [H]. A block of queries reads only the keys of its window, so no [L, L] mask is
-    needed.
+    A block of queries reads only the keys of its window, so no [L, L] mask is needed.
     """
     outputs = []
     k, v = _repeated(q, k, v)
@@ -404,17 +394,15 @@ def _windowed(
 
 
 def takes_fewer_keys(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether SDPA's fused kernels for causal attention support fewer heads of keys than of queries.
+    """Return whether SDPA's fused causal kernels support fewer key heads than query heads.
 
-    On CUDA, only FlashAttention supports this. FlashAttention needs half precision, no mask, and heads of at most
-    `MAX_FLASH_DIM`. In all other cases SDPA would compute the weights of all pairs of tokens, and keep them for the
-    backward pass.
+    On CUDA, only FlashAttention does, in half precision and with heads of at most `MAX_FLASH_DIM`. SDPA's other kernels
+    would keep the weights of all pairs of tokens.
     """
     return device.type != "cuda" or (dtype is not torch.float32 and head_dim <= MAX_FLASH_DIM)
 
 
 def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat the heads of keys and values, so that there are as many as query heads."""
     groups = q.size(1) // k.size(1)
     return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
 
@@ -441,8 +429,7 @@ def _blocks(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Yield blocks of queries, the keys and values in their windows, and the mask [queries, keys] bool.
 
-    A token attends to itself and the ``window - 1`` tokens before it. If at most two blocks of keys are needed, they
-    are concatenated: the gradient of a slice would be as large as all keys, for each block.
+    Up to two blocks of keys are concatenated, because the gradient of each slice would be as large as all keys.
     """
     chunks = k.split(num_queries, dim=2), v.split(num_queries, dim=2)
     for index, queries in enumerate(q.split(num_queries, dim=2)):
@@ -457,13 +444,13 @@ def _blocks(
 
 
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Add a key that all tokens attend to: its score is the head's sink, its value zero.
+    """Add a key that all tokens attend to: its score is the head's sink, its value is zero.
 
-    The sink is in an additional dimension of the queries. In this dimension, only the added key is nonzero. Eight
-    dimensions are added, since GPU kernels need a multiple of eight.
+    The sink is in an additional dimension, and only the added key is nonzero there. GPU kernels need a multiple of
+    eight dimensions, so eight are added.
 
-    q is [count, H, queries, D], k [count, H, L, D], v [count, H, L, Dv], the mask [queries, L] bool, and sinks [H],
-    divided by the scale of the scores.
+    q is [count, H, queries, D], k [count, H, L, D], v [count, H, L, Dv], and the mask [queries, L] bool. ``sinks`` [H]
+    are divided by the scale of the scores.
     """
     count, _, length, _ = q.shape
     added = F.pad(sinks.to(q.dtype).view(1, -1, 1, 1).expand(count, -1, length, 1), (0, 7))
@@ -472,5 +459,5 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor)
     return [torch.cat((q, added), dim=3), keys, F.pad(v, (0, 0, 0, 1))], F.pad(mask, (0, 1), value=True)
 
 
-# Attention is not compiled, because its calls differ between batches, and torch.compile would recompile it each time.
+# torch.compile would recompile attention for each batch, because its calls differ between batches.
 AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))

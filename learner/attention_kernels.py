@@ -1,8 +1,7 @@
 """Attention kernels for packed sequences, and the selection of an installed and correct kernel.
 
-An installed package may lack the function, or the function may not run on this GPU. For example, the wheel
-``flash-attn-4`` has the folder ``flash_attn`` without the functions of flash-attn 2. The selection therefore imports
-the function of a kernel, runs it once, forward and backward, and compares it with a float32 reference implementation.
+An installed package may lack the function, or the function may not run on this GPU. The selection therefore runs a
+kernel forward and backward, and compares it with a float32 reference.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ _FUNCTIONS = {
     AttentionKernel.flash_attn: ("flash_attn", "flash_attn_varlen_func"),
     AttentionKernel.torch_varlen: ("torch.nn.attention.varlen", "varlen_attn"),
 }
-"""Module and function of each kernel except ``sdpa``."""
 
 _LENGTHS = (33, 7, 1)
 _WINDOW = 9
 _TOLERANCE = 0.03
-"""Largest accepted relative difference of outputs and gradients from float32. Rounding alone gives about 0.004."""
+"""Largest accepted relative difference of outputs and gradients from float32. Rounding gives about 0.004."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +53,7 @@ class AttentionShape:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> AttentionShape:
-        """Read the shape from a model's configuration; missing fields get usual values."""
+        """Read the shape from a model's configuration; missing fields get default values."""
         text = config.get_text_config()
         heads = getattr(text, "num_attention_heads", None) or 2
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -72,7 +70,7 @@ class AttentionShape:
 def attention_kernel(
     asked: AttentionKernel, device: torch.device, dtype: torch.dtype, shape: AttentionShape | None = None
 ) -> AttentionKernel:
-    """Resolve ``learner.attention`` for a device, a dtype and a model; ``auto`` is the fastest correct kernel.
+    """Resolve ``learner.attention``. ``auto`` gives the fastest correct kernel for the device, dtype and model.
 
     Raises:
         ValueError: the requested kernel cannot be imported, cannot run on the device, or gives wrong results.
@@ -95,10 +93,7 @@ def attention_kernel(
 def first_right(
     kernels: Sequence[AttentionKernel], device: torch.device, dtype: torch.dtype, shape: AttentionShape
 ) -> AttentionKernel:
-    """Return the first kernel that passes `check_kernel`, else ``sdpa``.
-
-    The log has the errors of the rejected kernels.
-    """
+    """Return the first kernel that passes `check_kernel`, else ``sdpa``. Log why the other kernels failed."""
     reasons: list[str] = []
     for kernel in (kernel for kernel in kernels if shape.soft_cap is None or takes_soft_cap(kernel)):
         try:
@@ -114,12 +109,12 @@ def first_right(
 
 
 def takes_soft_cap(kernel: AttentionKernel) -> bool:
-    """Whether a kernel supports a soft cap of the scores."""
+    """Return whether a kernel supports a soft cap of the scores."""
     return kernel not in (AttentionKernel.torch_varlen, AttentionKernel.sdpa)
 
 
 def _fastest_first(device: torch.device) -> tuple[AttentionKernel, ...]:
-    """Return the kernels for a GPU, fastest first. Compute capability 9 is Hopper, 10 and above is Blackwell."""
+    """Return the kernels, fastest first. Compute capability 9 is Hopper, 10 and above is Blackwell."""
     major, _ = torch.cuda.get_device_capability(device)
     newest = {9: (AttentionKernel.flash_attn_3, AttentionKernel.flash_attn_4)}.get(
         major, (AttentionKernel.flash_attn_4,) if major > 9 else ()
@@ -137,7 +132,7 @@ def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dty
     remedy = "use learner.attention=auto"
     try:
         _function(kernel)
-    except Exception as error:  # an extension built for another torch raises OSError or worse
+    except Exception as error:  # a package built for another torch raises OSError or worse
         raise ValueError(
             f"learner.attention={kernel} needs {module}.{function}, which cannot be imported "
             f"({type(error).__name__}: {error}); {remedy}"
@@ -160,7 +155,6 @@ def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dty
 def _difference(
     kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, shape: AttentionShape, window: int | None
 ) -> float:
-    """Return the largest relative difference of output and gradients; NaN counts as infinite."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(sum(_LENGTHS), 2 * heads, shape.head_dim) for heads in (shape.heads_per_kv_head, 1, 1)]
     inputs = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
@@ -185,7 +179,6 @@ def _difference(
 def _written_out(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, soft_cap: float | None
 ) -> Tensor:
-    """Compute causal attention within sequences of `_LENGTHS` as a reference: [N, H, D]."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     outputs = []
     for one, keys, values in zip(q.split(_LENGTHS), k.split(_LENGTHS), v.split(_LENGTHS), strict=True):
@@ -223,12 +216,12 @@ def call_kernel(
         kernel: Neither ``auto`` nor ``sdpa``.
         q: [N, H, D].
         k: [N, kv heads, D].
-        v: [N, kv heads, Dv], Dv <= D. It is padded to D, since the kernels support a single head size.
-        starts: [number of sequences + 1] int32, starts and end of the sequences.
+        v: [N, kv heads, Dv], Dv <= D.
+        starts: [number of sequences + 1] int32, start of each sequence, then the end of the last.
         longest: Number of tokens of the longest sequence.
         scale: Factor on the scores; None is D ** -0.5.
-        window: A token attends to this many tokens, including itself; None: to all tokens before it.
-        soft_cap: Soft cap of the scores; see `takes_soft_cap`.
+        window: A token attends to this many tokens, including itself; None means all tokens before it.
+        soft_cap: Soft cap of the scores; only for kernels of `takes_soft_cap`.
 
     Returns:
         [N, H, Dv].

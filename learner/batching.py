@@ -1,6 +1,6 @@
 """Divides samples among mini-batches and data-parallel ranks, and sequences among micro-batches.
 
-Pure arithmetic on metadata; this module does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from .config import AlgorithmConfig
 from .types import GroupShare, RankBatch, TokenSequence
 
 BALANCED = 1.02
-"""Groups are split until largest ÷ mean cost of the parts is at most this. Several ranks may fetch a split group."""
+"""Groups are split until largest ÷ mean cost of the parts is at most this."""
 
 QUADRATIC_TOKENS = 32_768
 """Length at which attention costs as much as the rest of the model: about 8 × a hidden size of 4,096."""
 
 MAX_ATTENDED = 8
-"""Attention copies a shared prompt for each sequence. It reads at most this many times the budget of packed tokens."""
+"""Attention reads at most this many times the budget of packed tokens, because it copies a shared prompt per
+sequence."""
 
 _HALVINGS = 6
 
@@ -32,10 +33,15 @@ _HALVINGS = 6
 def karmarkar_karp(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     """Partition items so that the largest part is small (largest differencing method, Karmarkar and Karp 1982).
 
-    Returns ``num_parts`` (>= 1) lists of indices into ``sizes`` (each >= 0). Each list is ascending and may be empty;
-    the largest part comes first. Example: sizes 8, 7, 6, 5, 4 in two parts give parts of 16 and 14.
+    Args:
+        sizes: Size of each item, >= 0.
+        num_parts: Number of parts, >= 1.
+
+    Returns:
+        A list of indices into ``sizes`` per part, the largest part first. Each list is ascending and may be empty.
+        Example: sizes 8, 7, 6, 5, 4 in two parts give parts of 16 and 14.
     """
-    # A partition is a tuple: its spread (negated for the heap), a tie-break, and its non-empty parts, largest first.
+    # A partition is a tuple: its negated spread for the heap, a tie-break, and its non-empty parts, largest first.
     heap = [(-size, index, [(size, [index])]) for index, size in enumerate(sizes)]
     if num_parts == 1 or not heap:
         return [list(range(len(sizes)))] + [[] for _ in range(num_parts - 1)]
@@ -54,9 +60,9 @@ _Parts = list[tuple[float, list[int]]]
 
 
 def _joined_parts(left: _Parts, right: _Parts, num_parts: int) -> _Parts:
-    """Join two partitions: the largest part of one with the smallest part of the other, and so on.
+    """Join the largest part of one partition with the smallest part of the other, and so on.
 
-    If one partition has fewer parts, its missing parts count as empty.
+    Missing parts count as empty.
     """
     shared = max(0, len(left) + len(right) - num_parts)
     kept, rest = len(left) - shared, right[: len(right) - shared]
@@ -71,13 +77,18 @@ def rank_batches(
 ) -> list[RankBatch]:
     """Divide a planned batch: its samples among mini-batches, then each mini-batch among data-parallel ranks.
 
-    Both divisions are balanced by cost. A prompt group is split only if whole groups are not balanced, and never under
-    ``whole_groups`` (see `needs_whole_groups`). Advantages do not depend on the rank that holds a sample, since the
-    ranks compute them together. The plan alone decides which samples each optimizer update trains on, so the weights
-    after the step do not depend on the number of ranks. A group without finite rewards is left out.
+    Both divisions are balanced by cost. A prompt group is split only if whole groups are not balanced. The mini-batches
+    do not depend on the number of ranks. A group without finite rewards is left out.
 
-    Returns one batch per shard (``num_shards``), with the staleness bound ``max_lag`` in learner steps. Some batches
-    are empty if there are fewer samples than ranks.
+    Args:
+        plan: The planned batch.
+        algorithm: Options of the algorithm.
+        num_shards: Number of data-parallel ranks.
+        max_lag: Staleness bound in learner steps.
+        whole_groups: Never split a prompt group.
+
+    Returns:
+        One batch per data-parallel rank. A batch is empty if there are fewer samples than ranks.
     """
     rewards = [plan_rewards(group, algorithm) for group in plan.groups]
     costs = [group_cost(group) for group in plan.groups]
@@ -90,7 +101,6 @@ def rank_batches(
         _balanced(everything, costs, algorithm.num_mini_batches, whole_groups=whole_groups)
     ):
         parts = _balanced(members, costs, num_shards, whole_groups=whole_groups)
-        # The rank with the smallest load so far gets the largest part.
         for shard, part in zip(sorted(range(num_shards), key=loads.__getitem__), parts, strict=True):
             loads[shard] += sum(costs[index].of(samples) for index, samples in part)
             shares[shard] += [
@@ -107,11 +117,11 @@ def rank_batches(
 
 
 class GroupCost(NamedTuple):
-    """The cost of a prompt group for the learner, in tokens of a short sequence.
+    """The cost of a prompt group for the learner; the unit is the cost of a token in a short sequence.
 
     Attributes:
-        prompt: Cost of the prompt. It counts once per rank, for all samples of the group on that rank.
-        samples: Cost of each sample: its tokens without the prompt, plus T² ÷ `QUADRATIC_TOKENS` for attention, where T
+        prompt: Cost of the prompt. It counts once per rank that holds samples of the group.
+        samples: Cost of each sample: its tokens without the prompt, plus T² ÷ `QUADRATIC_TOKENS` for attention. T
             includes the prompt.
     """
 
@@ -119,12 +129,12 @@ class GroupCost(NamedTuple):
     samples: list[float]
 
     def of(self, samples: Sequence[int]) -> float:
-        """Return the cost of some samples on one rank."""
+        """Return the cost of some samples of the group on one rank."""
         return self.prompt + sum(self.samples[sample] for sample in samples)
 
 
 def group_cost(group: GroupSummary) -> GroupCost:
-    """Estimate the cost of a group. The estimate assumes that the branches of a sample have equal lengths."""
+    """Estimate the cost of a group. The branches of a sample count as equally long."""
     num_prompt = group.num_prompt_tokens
     tokens = group.branch_tokens or [num_prompt + length for length in group.response_lengths]
     branches = group.num_branches or [1] * len(tokens)
@@ -138,13 +148,13 @@ def group_cost(group: GroupSummary) -> GroupCost:
 
 
 _Item = tuple[int, tuple[int, ...]]
-"""A group by its index in the plan, and some of its samples."""
+"""Index of a group in the plan, and some of its samples."""
 
 
 def _balanced(
     items: Sequence[_Item], costs: Sequence[GroupCost], num_parts: int, *, whole_groups: bool
 ) -> list[list[_Item]]:
-    """Partition groups, or parts of groups. Split the most expensive groups into samples, as few groups as needed."""
+    """Partition groups or parts of groups. Split only as many groups as needed, the most expensive first."""
     ordered = sorted(items, key=lambda item: costs[item[0]].of(item[1]), reverse=True)
     best: list[list[_Item]] = []
     lowest = float("inf")
@@ -162,11 +172,9 @@ def _balanced(
 
 
 def needs_whole_groups(advantage: str) -> bool:
-    """Whether each rank must hold whole prompt groups.
+    """Return whether each rank must hold whole prompt groups.
 
-    This is needed for a user's token estimator, which may compare the samples of a group. The built-in token estimators
-    do not compare samples, and outcome estimators get the whole batch on each rank. This function imports torch only
-    for a user's estimator.
+    This is True for a user's token estimator, which may compare the samples of a group.
     """
     if ":" not in advantage:
         return False
@@ -176,7 +184,6 @@ def needs_whole_groups(advantage: str) -> bool:
 
 
 def _joined(pieces: Sequence[_Item]) -> list[_Item]:
-    """Join the samples of each group into one item. The groups keep the order of the plan."""
     samples: dict[int, list[int]] = {}
     for index, some in sorted(pieces):
         samples.setdefault(index, []).extend(some)
@@ -184,7 +191,7 @@ def _joined(pieces: Sequence[_Item]) -> list[_Item]:
 
 
 def plan_rewards(group: GroupSummary, algorithm: AlgorithmConfig) -> np.ndarray:
-    """Return the rewards of a group as [G] float32, with DAPO's length penalty if it is enabled."""
+    """Return the rewards of a group, [G] float32, with DAPO's length penalty if it is enabled."""
     rewards = np.asarray(group.rewards, dtype=np.float32)
     if not algorithm.overlong_max_tokens:
         return rewards
@@ -195,10 +202,16 @@ def plan_rewards(group: GroupSummary, algorithm: AlgorithmConfig) -> np.ndarray:
 def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer_tokens: int) -> np.ndarray:
     """Compute the soft penalty of long responses (DAPO, arXiv 2503.14476, equation 13).
 
-    ``lengths`` is [B], in tokens. The penalty is -1 for lengths of ``max_tokens`` or more. It falls linearly from 0 to
-    -1 over the ``buffer_tokens`` before ``max_tokens``. With ``buffer_tokens=0`` there is no linear part. Returns [B]
-    float32 in [-1, 0], to be added to the rewards. Example: with ``max_tokens=10`` and ``buffer_tokens=4``, the lengths
-    6, 7, 10, 12 give 0, -0.25, -1, -1.
+    The penalty falls linearly from 0 to -1 over the ``buffer_tokens`` before ``max_tokens``. Longer responses get -1.
+
+    Args:
+        lengths: [B], in tokens.
+        max_tokens: Shortest length with a penalty of -1.
+        buffer_tokens: Number of tokens of the linear part; 0 means no linear part.
+
+    Returns:
+        [B] float32 in [-1, 0], to be added to the rewards. Example: ``max_tokens=10``, ``buffer_tokens=4`` and the
+        lengths 6, 7, 10, 12 give 0, -0.25, -1, -1.
     """
     over = lengths.astype(np.float64) - (max_tokens - buffer_tokens)
     penalty = (over >= 0) if buffer_tokens == 0 else (over / buffer_tokens).clip(0.0, 1.0)
@@ -206,7 +219,7 @@ def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer_tokens: int
 
 
 def split_sequences(sequences: Sequence[TokenSequence], count: int) -> list[list[TokenSequence]]:
-    """Split sequences by ``mini_batch``; parts may be empty. Raises `ValueError` for a number outside 0..count - 1."""
+    """Split sequences by ``mini_batch`` into ``count`` lists. Raises `ValueError` for a number outside 0..count - 1."""
     parts: list[list[TokenSequence]] = [[] for _ in range(count)]
     for sequence in sequences:
         if not 0 <= sequence.mini_batch < count:
@@ -219,14 +232,13 @@ def split_sequences(sequences: Sequence[TokenSequence], count: int) -> list[list
 
 
 class PackItem(NamedTuple):
-    """Sequences that must share a micro-batch. Several items of a micro-batch can share the tokens of one prompt.
+    """Sequences that must share a micro-batch.
 
     Attributes:
-        prompt: Items with equal prompts share the prompt's tokens within a micro-batch. An item with None does not
-            share tokens with other items.
-        num_prompt: Number of tokens of the prompt; 0 if there is no prompt.
+        prompt: Items of a micro-batch with equal prompts share the prompt's tokens. An item with None shares no tokens.
+        num_prompt: Number of tokens of the prompt; 0 without a prompt.
         num_own: Number of all other packed tokens.
-        num_attended: Number of tokens that attention reads: the prompt's and the other tokens of each sequence.
+        num_attended: Number of tokens that attention reads. The prompt counts once per sequence.
     """
 
     prompt: Hashable | None
@@ -236,12 +248,14 @@ class PackItem(NamedTuple):
 
 
 def first_fit(items: Sequence[PackItem], budget: int) -> list[list[int]]:
-    """Fill micro-batches of at most ``budget`` packed tokens by first fit, prompt by prompt.
+    """Fill micro-batches of at most ``budget`` packed tokens by first fit.
 
-    An item goes to a micro-batch that holds its prompt, else to the first one with enough room, else to a new one.
-    The prompt with the most tokens, including the tokens of its items, comes first. The largest item of a prompt comes
-    first. In each micro-batch, attention reads at most `MAX_ATTENDED` times the budget. Returns lists of indices into
-    ``items``. This function assumes that a single item fits.
+    An item goes to a micro-batch that holds its prompt, else to the first with enough room, else to a new one. Prompts
+    with more tokens come first, and larger items of a prompt come first. In each micro-batch, attention reads at most
+    `MAX_ATTENDED` times the budget. Each item must fit into the budget.
+
+    Returns:
+        Lists of indices into ``items``, one per micro-batch.
     """
     groups: dict[Hashable, list[int]] = {}
     for index, item in enumerate(items):
@@ -275,10 +289,7 @@ def first_fit(items: Sequence[PackItem], budget: int) -> list[list[int]]:
 
 
 def balanced_fit(items: Sequence[PackItem], budget: int, count: int) -> list[list[int]]:
-    """Fill at most ``count`` micro-batches evenly. ``count`` must be at least the number that `first_fit` needs.
-
-    A bisection finds the smallest budget that still needs at most ``count`` micro-batches.
-    """
+    """Fill at most ``count`` micro-batches evenly. ``count`` must be at least the number that `first_fit` needs."""
     best = first_fit(items, budget)
     tokens = sum(item.num_own for item in items) + sum({item.prompt: item.num_prompt for item in items}.values())
     low, high = max([-(-tokens // count), *(item.num_prompt + item.num_own for item in items)]), budget

@@ -1,10 +1,7 @@
 """Checkpoints of a learner group: model, optimizer, schedule position, policy version and random state.
 
-Each rank writes its shards (torch.distributed.checkpoint), so a checkpoint can be loaded with another dp × sp. A
-checkpoint is written to a temporary folder, which is renamed when it is complete. Therefore a crash during a save
-leaves the previous checkpoint intact. A save can run in the background; the writing thread also renames the folder. The
-next save, a load and `finish` wait for that thread. `export` converts a checkpoint to a Hugging Face model in one
-process, without a GPU or a process group.
+Each rank writes its shards (torch.distributed.checkpoint), so a checkpoint can be loaded with another dp × sp. A save
+writes to a temporary folder and renames it at the end, so a crash leaves the previous checkpoint intact.
 """
 
 from __future__ import annotations
@@ -60,15 +57,14 @@ from .trainer import Trainer
 logger = logging.getLogger(__name__)
 
 _PREFIX = "pretrained."
-"""Prefix of the model's parameter names in the head."""
 
 
 class ShardedCheckpointer:
     """Saves and loads one trainer. All methods are collectives: all ranks call them together.
 
     Args:
-        trainer: The trainer to save and load.
-        directory: Contains ``v00000012/`` for policy version 12. All ranks must share its file system.
+        trainer: The trainer.
+        directory: Folder of the checkpoints, on a file system that all ranks share.
     """
 
     def __init__(self, trainer: Trainer, directory: str) -> None:
@@ -90,11 +86,12 @@ class ShardedCheckpointer:
         keep: int = -1,
         **saved: Any,
     ) -> Path:
-        """Save the trainer's current state; returns the checkpoint's final path.
+        """Save the trainer's current state and return the final path of the checkpoint.
 
         Args:
             version: Policy version of the state.
-            wait: Return when the checkpoint is complete. If False, return when its content is copied to the host.
+            wait: Return when the checkpoint is complete. If False, return when its content is copied to the host. The
+                next call then waits for the background save.
             keep: Number of complete checkpoints to keep, including the newest; -1 removes none.
             saved: ``role``, ``run``, ``life`` and ``parts`` of `SavedProgress`.
 
@@ -135,11 +132,14 @@ class ShardedCheckpointer:
         return newest_checkpoint(self._directory)
 
     def load(self, path: Path) -> int:
-        """Restore the trainer from a checkpoint of any dp × sp; returns the policy version of the checkpoint.
+        """Restore the trainer from a checkpoint of any dp × sp, and return the policy version of the checkpoint.
 
-        With the same dp × sp, a run continues bit for bit. With another dp × sp, the random state is initialized again.
-        Raises `ValueError` if there is no checkpoint. Raises `CheckpointError` if a part is missing, broken, or from
-        another model. The trainer may then already hold other parts of the checkpoint.
+        With the same dp × sp, a run continues bit for bit. With another dp × sp, the random state is not restored.
+
+        Raises:
+            ValueError: there is no checkpoint at ``path``.
+            CheckpointError: a file is missing, damaged, or from another model. The trainer may then already hold other
+                files' content.
         """
         self.finish()
         progress, state, random_state = read_progress(path), self._state(), {}
@@ -176,7 +176,6 @@ class ShardedCheckpointer:
         return progress.version
 
     def _begin(self, final: Path, version: int, saved: Mapping[str, Any]) -> None:
-        """Create the temporary folder on rank 0."""
         if dist.get_rank() != 0:
             return
         trainer, partial = self._trainer, partial_path(final)
@@ -198,11 +197,11 @@ class ShardedCheckpointer:
         write_progress(partial, progress)
 
     def _conclude(self, written: Future[Any], final: Path, pending: Future[None], keep: int) -> None:
-        """Finish a save in the writing thread. On rank 0 it runs when the shards of all ranks are on disk."""
+        """Finish a save in the writing thread, on rank 0 when the shards of all ranks are on disk."""
         try:
             written.result()
             if dist.get_rank() == 0:
-                described = partial_path(final) / HUGGING_FACE  # written in this thread, so that no rank waits for it
+                described = partial_path(final) / HUGGING_FACE  # in this thread, so that no rank waits for it
                 self._trainer.pretrained.config.save_pretrained(described)
                 copy_tokenizer(self._trainer.model_path, described)
                 put_in_place(final)
@@ -213,11 +212,10 @@ class ShardedCheckpointer:
             pending.set_result(None)
 
     def _together(self, action: Callable[[], Any], what: str, remedy: str) -> None:
-        """Run an action on all ranks; if it fails on one rank, raise on all ranks."""
         error = ""
         try:
             action()
-        except CheckpointException as fault:  # it is a BaseException, and all ranks raise the same one
+        except CheckpointException as fault:  # DCP raises the same BaseException on all ranks
             error = first_failure(fault)
         except Exception as fault:  # noqa: BLE001 - raised below, on all ranks
             error = _in_one_line(dist.get_rank(), fault)
@@ -228,8 +226,8 @@ class ShardedCheckpointer:
     def _state(self) -> dict[str, Any]:
         """Return the sharded model and optimizer state.
 
-        Before the first update AdamW has no moments, and torch creates them with an update that leaves the weights
-        unchanged but increases the step count. The count is reset to 0 and the moments are removed again.
+        Before the first update AdamW has no moments. torch creates them with an update that increases the step count,
+        so this method removes them and resets the count.
         """
         adamw = self._trainer.optimizer.adamw
         has_moments = bool(adamw.state)
@@ -242,7 +240,6 @@ class ShardedCheckpointer:
 
 
 def _make_stager(device: torch.device) -> DefaultStager:
-    """Make the object that copies a state to the host before training continues, from a GPU via page-locked memory."""
     is_gpu = device.type == "cuda"
     options = StagingOptions(
         use_pinned_memory=is_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=is_gpu
@@ -262,7 +259,7 @@ def _in_one_line(rank: int, fault: BaseException) -> str:
 
 def _random_state() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    state: Any = np.random.get_state()  # a tuple, though the annotation also allows a dict
+    state: Any = np.random.get_state()  # the annotation also allows a dict, but it is a tuple
     kind, keys, *rest = state
     plain = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
     return {"python": random.getstate(), "numpy": plain, "torch": torch.get_rng_state(), "cuda": cuda}
@@ -278,11 +275,20 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
-    """Write the policy of a checkpoint to ``out`` in Hugging Face layout, with merged adapters and the tokenizer.
+    """Write the policy of a checkpoint in Hugging Face layout, with merged adapters and the tokenizer.
 
-    ``checkpoint`` can be a folder of checkpoints; then the newest is exported. Returns the exported checkpoint.
-    ``dtype`` is the dtype of the written weights, such as ``bfloat16``; empty: the dtype of the learner's computation.
-    Raises `ValueError` if there is no checkpoint, or a part of the checkpoint is missing or broken.
+    This does not need a GPU or a process group.
+
+    Args:
+        checkpoint: A checkpoint, or a folder of checkpoints. The newest checkpoint of a folder is exported.
+        out: Folder to write.
+        dtype: Dtype of the written weights, such as ``bfloat16``; empty means the dtype of the learner's computation.
+
+    Returns:
+        The exported checkpoint.
+
+    Raises:
+        ValueError: there is no checkpoint, or a file is missing or damaged.
     """
     source = newest_checkpoint(checkpoint) or checkpoint
     progress = read_progress(source)
@@ -313,7 +319,6 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
 
 
 def _read(checkpoint: Path, model: PreTrainedModel, names: Sequence[str]) -> dict[str, Tensor]:
-    """Read some weights, including adapters. Tied weights are read once; parameters are in float32 as in training."""
     buffers = stored_buffers(model)
     empty = {
         _PREFIX + name: torch.empty_like(buffers[name], device="cpu")
@@ -330,7 +335,7 @@ def _read(checkpoint: Path, model: PreTrainedModel, names: Sequence[str]) -> dic
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``asyncrl export``; returns the exit status."""
+    """Run ``asyncrl export`` and return the exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl export", description="Export a checkpoint's policy.")
     parser.add_argument("checkpoint", type=Path, help="such as .../checkpoints/v00000100, or the folder that holds it")
     parser.add_argument("out", type=Path, help="directory to write: config.json, model.safetensors, tokenizer")

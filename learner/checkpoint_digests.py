@@ -1,7 +1,6 @@
-"""Digests of a checkpoint's files, so that damaged weights, optimizer or random states are never used.
+"""Digests of a checkpoint's files.
 
-torch.distributed.checkpoint (DCP) and ``torch.load`` detect a missing or shortened file, but not changed bytes of a
-tensor.
+torch.distributed.checkpoint (DCP) and ``torch.load`` detect a missing or shortened file, but not changed bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _CHUNK_BYTES = 1 << 22
 class DigestingWriter(FileSystemWriter):
     """Writes the shards of a rank as DCP does, and then ``digests_RANK.json``.
 
-    This file has the xxh3 digest of each shard, and of ``others``, which are files that the rank has already written.
+    This file has the xxh3 digests of the shards and of ``others``, files that the rank has already written.
     """
 
     def __init__(self, path: Path, rank: int, others: Iterable[Path]) -> None:
@@ -34,7 +33,7 @@ class DigestingWriter(FileSystemWriter):
         self._digests = path / f"digests_{rank}.json"
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """Write the shards and their digests. See `FileSystemWriter.write_data`."""
+        """Write the shards and their digests."""
         written = super().write_data(plan, planner)
         names = sorted({*self._others, *(result.storage_data.relative_path for result in written.wait())})
         self._digests.write_text(json.dumps({name: _digest_of(self._digests.with_name(name)) for name in names}))
@@ -42,21 +41,21 @@ class DigestingWriter(FileSystemWriter):
 
 
 def check_digests(checkpoint: Path, num_saved: int, *, names: str = "*", rank: int = 0, num_ranks: int = 1) -> bool:
-    """Compare files with their digests. Each of ``num_ranks`` ranks compares its part of the files.
+    """Compare files with their digests. The files are divided among ``num_ranks`` ranks.
 
     Args:
         checkpoint: Folder of the checkpoint.
-        num_saved: Number of ranks that saved it.
+        num_saved: Number of ranks that saved the checkpoint.
         names: Pattern of the files to compare. Example: ``*.distcp``.
         rank: This rank.
         num_ranks: Number of ranks that call this function.
 
     Returns:
-        Whether the checkpoint has digests. Checkpoints of earlier versions of asyncrl have none.
+        Whether the checkpoint has digests. Earlier versions of asyncrl wrote none.
 
     Raises:
-        CheckpointError: A file has other bytes than were written, or a file of digests is missing.
-        OSError: A file cannot be read.
+        CheckpointError: a file was changed, or a file of digests is missing.
+        OSError: a file cannot be read.
     """
     files = [checkpoint / f"digests_{saved}.json" for saved in range(num_saved)]
     if not any(file.exists() for file in files):

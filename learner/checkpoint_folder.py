@@ -1,11 +1,8 @@
 """A folder of checkpoints on disk: its complete checkpoints, the newest one, and the progress records.
 
-This module does not import torch. ``v00000012/`` is the checkpoint of policy version 12. The folder is written as
-``.v00000012.partial`` and renamed when it is complete. So a folder with the final name is always complete, even if a
-process died during a save.
-
-Other parts of the same checkpoint are in folders beside it, for example ``critic/v00000012/`` for the critic. The
-checkpoint names its parts (`SavedProgress.parts`). It is whole when all its parts have their final names.
+``v00000012/`` is the checkpoint of policy version 12. A save writes ``.v00000012.partial`` and renames it at the end,
+so a folder with the final name is complete. ``critic/v00000012/`` is a part of the same checkpoint, from the critic. A
+checkpoint is whole when all its parts have their final names.
 """
 
 from __future__ import annotations
@@ -19,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 HUGGING_FACE = "huggingface"
-"""Folder inside a checkpoint with configuration and tokenizer, for ``asyncrl export``."""
+"""Folder inside a checkpoint with configuration and tokenizer."""
 
 CRITIC = "critic"
-"""Folder beside the policy's checkpoints with the critic's checkpoints."""
+"""Folder of the critic's checkpoints, beside the policy's checkpoints."""
 
 _NAME = re.compile(r"v(\d{8,})")
 _PROGRESS = "progress.json"
@@ -34,16 +31,16 @@ class SavedProgress:
 
     Attributes:
         version: Policy version of the weights.
-        num_updates: Number of optimizer updates, which is the position in the schedule.
+        num_updates: Number of optimizer updates.
         num_ranks: Number of ranks that saved the checkpoint.
         sp_size: Sequence-parallel size of these ranks.
-        dtype: Dtype of the parameters in the computation, and of exported weights.
-        role: Plain values that the role needs to resume, besides its model. Example: its KL coefficient.
+        dtype: Dtype of the learner's computation.
+        role: Plain values that the role needs to resume, such as its KL coefficient.
         lora: Options of the policy's adapters; empty without adapters.
         run: Plain values that the controller needs to resume; empty if the caller passed none.
-        life: Folder of the run that saved the checkpoint. It has the metrics of the earlier steps. Empty if the caller
+        life: Folder of the run that saved the checkpoint, with the metrics of the earlier steps; empty if the caller
             passed none.
-        parts: Names of the folders beside the checkpoint that hold its other parts. Example: ``["critic"]``.
+        parts: Names of the folders that hold the checkpoint's other parts. Example: ``["critic"]``.
     """
 
     version: int
@@ -82,7 +79,7 @@ def write_progress(checkpoint: Path, progress: SavedProgress) -> None:
 
 
 def read_progress(checkpoint: Path) -> SavedProgress:
-    """Read the progress record. Raises `ValueError` if it is missing, broken, or from another version of asyncrl."""
+    """Read the progress record. Raises `ValueError` if it is missing, damaged, or from another version of asyncrl."""
     if not (checkpoint / _PROGRESS).is_file():
         raise ValueError(
             f"no checkpoint at {str(checkpoint)!r}: it lacks {_PROGRESS}; name a folder such as .../v00000012, or the "
@@ -106,7 +103,7 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints of a folder that are complete with all their parts, oldest first."""
+    """Return the whole checkpoints of a folder, oldest first."""
     return [path for path in named_checkpoints(directory) if not missing_parts(path)]
 
 
@@ -122,7 +119,7 @@ def part_of(checkpoint: Path, part: str) -> Path:
 
 
 def named_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints of a folder with their final names, oldest first; their other parts may be missing."""
+    """Return the checkpoints of a folder with their final names, oldest first. Their other parts may be missing."""
     for replaced in directory.glob(".v*.replaced"):  # the process died between the two renames of `put_in_place`
         final = directory / replaced.name.removeprefix(".").removesuffix(".replaced")
         if not final.exists():
@@ -136,7 +133,7 @@ def _version(checkpoint: Path) -> int:
 
 
 def put_in_place(final: Path) -> None:
-    """Rename a written checkpoint to its final name. An older checkpoint of the same version stays until then."""
+    """Rename a written checkpoint to its final name. Then remove an older checkpoint of the same version."""
     replaced = final.with_name(f".{final.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
@@ -148,16 +145,16 @@ def put_in_place(final: Path) -> None:
 def lineage_of(checkpoint: Path) -> str:
     """Return the random name of the run that saved a checkpoint; empty if no run saved it.
 
-    The name is the same in all lives of the run. Raises the errors of `read_progress`.
+    A resumed run keeps the name. Raises the errors of `read_progress`.
     """
     return read_progress(checkpoint).run.get("lineage", "")
 
 
 def keep_newest(newest: Path, keep: int) -> None:
-    """Keep the ``keep`` newest whole checkpoints of a run up to ``newest``, and remove its older ones with all parts.
+    """Remove a run's whole checkpoints with all parts, except the ``keep`` newest up to ``newest``.
 
-    -1 keeps all. Checkpoints of other runs in the folder stay. So do checkpoints after ``newest``, which exist if the
-    run returned to an earlier version. An interrupted removal is completed by the next call.
+    -1 keeps all. Checkpoints of other runs stay. Checkpoints after ``newest`` also stay; they exist if the run returned
+    to an earlier version. The next call completes an interrupted removal.
     """
     directory, lineage = newest.parent, lineage_of(newest)
     named = named_checkpoints(directory)

@@ -8,11 +8,11 @@ from enum import StrEnum
 from typing import Any
 
 RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"
-"""Environment variable for ranks on a single host: the file that the ranks use for rendezvous."""
+"""Environment variable with the path of the rendezvous file, for ranks on a single host."""
 
 
 class Device(StrEnum):
-    """The learner's device; ``auto`` selects CUDA if torch finds it."""
+    """The learner's device. ``auto`` selects CUDA if torch finds it."""
 
     auto = "auto"
     cpu = "cpu"
@@ -20,7 +20,7 @@ class Device(StrEnum):
 
 
 class Dtype(StrEnum):
-    """Dtype of parameters; ``auto`` is bfloat16 on CUDA and float32 on the CPU."""
+    """Dtype of parameters. ``auto`` is bfloat16 on CUDA and float32 on the CPU."""
 
     auto = "auto"
     float32 = "float32"
@@ -28,7 +28,7 @@ class Dtype(StrEnum):
 
 
 class AttentionKernel(StrEnum):
-    """The attention kernel; see `learner.attention`."""
+    """The attention kernel."""
 
     auto = "auto"
     flash_attn_4 = "flash_attn_4"
@@ -39,10 +39,7 @@ class AttentionKernel(StrEnum):
 
 
 class GradientSync(StrEnum):
-    """How often the ranks sum gradients; ``auto`` compares the gradients' size with the GPU's memory.
-
-    See `sums_each_micro_batch`.
-    """
+    """When the ranks sum gradients."""
 
     auto = "auto"
     update = "update"
@@ -50,20 +47,20 @@ class GradientSync(StrEnum):
 
 
 SELECTIVE = "selective"
-"""Value of ``learner.activation_checkpointing``: layers are recomputed without their attention."""
+"""Value of ``learner.activation_checkpointing``: recompute layers without their attention."""
 
 WHOLE_GRADIENTS_SHARE = 0.15
-"""Largest share of a GPU's memory for whole gradients with ``gradient_sync=auto``. On 80 GB, these are the gradients of
-3 billion parameters."""
+"""Largest share of a GPU's memory for whole gradients with ``gradient_sync=auto``. On 80 GB, this allows 3 billion
+parameters."""
 
 
 def sums_each_micro_batch(sync: GradientSync, num_trained: int, card_bytes: int) -> bool:
-    """Whether the ranks sum gradients after each micro-batch.
+    """Return whether the ranks sum gradients after each micro-batch.
 
     Args:
         sync: ``learner.gradient_sync``.
         num_trained: Number of trained parameters of the whole model.
-        card_bytes: Memory of a rank's GPU; 0 on the CPU, where ``auto`` is ``update``.
+        card_bytes: Memory of a rank's GPU; 0 on the CPU, where ``auto`` means ``update``.
     """
     if sync is GradientSync.auto:
         return card_bytes > 0 and 4 * num_trained > WHOLE_GRADIENTS_SHARE * card_bytes
@@ -86,7 +83,7 @@ class Schedule(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """How token losses are aggregated to the loss of the batch; see `learner.losses.token_weights`."""
+    """How to aggregate token losses to the loss of the batch."""
 
     token_mean = "token_mean"
     sequence_mean = "sequence_mean"
@@ -94,14 +91,14 @@ class Aggregation(StrEnum):
 
 
 class Anchor(StrEnum):
-    """The policy in the denominator of the clipped ratio; see `learner.losses.anchor_log_probs`."""
+    """The policy in the denominator of the clipped ratio."""
 
     behavior = "behavior"
     proximal = "proximal"
 
 
 class Weight(StrEnum):
-    """The factor of each token's loss; see `learner.losses.importance_weights`."""
+    """The factor of each token's loss."""
 
     none = "none"
     token = "token"
@@ -109,7 +106,7 @@ class Weight(StrEnum):
 
 
 class Mask(StrEnum):
-    """A rule that leaves tokens or whole trajectories out of the loss; see `learner.losses.kept_tokens`."""
+    """A rule that leaves tokens or whole trajectories out of the loss."""
 
     token = "token"
     sequence = "sequence"
@@ -118,7 +115,7 @@ class Mask(StrEnum):
 
 
 class KLEstimator(StrEnum):
-    """Estimator of KL(policy ‖ reference) from one sampled token; see `learner.losses`."""
+    """Estimator of KL(policy ‖ reference) from one sampled token."""
 
     k1 = "k1"
     k2 = "k2"
@@ -129,7 +126,7 @@ class KLEstimator(StrEnum):
 GROUP_ADVANTAGES = frozenset(
     {"grpo", "grpo_no_std", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "turn_grpo", "turn_grpo_no_std"}
 )
-"""Estimators that compare the samples of one prompt. They need at least two samples per prompt."""
+"""Estimators that need at least two samples per prompt."""
 
 TOKEN_ADVANTAGES = frozenset({"gae", "reinforce_plus_plus"})
 """Estimators that discount the rewards of tokens."""
@@ -141,19 +138,19 @@ CRITIC_ADVANTAGES = frozenset({"gae", "turn_gae"})
 """Estimators with a critic."""
 
 WIDEST_GSPO_CLIP = 0.05
-"""Widest bounds for GSPO's sequence ratio; the paper uses 3e-4 and 4e-4 (arXiv 2507.18071, section 5.1)."""
+"""Widest bounds for GSPO's sequence ratio. The paper uses 3e-4 and 4e-4 (arXiv 2507.18071, section 5.1)."""
 
 ANCHORED_LOSSES = frozenset({"ppo_clip", "gspo", "cispo"})
-"""Losses with a ratio; they read ``algorithm.anchor``."""
 
 WIDEST_BAND = (0.1, 10.0)
-"""Widest bounds for the weight of a token or a trajectory. verl's documentation calls 1.5 to 5 and 2 to 10 usual."""
+"""Widest bounds for the weight of a token or a trajectory. Usual bounds are 1.5 to 5 and 2 to 10 (verl's
+documentation)."""
 
 WIDEST_GEOMETRIC_BAND = (0.9, 1.1)
-"""Widest bounds for a geometric mean. verl's documentation calls 1.0001 to 1.001 usual."""
+"""Widest bounds for a geometric mean. Usual bounds are 1.0001 to 1.001 (verl's documentation)."""
 
 WIDEST_K3 = 0.1
-"""Widest bound for a mean divergence, in nats per token. verl's documentation calls 0.001 to 0.1 usual."""
+"""Widest bound for a mean divergence, in nats per token. Usual bounds are 0.001 to 0.1 (verl's documentation)."""
 
 _SPLIT = (
     "algorithm.correction was split into algorithm.anchor, algorithm.weight and algorithm.masks. Write correction="
@@ -180,48 +177,46 @@ class AlgorithmConfig:
     Attributes:
         groups_per_step: B, prompt groups consumed by one learner step.
         samples_per_prompt: G, rollouts per prompt.
-        num_mini_batches: Optimizer updates per learner step. Each update trains on its share of the prompt groups.
+        num_mini_batches: Optimizer updates per learner step, each on its share of the samples.
         advantage: Advantage estimator: ``grpo``, ``grpo_no_std``, ``dr_grpo``, ``rloo``, ``leave_one_out_batch``,
             ``reinforce_plus_plus``, ``reinforce_plus_plus_baseline``, ``remax``, ``gae``, ``turn_gae``, ``turn_grpo``,
             ``turn_grpo_no_std``, or your own as ``file.py:function`` or ``module:function``.
         loss: Policy loss: ``ppo_clip``, ``gspo``, ``cispo``, ``reinforce``, or your own as ``file.py:function`` or
             ``module:function``.
         critic: Train a critic and pass its values to your own token-level or turn-level estimator. ``gae`` and
-            ``turn_gae`` have a critic without this option.
-        advantage_by_source: Other estimators for the prompt groups of a data source. These estimators and ``advantage``
-            must use one reward per trajectory. Each gets only the groups of its sources. Example: ``{gsm8k: rloo}``.
-        gamma: Discount of returns, in [0, 1]; per token, and per turn with a turn-level advantage.
+            ``turn_gae`` do not need this option.
+        advantage_by_source: Advantage estimators by data source, in place of ``advantage``. All of them must use one
+            reward per trajectory. Example: ``{gsm8k: rloo}``.
+        gamma: Discount of returns in [0, 1], per token, or per turn with a turn-level advantage.
         gae_lambda: Lambda of ``gae`` (per token) and ``turn_gae`` (per turn), in [0, 1].
         whiten_advantages: Standardize the advantages of ``gae`` over the batch's tokens, and those of ``turn_gae`` over
-            its turns, where each trajectory has the same weight.
-        clip_low: Lower clip: the loss clips the ratio at 1 - clip_low.
-        clip_high: Upper clip: the loss clips the ratio at 1 + clip_high.
+            its turns with equal weight per trajectory.
+        clip_low: The loss clips the ratio at 1 - clip_low.
+        clip_high: The loss clips the ratio at 1 + clip_high.
         dual_clip: Upper bound (> 1) of the ratio for negative advantages; 0 sets no bound.
-        aggregation: How token losses are aggregated to the loss of the whole batch.
-        sequence_norm_tokens: L of ``sequence_sum_norm``; the longest response is usual.
+        aggregation: How to aggregate token losses to the loss of the batch.
+        sequence_norm_tokens: L of ``sequence_sum_norm``, usually the longest response.
         anchor: The policy in the denominator of the ratio. ``behavior`` is the policy that sampled the token.
             ``proximal`` is the policy before the step. With one update per step, only ``behavior`` clips tokens.
-        weight: Multiply the loss of a token by proximal ÷ behavior of the token, or of its whole trajectory.
-        weight_cap: Largest value of this weight; 0 does not truncate.
+        weight: Multiply a token's loss by proximal ÷ behavior of the token or of its trajectory.
+        weight_cap: Largest factor of ``weight``; 0 does not truncate.
         masks: Rules on proximal ÷ behavior that leave tokens or trajectories out of the loss. A token must pass all
             rules.
         token_band: Bounds of ``masks=[token]``, for the weight of a token.
         sequence_band: Bounds of ``masks=[sequence]``, for the product of a trajectory's weights.
         geometric_band: Bounds of ``masks=[geometric]``, for the geometric mean of a trajectory's weights.
         k3_max: Bound of ``masks=[k3]``, for a trajectory's mean KL(behavior ‖ proximal) in nats per token.
-        options: Numbers and strings for your own loss or advantage; the function reads ``config.options``. Example:
-            ``{limit: 2.0}``.
+        options: Numbers and strings for your own loss or advantage (``config.options``). Example: ``{limit: 2.0}``.
         entropy_coef: Weight of the entropy bonus.
-        report_entropy: Compute the policy's entropy for the metrics even without an entropy bonus. This takes one more
-            pass over the logits.
+        report_entropy: Report the entropy even without an entropy bonus. This takes one more pass over the logits.
         kl_coef: Weight of the KL penalty in the loss; 0 sets no penalty. The reference policy is the model at the start
             of the run.
         kl_estimator: Estimator of the KL penalty in the loss.
-        kl_reward_coef: Weight of the KL penalty in the token rewards; 0 sets no penalty. The reference is the same.
+        kl_reward_coef: Weight of the KL penalty in the token rewards; 0 sets no penalty.
         kl_reward_estimator: Estimator of the KL penalty in the rewards.
         kl_target: Target divergence, in nats per token, of an adaptive ``kl_reward_coef``; 0 keeps it fixed.
         kl_horizon: Horizon of the adaptive coefficient, in trajectories.
-        mask_truncated: Leave samples that hit the length limit out of the loss (DAPO's overlong filtering).
+        mask_truncated: Leave samples that reach the length limit out of the loss (DAPO's overlong filtering).
         overlong_max_tokens: Response length at which DAPO's length penalty reaches 1; 0 sets no penalty.
         overlong_buffer_tokens: The penalty grows linearly over this many tokens before ``overlong_max_tokens``.
     """
@@ -274,7 +269,7 @@ class AlgorithmConfig:
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the loss is a user's function, which gets all token columns."""
+        """Whether the loss is a user's function. Such a loss gets all token columns."""
         return ":" in self.loss
 
     @property
@@ -302,9 +297,8 @@ class AlgorithmConfig:
             _at_least(self, "algorithm", name, 0, 1, remedy="; 1 is usual")
         _require(
             self.num_mini_batches <= self.groups_per_step,
-            "algorithm.num_mini_batches must be <= algorithm.groups_per_step, since one update trains on whole prompt "
-            f"groups, got {self.num_mini_batches} and {self.groups_per_step}; lower num_mini_batches or raise "
-            "groups_per_step",
+            "algorithm.num_mini_batches must be <= algorithm.groups_per_step, got "
+            f"{self.num_mini_batches} and {self.groups_per_step}; lower num_mini_batches or raise groups_per_step",
         )
         _require(
             not self.dual_clip or self.dual_clip > 1,
@@ -334,7 +328,6 @@ class AlgorithmConfig:
         )
 
     def _check_combinations(self) -> None:
-        """Refuse options that have no effect, or a harmful effect, in combination with other options."""
         _require(
             self.loss != "gspo" or max(self.clip_low, self.clip_high) <= WIDEST_GSPO_CLIP,
             f"algorithm.clip_low and clip_high must be <= {WIDEST_GSPO_CLIP} with algorithm.loss=gspo, got "
@@ -390,7 +383,7 @@ class AlgorithmConfig:
             "algorithm.anchor=proximal",
         )
         for name in ("token_band", "sequence_band"):
-            # Tokens with a small weight have little effect, so with a weight the lower bound may be 0.
+            # With a weight, the lower bound may be 0, because tokens with a small weight have little effect.
             low = 0.0 if self.weight is not Weight.none else WIDEST_BAND[0]
             self._check_band(name, (low, WIDEST_BAND[1]))
         self._check_band("geometric_band", WIDEST_GEOMETRIC_BAND)
@@ -416,7 +409,7 @@ class OptimizerConfig:
     Attributes:
         lr: Peak learning rate.
         betas: Decay of the first and second moment.
-        eps: Number that is added to the root of the second moment.
+        eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay, on matrices only.
         schedule: Shape of the learning rate after the warm-up.
         warmup_steps: Optimizer updates of linear warm-up.
@@ -447,8 +440,8 @@ class LoraConfig:
     Attributes:
         rank: Rank of the adapters; 0 trains all weights without adapters.
         alpha: The scale of the adapters is alpha ÷ rank.
-        target_modules: Names, or suffixes of names, of the linear layers that get an adapter. ``all-linear``: all
-            linear layers except the output embedding.
+        target_modules: Names, or suffixes of names, of the linear layers that get an adapter. ``all-linear``
+            means all except the output embedding.
         dropout: Dropout of the adapters' inputs during training. The model's own dropout is always off.
     """
 
@@ -468,20 +461,20 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleOptions:
-    """Options of a role that may differ from those of the actor. null: the value of the same option of ``learner``.
+    """Options of a role that may differ from the actor's. null means the value of the same ``learner`` option.
 
     Attributes:
-        sp_size: Ulysses sequence-parallel ranks of this role; a divisor of the processes of its pool.
-        fsdp_size: Ranks that share one copy of this role's parameters; -1: all ranks. null means -1 if the size of the
-            role's pool is not ``learner.num_ranks``.
+        sp_size: Ulysses sequence-parallel ranks of this role; must divide the number of processes of its pool.
+        fsdp_size: Ranks that share one copy of this role's parameters; -1 means all. null means -1 if the role's pool
+            does not have ``learner.num_ranks`` processes.
         dtype: Dtype of this role's parameters in the computation.
         attention: The attention kernel of this role.
-        max_tokens_per_micro_batch: Token budget of one micro-batch of this role on one rank.
-        share_prompts: Whether this role computes the tokens of a prompt once for all samples of the prompt.
+        max_tokens_per_micro_batch: Token budget of a micro-batch of this role.
+        share_prompts: Whether this role computes a prompt once for all its samples.
         torch_compile: Whether to compile this role's decoder layers.
         skip_selftest: Reason for skipping the self-test of this role's model.
         resharding: When FSDP frees this role's gathered parameters.
-        offload_policy: Whether to keep this role's parameters, gradients and optimizer state on the host all the time.
+        offload_policy: Whether to keep this role's parameters, gradients and optimizer state on the host.
         param_offload: Whether to move this role's parameters to the host after each use.
         offload_at_transition_only: Whether to move this role to the host when colocated engines take over.
     """
@@ -501,7 +494,7 @@ class RoleOptions:
 
     @property
     def own(self) -> dict[str, Any]:
-        """The options of `LearnerConfig` that the role sets itself, by name."""
+        """The options that the role sets itself, by name."""
         options = {field.name: getattr(self, field.name) for field in fields(self) if field.default is None}
         return {name: value for name, value in options.items() if value is not None}
 
@@ -516,13 +509,13 @@ class CriticConfig(RoleOptions):
     """The critic of ``algorithm.advantage=gae`` or ``turn_gae``, or of ``algorithm.critic=true``.
 
     Attributes:
-        path: Initial model, in Hugging Face layout: a token classifier with one label, or a causal language model. A
-            causal language model gets a value head of zeros. Empty: the initial policy of the run.
+        path: Initial model in Hugging Face layout: a token classifier with one label, or a causal language model, which
+            gets a value head of zeros. Empty means the run's initial policy.
         warmup_steps: Number of first learner steps that train only the critic.
-        value_clip: The loss clips the change of a value since the start of the step to this bound; 0 does not clip.
+        value_clip: Largest change of a value within a step; the loss clips it. 0 does not clip.
         optimizer: The critic's own AdamW and schedule.
-        activation_checkpointing: Recompute the critic's layers; the values of ``learner.activation_checkpointing``.
-        gradient_sync: How often the ranks sum the critic's gradients.
+        activation_checkpointing: Recompute the critic's layers, see ``learner.activation_checkpointing``.
+        gradient_sync: When the ranks sum the critic's gradients.
         optimizer_offload: Whether to move the critic's optimizer state to the host after each update.
     """
 
@@ -542,7 +535,7 @@ class CriticConfig(RoleOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig(RoleOptions):
-    """The reference policy of a KL penalty. With adapters the actor is the reference, and has no options here.
+    """The reference policy of a KL penalty. With adapters, the actor with its adapters off is the reference.
 
     Attributes:
         frozen_dtype: Dtype in which the reference's parameters are stored.
@@ -562,8 +555,7 @@ class RewardModelConfig(RoleOptions):
 
     Attributes:
         path: A sequence classifier with one label and the policy's tokenizer, in Hugging Face layout. It scores the
-            training samples instead of ``rollout_fleet.reward``, which then scores evaluations only. Empty: no reward
-            model.
+            training samples. ``rollout_fleet.reward`` then scores only evaluations. Empty means no reward model.
         frozen_dtype: Dtype in which the reward model's parameters are stored.
     """
 
@@ -575,7 +567,7 @@ class RewardModelConfig(RoleOptions):
 
 
 ROLE_SECTIONS = {"critic": "critic", "ref": "reference", "rm": "reward_model"}
-"""The section of ``learner`` with the own options of each role. The actor has the options of ``learner`` itself."""
+"""Section of ``learner`` with the options of each role. The actor uses ``learner`` itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -583,60 +575,54 @@ class LearnerConfig:
     """Options of the learner group.
 
     Attributes:
-        num_ranks: Processes of the group, one device per process.
+        num_ranks: Processes of the group, each with one device.
         sp_size: Ulysses sequence-parallel ranks; dp = num_ranks ÷ sp_size.
         device: ``auto`` selects CUDA if there are enough GPUs for learner and engines, else the CPU.
         dtype: Dtype of parameters in the computation. Trained parameters are always stored in float32, and their
             gradients are reduced in float32.
-        frozen_dtype: Dtype in which frozen parameters are stored: the reference, the reward model, and the weights
-            below adapters. ``auto``: the same as ``dtype``.
-        attention: The attention kernel. ``auto``: on CUDA in half precision, the fastest of these kernels that can be
-            imported and agrees with float32 attention: flash-attn 3 or 4 on Hopper, 4 on Blackwell, flash-attn 2
-            (``flash_attn``), torch's variable-length kernel. Otherwise torch's scaled dot product attention
-            (``sdpa``). A kernel that you name and that fails this test is refused.
-        max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
-        freeze_vision: Do not train the vision tower of a model with images, including the layers that merge patches.
-        share_prompts: Compute the tokens of a prompt once for all samples of the prompt in a micro-batch, if the
-            self-test confirms it for the model. Models with layers that carry a state from token to token do not
-            share prompts.
-        logprob_chunk_tokens: Number of tokens per chunk of float32 logits; one chunk is in memory at a time.
-        activation_checkpointing: Recompute layers in the backward pass. ``selective`` recomputes layers without their
-            attention, whose inputs and output stay in memory. null: on CUDA only, and ``selective`` if a run knows
+        frozen_dtype: Dtype in which frozen parameters are stored: reference, reward model, and the weights below
+            adapters. ``auto`` means ``dtype``.
+        attention: The attention kernel. On CUDA in half precision, ``auto`` takes the first correct kernel of:
+            flash-attn 3 or 4 on Hopper, 4 on Blackwell, flash-attn 2 (``flash_attn``), torch's variable-length kernel.
+            Otherwise it takes torch's scaled dot product attention (``sdpa``). A named kernel must be correct too.
+        max_tokens_per_micro_batch: Token budget of a micro-batch on one rank.
+        freeze_vision: Do not train the vision tower and the layers that merge patches.
+        share_prompts: Compute a prompt once for all its samples in a micro-batch, if this passes the model's self-test.
+            Recurrent models do not share prompts.
+        logprob_chunk_tokens: Number of tokens per chunk of float32 logits. Only one chunk is in memory.
+        activation_checkpointing: Recompute layers in the backward pass. ``selective`` keeps the inputs and output of
+            attention and recomputes the rest. null recomputes on CUDA only; it means ``selective`` if the run knows
             that the rank then fits on its GPU.
-        torch_compile: Compile the decoder layers with ``torch.compile``; the first steps take longer. null: on CUDA
-            only.
-        skip_selftest: Reason for skipping the self-test of loaded models; empty runs the self-test. Example:
-            ``checked by hand``.
-        fsdp_size: Ranks that share one copy of the parameters; -1: all ranks. Fewer ranks is HSDP with num_ranks ÷
-            fsdp_size copies, for example one copy per node.
-        gradient_sync: ``update`` sums gradients over the ranks once per optimizer update; each rank holds whole
-            gradients in float32 until then. ``micro_batch`` reduce-scatters them after each micro-batch, which needs
-            less memory. ``auto`` is ``micro_batch`` if whole gradients take more than 15% of the GPU's memory, else
-            ``update``. HSDP sums the gradients of its copies once per update in all cases.
+        torch_compile: Compile the decoder layers with ``torch.compile``; the first steps take longer. null compiles on
+            CUDA only.
+        skip_selftest: Reason for skipping the self-test of loaded models, such as ``checked by hand``; empty runs the
+            self-test.
+        fsdp_size: Ranks that share one copy of the parameters; -1 means all. Fewer ranks means HSDP with num_ranks ÷
+            fsdp_size copies, for example one per node.
+        gradient_sync: ``update`` sums gradients over the ranks once per optimizer update. Until then each rank holds
+            whole gradients in float32. ``micro_batch`` reduce-scatters them after each micro-batch, which needs less
+            memory. ``auto`` means ``micro_batch`` if whole gradients exceed 15% of the GPU's memory. HSDP always sums
+            over its copies once per update.
         resharding: ``layer`` frees a layer's gathered parameters after its forward pass and after its backward pass.
-            ``update`` keeps them from the first micro-batch of an update to the last, which is faster and needs more
-            memory.
-        offload_policy: Keep parameters, gradients and optimizer state on the host all the time (FSDP's CPU offload
-            policy); FSDP loads one layer at a time. The three options below then have no effect, and the learner logs
-            a warning if one of them is set.
+            ``update`` keeps them during all micro-batches of an update. This is faster and needs more memory.
+        offload_policy: Keep parameters, gradients and optimizer state on the host (FSDP's CPU offload policy). FSDP
+            loads one layer at a time. The three options below are then ignored with a warning.
         param_offload: Move the parameters to the host after each use.
         optimizer_offload: Move the optimizer state to the host after each update.
-        offload_at_transition_only: Keep parameters and optimizer state on the device during training, and move them to
-            the host when colocated engines take over. Ignored, with a warning, together with either of the two options
-            above.
+        offload_at_transition_only: Move parameters and optimizer state to the host only when colocated engines take
+            over. Ignored with a warning if one of the two options above is set.
         keep_snapshots: Published weight versions to keep, including the newest; -1 keeps all.
-        start_timeout_s: Deadline for the group to build its model; a run adds one second per 100 MB of the models.
-        restarts: How often a run restarts its ranks after a rank died or hung. The ranks resume from the run's newest
-            checkpoint. Without a checkpoint, or with 0, the run ends.
-        step_timeout_s: Deadline of a learner step, and of a collective between ranks. The controller doubles it for the
-            first step, since the previous step may still occupy the ranks. Later steps get ten times the duration of
-            the longest step so far, at least 120 s and at most the doubled deadline. Calls that save, load or publish
-            always get the doubled deadline.
+        start_timeout_s: Deadline for building the models; a run adds one second per 100 MB of the models.
+        restarts: How often a run restarts its ranks after a rank died or hung. They resume from the newest checkpoint.
+            Without a checkpoint, or with 0, the run ends.
+        step_timeout_s: Deadline of a learner step and of a collective. The controller doubles it for the first step and
+            for calls that save, load or publish. Later steps get ten times the duration of the longest step so far, at
+            least 120 s and at most the doubled deadline.
         optimizer: AdamW and its schedule.
         lora: Adapters of the policy.
-        critic: The critic, if the algorithm has a critic.
-        reference: The reference policy, if the algorithm has a KL penalty.
-        reward_model: The reward model, if the run has a reward model.
+        critic: The critic.
+        reference: The reference policy of a KL penalty.
+        reward_model: The reward model.
     """
 
     num_ranks: int = 1
@@ -692,18 +678,15 @@ class LearnerConfig:
         _require(kept == -1 or kept >= 1, f"learner.keep_snapshots must be -1 or >= 1, got {kept}")
 
     def own_options(self, role: str) -> dict[str, Any]:
-        """Return the options that a role (``actor``, ``critic``, ``ref``, ``rm``) sets itself; none for the actor."""
+        """Return the options that a role (``actor``, ``critic``, ``ref``, ``rm``) sets itself. The actor sets none."""
         return getattr(self, ROLE_SECTIONS[role]).own if role in ROLE_SECTIONS else {}
 
     def option_name(self, role: str, option: str) -> str:
-        """Return the name of the option that sets a role's value.
-
-        Example: ``learner.critic.sp_size``, ``learner.sp_size``.
-        """
+        """Return the name of the option that sets a role's value. Example: ``learner.critic.sp_size``."""
         return f"learner.{ROLE_SECTIONS[role]}.{option}" if option in self.own_options(role) else f"learner.{option}"
 
     def of_role(self, role: str, *, num_ranks: int | None = None) -> LearnerConfig:
-        """Return the options of one role: the role's own options override these. A second call has no further effect.
+        """Return the options of one role: the role's own options override these.
 
         ``num_ranks`` is the number of processes of the role's pool, by default that of these options. Raises
         `ValueError` if it is not a multiple of the role's ``sp_size`` and ``fsdp_size``.
@@ -719,6 +702,5 @@ def _require(holds: bool, message: str) -> None:
 
 
 def _at_least(config: object, section: str, name: str, low: int, high: float = math.inf, remedy: str = "") -> None:
-    """Require an option to be finite and within its bounds."""
     value, bounds = getattr(config, name), f">= {low}" if high == math.inf else f"in [{low}, {high}]"
     _require(low <= value <= high and value < math.inf, f"{section}.{name} must be {bounds}, got {value}{remedy}")

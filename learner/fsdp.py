@@ -1,8 +1,6 @@
 """The ranks of a learner group as a dp × sp mesh, and the sharding of a model over it with FSDP2.
 
-Ranks are ordered dp-major: the sp ranks of one sequence group are neighbors. The process group's time-out bounds each
-collective. Models are built on the meta device, and each rank allocates and fills only its shards, so a host never
-holds a whole model per rank.
+Neighboring ranks are in the same sequence-parallel group (dp-major order). A rank allocates and fills only its shards.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from transformers import PreTrainedModel
 from .config import RENDEZVOUS_FILE, Device, Dtype, GradientSync, LearnerConfig, Resharding, sums_each_micro_batch
 
 MIN_UNIT_NUMEL = 1_000_000
-"""A layer with fewer parameters joins the root unit: its own collectives would cost more time than overlap saves."""
+"""A layer with fewer parameters joins the root unit. Its own collectives would take longer than their overlap saves."""
 
 
 def choose_device(device: Device) -> torch.device:
@@ -46,7 +44,7 @@ class ParameterTypes:
     """Dtypes of a model's parameters.
 
     Attributes:
-        compute: Dtype of the computation, and of published weights.
+        compute: Dtype of the computation and of published weights.
         trained: Dtype in which trained parameters and AdamW's moments are stored.
         frozen: Dtype in which frozen parameters are stored.
     """
@@ -57,7 +55,7 @@ class ParameterTypes:
 
 
 def parameter_types(config: LearnerConfig, device: torch.device) -> ParameterTypes:
-    """Resolve ``learner.dtype`` and ``learner.frozen_dtype``.
+    """Resolve ``learner.dtype`` and ``learner.frozen_dtype`` for a device.
 
     Raises `ValueError` if the GPU does not support bfloat16.
     """
@@ -73,7 +71,7 @@ def parameter_types(config: LearnerConfig, device: torch.device) -> ParameterTyp
 
 
 def with_memory_options(config: LearnerConfig, model: nn.Module, device: torch.device) -> LearnerConfig:
-    """Replace the options that depend on the device and on the number of trained parameters by their values."""
+    """Replace the options that depend on the device or the number of trained parameters by their values."""
     on_cuda = device.type == "cuda"
     card_bytes = torch.cuda.get_device_properties(device).total_memory if on_cuda else 0
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -89,12 +87,12 @@ def with_memory_options(config: LearnerConfig, model: nn.Module, device: torch.d
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerMesh:
-    """This rank's position in the group. The properties are cached, since slicing a device mesh takes a millisecond.
+    """This rank's position in the group.
 
     Attributes:
         device_mesh: Mesh with the axes ``dp`` and ``sp``.
         device: This rank's device.
-        fsdp_size: Ranks that share one copy of the parameters: dp × sp, or fewer with HSDP.
+        fsdp_size: Number of ranks that share one copy of the parameters: dp × sp, or fewer with HSDP.
         timeout: Deadline of each collective.
         group: All ranks; None is the default group.
     """
@@ -112,12 +110,12 @@ class LearnerMesh:
 
     @cached_property
     def num_ranks(self) -> int:
-        """Ranks of the group, dp × sp."""
+        """Number of ranks of the group, dp × sp."""
         return self.device_mesh.size()
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh for FSDP: one axis to shard over; with HSDP, the axes ``replicate`` and ``shard``."""
+        """The mesh for FSDP: one axis, or with HSDP the axes ``replicate`` and ``shard``."""
         if self.fsdp_size == self.num_ranks:
             return _bounded(self.device_mesh._flatten("fsdp"), self.timeout)
         shape = (self.num_ranks // self.fsdp_size, self.fsdp_size)
@@ -141,7 +139,7 @@ class LearnerMesh:
 
     @cached_property
     def dp_group(self) -> ProcessGroup:
-        """The ranks with the same ``sp_rank``. Each of them trains on a different share of the batch."""
+        """The ranks with the same ``sp_rank``. Each trains on a different share of the batch."""
         return self.device_mesh["dp"].get_group()
 
     @cached_property
@@ -150,13 +148,13 @@ class LearnerMesh:
         return self.device_mesh["sp"].get_group()
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
-        """Sum values over the data-parallel ranks; all sp ranks of a group have the same values."""
+        """Sum values over the data-parallel ranks. All sp ranks of a group must have the same values."""
         if self.num_ranks > 1:
             dist.all_reduce(values, group=self.dp_group)
         return values
 
     def any_in_sp_group(self, flags: Sequence[bool]) -> list[bool]:
-        """Combine the flags of all ranks of this rank's sp group with a logical or, elementwise.
+        """Combine the flags of this rank's sp group with a logical or, elementwise.
 
         All ranks pass the same number of flags, at least one.
         """
@@ -165,7 +163,7 @@ class LearnerMesh:
         return shared.bool().tolist()
 
     def largest(self, values: Tensor) -> Tensor:
-        """Return the elementwise maximum over all ranks, on the device of ``values``, which may be the CPU."""
+        """Return the elementwise maximum over all ranks, on the device of ``values``."""
         if self.num_ranks == 1:
             return values
         shared = values.to(self.device)
@@ -173,12 +171,9 @@ class LearnerMesh:
         return shared.to(values.device)
 
     def on_host(self) -> LearnerMesh:
-        """Return the same ranks with separate gloo groups, for a thread that runs in parallel with training.
+        """Return the same ranks with separate gloo groups, for a second thread. A collective.
 
-        This call is a collective.
-
-        If ranks call collectives in two threads, each thread needs its own groups, since the order of the calls may
-        differ between ranks.
+        Each thread needs its own groups, because the order of the threads' collectives may differ between ranks.
         """
         if self.num_ranks == 1:
             return replace(self, device=torch.device("cpu"))
@@ -192,9 +187,9 @@ class LearnerMesh:
 def open_mesh(config: LearnerConfig) -> LearnerMesh:
     """Join the group and build its mesh.
 
-    Uses the process's default group if it exists. Otherwise joins the group of the environment (``RANK``,
-    ``WORLD_SIZE``, and `RENDEZVOUS_FILE` or ``MASTER_ADDR`` and ``MASTER_PORT``). A single rank does not need these
-    variables. Raises `ValueError` if the size of the group is not ``learner.num_ranks``.
+    Uses the default process group if it exists. Otherwise several ranks need the environment variables ``RANK``,
+    ``WORLD_SIZE``, and `RENDEZVOUS_FILE` or ``MASTER_ADDR`` and ``MASTER_PORT``. Raises `ValueError` if the size of the
+    group is not ``learner.num_ranks``.
     """
     device = choose_device(config.device)
     if device.type == "cuda":
@@ -222,10 +217,6 @@ def open_mesh(config: LearnerConfig) -> LearnerMesh:
 
 
 def _join_group(backend: str, timeout: timedelta) -> None:
-    """Join the group that the environment variables describe.
-
-    The ranks meet through a file on this host, or through a store that listens on a single address.
-    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent, or a test, created the store
         dist.init_process_group(backend, timeout=timeout)
         return
@@ -241,21 +232,20 @@ def _join_group(backend: str, timeout: timedelta) -> None:
 
 
 def _bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
-    """Set the time-out of each axis's group; subgroups do not inherit the time-out of the default group."""
+    """Set the time-out of each axis's group. Subgroups do not inherit it from the default group."""
     for axis in range(mesh.ndim):
         _set_pg_timeout(timeout, mesh.get_group(axis))
     return mesh
 
 
 def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> None:
-    """Shard a model from the meta device over the ranks of the mesh, in place, and allocate this rank's shards.
+    """Shard a model on the meta device over the ranks, in place, and allocate this rank's shards.
 
-    The parameters must have the dtypes in which they are stored; their values are undefined afterwards. The function
-    uses the options ``dtype`` (gradients are reduced in float32), ``resharding``, ``offload_policy`` and
-    ``torch_compile``.
+    The parameters must have the dtypes in which they are stored. Their values are undefined afterwards. Gradients are
+    reduced in float32.
 
-    A single rank that computes in the dtype of its parameters needs no sharding and no casting. In this case the model
-    is not wrapped, because `fully_shard` would give the same results with the overhead of its hooks.
+    A single rank does not wrap a model that is stored in the computation's dtype, to avoid the overhead of FSDP's
+    hooks.
     """
     layers = decoder_layers(model)
     if compiles_layers(config, mesh.device):
@@ -284,17 +274,15 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
 
 
 def shard_dimension(shape: Sequence[int], num_shards: int) -> int:
-    """Return the dimension over which FSDP shards a parameter.
+    """Return the dimension over which FSDP shards a parameter: 0, or 1 for some stacked experts.
 
-    This is 0, or 1 for stacked experts whose number is not a multiple of the number of shards. FSDP pads dimension 0 to
-    a multiple of the number of shards: 16 experts on 64 ranks would need the memory of 64 experts. FSDP does not pad
-    dimension 1, and accepts it only if the number of shards divides it.
+    FSDP pads dimension 0 to a multiple of the number of shards: 16 experts on 64 ranks would need the memory of 64
+    experts. FSDP does not pad dimension 1, so the number of shards must divide it.
     """
     return int(len(shape) > 2 and shape[0] % num_shards > 0 and shape[1] % num_shards == 0)
 
 
 def _allocate(model: nn.Module, home: torch.device) -> None:
-    """Allocate the parameters and buffers of a model on the meta device."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)  # keeps tied parameters tied, and FSDP's references
     try:
@@ -304,12 +292,12 @@ def _allocate(model: nn.Module, home: torch.device) -> None:
 
 
 def compiles_layers(config: LearnerConfig, device: torch.device) -> bool:
-    """Resolve ``learner.torch_compile``."""
+    """Return whether to compile the decoder layers (``learner.torch_compile``)."""
     return device.type == "cuda" if config.torch_compile is None else config.torch_compile
 
 
 def prepare_backward(model: nn.Module, config: LearnerConfig, *, is_last: bool) -> None:
-    """Apply ``gradient_sync`` and ``resharding`` to the next backward pass; ``is_last``: the last one of an update."""
+    """Apply ``gradient_sync`` and ``resharding`` to the next backward pass. ``is_last`` marks an update's last."""
     if not isinstance(model, FSDPModule):
         return
     model.set_requires_gradient_sync(is_last or config.gradient_sync is GradientSync.micro_batch)
@@ -318,7 +306,7 @@ def prepare_backward(model: nn.Module, config: LearnerConfig, *, is_last: bool) 
 
 
 def drop_gradients(model: nn.Module) -> None:
-    """Delete unused gradients, including those that FSDP has not yet summed over the ranks."""
+    """Delete all gradients, including those that FSDP has not yet summed over the ranks."""
     for parameter in model.parameters():
         parameter.grad = None
     for module in model.modules():
@@ -335,19 +323,19 @@ def drop_gradients(model: nn.Module) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers of the Hugging Face models inside a module: the units of sharding and compiling."""
+    """Return the decoder layers inside a module. They are the units of sharding and compiling."""
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     names = {name for module in inner for name in module._no_split_modules or ()}
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, or a plain tensor as it is."""
+    """Return this rank's shard of a sharded tensor, or a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(tensor: Tensor) -> tuple[slice, ...]:
-    """Return this rank's part of a tensor, as a slice of each dimension."""
+    """Return the position of this rank's shard in the tensor, as a slice per dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -355,12 +343,12 @@ def own_part(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def is_first_rank() -> bool:
-    """Whether this process writes log lines that are the same on all ranks: rank 0, or a process without a group."""
+    """Return whether this process is rank 0 or has no group. It then writes the log lines that all ranks share."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the persistent buffers by name. Each rank has complete buffers, and they are not trained."""
+    """Return the persistent buffers by name. They are not trained, and each rank has them completely."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()

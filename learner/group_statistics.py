@@ -1,6 +1,6 @@
-"""Means and deviations over groups of numbers, in float64. Equal numbers give exact zeros, and noise stays small.
+"""Means and deviations over groups of numbers, in float64. Equal numbers give exact zeros.
 
-Letter: N numbers, each in a group.
+In shapes, N is the number of numbers.
 """
 
 from __future__ import annotations
@@ -9,19 +9,16 @@ import torch
 from torch import Tensor
 
 MIN_DEVIATION = 1e-4
-"""Lower bound of the standard deviation in a division. Smaller deviations are noise.
-
-The GRPO paper (arXiv 2402.03300, section 4.1.2) does not have a bound; noise of 1e-7 in equal rewards would give
-advantages of size 1. TRL adds 1e-4 to the deviation; verl adds 1e-6, and 1e-8 to the variance of whitened tokens. A
-lower bound does not change the values of ordinary groups.
-"""
+"""Lower bound of a standard deviation that divides. Smaller deviations are noise.  The GRPO paper (arXiv 2402.03300,
+section 4.1.2) does not have a bound: noise of 1e-7 in equal rewards would give advantages of size 1. TRL adds 1e-4 to
+the deviation. verl adds 1e-6, and 1e-8 to the variance of whitened tokens."""
 
 _RELATIVE_DEVIATION = 2.0**-23
-"""Lower bound of the deviation relative to the largest value; it is the resolution of float32 rewards."""
+"""Lower bound of the deviation relative to the largest value: the resolution of float32 rewards."""
 
 
 def members(group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of each number's group, [N] int64, and the sizes of the groups; ids are [N] or [N, columns]."""
+    """Return each number's group index, [N] int64, and the sizes of the groups. Ids are [N] or [N, columns]."""
     _, group, counts = torch.unique(
         group_ids, dim=0 if group_ids.dim() > 1 else None, return_inverse=True, return_counts=True
     )
@@ -29,7 +26,7 @@ def members(group_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_sums(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Return the sums of the [N] float64 values of each group, [number of groups]."""
+    """Return the sum of the [N] float64 values of each group, [number of groups]."""
     return torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, values)
 
 
@@ -41,7 +38,7 @@ def largest(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
 def centered(values: Tensor, group: Tensor, counts: Tensor, *, weights: Tensor | None = None) -> Tensor:
     """Return the values minus the mean of their group, [N] float64; exactly 0 if all values of the group are equal.
 
-    ``weights`` are [N] float64; 1 for each value by default. The sum of the weights of a group is its ``counts``.
+    ``weights`` are [N] float64, 1 by default. Their sum over a group must be the group's ``counts``.
     """
     values = values.to(torch.float64)
     sums = group_sums(values if weights is None else values * weights, group, len(counts))
@@ -50,7 +47,7 @@ def centered(values: Tensor, group: Tensor, counts: Tensor, *, weights: Tensor |
 
 
 def smallest_deviation(largest_value: Tensor) -> Tensor:
-    """Return the lower bound of the divisor for values of this size."""
+    """Return the lower bound of the divisor for values up to ``largest_value``."""
     return (largest_value * _RELATIVE_DEVIATION).clamp(min=MIN_DEVIATION)
 
 
@@ -59,8 +56,7 @@ def group_deviations(
 ) -> Tensor:
     """Return the sample deviation (n - 1) of each group, at least `smallest_deviation`; n is its entry of ``counts``.
 
-    ``differences`` and ``weights`` are the result and the weights of `centered`. A group of one value has the smallest
-    deviation.
+    ``differences`` are the result of `centered` with the same ``weights``.
     """
     squares = differences.square() if weights is None else differences.square() * weights
     variance = group_sums(squares, group, len(counts)) / (counts - 1).clamp(min=1)

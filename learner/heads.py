@@ -1,7 +1,7 @@
-"""Heads: log-probs, values and rewards computed from a model's last hidden states, at chosen tokens.
+"""Heads: log-probs, values and rewards computed from a model's last hidden states.
 
-A head is the root module that FSDP shards. It contains the Hugging Face model, and its ``forward`` returns a few
-numbers per token. Under Ulysses each rank holds part of the tokens; all sp ranks return the numbers of all tokens.
+A head is the root module that FSDP shards, and contains the Hugging Face model. Under Ulysses, each rank holds some of
+the tokens, but all sp ranks return the numbers of all tokens.
 """
 
 from __future__ import annotations
@@ -32,33 +32,32 @@ from .ulysses import (
 from .vision import VisionTower
 
 LINEAR = LogitShape()
-"""Plain logits: the products of hidden states and output embedding."""
+"""Logits without a scale or a cap."""
 
 
 WEIGHT_CHUNK_TOKENS = 4096
-"""Number of tokens per matrix product that adds to the gradient of the output layer's weight, on a GPU."""
+"""Tokens per matrix product for the gradient of the output layer's weight, on a GPU."""
 
 
 class TrainableHead(Protocol):
-    """A head that supports training with an objective."""
+    """A head that supports training."""
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> TokenInputs:
-        """Run the model and return the inputs of an objective, with entropies if ``entropy`` is set."""
+        """Run the model and return the inputs of a loss, with entropies if ``entropy`` is set."""
         ...
 
 
 class PackedHead(nn.Module):
     """A Hugging Face model that runs on micro-batches, which are split over the sp ranks.
 
-    The ``forward`` of a head takes a micro-batch on the model's device and returns one or more [M] float32 tensors.
+    ``forward`` takes a micro-batch on the model's device and returns one or more [M] float32 tensors.
 
     Attributes:
         pretrained: The model; it holds all parameters of this module.
         attention: The attention kernel; never ``auto``.
-        recurrent: The model's layers that carry a state from token to token.
+        recurrent: The model's recurrent layers.
         vision: The model's vision tower; None for a text model.
-        per_sequence: True if the head gives one number per sequence instead of one per token in the loss. Then all
-            tokens are packed.
+        per_sequence: True if the head gives one number per sequence instead of one per token in the loss.
     """
 
     per_sequence = False
@@ -71,7 +70,7 @@ class PackedHead(nn.Module):
         self.recurrent = RecurrentLayers(pretrained)
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
-        """Compute the last hidden states of a micro-batch on the model's device: [N, h], or this rank's part."""
+        """Compute the last hidden states, [N, h]. Under Ulysses, N counts this rank's tokens."""
         sp_size = get_ulysses_sequence_parallel_world_size()
         input_ids, position_ids, padding = ulysses_pad_and_slice_inputs(
             batch.input_ids[None], batch.position_ids.unsqueeze(-2), sp_size
@@ -96,10 +95,9 @@ def _backbone(pretrained: PreTrainedModel) -> nn.Module:
 
 
 class LogProbHead(PackedHead):
-    """Log-probs of the tokens in the loss, and the entropies of their distributions.
+    """Computes log-probs of the tokens in the loss, and entropies.
 
-    ``temperature`` > 0 is the softmax temperature at sampling. Float32 logits are computed in chunks of
-    ``chunk_tokens`` tokens.
+    ``temperature`` > 0 is the softmax temperature. Float32 logits are computed in chunks of ``chunk_tokens`` tokens.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, *, temperature: float, chunk_tokens: int) -> None:
@@ -134,10 +132,10 @@ class LogProbHead(PackedHead):
 
 
 class ValueHead(PackedHead):
-    """The critic's value of the state before each token in the loss.
+    """Computes the critic's value before each token in the loss.
 
-    The classifier's head is applied directly to the last hidden states. A dropout before the head is skipped, since
-    values and returns must come from the same function.
+    It skips a dropout before the classifier's linear layer, because values and returns must come from the same
+    function.
     """
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
@@ -145,13 +143,13 @@ class ValueHead(PackedHead):
         return _scores_at(self, batch, batch.predict_index)
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> ValueInputs:
-        """Return the inputs of the critic's objective."""
+        """Return the inputs of the critic's loss."""
         (values,) = self(batch)
         return ValueInputs(values=values, **_token_inputs(batch, values))
 
 
 class RewardHead(PackedHead):
-    """The reward model's score of each whole sequence, at its last token."""
+    """Computes the reward model's score of each sequence, at its last token."""
 
     per_sequence = True
 
@@ -161,10 +159,9 @@ class RewardHead(PackedHead):
 
 
 def _scores_at(head: PackedHead, batch: MicroBatch, places: np.ndarray) -> tuple[Tensor, ...]:
-    """Return a classifier's output at [M] packed positions, the same on all sp ranks, in float32 for any model dtype.
+    """Return the classifier's output at [M] packed positions, the same on all sp ranks, in float32.
 
-    bfloat16 would round values and scores to three digits. For example, 100.4 would become 100.5, and small advantages
-    would become zero.
+    bfloat16 would round 100.4 to 100.5, so small advantages would become zero.
     """
     linear = cast("nn.Linear", getattr(head.pretrained, SCORE_HEAD))
 
@@ -185,11 +182,15 @@ def _token_inputs(batch: MicroBatch, values: Tensor) -> dict[str, Any]:
 def at_places(
     hidden: Tensor, places: np.ndarray, compute: Callable[[Tensor, Tensor | slice], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
-    """Apply ``compute`` to the hidden states at chosen packed positions, each on the rank that holds it.
+    """Apply ``compute`` to the hidden states at some packed positions.
 
-    ``hidden`` is [N, h], under Ulysses this rank's part. The positions ``places`` [M] int64, on the host, are equal on
-    all sp ranks. ``compute`` maps [m, h] hidden states and their index into ``places`` to one or more [m] tensors.
-    Returns these tensors at all positions, [M], on each sp rank.
+    Args:
+        hidden: [N, h], under Ulysses this rank's tokens.
+        places: [M] int64 packed positions on the host, equal on all sp ranks.
+        compute: Maps [m, h] hidden states and their index into ``places`` to one or more [m] tensors.
+
+    Returns:
+        These tensors at all positions, [M], on each sp rank.
     """
     everywhere = on_device(places, hidden.device)
     if get_ulysses_sequence_parallel_world_size() == 1:
@@ -199,7 +200,7 @@ def at_places(
     mine, own = (on_device(index, hidden.device) for index in (here, local[here]))
     values = torch.stack(compute(hidden.index_select(0, own), mine), dim=-1)
     spread = values.new_zeros(len(hidden), values.shape[-1]).index_copy(0, own, values)
-    # All sp ranks compute the same loss from the gathered values, so each rank needs only its own part of the gradient.
+    # All sp ranks compute the same loss, so each rank needs only its own share of the gradient.
     everyone = gather_outputs_and_unpad(spread, gather_dim=0, grad_scaler=False)
     return tuple(value.clone() for value in everyone.index_select(0, everywhere).unbind(-1))
 
@@ -217,22 +218,26 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-prob of each target, and the entropy of the distribution at its position.
 
-    The distribution is softmax(logits / temperature), as at sampling, before any top-p or top-k. Logits are computed
-    chunk by chunk, and recomputed in the backward pass. Gradients flow to hidden, weight and bias. Logits are float32.
-    They are never rounded to half precision, because this would change log-probs by up to 0.06 nats.
+    The distribution is softmax(logits / temperature), before any top-p or top-k. Logits are float32, because half
+    precision would change log-probs by up to 0.06 nats. The backward pass recomputes them.
 
-    If weight and bias are frozen, as with adapters, the forward pass also computes the derivatives of the log-probs
-    with respect to ``hidden``. This takes one more [M, h] tensor. Then the backward pass recomputes logits only if the
-    entropies have a gradient.
+    If weight and bias are frozen, the forward pass also computes the derivatives with respect to ``hidden``. The
+    backward pass then recomputes logits only for a gradient of the entropies.
 
-    ``targets`` are [M] int64, ``hidden`` [M, h] of any float dtype are the states that predict them. ``weight`` [V, h]
-    and ``bias`` [V] or None are the output embedding. Only the float32 logits of ``chunk_tokens`` tokens are in memory
-    at a time. ``entropy`` takes one more pass over the logits. ``shape`` is the model's `LogitShape`.
+    Args:
+        hidden: [M, h] of any float dtype, the states that predict the targets.
+        weight: [V, h], output embedding.
+        bias: [V], or None.
+        targets: [M] int64.
+        temperature: > 0.
+        chunk_tokens: Number of tokens per chunk; only one chunk of logits is in memory.
+        entropy: Whether to compute entropies, with one more pass over the logits.
+        shape: Scale and soft cap of the model's logits.
 
     Returns:
         Log-probs [M] float32, each <= 0, and entropies [M] float32 in nats, or None.
     """
-    if shape.soft_cap is None:  # without a cap, a scale has the effect of a temperature
+    if shape.soft_cap is None:  # without a cap, a scale acts like a temperature
         shape, temperature = LINEAR, temperature / shape.scale
     options = (temperature, shape, chunk_tokens, entropy)
     log_probs, entropies = _ChunkedLogProbs.apply(hidden, weight, bias, targets, *options)  # type: ignore[misc]
@@ -292,7 +297,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         factor = _factor(weight)
         by_log_prob = (torch.zeros_like(normalizer) if grad_log_probs is None else grad_log_probs) / ctx.temperature
         by_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
-        # On a GPU, one product serves several chunks, because each product reads and writes the gradient of the weight.
+        # one product serves several chunks, because each product reads and writes the gradient of the weight
         step = max(1, WEIGHT_CHUNK_TOKENS // ctx.chunk) * ctx.chunk if multiplies_halves(hidden) else ctx.chunk
         left = hidden.new_empty(min(step, len(hidden)), len(weight)) if to_weight and step > ctx.chunk else None
         for start in range(0, len(hidden), ctx.chunk):
@@ -325,24 +330,21 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 def multiplies_halves(tensor: Tensor) -> bool:
-    """Whether products of this half-precision tensor can have float32 results; the CPU does not support this."""
+    """Return whether products of this half-precision tensor can have float32 results. The CPU does not support this."""
     return tensor.is_cuda and tensor.dtype is not torch.float32
 
 
 def _factor(weight: Tensor) -> Tensor:
-    """Return the weight in the dtype for `_product`."""
     return weight if multiplies_halves(weight) else weight.float()
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Compute a matrix product in float32; the factors may be in half precision."""
     if multiplies_halves(left):
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a float32 matrix product to ``total`` in place, without a temporary tensor of that size."""
     if multiplies_halves(left):
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
@@ -350,7 +352,6 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _logits(hidden: Tensor, factor: Tensor, bias: Tensor | None, shape: LogitShape) -> Tensor:
-    """Compute the logits before the temperature, [n, V] float32."""
     logits = _product(hidden, factor.t())
     if bias is not None:
         logits += bias
@@ -367,10 +368,10 @@ def _logits_gradient(
     by_log_prob: Tensor,
     by_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient with respect to the logits: g (1[target] - p) from the log-prob, -g p (log p + H) from the entropy.
+    """Return the gradient for the logits: g (1[target] - p) from the log-prob, -g p (log p + H) from the entropy.
 
-    ``by_log_prob`` and ``by_entropy`` are g / temperature, [n] float32. The result is written into ``logits`` [n, V],
-    because tensors of this size are the largest of a step.
+    ``by_log_prob`` and ``by_entropy`` are g / temperature, [n] float32. The result overwrites ``logits`` [n, V] to save
+    memory.
     """
     slope = None if shape.soft_cap is None else shape.slope(logits)
     if temperature != 1.0:
@@ -385,7 +386,7 @@ def _logits_gradient(
 
 
 def _by_log_prob(log_probs: Tensor, targets: Tensor, scale: Tensor, slope: Tensor | float | None) -> Tensor:
-    """Gradient scale (1[target] - p), times the slope of a cap on logits. It replaces ``log_probs`` [n, V]."""
+    """Return the gradient scale · (1[target] - p), times the slope of a soft cap. Overwrites ``log_probs`` [n, V]."""
     grad = log_probs.exp_().mul_(-scale[:, None])
     grad.scatter_add_(-1, targets[:, None], scale[:, None])
     return grad if slope is None else grad.mul_(slope)

@@ -1,7 +1,6 @@
 """Low-rank adapters on the policy (LoRA, arXiv 2106.09685) with peft. Only adapters are trained.
 
-The adapters are injected into the Hugging Face model, which keeps its class. The model's own weights are frozen.
-Weights are never merged in place: merged weights are separate tensors. Adapters are published separately or merged.
+The Hugging Face model keeps its class. Merged weights are separate tensors.
 """
 
 from __future__ import annotations
@@ -38,19 +37,18 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dtype = torch.float32) -> None:
-    """Inject adapters without effect (B is 0), and freeze all other weights.
+    """Inject adapters and freeze all other weights. `fill_adapters` must initialize them.
 
-    The model must be on the meta device, and the rank > 0; see `fill_adapters`. The adapters are stored in ``dtype``;
-    the model's own weights keep their dtypes. Expert tensors stay frozen, and the log names them. Raises `ValueError`
-    if a target is not the name of a linear layer.
+    The model must be on the meta device, and the rank > 0. The adapters are stored in ``dtype``. Expert tensors do not
+    get adapters; the log names them. Raises `ValueError` if a target is not the name of a linear layer.
     """
-    from peft import LoraConfig as PeftConfig  # this import takes most of a second, so do it only for adapters
+    from peft import LoraConfig as PeftConfig  # importing peft takes most of a second
     from peft import inject_adapter_in_model
 
     chosen = _target_layers(model, list(config.target_modules))
     peft = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen, lora_dropout=config.dropout)
-    # peft reads `model.config` to replace the names of dense layers in a mixture of experts by its stacked tensors.
-    # A container without a configuration keeps the names.
+    # peft would use `model.config` to rename layers of a mixture of experts. A container without a configuration keeps
+    # the names.
     container = nn.ModuleDict({"model": model})
     inject_adapter_in_model(peft, container, adapter_name=_ADAPTER)
     cast("Any", model).peft_config = container.peft_config
@@ -64,8 +62,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
 def fill_adapters(model: nn.Module) -> None:
     """Initialize allocated adapters: A randomly like a linear layer, and B with 0.
 
-    Each rank draws one complete A after another from torch's random state, and keeps its own rows. Thus the values do
-    not depend on the number of ranks.
+    Each rank draws every A completely and keeps its own rows. Thus the values do not depend on the number of ranks.
     """
     for _, layer in _layers(model):
         for part, init in (("A", partial(nn.init.kaiming_uniform_, a=math.sqrt(5))), ("B", nn.init.zeros_)):
@@ -79,7 +76,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     layers = [layer for _, layer in _layers(model)]
     if not layers:
         raise ValueError("the policy must have adapters to switch off, got none; set learner.lora.rank")
-    # Set the scales to 0. peft's own switch changes `requires_grad`, and FSDP reads that only once.
+    # peft's own switch changes `requires_grad`, and FSDP reads that only once.
     scales = [layer.scaling[_ADAPTER] for layer in layers]
     for layer in layers:
         layer.scaling[_ADAPTER] = 0.0
@@ -91,12 +88,12 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether a model has adapters."""
+    """Return whether a model has adapters."""
     return bool(_layers(model))
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter, by its name."""
+    """Return whether a parameter belongs to an adapter."""
     return name.endswith((f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"))
 
 
@@ -106,12 +103,12 @@ def plain_name(name: str) -> str:
 
 
 def frozen_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights without adapters, under the names of a model without adapters."""
+    """Return the weights that are not adapters, under the names of a model without adapters."""
     return {plain_name(name): tensor for name, tensor in weights.items() if not is_adapter(name)}
 
 
 def adapter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return only the adapters, under the names of peft's files; see `merged_weights`."""
+    """Return only the adapters, under the names of peft's files. ``weights`` are as for `merged_weights`."""
     return {
         f"{_PEFT_PREFIX}{name}.lora_{part}.weight": weights[f"{name}.lora_{part}.{_ADAPTER}.weight"]
         for name, _ in _layers(model)
@@ -120,14 +117,14 @@ def adapter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str
 
 
 def adapted_layers(model: nn.Module, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
-    """Return all layers with an adapter.
+    """Return the layers with an adapter.
 
     Args:
         model: A model with adapters.
         tensor_of: Maps a parameter's name to the name of the equal tensor in the checkpoint.
 
     Raises:
-        WeightsError: the checkpoint does not store an adapted parameter as one tensor, but split, joined or transposed.
+        WeightsError: the checkpoint does not store an adapted parameter as one tensor.
     """
     layers = _layers(model)
     if missing := [name for name, _ in layers if f"{name}.base_layer.weight" not in tensor_of]:
@@ -146,18 +143,19 @@ def adapted_layers(model: nn.Module, tensor_of: Mapping[str, str]) -> tuple[Adap
 
 
 def write_adapter_config(folder: Path, model: nn.Module) -> None:
-    """Write peft's configuration of the adapters, so that ``PeftModel.from_pretrained`` can load the folder."""
+    """Write peft's configuration of the adapters, for ``PeftModel.from_pretrained``."""
     cast("Any", model).peft_config[_ADAPTER].save_pretrained(folder)
 
 
 def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Compute the merged weights W + scale · B A, under the names of a model without adapters.
 
-    ``weights`` has whole tensors by the parameter names of the model, for all or some layers. ``model`` defines which
-    layers have adapters, and their scales. The inputs are not changed.
+    Args:
+        model: Defines the adapted layers and their scales.
+        weights: Whole tensors by parameter name, for all or some layers; they are not changed.
 
     Returns:
-        Tensors by name, each in its own dtype; the product is computed in float32.
+        Tensors by name, each in its own dtype. The product is computed in float32.
     """
     plain = dict(weights)
     for name, layer in _layers(model):
@@ -173,7 +171,7 @@ def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def _scale(layer: LoraLayer) -> float:
-    """Return alpha ÷ rank. Not peft's ``scaling``, which is 0 while another thread has the adapters off."""
+    """Return alpha ÷ rank. peft's ``scaling`` is 0 while another thread has the adapters off."""
     return layer.lora_alpha[_ADAPTER] / layer.r[_ADAPTER]
 
 
@@ -186,10 +184,9 @@ def _layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
 
 
 def _target_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
-    """Return the names of the linear layers that match ``targets``: names or suffixes of names, as in peft.
+    """Return the names of the linear layers that match ``targets``.
 
-    The output embedding never gets an adapter, because the head reads its weight and not its output. The weight may
-    also be tied.
+    The output embedding cannot have an adapter, because the head reads its weight and not its output.
     """
     head = model.get_output_embeddings()
     if targets == [_ALL_LINEAR]:
@@ -217,7 +214,7 @@ def _target_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a module computes a linear map. A router that inherits from `nn.Linear` may return more (Llama 4)."""
+    """Return whether a module computes a linear map. Llama 4's router inherits from `nn.Linear`, but returns more."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
@@ -233,6 +230,5 @@ def expert_tensors(model: PreTrainedModel) -> list[str]:
 
 
 def _counted_experts(model: PreTrainedModel) -> list[str]:
-    """Return `expert_tensors` with the number of layers. Example: ``model.layers.*.mlp.experts.down_proj (2)``."""
     stacked = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in expert_tensors(model))
     return [f"{name} ({count})" for name, count in sorted(stacked.items())]

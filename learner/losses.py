@@ -1,9 +1,8 @@
 """Policy losses, off-policy corrections, KL estimators, and the objectives of the roles.
 
-A loss function gives one number per token of a micro-batch. `token_weights` gives each token its share of the whole
-batch, so the sum does not depend on micro-batches or ranks. With w = proximal ÷ behavior, the importance weight of a
-token is w, and the weight of a trajectory is the product over its tokens. No gradient flows through weights. The KL
-estimators follow http://joschu.net/blog/kl-approx.html. Letter: M tokens in the loss of a micro-batch.
+The sum of the token losses, weighted by `token_weights`, does not depend on micro-batches or ranks. The importance
+weight of a token is w = proximal ÷ behavior, without gradient. In shapes, M is the number of tokens in the loss of a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from asyncrl.core.registry import Registry
 from .config import Aggregation, AlgorithmConfig, Anchor, KLEstimator, Mask, Weight
 
 MAX_LOG_WEIGHT = 20.0
-"""Bound of the logarithms of ratios and weights, so that values and gradients stay finite (e^20 is 5e8)."""
+"""Bound of the logarithms of ratios and weights, so that values and gradients stay finite."""
 
 MAX_LOW_VARIANCE = 10.0
 """Largest absolute value of the ``low_variance`` estimator."""
@@ -34,16 +33,15 @@ _OF_SEQUENCES = (Mask.sequence, Mask.geometric, Mask.k3)
 
 @dataclass(frozen=True, kw_only=True)
 class TokenInputs:
-    """The inputs of all objectives for a micro-batch.
+    """The inputs of an objective for a micro-batch.
 
     Attributes:
         trajectory_index: [M] int64, index of each token's trajectory within the micro-batch.
-        trajectory_lengths: [number of trajectories] int64, number of tokens in the loss on all branches of each
-            trajectory.
+        trajectory_lengths: [number of trajectories] int64, tokens in the loss of each trajectory, on all branches.
         columns: [M] float32 by name: ``behavior_logprobs`` and ``advantages`` in RL, ``reference_logprobs`` with a KL
-            penalty, ``values`` and ``returns`` with a critic. Your own loss also gets all token columns of the prompt
-            groups, [M, …] float32, 0 if a group does not have the column: ``token_ids``, ``logprobs``, ``versions``,
-            and columns that your engine or environment adds.
+            penalty, ``values`` and ``returns`` with a critic. Your own loss also gets ``token_ids``, ``logprobs``,
+            ``versions``, and columns that your engine or environment adds. These are [M, …] float32, 0 if a prompt
+            group does not have the column.
     """
 
     trajectory_index: Tensor
@@ -58,8 +56,7 @@ class LossInputs(TokenInputs):
     Attributes:
         log_probs: [M] float32, with gradient.
         entropy: [M] float32, with gradient; None if ``entropy_coef`` is 0 and ``report_entropy`` is off.
-        is_proximal: Whether ``log_probs`` are the proximal log-probs if ``columns`` does not have
-            ``proximal_logprobs``, as in the first optimizer update of a step.
+        is_proximal: Whether ``log_probs`` replace missing ``proximal_logprobs``, as in the first update of a step.
     """
 
     log_probs: Tensor
@@ -70,7 +67,7 @@ class LossInputs(TokenInputs):
     def proximal_logprobs(self) -> Tensor:
         """Log-probs before the step, [M], without gradient.
 
-        Raises `ValueError` if the step makes several updates and no option requests these log-probs.
+        Raises `ValueError` in a step of several updates if no option requests these log-probs.
         """
         if "proximal_logprobs" not in self.columns and self.is_proximal:
             return self.log_probs.detach()
@@ -86,7 +83,7 @@ class LossInputs(TokenInputs):
 
 @dataclass(frozen=True, kw_only=True)
 class ValueInputs(TokenInputs):
-    """The inputs of the critic's objective for a micro-batch.
+    """The inputs of the critic's loss for a micro-batch.
 
     Attributes:
         values: [M] float32, with gradient.
@@ -101,7 +98,7 @@ class LossTerms:
 
     Attributes:
         per_token: [M] float32, with gradient.
-        metrics: [M] float32 by name, without gradient; the learner reports the mean over the batch's tokens.
+        metrics: [M] float32 by name, without gradient. The learner reports means over the batch's tokens.
     """
 
     per_token: Tensor
@@ -117,30 +114,32 @@ _BY_TOKEN: set[PolicyLoss] = set()
 
 
 def by_token(loss: PolicyLoss) -> PolicyLoss:
-    """Mark a loss whose value at a token depends only on that token (decorator).
+    """Mark a loss that computes each token from that token alone.
 
-    Other losses get whole trajectories: all branches of a trajectory must fit into one micro-batch.
+    For other losses, all branches of a trajectory must fit into one micro-batch.
     """
     _BY_TOKEN.add(loss)
     return loss
 
 
 def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
-    """Return the log-probs in the denominator of the ratio, [M], from the policy that ``algorithm.anchor`` names."""
+    """Return the log-probs of the policy that ``algorithm.anchor`` names, [M]."""
     return inputs.columns["behavior_logprobs"] if config.anchor is Anchor.behavior else inputs.proximal_logprobs
 
 
 @LOSSES.register("ppo_clip")
 @by_token
 def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-    """PPO's clipped surrogate (arXiv 1707.06347, equation 7).
+    """Compute PPO's clipped surrogate (arXiv 1707.06347, equation 7).
 
-    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = policy / anchor. Deviation: the paper's anchor is the
-    policy before the update. ``anchor=behavior``, the default, is the policy that sampled the token, of any version.
-    Then the clip also bounds the effect of lag, even with one optimizer update per batch. ``anchor=proximal`` with
-    ``weight=token`` is decoupled PPO (arXiv 2110.00641, equation 5; AReaL, arXiv 2505.24298). ``clip_high > clip_low``
-    is clip-higher (DAPO, arXiv 2503.14476, section 3.1). ``dual_clip`` c bounds the loss at -c A where A < 0 (arXiv
-    1912.09729).
+    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = policy / anchor.
+
+    - Deviation: the paper's anchor is the policy before the update. With the default ``anchor=behavior``, the clip also
+      bounds the effect of lag.
+    - ``anchor=proximal`` with ``weight=token`` is decoupled PPO (arXiv 2110.00641, equation 5; AReaL, arXiv
+      2505.24298).
+    - ``clip_high > clip_low`` is clip-higher (DAPO, arXiv 2503.14476, section 3.1).
+    - ``dual_clip`` c bounds the loss at -c A where A < 0 (arXiv 1912.09729).
 
     Example: ratio 1.5, advantage 1, clip 0.2 gives -1.2 and no gradient; advantage -1 gives 1.5.
     """
@@ -162,12 +161,11 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> Loss
 
 @LOSSES.register("gspo")
 def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-    """Clipped surrogate of sequence ratios (GSPO-token, arXiv 2507.18071, equations 7 and 13 to 14).
+    """Compute the clipped surrogate of sequence ratios (GSPO-token, arXiv 2507.18071, equations 7 and 13 to 14).
 
-    The ratio of a trajectory is the geometric mean of its tokens' ratios. A token's ratio has this value and the
-    gradient of the token's log-prob. The paper uses ``aggregation=sequence_mean``, bounds near 3e-4 and 4e-4, and
-    several updates per step. These bounds need ``anchor=proximal``: under the same weights, the log-probs of engine and
-    learner differ by more than these bounds.
+    The ratio of a trajectory is the geometric mean of its tokens' ratios. Each token gets this ratio, with the gradient
+    of its own log-prob. The paper uses ``aggregation=sequence_mean``, bounds near 3e-4 and 4e-4, and several updates
+    per step. These bounds need ``anchor=proximal``, because the log-probs of engine and learner already differ by more.
 
     Example: two tokens with ratios 4 and 1 both have ratio 2.
     """
@@ -180,10 +178,10 @@ def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 @LOSSES.register("cispo")
 @by_token
 def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-    """REINFORCE weighted by the clipped ratio; all tokens keep their gradient (CISPO, arXiv 2506.13585, equation 4).
+    """Compute REINFORCE weighted by the clipped ratio (CISPO, arXiv 2506.13585, equation 4).
 
-    -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy. The paper does not bound the ratio from below:
-    ``clip_low=1``.
+    -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy. All tokens keep their gradient. In the paper, ``clip_low``
+    is 1.
 
     Example: ratio 1.5, advantage 2, clip 0.2 give a gradient of -2.4 at the log-prob.
     """
@@ -198,12 +196,12 @@ def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 @LOSSES.register("reinforce")
 @by_token
 def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-    """-A log policy (Williams, 1992), for comparison. Without a correction, all batches are treated as on-policy."""
+    """Compute -A log policy (Williams, 1992). Without a correction, this treats all batches as on-policy."""
     return LossTerms(per_token=-inputs.columns["advantages"] * inputs.log_probs)
 
 
 def negative_log_likelihood(inputs: LossInputs) -> LossTerms:
-    """Supervised loss: minus the log-prob of each token, in nats."""
+    """Compute the supervised loss: minus the log-prob of each token, in nats."""
     return LossTerms(per_token=-inputs.log_probs)
 
 
@@ -218,17 +216,16 @@ def token_weights(
     """Return the share of each token in the loss of the whole batch.
 
     Args:
-        inputs: A micro-batch.
-        aggregation: ``token_mean``: all tokens of the batch have the same weight. ``sequence_mean``: all trajectories
-            have the same weight, regardless of branches, and all tokens within a trajectory. ``sequence_sum_norm``:
-            each token has weight 1 / (trajectories * ``sequence_norm_tokens``), regardless of the length of its
-            trajectory (Dr. GRPO, arXiv 2503.20783, section 3.2).
-        num_tokens: Tokens in the loss of the whole batch, over all micro-batches and ranks.
+        inputs: The tokens of a micro-batch.
+        aggregation: ``token_mean`` gives all tokens of the batch the same weight. ``sequence_mean`` gives all
+            trajectories the same weight, and all tokens within a trajectory. ``sequence_sum_norm`` gives each token the
+            weight 1 / (trajectories * ``sequence_norm_tokens``) (Dr. GRPO, arXiv 2503.20783, section 3.2).
+        num_tokens: Tokens in the loss of the whole batch.
         num_trajectories: Trajectories of the whole batch with at least one token in the loss.
         sequence_norm_tokens: The constant L of ``sequence_sum_norm``, in tokens.
 
     Returns:
-        [M] float32; for the two means the sum over the whole batch is 1.
+        [M] float32. For the two means, the sum over the whole batch is 1.
     """
     if aggregation is Aggregation.token_mean:
         return torch.full_like(inputs.trajectory_index, 1.0 / max(1, num_tokens), dtype=torch.float32)
@@ -239,22 +236,22 @@ def token_weights(
 
 
 def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:
-    """Compute the factors of the token losses of a micro-batch by ``algorithm.weight``, before masking.
+    """Compute the factors of the token losses by ``algorithm.weight``, before masking.
 
     Args:
         log_weights: [M] float32, proximal minus behavior log-prob.
-        inputs: The trajectory of each token; here a sequence is a whole trajectory.
-        config: ``weight`` selects the factor; ``weight_cap`` c > 0 truncates it to min(factor, c).
+        inputs: The trajectory of each token.
+        config: ``weight`` selects the factor. ``weight_cap`` > 0 is its largest value.
 
             - ``none``: 1.
-            - ``token``: w. Without truncation this is the factor of decoupled PPO (arXiv 2110.00641, equation 5; AReaL,
-              arXiv 2505.24298). With truncation it is TIS (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl;
-              arXiv 2510.26788), V-trace's rho (arXiv 1802.01561, equation 1).
-            - ``sequence``: the product of w over the sequence, the same for all its tokens.
+            - ``token``: w. Without truncation, this is decoupled PPO (arXiv 2110.00641, equation 5; AReaL, arXiv
+              2505.24298). With truncation, it is TIS (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; arXiv
+              2510.26788), V-trace's rho (arXiv 1802.01561, equation 1).
+            - ``sequence``: the product of w over the trajectory, for all its tokens.
 
     Returns:
-        [M] float32. Example: w = 0.25, 1, 4 as one sequence with cap 2 give 1, 1, 1 · 0.25, 1, 2 · 1, 1, 1; with cap 0
-        ``token`` gives 0.25, 1, 4.
+        [M] float32. Example: w = 0.25, 1, 4 in one trajectory with cap 2. ``token`` gives 0.25, 1, 2, and ``sequence``
+        gives 1, 1, 1.
     """
     if config.weight is Weight.none:
         return torch.ones_like(log_weights)
@@ -268,25 +265,24 @@ def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: Algorit
 def kept_tokens(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:
     """Find the tokens of a micro-batch that pass all rules of ``algorithm.masks``.
 
-    A token that fails a rule has policy loss 0; its KL penalty and entropy bonus remain. The shares of the other tokens
-    do not change, as in IcePop's objective. Deviation: verl divides by the number of kept tokens.
+    A token that fails a rule has policy loss 0. Its KL penalty and entropy bonus remain. The shares of the other tokens
+    do not change, as in IcePop. Deviation: verl divides by the number of kept tokens.
 
     Args:
         log_weights: [M] float32, proximal minus behavior log-prob.
         inputs: The trajectory of each token.
         config: ``masks`` with their bounds.
 
-            - ``token``: w of the token is inside ``token_band`` (IcePop, in Ring-1T, arXiv 2510.18855, with [0.5, 5]).
+            - ``token``: w is inside ``token_band`` (IcePop, arXiv 2510.18855, with [0.5, 5]).
             - ``sequence``: the product of w over the trajectory is inside ``sequence_band`` (masked importance
-              sampling, MIS: Liu et al. 2025, https://richardli.xyz/rl-collapse; arXiv 2510.26788, with at most 2).
-            - ``geometric``: the geometric mean of w over the trajectory is inside ``geometric_band``. The band does
-              not depend on the length and must be narrow: a mean of 1.01 over 100 tokens is a product of 2.7 (verl's
-              rollout correction, with [0.999, 1.001]).
-            - ``k3``: the mean over the trajectory of w - 1 - log w, which estimates KL(behavior ‖ proximal), is at
-              most ``k3_max`` (trust region masking, arXiv 2512.23075; verl's ``seq_mean_k3``, with 0.01).
+              sampling: Liu et al. 2025, https://richardli.xyz/rl-collapse; arXiv 2510.26788, with at most 2).
+            - ``geometric``: the geometric mean of w over the trajectory is inside ``geometric_band`` (verl, with
+              [0.999, 1.001]). A mean of 1.01 over 100 tokens is a product of 2.7, so the band must be narrow.
+            - ``k3``: the mean of w - 1 - log w over the trajectory is at most ``k3_max`` (trust region masking, arXiv
+              2512.23075; verl's ``seq_mean_k3``, with 0.01). It estimates KL(behavior ‖ proximal).
 
     Returns:
-        [M] bool. Example: w = 0.25, 1, 4 as one sequence: ``token`` keeps the second and third, ``sequence`` and
+        [M] bool. Example: w = 0.25, 1, 4 in one trajectory. ``token`` keeps the second and third, ``sequence`` and
         ``geometric`` keep all (both are 1), ``k3`` none (its mean is 0.75).
     """
     kept = torch.ones_like(log_weights, dtype=torch.bool)
@@ -314,17 +310,14 @@ def _trajectory_sums(values: Tensor, inputs: TokenInputs) -> Tensor:
 
 
 def trajectory_means(values: Tensor, inputs: TokenInputs) -> Tensor:
-    """Return the means of [M] values over each trajectory, [number of trajectories]; 0 without tokens.
-
-    The means are differentiable.
-    """
+    """Return the means of [M] values over each trajectory, [number of trajectories]; 0 without tokens."""
     return _trajectory_sums(values, inputs) / inputs.trajectory_lengths.clamp(min=1)
 
 
 def effective_sample_size(mean_weight: float, mean_square: float) -> float:
     """Return the effective sample size as a share of the batch, (E w)² ÷ E w² (Kong, 1992), in (0, 1].
 
-    Example: weights 1, 1, 1, 1 give 1.0; weights 2, 0, 0, 0 give 0.25.
+    Example: weights 2, 0, 0, 0 give 0.25.
     """
     return mean_weight**2 / mean_square if mean_square > 0 else 0.0
 
@@ -337,13 +330,18 @@ def bounded_exp(log_weights: Tensor) -> Tensor:
 def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """Estimate the divergence at each token, differentiable in the policy's log-probs.
 
+    The estimators follow http://joschu.net/blog/kl-approx.html. As a loss, only ``k2`` has the gradient of the
+    divergence in expectation, on tokens sampled by the policy.
+
     Args:
         log_probs: [M] policy log-probs.
         reference_logprobs: [M] reference log-probs of the same tokens.
-        estimator: With d = reference - policy: ``k1`` is -d (unbiased, may be negative), ``k2`` d² / 2, ``k3``
-            exp(d) - 1 - d (unbiased, never negative), ``low_variance`` is ``k3`` with the value also clamped to ±10.
-            ``k3`` clamps d to ±20, so that a token with a very small policy probability does not give an infinite loss.
-            As a loss, only ``k2`` has the gradient of the divergence in expectation, on tokens sampled by the policy.
+        estimator: With d = reference - policy:
+
+            - ``k1``: -d (unbiased, may be negative).
+            - ``k2``: d² / 2.
+            - ``k3``: exp(d) - 1 - d (unbiased, never negative). d is clamped to ±20, so that the loss stays finite.
+            - ``low_variance``: ``k3`` with the value also clamped to ±10.
 
     Returns:
         [M] nats. Example: policy -1, reference -2 give 1, 0.5, 0.368, 0.368.
@@ -358,7 +356,7 @@ def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """exp(d) - 1 - d >= 0, with d clamped to ±20. Small d use the series, since the difference would cancel."""
+    """Compute exp(d) - 1 - d >= 0, with d clamped to ±20. A series avoids cancellation for small d."""
     bounded = log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     series = bounded.square() / 2 * (1 + bounded / 3 * (1 + bounded / 4 * (1 + bounded / 5)))
     return torch.where(bounded.abs() < _SERIES_UP_TO, series, bounded.expm1() - bounded)
@@ -370,12 +368,11 @@ class Objective:
 
     Attributes:
         loss: Maps the inputs from the role's head to the loss of each token of a micro-batch.
-        aggregation: How token losses are aggregated to the loss of the batch.
-        sequence_norm_tokens: See `token_weights`.
+        aggregation: How to aggregate token losses to the loss of the batch.
+        sequence_norm_tokens: L of ``aggregation=sequence_sum_norm``.
         needs_entropy: Whether the loss or its metrics read the entropy.
-        needs_proximal: Whether the updates after the first one read ``proximal_logprobs``, which a step computes before
-            the first update. The loss reads them in its micro-batch only, so the first update can use its own
-            log-probs.
+        needs_proximal: Whether the updates after the first one read ``proximal_logprobs``. The step then computes them
+            before the first update.
         needs_trajectories: Whether the loss of a token reads other tokens of its trajectory, on all branches.
         summarize: Converts a step's mean metrics to the reported metrics.
     """
@@ -390,14 +387,14 @@ class Objective:
 
 
 def policy_objective(config: AlgorithmConfig) -> Objective:
-    """Return the loss that ``config`` names, with correction, KL penalty and entropy bonus.
+    """Return the objective for the loss that ``config`` names, with correction, KL penalty and entropy bonus.
 
     Raises `ValueError` for an unknown name.
     """
     policy_loss = LOSSES.get(config.loss)
 
     def loss(inputs: LossInputs) -> LossTerms:
-        # With `needs_proximal`, at most the first of several updates lacks ``proximal_logprobs``; else all lack them.
+        # With `needs_proximal`, only the first of several updates lacks ``proximal_logprobs``.
         inputs = replace(inputs, is_proximal=config.num_mini_batches == 1 or config.needs_proximal)
         terms = policy_loss(inputs, config)
         per_token, metrics = terms.per_token, {**terms.metrics, **behavior_metrics(inputs)}
@@ -435,12 +432,10 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
     """Return the metrics of the distance between policy and behavior policy, [M] each.
 
-    - ``ratio`` is policy ÷ behavior; its square is reported, too.
-    - ``behavior_kl`` is KL(behavior ‖ policy) in nats by the k3 estimator: r - 1 - log r, with log r clamped to ±20.
-      Each value is >= 0.
-    - ``engine_gap`` is the distance between the engine's log-probs and the learner's log-probs before the step, at
-      tokens of lag 0. At these tokens both had the same weights. `summarized` divides by the share of these tokens.
-      The metric is missing if the log-probs before the step are not known.
+    - ``ratio``: policy ÷ behavior, and its square.
+    - ``behavior_kl``: KL(behavior ‖ policy) in nats by the k3 estimator, >= 0.
+    - ``engine_gap``: distance between the engine's and the learner's log-probs under the same weights, at tokens of lag
+      0. It is missing if the proximal log-probs are not known.
     """
     behavior = inputs.columns["behavior_logprobs"]
     log_ratio = inputs.log_probs.detach() - behavior
@@ -454,8 +449,8 @@ def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
 def summarized(metrics: dict[str, float]) -> dict[str, float]:
     """Convert the batch means of weights and squared weights to effective sample sizes.
 
-    ``effective_sample_size`` is for policy ÷ behavior. ``importance_sample_size`` is for the applied weights, with a
-    correction only. Both are shares of the batch in (0, 1]. ``engine_gap`` becomes the mean over tokens of lag 0.
+    ``effective_sample_size`` is for policy ÷ behavior, ``importance_sample_size`` for the weights of a correction. Both
+    are in (0, 1]. ``engine_gap`` becomes the mean over tokens of lag 0.
     """
     sizes = {
         size: effective_sample_size(metrics[name], metrics[name + _SQUARE])
@@ -474,7 +469,7 @@ def _with_square(name: str, values: Tensor) -> dict[str, Tensor]:
 
 
 def value_objective(clip: float) -> Objective:
-    """Return the critic's objective: the mean of `value_loss` with this ``clip`` over the batch's tokens."""
+    """Return the critic's objective: the mean of `value_loss` over the batch's tokens."""
 
     def loss(inputs: ValueInputs) -> LossTerms:
         values, returns = inputs.values, inputs.columns["returns"]
@@ -496,24 +491,30 @@ def value_objective(clip: float) -> Objective:
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
     """Compute the squared error of the values with PPO's clipping (arXiv 2005.12729, section 3; OpenAI's ppo2).
 
-    The loss is half of max((v - R)², (clip(v, old - c, old + c) - R)²). A value that has left the interval towards the
-    return gets no gradient. All are [M] float32: ``values`` v with gradient, ``old_values`` before the step,
-    ``returns`` R. ``clip`` is c > 0; 0 does not clip. Returns [M] float32 losses, and [M] bool, True if the clipped
-    error is larger. Example: value 1, old value 0, return 2 and c 0.2 give 0.5 · 1.8² = 1.62, clipped.
+    The loss is half of max((v - R)², (clip(v, old - c, old + c) - R)²). A value that has left old ± c towards the
+    return gets no gradient.
+
+    Args:
+        values: v, [M] float32, with gradient.
+        old_values: Values before the step, [M] float32.
+        returns: R, [M] float32.
+        clip: c > 0; 0 does not clip.
+
+    Returns:
+        Losses [M] float32, and [M] bool, True if the clipped error is larger. Example: value 1, old value 0, return 2
+        and c 0.2 give 0.5 · 1.8² = 1.62, clipped.
     """
     loss = (values - returns).square()
     if not clip:
         return 0.5 * loss, torch.zeros_like(values, dtype=torch.bool)
     moved = values - old_values
     outside = moved.abs() > clip
-    # Inside the interval, use v itself: old + (v - old) may differ from v in the last bit and would count as clipped.
     near = torch.where(outside, old_values + moved.clamp(-clip, clip), values)
     clipped = (near - returns).square()
     return 0.5 * torch.maximum(loss, clipped), outside & (clipped > loss)
 
 
 def _value_summary(metrics: dict[str, float]) -> dict[str, float]:
-    """Report ``value_loss`` and ``explained_variance``: 1 - variance of (return - value) ÷ variance of the return."""
     variance = metrics["return_mean_squared"] - metrics["return_mean"] ** 2
     left = metrics["error_squared"] - metrics["error"] ** 2
     # A variance below the rounding error counts as 0.

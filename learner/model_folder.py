@@ -1,7 +1,6 @@
-"""Writes a model as a folder in Hugging Face layout, with all ranks together. No rank holds the whole model.
+"""Writes a model as a folder in Hugging Face layout, with all ranks together.
 
-Each rank copies its own shards and sends them to rank 0, which writes them to the file. Only rank 0's host needs the
-folder. The ranks wait for each other under the deadline of the learner's collectives.
+Each rank sends its shards to rank 0, which writes them to the file. No rank holds the whole model in memory.
 """
 
 from __future__ import annotations
@@ -24,14 +23,13 @@ from .model_shards import PretrainedShards
 from .packed_model import PackedModel
 
 Span = tuple[int, int]
-"""A range of a file: its first byte, and its number of bytes."""
 
 
 def save_policy(model: PackedModel, directory: str) -> None:
-    """Write model and tokenizer so that ``from_pretrained`` loads both. A collective: all ranks call it.
+    """Write model and tokenizer so that ``from_pretrained`` loads both. A collective.
 
-    The directory is created or replaced atomically; adapters are merged. The tokenizer comes from the directory that
-    the model was loaded from.
+    The directory is created or replaced atomically. Adapters are merged. The tokenizer comes from the directory of the
+    loaded model. Only rank 0's host needs the directory.
 
     Raises:
         WeightsError: a host does not have enough space. All ranks raise this error.
@@ -65,7 +63,6 @@ def new_model_folder(directory: Path) -> Iterator[Path]:
 
 
 def _write_shards(layout: ModelLayout, path: Path | None, shards: PretrainedShards) -> None:
-    """Write all ranks' parts into the file at ``path``, which only rank 0 has."""
     files: list[WritableFile] = []
     try:
         error = _error_of(lambda: files.extend(_filled(layout, path)))
@@ -89,7 +86,6 @@ def _write_shards(layout: ModelLayout, path: Path | None, shards: PretrainedShar
 
 
 def _filled(layout: ModelLayout, path: Path | None) -> Iterator[WritableFile]:
-    """Yield the data file, and a raw copy if some tensors must be computed, filled with this rank's shards."""
     parts = [(path, layout.num_bytes, layout.regions)]
     if layout.num_raw_bytes:
         parts.append((None, layout.num_raw_bytes, layout.raw_regions))
@@ -100,7 +96,6 @@ def _filled(layout: ModelLayout, path: Path | None) -> Iterator[WritableFile]:
 
 
 def _send_to_first(data: Tensor, spans: list[Span], shards: PretrainedShards) -> None:
-    """Send the other ranks' parts of the file to rank 0, one bucket at a time."""
     for sender, theirs in enumerate(shards.gather(spans, list[Span])):
         for start, num_bytes in theirs:
             for at in range(start, start + num_bytes, BUCKET_BYTES):
@@ -112,7 +107,6 @@ def _send_to_first(data: Tensor, spans: list[Span], shards: PretrainedShards) ->
 
 
 def _error_of(action: Callable[[], Any]) -> str:
-    """Run an action and return its error as text for the other ranks; empty if there is no error."""
     try:
         action()
     except Exception as error:  # noqa: BLE001 - raised on every rank
@@ -121,7 +115,7 @@ def _error_of(action: Callable[[], Any]) -> str:
 
 
 def copy_tokenizer(source: str, directory: Path) -> None:
-    """Copy the files of any kind of tokenizer from one model directory to another."""
+    """Copy the tokenizer's files from one model directory to another."""
     for file in sorted(Path(source).iterdir()):
         known = file.name.startswith(
             ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class ShardedModel(Protocol):
-    """The attributes of a `PackedModel` or `Trainer` that `PretrainedShards.of` reads."""
+    """The attributes of a model that `PretrainedShards.of` reads."""
 
     @property
     def mesh(self) -> LearnerMesh:
@@ -82,9 +82,9 @@ class PretrainedShards:
 
     @classmethod
     def of(cls, model: ShardedModel) -> PretrainedShards:
-        """Return the shards of a learner's model, after resharding gathered parameters.
+        """Return the shards of a learner's model, after resharding gathered parameters. A collective.
 
-        A collective. It creates a separate process group, since publishing runs in parallel with training.
+        It creates a separate process group, because publishing runs in parallel with training.
         """
         for module in model.head.modules():
             if isinstance(module, FSDPModule):
@@ -110,7 +110,10 @@ class PretrainedShards:
         return revert_weight_conversion(self._model, plain)
 
     def adapted_layers(self, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
-        """Return all adapted layers; ``tensor_of`` maps parameters to tensors. `WeightsError` if one is missing."""
+        """Return the adapted layers. ``tensor_of`` maps parameters to tensors of the checkpoint.
+
+        Raises `WeightsError` if the checkpoint does not store an adapted parameter as one tensor.
+        """
         return adapted_layers(self._model, tensor_of)
 
     def describe(self, folder: Path, part: Part) -> None:
@@ -125,7 +128,7 @@ class PretrainedShards:
                 self._model.generation_config.save_pretrained(folder)
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """Return the values of all ranks in order; a collective. ``kind`` is the type of ``value``."""
+        """Return the values of all ranks in order. A collective; ``kind`` is the type of ``value``."""
         return gather_values(value, kind, self.group)
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
 """Offloads the learner's tensors to the host and loads them back.
 
-In a colocated pool, learner and engines take turns on the same devices: while the engines generate, they use the
-learner's memory. Tensors move in place, storage by storage, so that references from parameters, optimizer and FSDP stay
-valid.
+A colocated learner frees its device memory while engines generate on the same devices. Tensors move in place, storage
+by storage, so references to them stay valid.
 """
 
 from __future__ import annotations
@@ -27,17 +26,15 @@ from .trainer import ModelOptimizer
 log = logging.getLogger(__name__)
 
 _FREED_WITHIN_S = 30.0
-"""Longest time from the death of an engine on the same device until its memory is free."""
+"""Longest wait for the memory of a dead engine on the same device."""
 _RETRY_S = 0.2
 _ALIGNMENT = 512
-"""Alignment of each copy in the host memory, in bytes."""
 
 
 class MovableTensors:
-    """Tensors that can be offloaded and loaded in place; ``tensors`` is called for each move and lists them.
+    """Tensors that can be offloaded and loaded in place. Each move calls ``tensors`` to list them.
 
-    A failed move changes nothing. The host copies are in one block of memory, which the next move uses again. On CUDA
-    this block is page-locked, and the copies of a move run concurrently on a separate stream.
+    A failed move changes nothing.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -92,7 +89,6 @@ class MovableTensors:
         self._on_host, self.offloaded = [], False
 
     def _places(self, storages: Sequence[torch.UntypedStorage]) -> list[Tensor]:
-        """Return the part of the host block for each storage. If the block is too small, a larger one is allocated."""
         starts, total = [], 0
         for storage in storages:
             starts.append(total)
@@ -104,12 +100,11 @@ class MovableTensors:
             self._slab = torch.empty(0, dtype=torch.uint8)  # free the old memory first
             self._slab = torch.empty(total, dtype=torch.uint8)
             if runtime is not None:
-                # Not pin_memory=True: torch's pinned allocator rounds up to a power of two.
+                # torch's pinned allocator (pin_memory=True) would round up to a power of two.
                 torch.cuda.check_error(int(runtime.cudaHostRegister(self._slab.data_ptr(), total, 0)))
         return [self._slab[start : start + s.nbytes()] for start, s in zip(starts, storages, strict=True)]
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        """Return the storages of the tensors, without duplicates."""
         storages = [tensor.untyped_storage() for tensor in self._tensors()]
         return list({storage._cdata: storage for storage in storages}.values())
 
@@ -117,15 +112,13 @@ class MovableTensors:
 class OffloadPolicy:
     """Decides when the model and the optimizer state are on the device.
 
-    ``param_offload`` moves the model to the host after each use, and ``optimizer_offload`` moves the optimizer state.
-    ``offload_at_transition_only`` keeps both on the device during training, and moves them when the pool switches to
-    rollout. Together with one of the other options, ``offload_at_transition_only`` is ignored with a warning. Offloaded
-    tensors are loaded when they are needed. A frozen model has no optimizer. After each use, even a failed one, every
-    layer holds only its shards.
+    ``param_offload`` and ``optimizer_offload`` move the model and the optimizer state to the host after each use.
+    ``offload_at_transition_only`` moves both when the pool switches to rollout; the other options override it with a
+    warning. After each use, even a failed one, every layer holds only its shards.
 
     Attributes:
         metrics: Bytes on the device before and after the last switch to each mode: ``rollout_device_bytes_before``,
-            ``..._after``, ``trainer_device_bytes_before`` and ``..._after``.
+            ``rollout_device_bytes_after``, ``trainer_device_bytes_before`` and ``trainer_device_bytes_after``.
     """
 
     def __init__(self, config: LearnerConfig, model: nn.Module, optimizer: ModelOptimizer | None) -> None:
@@ -163,21 +156,21 @@ class OffloadPolicy:
         return self._optimizer.offloaded
 
     def device_bytes(self) -> int:
-        """Return the bytes on the device: on CUDA those that torch has allocated, else those of model and optimizer."""
+        """Return the bytes on the device: on CUDA all that torch has allocated, else those of model and optimizer."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         return self._model.device_bytes() + self._optimizer.device_bytes()
 
     def updating(self) -> AbstractContextManager[None]:
-        """Load model and optimizer for the context. Afterwards offload each of them according to its option."""
+        """Load model and optimizer for the context. Afterwards offload them according to their options."""
         return self._on_device(optimizer=True, then_leave=(self._param_offload, self._optimizer_offload))
 
     def reading(self) -> AbstractContextManager[None]:
-        """Load the model for the context, to score or to gather weights. ``param_offload`` offloads it afterwards."""
+        """Load the model for the context. Afterwards offload it if ``param_offload`` is set."""
         return self._on_device(optimizer=False, then_leave=(self._param_offload, False))
 
     def persisting(self, *, optimizer: bool = True) -> AbstractContextManager[None]:
-        """Load model and optimizer for the context. Afterwards move each of them back to its previous place."""
+        """Load model and optimizer for the context. Afterwards move them back to where they were."""
         return self._on_device(optimizer=optimizer, then_leave=(self.model_offloaded, self.optimizer_offloaded))
 
     def enter_rollout(self) -> None:
@@ -186,11 +179,11 @@ class OffloadPolicy:
         if self._at_transition:
             self._leave(model=True, optimizer=True)
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # free cached activations, because the engines on the same device need the memory
+            torch.cuda.empty_cache()  # the engines on the same device need the memory
         self._note("rollout", before)
 
     def enter_training(self) -> None:
-        """Switch to training: load the tensors that `enter_rollout` offloaded."""
+        """Switch to training. Load the tensors that `enter_rollout` offloaded."""
         before = self.device_bytes()
         if self._at_transition:
             _when_freed(self._model.load)
@@ -203,7 +196,6 @@ class OffloadPolicy:
 
     @contextmanager
     def _on_device(self, *, optimizer: bool, then_leave: tuple[bool, bool]) -> Iterator[None]:
-        """Load the model, and the optimizer state if requested, for the context; then offload as requested."""
         try:
             self._model.load()
             if optimizer:
@@ -254,7 +246,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 @contextmanager
 def _copy_stream(storages: Sequence[torch.UntypedStorage]) -> Iterator[None]:
-    """On CUDA, copy on a separate stream after the current stream's work; wait for the copies on exit."""
+    """On CUDA, copy on a separate stream after the current stream's work. Wait for the copies on exit."""
     device = next((storage.device for storage in storages if storage.device.type == "cuda"), None)
     if device is None:
         yield

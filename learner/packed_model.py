@@ -1,7 +1,6 @@
-"""A sharded model that runs on packed sequences: the base of policy, frozen reference, critic and reward model.
+"""A sharded model that runs on packed sequences: the base of policy, reference, critic and reward model.
 
-All methods are collectives: all ranks of the group call them together, each with its own share of the sequences. A
-share may be empty.
+All methods are collectives: all ranks call them together, each with its own sequences, possibly none.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """One rank's part of a batch, with counts over all ranks.
+    """One rank's share of a batch, with counts over all ranks.
 
     Attributes:
         micro_batches: This rank's micro-batches; all ranks have the same number.
@@ -57,7 +56,7 @@ class PackedBatch:
         }
 
     def with_columns(self, sequences: Sequence[TokenSequence]) -> PackedBatch:
-        """Return the batch with the columns of the packed sequences; see `MicroBatch.with_columns`."""
+        """Return the batch with the columns of the packed sequences."""
         return replace(self, micro_batches=[each.with_columns(sequences) for each in self.micro_batches])
 
     def pinned(self) -> PackedBatch:
@@ -67,10 +66,10 @@ class PackedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSetup:
-    """Settings that replace a model's checks, so that a full-size model can run without a GPU.
+    """Settings for a model of full size without a GPU. They replace the model's checks.
 
     Attributes:
-        mesh: This rank's position in a group that exists.
+        mesh: This rank's position in an existing group.
         attention: The attention kernel; it is not tested.
         reads_weights: If False, the parameters have no values, and the self-test is skipped.
     """
@@ -87,8 +86,8 @@ class PackedModel:
         config: The learner group's options.
         role: Defines which model to load and what to compute.
         model_path: Directory in Hugging Face layout.
-        temperature: Softmax temperature of log-probs, > 0: the sampling temperature in RL, 1.0 in supervised training.
-        setup: Mesh and kernel to use; None joins the group of the environment and selects a kernel.
+        temperature: Softmax temperature of log-probs, > 0; in RL the sampling temperature.
+        setup: Mesh and kernel to use. None joins the group of the environment and selects a kernel.
 
     Attributes:
         head: The sharded module, which contains the Hugging Face model.
@@ -96,7 +95,8 @@ class PackedModel:
         types: Dtypes of the parameters, for computation and for storage.
         selftest: The result of the self-test of the loaded model; None if skipped.
 
-    Raises `ValueError` if the learner would compute this model incorrectly.
+    Raises:
+        ValueError: the learner would compute this model incorrectly.
     """
 
     def __init__(
@@ -148,19 +148,19 @@ class PackedModel:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of the parameters in the computation, and of published weights."""
+        """Dtype of the computation and of published weights."""
         return self.types.compute
 
     def scores(self, sequences: Sequence[TokenSequence], packed: PackedBatch | None = None) -> list[np.ndarray]:
         """Return the output of the role's head for this rank's sequences: log-probs, values or rewards.
 
-        Each is [T] float32, 0 for tokens outside the loss. A head that scores whole sequences gives one number, at the
-        last token. ``packed`` is the result of `pack_to_score` for the sequences, if there is one.
+        Each is [T] float32, 0 for tokens outside the loss. A reward is at the last token. ``packed`` is the result of
+        `pack_to_score` for the sequences, if known.
         """
         return self._run(sequences, packed)[0]
 
     def log_probs_and_entropies(self, sequences: Sequence[TokenSequence]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return the log-probs as in `scores`, and the entropies of the distributions in nats, in the same layout."""
+        """Return the log-probs as in `scores`, and the entropies in nats in the same layout."""
         log_probs, entropies = self._run(sequences, None, entropy=True)
         return log_probs, entropies
 
@@ -188,7 +188,6 @@ class PackedModel:
     def _run(
         self, sequences: Sequence[TokenSequence], packed: PackedBatch | None, **asked: bool
     ) -> list[list[np.ndarray]]:
-        """Return the outputs of the head for this rank's sequences: for each output, a list of [T] float32 arrays."""
         self._set_training(False)
         whole, results = self.head.per_sequence, []
         packed = packed or self.pack_to_score(sequences)
@@ -207,12 +206,11 @@ class PackedModel:
         return results
 
     def _set_training(self, training: bool) -> None:
-        """Switch training mode on or off. Do nothing if the mode is the same, since visiting all modules takes 1 ms."""
         if self.head.training != training:
             self.head.train(training)
 
     def pack_to_score(self, sequences: Sequence[TokenSequence], mesh: LearnerMesh | None = None) -> PackedBatch:
-        """Pack sequences for `scores`; see `pack`."""
+        """Pack sequences for `scores`."""
         return self.pack(sequences, whole=self.head.per_sequence, mesh=mesh)
 
     def pack(
@@ -225,7 +223,7 @@ class PackedModel:
     ) -> PackedBatch:
         """Pack sequences into the same number of micro-batches on each rank, without their columns.
 
-        The ranks agree over ``mesh``, by default the model's. See `learner.packing.Packer`.
+        The ranks agree over ``mesh``, by default the model's. ``whole`` and ``keep_branches`` are as for `Packer`.
         """
         mesh = mesh or self.mesh
         self._check_lengths(sequences, mesh)
@@ -248,18 +246,16 @@ class PackedModel:
 
     @property
     def _shares_prompts(self) -> bool:
-        """Whether the samples of a prompt share its tokens. Models with layers that carry a state do not share them."""
         can = not self.head.recurrent.layers if self.selftest is None else self.selftest.shares
         return self.config.share_prompts and can
 
     def _reduce(self, sums: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-        """Sum metrics over this rank's micro-batches, then over the ranks in one collective."""
         names = list(sums[0])
         table = torch.stack([torch.stack([row[name].double() for name in names]) for row in sums]).sum(0)
         return dict(zip(names, self.mesh.sum_over_dp(table).tolist(), strict=True))
 
     def _check_lengths(self, sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> None:
-        """Refuse, on all ranks, sequences whose rotary embeddings depend on other sequences; see `rope_limit`."""
+        """Refuse, on all ranks, sequences with rotary embeddings that depend on other sequences."""
         if self._rope_limit is None:
             return
         longest = max((len(sequence.input_ids) for sequence in sequences), default=0)

@@ -1,8 +1,7 @@
 """Packs sequences one after the other into micro-batches within a token budget. Nothing is padded or truncated.
 
-The samples of one prompt can share the prompt's tokens: the prompt is packed once, and the attention of each sample
-reads these tokens. Prompts are equal if their tokens and their images are equal. A sequence never shares the token
-before its first token in the loss. Therefore each packed token predicts at most one token.
+The samples of one prompt can share the prompt's tokens, which are then packed once. A sequence never shares the token
+before its first token in the loss, so each packed token predicts at most one token.
 """
 
 from __future__ import annotations
@@ -19,30 +18,29 @@ from .batching import MAX_ATTENDED, PackItem, balanced_fit, first_fit
 from .types import SampleKey, TokenSequence
 
 REFUSED = 2**31 - 1
-"""The number of micro-batches that a rank requests if its sequences do not fit; see `Packer.pack`."""
+"""Number of micro-batches that a rank requests if its sequences do not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Sequences of one forward-backward, longest first. N packed tokens, M of them in the loss.
+    """Sequences of one forward-backward, longest first. N is the number of packed tokens, M of those in the loss.
 
     Attributes:
         input_ids: [N] int64.
         position_ids: [N] int64, counted from 0 in every sequence; [3, N] if a sequence has images.
-        lengths: Number of tokens of each sequence. The sum is N, or more than N if sequences share tokens.
-        token_index: [sum of lengths] int64, packed position of each token of each sequence. None if the sequences
-            share no tokens. It stays on the host, since indices are derived from it without waiting for the device.
+        lengths: Number of tokens of each sequence. The sum is N, or more if sequences share tokens.
+        token_index: [sum of lengths] int64 on the host, packed position of each token of each sequence; None without
+            shared tokens.
         image_rows: [N] int64, row of each token's merged feature among the features of ``pixels``; -1 for text. None
             without images.
-        pixels: [patches, …] uint8, the pixels of each image once. None without images.
-        grids: [images, 3] int64, the patches of each image in time, height and width. None without images.
-        predict_index: [M] int64, packed position of the token before each token in the loss. It stays on the host.
+        pixels: [patches, …] uint8, the pixels of each image once; None without images.
+        grids: [images, 3] int64, the patches of each image in time, height and width; None without images.
+        predict_index: [M] int64 on the host, packed position of the token before each token in the loss.
         targets: [M] int64, the tokens in the loss.
         trajectory_index: [M] int64, trajectory (within this micro-batch) of each token in the loss.
-        trajectory_lengths: [number of trajectories] int64, number of tokens in the loss of each trajectory. The number
-            includes all branches, also the branches in other micro-batches.
-        columns: [M, …] float32 by name, the sequences' columns at the tokens in the loss; 0 if a sequence does not
-            have the column.
+        trajectory_lengths: [number of trajectories] int64, tokens in the loss of each trajectory, on all branches.
+        columns: [M, …] float32 by name, the sequences' columns at the tokens in the loss; 0 if a sequence does not have
+            the column.
         source: Index of each sequence in the list passed to `Packer.pack`.
     """
 
@@ -61,18 +59,18 @@ class MicroBatch:
     grids: Tensor | None = None
 
     def last_index(self) -> np.ndarray:
-        """Return the packed position of the last token of each sequence: [number of sequences] int64, on the host."""
+        """Return the packed position of each sequence's last token: [number of sequences] int64, on the host."""
         last = np.cumsum(self.lengths) - 1
         return last if self.token_index is None else self.token_index[last]
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return the micro-batch on a device; returns ``self`` if it is already on this device."""
+        """Return the micro-batch on a device, or ``self`` if it is already there."""
         if self.input_ids.device == device:
             return self
         return self._with_tensors(lambda value: on_device(value, device))
 
     def pinned(self) -> MicroBatch:
-        """Return the micro-batch in page-locked memory, from which `to` copies without a further copy on the host."""
+        """Return the micro-batch in page-locked memory."""
         return self._with_tensors(Tensor.pin_memory)
 
     def with_columns(self, sequences: Sequence[TokenSequence]) -> MicroBatch:
@@ -92,13 +90,12 @@ class MicroBatch:
         return replace(self, columns=columns)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """Return the micro-batch with each tensor changed."""
         tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **tensors, columns={name: change(value) for name, value in self.columns.items()})
 
 
 def on_device(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
-    """Copy values from the host. The host does not wait for a GPU: the copy starts from page-locked memory."""
+    """Copy values from the host, via page-locked memory, so that the host does not wait for a GPU."""
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     if device.type == "cpu":
         return tensor
@@ -115,18 +112,17 @@ def tokens_in_loss(sequences: Sequence[TokenSequence]) -> dict[SampleKey, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Packer:
-    """Packs sequences into micro-batches under these options.
+    """Packs sequences into micro-batches.
 
     Attributes:
         max_tokens: Token budget: the largest number of packed tokens per micro-batch.
-        whole: Pack all tokens. If False, each sequence ends before its last token in the loss: under causal attention,
-            no prediction in the loss needs the rest. A sequence without a token in the loss keeps its first token.
+        whole: Pack all tokens. If False, pack only the tokens before a sequence's last token in the loss, at least one.
+            No prediction in the loss needs the rest.
         together: Several sequences share a micro-batch. If False, each sequence gets its own micro-batch, for models
             that cannot separate packed sequences.
-        share_prompts: Sequences that begin with the same prompt share its tokens within a micro-batch. The micro-batch
-            holds, and the budget counts, these tokens once. Samples of a prompt go to the same micro-batch if they fit.
-        keep_branches: The loss reads whole trajectories. Refuse a trajectory if its branches do not fit into one
-            micro-batch.
+        share_prompts: Sequences of a micro-batch share the tokens of a common prompt. The budget counts these tokens
+            once.
+        keep_branches: Refuse a trajectory if its branches do not fit into one micro-batch.
         budget: Name of the option that is the budget, for errors.
     """
 
@@ -148,20 +144,19 @@ class Packer:
 
         Args:
             sequences: In any order; may be empty.
-            columns: Fill the columns. If False, call `MicroBatch.with_columns` when they are known.
-            agree: Called once with the number of micro-batches that this rank needs. It returns the number to make,
-                which is at least as large. Additional micro-batches hold one token that is not in the loss. With them,
-                each rank takes part in each collective. A rank whose sequences do not fit requests `REFUSED`; all ranks
-                then raise an error.
+            columns: Fill the columns. If False, call `MicroBatch.with_columns` later.
+            agree: Called once with the number of micro-batches that this rank needs. It returns the number to make, at
+                least as large, so that all ranks take part in each collective. Additional micro-batches hold one token
+                outside the loss. A rank whose sequences do not fit requests `REFUSED`; all ranks then raise an error.
 
         Returns:
-            At least one micro-batch. Each sequence is in exactly one micro-batch.
+            At least one micro-batch. Each sequence is in exactly one.
 
         Raises:
             ValueError: on all ranks, if a sequence exceeds the budget, or if the branches of a trajectory do not fit
                 together under ``keep_branches``.
         """
-        # Searching bytes for the last True is faster than a numpy function for rows of this length.
+        # Searching bytes for the last True is faster than numpy for rows of this length.
         lengths = [len(s.input_ids) if self.whole else max(1, s.loss_mask.tobytes().rfind(1)) for s in sequences]
         prompts = _prompts(sequences) if self.share_prompts else {}
         try:
@@ -179,7 +174,6 @@ class Packer:
         return [batch.with_columns(sequences) if columns else batch for batch in batches]
 
     def _bins(self, items: Sequence[PackItem], agree: Callable[[int], int]) -> list[list[int]]:
-        """Return the indices of the items in each micro-batch. The ranks have agreed on the number of micro-batches."""
         count = agree(max(1, len(first_fit(items, self.max_tokens)) if self.together else len(items)))
         if count >= REFUSED:
             raise ValueError(
@@ -194,7 +188,6 @@ class Packer:
     def _units(
         self, sequences: Sequence[TokenSequence], lengths: Sequence[int], prompts: Mapping[SampleKey, bytes]
     ) -> list[list[int]]:
-        """Group sequences into units: the branches of a trajectory, or single branches if they do not fit together."""
         if lengths and max(lengths) > self.max_tokens:
             raise ValueError(
                 f"{self.budget} must hold the longest sequence, got {self.max_tokens} for a sequence of {max(lengths)} "
@@ -229,18 +222,11 @@ class Packer:
 
 
 def _num_leading(sequence: TokenSequence) -> int:
-    """Return the number of leading tokens that a sequence may share.
-
-    These are the tokens before the one that predicts its first token in the loss.
-    """
+    """Return the number of tokens before the one that predicts the first token in the loss."""
     return max(0, sequence.loss_mask.tobytes().find(1) - 1)
 
 
 def _prompts(sequences: Sequence[TokenSequence]) -> dict[SampleKey, bytes]:
-    """Return the prompt of each trajectory as bytes: the leading tokens that all of its branches may share.
-
-    These are the shareable leading tokens of the branch that has the fewest.
-    """
     first: dict[SampleKey, tuple[int, TokenSequence]] = {}
     for sequence in sequences:
         num_leading = _num_leading(sequence)
@@ -250,7 +236,6 @@ def _prompts(sequences: Sequence[TokenSequence]) -> dict[SampleKey, bytes]:
 
 
 def _holds(sequence: TokenSequence, prompt: bytes) -> bool:
-    """Whether a sequence begins with the prompt and may share all prompt tokens."""
     num_prompt = len(prompt) // sequence.input_ids.itemsize
     return _num_leading(sequence) >= num_prompt and sequence.compared[:num_prompt].tobytes() == prompt
 
@@ -275,7 +260,7 @@ def _micro_batch(
     totals: Mapping[SampleKey, int],
     prompts: Mapping[SampleKey, bytes],
 ) -> MicroBatch:
-    """Concatenate the first ``packed`` tokens of each sequence. Tokens that sequences share are packed once.
+    """Concatenate the first ``packed`` tokens of each sequence. Shared tokens are packed once.
 
     ``totals`` is the number of tokens in the loss per trajectory.
     """
@@ -323,8 +308,8 @@ def _micro_batch(
 def _images(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Return the images that the first ``packed`` tokens of the sequences need, each image once; None without images.
 
-    Returns the row of each token of the concatenated sequences (-1 for text, and for tokens that are not packed), the
-    pixels and the grids, as in `MicroBatch`.
+    Returns the image row of each token of the concatenated sequences (-1 for text and unpacked tokens), the pixels and
+    the grids.
     """
     first_rows: dict[tuple[int, int], int] = {}
     rows, pixels, grids, num_rows = [], [], [], 0
@@ -349,7 +334,6 @@ def _images(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> tuple[np.
 
 
 def _positions(chosen: Sequence[TokenSequence]) -> np.ndarray:
-    """Return the positions of the tokens of the concatenated sequences on three axes: [tokens, 3] int64."""
     own = (
         np.repeat(np.arange(len(sequence.input_ids))[:, None], 3, axis=1)
         if sequence.images is None
@@ -360,7 +344,6 @@ def _positions(chosen: Sequence[TokenSequence]) -> np.ndarray:
 
 
 def _column(name: str, chosen: Sequence[TokenSequence]) -> np.ndarray:
-    """Concatenate a column of the sequences, [tokens, …]; 0 for sequences without this column."""
     shape = next((each.columns[name].shape[1:] for each in chosen if name in each.columns), ())
     return np.concatenate(
         [each.columns[name] if name in each.columns else np.zeros((len(each.input_ids), *shape)) for each in chosen]
@@ -375,11 +358,10 @@ def _leading_tokens(
 ) -> np.ndarray | None:
     """Map each token of the concatenated sequences to the token that is packed for it: [sum of ``packed``] int64.
 
-    A token maps to itself, or to the equal token of another sequence with the same beginning. This other sequence is
-    the first one with the same prompt, or a branch of the same trajectory. Returns None if no tokens are shared.
+    A token maps to itself or to the equal token of a sequence with the same beginning. That sequence is the first with
+    the same prompt, or a branch of the same trajectory. Returns None if no tokens are shared.
 
-    A sequence shares only tokens before its first token in the loss. It shares them with sequences that come earlier in
-    the ``order``. In the order of the tree, earlier branches contain all of these tokens.
+    A sequence shares only tokens before its first token in the loss, and only with sequences earlier in ``order``.
     """
     leads, shares, starts = np.arange(sum(packed)), False, [0, *accumulate(packed)]
     leaders: dict[bytes, tuple[int, np.ndarray]] = {}
@@ -402,7 +384,6 @@ def _leading_tokens(
 
 
 def _num_common(tokens: np.ndarray, others: np.ndarray) -> int:
-    """Return the length of the longest common prefix of two arrays."""
     length = min(len(tokens), len(others))
     different = np.flatnonzero(tokens[:length] != others[:length])
     return int(different[0]) if len(different) else length

@@ -1,8 +1,7 @@
 """Reads checkpoints of torch.distributed.checkpoint (DCP) without running code from the checkpoint.
 
-DCP unpickles the metadata of a checkpoint and all values other than tensors. Here the metadata may contain only classes
-that DCP writes, and values only types that ``torch.load(weights_only=True)`` allows. A checkpoint from an untrusted
-source is loaded or refused; it cannot run code.
+DCP would unpickle the metadata and all values other than tensors. This module allows only classes that DCP writes, and
+types that ``torch.load(weights_only=True)`` allows.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() i
 def load_plain(state: dict[str, Any], path: Path, *, process_group: Any = None, no_dist: bool = False) -> None:
     """Fill ``state`` from the checkpoint at ``path``, as ``state_dict_loader.load`` does.
 
-    Raises `CheckpointException` if a part is missing, broken, or contains code.
+    Raises `CheckpointException` if a file is missing, damaged, or contains code.
     """
     state_dict_loader.load(
         state,

@@ -1,14 +1,12 @@
 """Prepares the batch of the next learner step while a rank computes the current step: fetches and packs its groups.
 
-Each process has one `BatchPreparer` with one thread, for all roles of the process. The controller announces a batch
-when it queues the step. The thread prepares the batch as soon as the previous step has taken its own batch. Therefore a
-process holds at most two batches. A step waits for its own batch, and the thread wakes it. The thread waits for the
-buffer under the client's deadline, and for the threads of the other ranks under the deadline of their groups.
+Each process has one `BatchPreparer` with one thread, for all its roles. The controller announces a batch when it queues
+the step. The thread prepares the batch after the previous step has taken its own, so a process holds at most two
+batches. A step waits for its own batch, and the thread wakes it. The deadlines of the buffer's client and of the
+process groups bound the waits of the thread.
 
-Preparing a batch needs collectives, with separate process groups (`LearnerMesh.on_host`). In these collectives the
-ranks agree whether a group is missing, and on the number of micro-batches. All ranks prepare the same batches in the
-same order: every batch is prepared once, when it is announced or when its step asks for it, and the order of these
-calls is the same on all ranks.
+The thread uses separate process groups (`LearnerMesh.on_host`) for its collectives. All ranks must announce and take
+the same batches in the same order.
 """
 
 from __future__ import annotations
@@ -41,13 +39,12 @@ _GROUP_FIELDS = tuple(field.name for field in fields(TrajectoryGroup))
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedBatch:
-    """One rank's share of a learner step, ready for a role to compute. It does not depend on any model's weights.
+    """One rank's share of a learner step, ready for a role to compute.
 
     Attributes:
         groups: The groups of the batch by id.
         lost: Ids of the step's groups that this process did not find in the buffer.
-        most_lost: The largest number of lost groups on one rank. If it is not 0, the batch is not complete, and the
-            fields below are empty.
+        most_lost: The largest number of lost groups on one rank. If it is not 0, the fields below are empty.
         sequences: The sequences of the batch, without columns that a role computes.
         scored: The sequences packed for `PackedModel.scores`; None if the role scores nothing for other roles.
         step: The sequences packed for a learner step; None for a frozen role.
@@ -76,10 +73,9 @@ class StepGroups:
     lost: set[int] = field(default_factory=set)
 
     def fetch(self, batch: RankBatch, mesh: LearnerMesh, buffer: LearnerBuffer | None) -> None:
-        """Fetch the missing groups of a batch, a collective of the sp group.
+        """Fetch the missing groups of a batch. A collective of the sp group.
 
-        One rank of the sp group fetches the groups and sends them to its other ranks. A rank may already have some of
-        these groups, because a role with another sp size has fetched them for other sp groups.
+        One rank of the sp group fetches the groups that any of its ranks lacks, and sends them to the others.
         """
         is_missing = [group_id not in self.found for group_id in batch.group_ids]
         if mesh.sp_size > 1 and is_missing:
@@ -114,7 +110,7 @@ def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGr
 
 
 Prepare = Callable[[StepGroups], PreparedBatch]
-"""Prepares a role's batch from the groups that the process has fetched for the same step."""
+"""Prepares a role's batch from the fetched groups of its step."""
 _Key = tuple[int, str, tuple[tuple[int, tuple[int, ...], int], ...]]
 
 
@@ -133,7 +129,7 @@ class BatchPreparer:
         self._groups: dict[int, StepGroups] = {}
 
     def announce(self, role: str, batch: RankBatch, prepare: Prepare) -> None:
-        """Prepare a role's batch as soon as the previous step has taken its own batch."""
+        """Prepare a role's batch when the previous step has taken its own batch."""
         with self._lock:
             self._announced.append((_key(role, batch), prepare))
             if self._newest is None:
@@ -141,9 +137,9 @@ class BatchPreparer:
             self._submit_due(self._newest + 1)
 
     def take(self, role: str, batch: RankBatch, prepare: Prepare) -> PreparedBatch:
-        """Return the prepared batch of a role. If it was not announced, prepare it now. Drop batches of earlier steps.
+        """Return the prepared batch of a role, and drop batches of earlier steps.
 
-        Raises what ``prepare`` raised.
+        Prepares the batch now if it was not announced. Raises what ``prepare`` raised.
         """
         key, version = _key(role, batch), batch.version
         with self._lock:
@@ -157,20 +153,18 @@ class BatchPreparer:
         return future.result()
 
     def forget(self) -> None:
-        """Drop all batches, including announced ones. The thread finishes its current batch, whose result is dropped.
+        """Drop all batches, including announced ones. The thread finishes its current batch.
 
-        All ranks must call this at the same point in the order of their calls, so that their threads prepare the same
-        batches.
+        All ranks must call this at the same point in the order of their calls.
         """
         with self._lock:
             self._begin()
 
     def close(self) -> None:
-        """End the thread when it has finished its current batch."""
+        """End the thread after its current batch."""
         self._thread.shutdown(cancel_futures=True)
 
     def _submit_due(self, newest: int) -> None:
-        """Let the thread prepare the announced batches up to a version."""
         while self._announced and self._announced[0][0][0] <= newest:
             self._submit(*self._announced.popleft())
 
@@ -181,5 +175,5 @@ class BatchPreparer:
 
 
 def _key(role: str, batch: RankBatch) -> _Key:
-    """Return the key of a prepared batch: everything that the batch depends on. Rewards are not a part of the key."""
+    """Return everything that a prepared batch depends on. Rewards are not included."""
     return batch.version, role, tuple((share.group_id, share.samples, share.mini_batch) for share in batch.shares)

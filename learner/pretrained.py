@@ -1,7 +1,7 @@
 """Builds Hugging Face models with the packed attention: a causal language model, or a classifier with one label.
 
 The critic is a token classifier, and the reward model is a sequence classifier. Both use transformers' generic head on
-the family's backbone. Their files are compatible with the family's own classifier in transformers, if there is one.
+the family's backbone.
 """
 
 from __future__ import annotations
@@ -37,23 +37,22 @@ from .weight_files import fill_weights, stored_weights
 log = logging.getLogger(__name__)
 
 SCORE_HEAD = "score"
-"""Name of a classifier's linear head."""
 
 _MULTIPLIES_BY_LOGITS_SCALING = frozenset({"hyperclovax"})
-"""Model types that multiply logits by ``logits_scaling``; all others divide by it."""
+"""Model types that multiply logits by ``logits_scaling``. All others divide by it."""
 
 _ADDS_TOKENS = frozenset({"cpmant"})
-"""Model types whose forward pass adds tokens before a sequence. The backbone alone does not add them."""
+"""Model types with a forward pass that adds tokens before a sequence. The backbone alone does not add them."""
 
 _RANDOM_WHILE_TRAINING = re.compile(r"drop|pdrop|jitter", re.IGNORECASE)
-"""Names of module attributes in transformers that set dropout rates or noise levels for training."""
+"""Module attributes of transformers with dropout rates or noise levels."""
 
 
 def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build the causal language model of a folder in Hugging Face layout, on the meta device and in training mode.
 
-    Its parameters are of type ``dtype``. `learner.fsdp.shard_model` allocates them, and `fill_pretrained` reads the
-    weights. Raises `ValueError` if there is no model at the path, or if packed training does not support the model.
+    Its parameters are of type ``dtype``, without values. Raises `ValueError` if there is no model at the path, or if
+    packed training does not support the model.
     """
     config = _config_of(model_path)
     if config.model_type in _ADDS_TOKENS:
@@ -90,11 +89,11 @@ def parameter_sizes(model_path: str) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitShape:
-    """A family's logits as a function of z, the product of hidden state and embedding: c · tanh(scale · z ÷ c).
+    """Computes logits from z, the product of hidden state and embedding: c · tanh(scale · z ÷ c).
 
     Attributes:
         scale: Factor on z; Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``.
-        soft_cap: c; None: the logits are scale · z. Gemma 2 has 30 (arXiv 2408.00118, section 2).
+        soft_cap: c, such as 30 in Gemma 2 (arXiv 2408.00118, section 2). None means that the logits are scale · z.
     """
 
     scale: float = 1.0
@@ -111,7 +110,7 @@ class LogitShape:
 
 
 def logit_shape(config: PreTrainedConfig) -> LogitShape:
-    """Read the shape of the logits from a model's configuration; the self-test checks it."""
+    """Read the shape of the logits from a model's configuration."""
     text = config.get_text_config()
     scale = getattr(text, "logit_scale", None) or 1.0
     if divisor := getattr(text, "logits_scaling", None):
@@ -159,10 +158,10 @@ def _load_classifier(head: type, model_path: str, dtype: torch.dtype) -> PreTrai
 
 
 def fill_pretrained(model: PreTrainedModel, model_path: str) -> None:
-    """Fill an allocated model with this rank's rows of the weights at a path; see `fill_weights`.
+    """Fill an allocated model with this rank's shards of the weights at a path.
 
-    The head of a new critic is zero: it predicts 0 for each state, so its first advantages equal the returns. Raises
-    `ValueError` if another weight is missing.
+    The head of a new critic is zero, so its first advantages equal the returns. Raises `ValueError` if another weight
+    is missing.
     """
     missing = fill_weights(model, model_path)
     new_head = {name for name in missing if name.startswith(f"{SCORE_HEAD}.")}
@@ -177,7 +176,6 @@ def fill_pretrained(model: PreTrainedModel, model_path: str) -> None:
 
 
 def _classifier_class(head: type, config: PreTrainedConfig, model_path: str) -> Any:
-    """Create a class with transformers' generic head on the family's backbone. The weights keep their names."""
     mapping: Any = AutoModel._model_mapping
     if type(config) not in mapping:
         raise ValueError(_no_such_model(config, model_path))
@@ -190,7 +188,6 @@ def _classifier_class(head: type, config: PreTrainedConfig, model_path: str) -> 
 
 @contextmanager
 def _refused_by_name(model_path: str) -> Iterator[None]:
-    """Convert transformers' errors about unsupported families to messages with a remedy, inside the context."""
     try:
         yield
     except KeyError as error:
@@ -236,10 +233,9 @@ def _prepared(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _deterministic(model: PreTrainedModel) -> PreTrainedModel:
-    """Put the model in training mode and switch off its dropout and noise. The log names what was switched off.
+    """Put the model in training mode and switch off its dropout and noise.
 
-    The ratio of policy-gradient losses needs the same policy as at sampling. Dropout would make a different model per
-    micro-batch. The same applies to critic and reward model. Configuration and files do not change.
+    The ratio of policy-gradient losses needs the same policy as at sampling. Configuration and files do not change.
     """
     found: dict[str, float] = {}
     for module in model.train().modules():

@@ -1,9 +1,7 @@
-"""Layers that carry a state from token to token (linear attention, state spaces, convolutions) on packed sequences.
+"""Recurrent layers (linear attention, state spaces, convolutions) on packed sequences.
 
-On packed tokens such a layer would carry the state of one sequence into the next. Under sequence parallelism it would
-get only part of the tokens. Here each layer gets whole sequences. Kernels with sequence boundaries
-(flash-linear-attention, causal-conv1d) get the packed tokens and the boundaries. Other implementations get a batch of
-right-padded sequences; the padding does not affect real tokens.
+On packed tokens, such a layer would carry the state of one sequence into the next. Kernels with sequence boundaries
+(flash-linear-attention, causal-conv1d) therefore get the boundaries. Other implementations get right-padded sequences.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from .packing import on_device
 from .ulysses import gather_sequence, get_ulysses_sequence_parallel_rank, get_ulysses_sequence_parallel_world_size
 
 _WITHOUT_CONVOLUTION = ("MiniMaxLightningAttention",)
-"""Layers with a state but without a convolution. All other such layers are recognized by their convolution."""
+"""Recurrent layers without a convolution. All others are recognized by their convolution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +43,14 @@ class _Region:
 
 
 class RecurrentLayers:
-    """Patches the layers of a Hugging Face model that carry a state, so that they run on packed sequences.
+    """Patches the recurrent layers of a Hugging Face model in place, so that they run on packed sequences.
 
-    The layers are patched in place, before sharding.
+    Create it before the model is sharded.
 
     Attributes:
         layers: The layers, in order; empty for most models.
-        takes_boundaries: Whether their kernels get ``cu_seq_lens_q`` and ``seq_idx``. If not, the layers run on padded
-            sequences.
+        takes_boundaries: Whether their kernels get ``cu_seq_lens_q`` and ``seq_idx``. If False, the layers run on
+            padded sequences.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,15 +70,15 @@ class RecurrentLayers:
         return sorted({type(layer).__name__ for layer in self.layers})
 
     def use(self, layout: PackedLayout | None) -> None:
-        """Set the layout of the next forward pass; None runs the original layers."""
+        """Set the layout of the next forward pass. None runs the original layers."""
         self._layout = layout
 
     def _follow(self, _parent: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Use the layout of a decoder layer's call, since activation checkpointing calls the layer again later."""
+        """Use the layout of a decoder layer's call, because activation checkpointing calls the layer again later."""
         self._layout = kwargs.get("packed", self._layout)
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replace a layer's ``forward``; the first of ``args`` is this rank's part of the tokens, [1, n, h]."""
+        """Replace a layer's ``forward``. The first argument is this rank's tokens, [1, n, h]."""
         if self._layout is None:
             return forward(*args, **kwargs)
         hidden, others = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
@@ -98,7 +96,6 @@ class RecurrentLayers:
         return out if rest is None else (out, *rest)
 
     def _region(self, layout: PackedLayout, num_local: int) -> _Region:
-        """Return the tokens that this rank computes; the same for all layers of a forward pass."""
         if self._planned is None or self._planned[0] is not layout:
             self._planned = (layout, _region_of_rank(layout, num_local))
         return self._planned[1]
@@ -111,7 +108,7 @@ def _carries_state(module: nn.Module) -> bool:
 
 
 def _has_boundary_kernels(layer: nn.Module) -> bool:
-    """Whether the layer uses kernels with sequence boundaries; transformers looks for these kernels at import."""
+    """Return whether the layer uses kernels with sequence boundaries. transformers looks for them at import."""
     module = sys.modules[type(layer).__module__]
     accepts = "seq_idx" in inspect.signature(type(layer).forward).parameters or hasattr(layer, "chunk_gated_delta_rule")
     return accepts and bool(getattr(module, "is_fast_path_available", False))
@@ -134,7 +131,6 @@ def _region_of_rank(layout: PackedLayout, num_local: int) -> _Region:
 def _with_boundaries(
     run: Callable[..., Any], tokens: Tensor, layout: PackedLayout, forward: Callable[..., Any]
 ) -> tuple[Tensor, tuple[Any, ...] | None]:
-    """Run kernels with sequence boundaries. Returns outputs [n, h] and the layer's other results."""
     sequence = np.repeat(np.arange(len(layout.lengths), dtype=np.int32), layout.lengths)
     index = on_device(sequence, tokens.device)
     said: dict[str, Tensor] = {"seq_idx": index.unsqueeze(0), "cu_seq_lens_q": layout.cu_seqlens}
@@ -146,7 +142,6 @@ def _with_boundaries(
 
 
 def _padded(run: Callable[..., Any], tokens: Tensor, layout: PackedLayout) -> tuple[Tensor, tuple[Any, ...] | None]:
-    """Run one call per bucket of padded sequences. Returns outputs [n, h] and the layer's other results."""
     calls = layout.padded
     if calls.pad_index is not None:
         tokens = tokens.index_select(0, calls.pad_index)
@@ -160,5 +155,4 @@ def _padded(run: Callable[..., Any], tokens: Tensor, layout: PackedLayout) -> tu
 
 
 def _split(output: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
-    """Return a layer's output tensor, and the other entries if the layer returns a tuple."""
     return (output[0], tuple(output[1:])) if isinstance(output, tuple) else (output, None)

@@ -1,6 +1,6 @@
-"""A table of the learner's roles. An entry has a role's model, the column that it computes, and its objective.
+"""The learner's roles: the model, the column and the objective of each.
 
-To add a role, such as a distillation teacher, add an entry. This module does not import torch.
+To add a role, add an entry to `ROLES`. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Scores = Mapping[SampleKey, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """One role of the learner.
+    """A role of the learner.
 
     Attributes:
         name: Example: ``critic``.
@@ -39,7 +39,7 @@ class Role:
         column: The column that the role computes for other roles. Example: ``values``.
         objective: The training objective; None for a frozen role.
         optimizer: AdamW and schedule; None for a frozen role.
-        reads: Columns that a step needs. This role or another role computes them before the step.
+        reads: Columns that a step of the role needs.
         measured_steps: Number of first learner steps that only measure the role and do not train it.
         adapters: Whether the role gets the adapters of ``learner.lora``.
     """
@@ -55,7 +55,7 @@ class Role:
     adapters: bool = False
 
     def build(self, model_path: str, config: LearnerConfig, types: ParameterTypes, temperature: float) -> PackedHead:
-        """Make the role's head with its model, the adapters and the vision tower. The parameters have no values yet.
+        """Make the role's head with its model, adapters and vision tower. The parameters have no values yet.
 
         Raises `ValueError` if an option does not suit the model.
         """
@@ -82,7 +82,7 @@ class Role:
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:
-    """Return a function of this package. Its module is imported at the first call, because the module loads torch."""
+    """Return a function of this package. The first call imports its module, which loads torch."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         return getattr(import_module(f".{module}", __package__), name)(*arguments, **options)
@@ -133,7 +133,6 @@ REWARD_MODEL = Role(
 )
 
 ROLES = {role.name: role for role in (ACTOR, CRITIC, REFERENCE, REWARD_MODEL)}
-"""The roles by name."""
 
 
 def scored_by(column: str, config: LearnerConfig) -> Role:
@@ -153,7 +152,7 @@ class RemoteScores:
     Attributes:
         role: The role that computes the scores. Example: ``critic``.
         batches: The role's batches, one per data-parallel rank.
-        results: References to the scores, one per rank; the first sp rank of each data-parallel rank returns them.
+        results: References to the scores, one per rank. Only the first rank of each sp group returns scores.
     """
 
     role: str
@@ -161,10 +160,10 @@ class RemoteScores:
     results: Sequence[Any]
 
     def needed_by(self, batches: Sequence[RankBatch]) -> list[DataProtoFuture]:
-        """Return, for each data-parallel rank of another role, a future of the scores of its samples.
+        """Return a future of the scores per data-parallel rank of another role.
 
-        ``batches`` are the same plan, divided over any number of ranks. A future refers only to the ranks that scored
-        its samples. If there are no samples, it refers to one rank.
+        ``batches`` are the same plan, divided over that role's ranks. A future refers only to the ranks that scored its
+        samples, or to one rank without samples.
         """
         first_sp_ranks = self.results[:: len(self.results) // len(self.batches)]
         scored = [(result, set(batch.sample_keys)) for result, batch in zip(first_sp_ranks, self.batches, strict=True)]

@@ -1,4 +1,4 @@
-"""The length up to which a model's rotary embeddings do not depend on the longest sequence of the batch."""
+"""The length up to which a model's rotary embeddings do not depend on other sequences of the batch."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 _BY_LONGEST = frozenset({"longrope", "su", "dynamic"})
-"""Types whose frequencies change for all tokens when the largest position exceeds the original length.
-
-transformers compares the original length with the largest position of the call (``dynamic_rope_update``). SGLang
-compares it with the largest position of the batch. The log-probs of a longer sequence therefore depend on the other
-sequences of its batch.
-"""
+"""Rope types that change the frequencies of all tokens when the largest position exceeds the original length.
+transformers takes the largest position of the call (``dynamic_rope_update``), and SGLang that of the batch. The
+log-probs of a longer sequence therefore depend on the other sequences."""
 
 
 def rope_limit(settings: Mapping[str, Any]) -> int | None:
-    """Return the largest length, in tokens, at which log-probs do not depend on the batch; None: no limit.
+    """Return the largest length, in tokens, at which log-probs do not depend on the batch; None means no limit.
 
-    Args:
-        settings: The ``config.json`` of a text model. Example: Phi-3-mini-128k gives 4096.
+    ``settings`` is the ``config.json`` of a text model. Example: Phi-3-mini-128k gives 4096.
     """
     parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     by_layer_type = [value for value in parameters.values() if isinstance(value, Mapping)]

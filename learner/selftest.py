@@ -1,7 +1,7 @@
 """Self-test of a loaded model: compares packed random sequences with Hugging Face's forward of single sequences.
 
-It runs once per model before training, on the run's mesh, dtype and attention path. All ranks compute the same
-sequences and decide by the largest difference over the ranks, so that all ranks enter the same collectives.
+It runs before training on the run's mesh, dtype and attention path. All ranks decide by the largest difference over the
+ranks, so that they enter the same collectives.
 """
 
 from __future__ import annotations
@@ -45,22 +45,20 @@ from .ulysses import UlyssesShardingManager, gather_sequence
 log = logging.getLogger(__name__)
 
 LENGTHS = (23, 11, 11, 7, 3, 2)
-"""Lengths of the sequences. Some are equal, so that they share a padded batch. A model's limit may reduce them."""
+"""Lengths of the sequences. Equal lengths share a padded batch."""
 
 THRESHOLDS = ("sliding_window", "attention_chunk_size")
-"""Options that limit attention beyond a number of tokens. The test lowers them below its longest sequences."""
+"""Options that limit attention to a number of tokens. The test lowers them below its longest sequences."""
 
 LOWERED = 5
-"""Value of a lowered threshold."""
 
 SHARED_TOKENS = 6
-"""Length of the common prefix of two sequences, which may be computed once for both."""
 
 FIRST_TOKENS = 4
-"""Convolutions leak only into the first tokens of a sequence, so these tokens have their own mean."""
+"""Number of first tokens with their own mean. Convolutions leak only into these tokens."""
 
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.12}
-"""Largest accepted relative difference of hidden states between different kernels, by the dtype of the run."""
+"""Largest accepted relative difference of hidden states between kernels, by the dtype of the run."""
 
 LEAK_TOLERANCE = {torch.float32: 2e-4, torch.float16: 3e-3, torch.bfloat16: 0.012}
 """Largest accepted relative change of a sequence's hidden states when other sequences of the micro-batch change."""
@@ -73,7 +71,7 @@ class SelfTestResult:
     Attributes:
         packs: Whether sequences may share a micro-batch.
         shares: Whether sequences of a micro-batch may share the tokens of their common prompt.
-        difference: Largest relative difference of hidden states to Hugging Face's forward.
+        difference: Relative difference of hidden states from Hugging Face's forward.
         seconds: Wall time.
     """
 
@@ -86,8 +84,7 @@ class SelfTestResult:
 class SelfTest:
     """Compares the packed forward of a sharded model with Hugging Face's forward.
 
-    ``sharding`` splits sequences over the sp ranks, ``dtype`` is the dtype of the computation, and ``name`` is the
-    model's path, for messages.
+    ``sharding`` splits sequences over the sp ranks. ``dtype`` is the computation's. ``name`` is the model's path.
     """
 
     def __init__(
@@ -98,7 +95,7 @@ class SelfTest:
         embeddings = cast("nn.Embedding", head.pretrained.get_input_embeddings())
         rng, self._vocabulary = np.random.default_rng(0), embeddings.num_embeddings
         self._logit_difference = 0.0
-        # Low ids are often special, such as the padding, which some models treat differently.
+        # Low ids are often special, such as padding, which some models treat differently.
         limit = rope_limit(head.pretrained.config.get_text_config().to_dict()) or max(LENGTHS)
         self._lengths = tuple(min(length, limit) for length in LENGTHS)
         self._tokens = [rng.integers(self._vocabulary // 2, self._vocabulary, length) for length in self._lengths]
@@ -106,10 +103,7 @@ class SelfTest:
         self._group, self._columns = self._place_images(rng) if head.vision is not None else (None, {})
 
     def _place_images(self, rng: np.random.Generator) -> tuple[GroupImages, dict[str, list[np.ndarray]]]:
-        """Put random images into the first sequences. The two sequences with a common prefix get the same image.
-
-        Returns the images, and the image columns of each sequence.
-        """
+        """Put random images into the first sequences. Return the images, and the image columns of each sequence."""
         processor = PixelFormat.of(load_processor(self._name))
         size = processor.merge_size
 
@@ -130,7 +124,6 @@ class SelfTest:
         return GroupImages(columns), {name: np.split(column, ends) for name, column in of_tokens.items()}
 
     def _images_of(self, tokens: Sequence[np.ndarray], places: Sequence[int]) -> Sequence[SequenceImages | None]:
-        """Return the images and token positions of the sequences with these indices; None for each in a text model."""
         if self._group is None:
             return [None] * len(places)
         rows, positions = ([self._columns[name][place] for place in places] for name in (IMAGE_ROWS, POSITIONS))
@@ -164,10 +157,7 @@ class SelfTest:
         return SelfTestResult(packs=packs, shares=shares, difference=difference, seconds=time.perf_counter() - start)
 
     def _decide(self) -> tuple[bool, float]:
-        """Select the fastest correct method.
-
-        Returns whether sequences may share a micro-batch, and the difference from Hugging Face's forward.
-        """
+        """Return whether sequences may share a micro-batch, and the difference from Hugging Face's forward."""
         expected = self._attempted("Hugging Face's own forward", self._plain)
         self._check_logits()
         recurrent, difference = self._head.recurrent, float("inf")
@@ -196,7 +186,6 @@ class SelfTest:
         raise ValueError(self._refusal(culprit, difference, expected))
 
     def _shares(self) -> bool:
-        """Whether the common prefix of two sequences can be computed once for both."""
         if self._head.recurrent.layers:
             return False
         expected, found = self._together(), self._attempted("the packed forward", self._sharing)
@@ -211,7 +200,6 @@ class SelfTest:
         return difference <= self._leak_tolerance
 
     def _check_logits(self) -> None:
-        """Check that the model's logits equal those that the learner computes; see `LogitShape`."""
         difference = self._largest([torch.tensor(self._logit_difference)])
         if difference > self._tolerance:
             raise ValueError(
@@ -222,14 +210,12 @@ class SelfTest:
             )
 
     def _computed_logits(self) -> str:
-        """Return the description of the logits that the learner computes."""
         shape = cast("LogProbHead", self._head).logit_shape
         scale = f", times {shape.scale:g}" if shape.scale != 1.0 else ""
         cap = f", with a soft cap of {shape.soft_cap:g}" if shape.soft_cap is not None else ""
         return f"a linear map of the last hidden states{scale}{cap}"
 
     def _check_training(self, forward: Callable[[], Tensor]) -> None:
-        """Check that training and scoring compute the same values, without dropout or noise."""
         scoring = self._attempted("the packed forward", forward)
         relative = _relative(self._attempted("the packed forward while training", self._training(forward)), scoring)
         difference = self._largest([relative.mean()])
@@ -244,8 +230,6 @@ class SelfTest:
             )
 
     def _training(self, forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Call a forward in training mode."""
-
         def run() -> Tensor:
             self._head.train(True)
             try:
@@ -255,10 +239,9 @@ class SelfTest:
 
         return run
 
-    # The forwards. Each returns hidden states [N, h] float32, sequence after sequence.
+    # Each of these methods returns hidden states [N, h] float32, sequence after sequence.
 
     def _plain(self) -> Tensor:
-        """Run each sequence alone with transformers' eager attention, without sequence parallelism."""
         return torch.cat(
             [
                 self._through_root(lambda ids=ids, place=place: self._plain_forward(ids, place))
@@ -267,7 +250,6 @@ class SelfTest:
         )
 
     def _plain_forward(self, tokens: np.ndarray, place: int) -> Tensor:
-        """Return the input of the output layer in transformers' forward of one sequence."""
         pretrained, reached = self._head.pretrained, []
         output = _output_layer(self._head)
         handle = output.register_forward_pre_hook(lambda _module, args: reached.append(args[0]))
@@ -286,7 +268,6 @@ class SelfTest:
         return reached[0][0].float()
 
     def _plain_images(self, place: int) -> dict[str, Tensor]:
-        """Return the arguments of transformers' forward for the images of a sequence."""
         if self._group is None or self._head.vision is None or self._columns[IMAGE_ROWS][place].max() < 0:
             return {}
         rows, device = self._columns[IMAGE_ROWS][place], self._mesh.device
@@ -311,7 +292,6 @@ class SelfTest:
         return self._through_root(lambda: self._packed_forward(tokens))
 
     def _one_by_one(self) -> Tensor:
-        """Run each sequence in its own micro-batch."""
         return torch.cat(
             [
                 self._through_root(lambda ids=ids, place=place: self._packed_forward([ids], [place]))
@@ -320,13 +300,11 @@ class SelfTest:
         )
 
     def _sharing(self) -> Tensor:
-        """Run all sequences in one micro-batch. Two of them share their first tokens."""
         return self._through_root(lambda: self._packed_forward(self._tokens, num_prompt=SHARED_TOKENS + 1))
 
     def _packed_forward(
         self, tokens: Sequence[np.ndarray], places: Sequence[int] = (), *, num_prompt: int = 1
     ) -> Tensor:
-        """Return the hidden states of all sequences, or of the sequences with these indices."""
         images = self._images_of(tokens, places or range(len(tokens)))
         sequences = [
             TokenSequence(input_ids=ids.astype(np.int32), loss_mask=np.arange(len(ids)) >= num_prompt, images=own)
@@ -339,7 +317,7 @@ class SelfTest:
         return (hidden[: len(batch.input_ids)] if batch.token_index is None else hidden[batch.token_index]).float()
 
     def _through_root(self, function: Callable[[], Tensor]) -> Tensor:
-        """Call a function inside the root's forward: FSDP gathers the parameters around it."""
+        """Call a function inside the root's forward, so that FSDP gathers the parameters."""
         self._head.forward = function  # pyright: ignore[reportAttributeAccessIssue]
         try:
             return self._head()
@@ -347,7 +325,6 @@ class SelfTest:
             del self._head.forward
 
     def _attempted(self, what: str, forward: Callable[[], Tensor]) -> Tensor:
-        """Run a forward pass. If it fails, raise `ValueError` with the name of the model."""
         try:
             return forward()
         except Exception as error:
@@ -369,11 +346,9 @@ class SelfTest:
         return self._largest([relative[self._places() < FIRST_TOKENS].mean(), relative.mean()])
 
     def _places(self) -> Tensor:
-        """Return the position of each token in its sequence, [N] int64."""
         return torch.cat([torch.arange(length) for length in self._lengths])
 
     def _leak(self, together: Tensor) -> float:
-        """Return the difference in the hidden states of unchanged sequences when the other sequences change."""
         relative = _relative(self._together(changed=True), together)
         sequence = torch.arange(len(self._lengths)).repeat_interleave(torch.tensor(self._lengths))
         same, first = sequence % 2 == 1, self._places() < FIRST_TOKENS
@@ -385,7 +360,6 @@ class SelfTest:
         return float(self._mesh.largest(worst))
 
     def _culprit(self, right: Callable[[], Tensor], wrong: Callable[[], Tensor]) -> str:
-        """Return the name and type of the first layer whose output differs between two forwards."""
         expected = self._outputs(right, gathered=right != self._plain)
         found = self._outputs(wrong, gathered=True)
         for name, (kind, output) in found.items():
@@ -397,7 +371,6 @@ class SelfTest:
         return type(self._head.pretrained).__name__
 
     def _outputs(self, run: Callable[[], Tensor], *, gathered: bool) -> dict[str, tuple[str, Tensor]]:
-        """Return type and [N, ...] output of each part of each decoder layer, by name, in the order of computation."""
         outputs: dict[str, tuple[str, list[Tensor]]] = {}
         names = {module: name for name, module in self._head.pretrained.named_modules()}
 
@@ -424,7 +397,6 @@ class SelfTest:
     # Messages.
 
     def _refusal(self, culprit: str, difference: float, expected: Tensor) -> str:
-        """Return the message for a refused model. Also tests whether the model works without sequence parallelism."""
         remedy = "the learner does not support this layer"
         if self._mesh.sp_size > 1:
             self._sharding = nullcontext()
@@ -443,24 +415,21 @@ class SelfTest:
 
 
 def _output_layer(head: PackedHead) -> nn.Linear:
-    """Return the layer that reads the last hidden states."""
     if isinstance(head, LogProbHead):
         return cast("nn.Linear", head.pretrained.get_output_embeddings())
     return cast("nn.Linear", getattr(head.pretrained, SCORE_HEAD))
 
 
 def _relative(found: Tensor, expected: Tensor) -> Tensor:
-    """Divide the norms of the differences of rows by the norms of the expected rows, [N]."""
     norms = expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     return ((found - expected).norm(dim=-1) / norms).cpu()
 
 
 @contextmanager
 def _lowered_thresholds(pretrained: PreTrainedModel) -> Iterator[None]:
-    """Lower windows and chunks that are longer than the test's sequences, inside the context.
+    """Lower windows and chunks that are longer than the test's sequences.
 
-    A window of 4,096 tokens would need sequences of that length, and their scores in transformers' eager attention.
-    Layers and configurations store the length under the same names; all are changed together.
+    The test would otherwise need sequences of thousands of tokens.
     """
     modules = list(pretrained.modules())
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
@@ -479,7 +448,7 @@ def _lowered_thresholds(pretrained: PreTrainedModel) -> Iterator[None]:
 
 
 class _FirstExperts(TorchDispatchMode):
-    """Makes each ``topk`` over the last dimension return the first entries and their values."""
+    """Makes each ``topk`` over the last dimension return the first entries."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -492,11 +461,10 @@ class _FirstExperts(TorchDispatchMode):
 
 @contextmanager
 def _fixed_routing(pretrained: PreTrainedModel) -> Iterator[None]:
-    """Route all tokens of a mixture of experts to the first experts inside the context.
+    """Route all tokens of a mixture of experts to the first experts.
 
-    Rounding in half precision changes the order of experts with almost equal scores. A token may then go to other
-    experts in the packed forward than in the forward of its sequence alone. The hidden states then differ, although
-    both are correct.
+    In half precision, rounding may send a token to other experts in the packed forward than alone, although both are
+    correct.
     """
     parts = dict(pretrained.named_modules())
     experts = {name.rpartition(".")[0] for name in expert_tensors(pretrained)}
@@ -514,8 +482,7 @@ def _fixed_routing(pretrained: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _eager(pretrained: PreTrainedModel) -> Iterator[None]:
-    """Use transformers' eager attention, uncompiled, inside the context."""
-    # Not set_attn_implementation: it does not change models whose attention does not use the registry.
+    # set_attn_implementation does not change models with attention outside the registry.
     configs = {
         id(module.config): module.config for module in pretrained.modules() if isinstance(module, PreTrainedModel)
     }
@@ -531,7 +498,6 @@ def _eager(pretrained: PreTrainedModel) -> Iterator[None]:
 
 
 def _raised_in(error: BaseException) -> str:
-    """Return the class of the innermost module that raised an error, or the function's name."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [frame.f_locals.get("self", frame.f_locals.get("module")) for frame in frames]
     named = [type(module).__name__ for module in modules if isinstance(module, nn.Module)]

@@ -1,4 +1,4 @@
-"""Trains a role's model: AdamW, optimizer updates on batches of token sequences, and learner steps.
+"""Trains a role's model: AdamW, optimizer updates on token sequences, and learner steps.
 
 RL workers and supervised fine-tuning use the same `Trainer`. All its methods are collectives.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch._dynamo  # this import takes a second; without it, the first optimizer step would wait for it
+import torch._dynamo  # this import takes a second; the first optimizer step would wait for it
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,9 +35,8 @@ from .types import TokenSequence
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
     """Return the learning rate of one optimizer update; ``update`` is the number of updates before it.
 
-    A linear warm-up reaches the peak at update ``warmup_steps``. Then a linear or cosine schedule lowers the rate to
-    ``min_lr_ratio`` of the peak at ``total_updates``, the number of updates of the run, and the rate stays there. A
-    constant schedule keeps the peak.
+    A linear warm-up reaches the peak at update ``warmup_steps``. A linear or cosine schedule then lowers the rate to
+    ``min_lr_ratio`` of the peak at ``total_updates``. The rate stays there. A constant schedule keeps the peak.
     """
     if update < config.warmup_steps:
         return config.lr * (update + 1) / (config.warmup_steps + 1)
@@ -76,9 +75,8 @@ class ModelOptimizer:
     def step(self) -> dict[str, float]:
         """Clip the gradients, update the parameters and clear the gradients.
 
-        In two cases the parameters do not change, and the metrics count the update. A non-finite gradient would destroy
-        the weights. If the gradient is exactly zero (no token in the loss, all tokens masked, all advantages zero),
-        the batch has no signal, but momentum and weight decay would still move the weights.
+        A non-finite gradient does not change the parameters, because it would destroy them. Neither does a gradient of
+        exactly zero, because only momentum and weight decay would move them.
 
         Returns:
             ``grad_norm`` before clipping, ``lr``, and two counts, each 1.0 or 0.0: ``skipped_updates`` (a non-finite
@@ -105,7 +103,7 @@ class ModelOptimizer:
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], shards: DeviceMesh | None) -> float:
-    """Return the norm of all gradients over the ranks of one copy (`shard_mesh`).
+    """Return the norm of all gradients over ``shards``, the ranks that share one copy.
 
     Either all gradients are plain tensors, or all are sharded in the same way.
     """
@@ -129,7 +127,7 @@ def shard_mesh(parameters: Iterable[nn.Parameter]) -> DeviceMesh | None:
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether decoupled weight decay applies: matrices decay, biases and norm gains do not."""
+    """Return whether weight decay applies: it applies to matrices, not to biases and norm gains."""
     return parameter.ndim >= 2 and not name.endswith(".bias")
 
 
@@ -141,12 +139,13 @@ class Trainer(PackedModel):
     """A `PackedModel` with an optimizer.
 
     Args:
-        config, model_path, temperature, setup: See `PackedModel`.
+        config, model_path, temperature, setup: As for `PackedModel`.
         role: The role to train.
         total_updates: Optimizer updates of the run, for the schedule.
         seed: Seeds the adapters and their dropout.
 
-    Raises `ValueError` if the role is frozen.
+    Raises:
+        ValueError: the role is frozen.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class Trainer(PackedModel):
     def trains_as_it_scores(self) -> bool:
         """Whether a training forward gives the same log-probs as `scores`.
 
-        This is so if the self-test has confirmed it, and the adapters have no dropout.
+        This needs a self-test, and adapters without dropout.
         """
         lora = self.config.lora
         return self.selftest is not None and not (self.role.adapters and lora.rank and lora.dropout)
@@ -178,15 +177,15 @@ class Trainer(PackedModel):
     def pack_to_train(
         self, sequences: Sequence[TokenSequence], objective: Objective, mesh: LearnerMesh | None = None
     ) -> PackedBatch:
-        """Pack sequences for `update` and `evaluate`; see `pack`."""
+        """Pack sequences for `update` and `evaluate`."""
         return self.pack(sequences, keep_branches=objective.needs_trajectories, mesh=mesh)
 
     def update(
         self, sequences: Sequence[TokenSequence], objective: Objective, packed: PackedBatch | None = None
     ) -> dict[str, float]:
-        """Make one optimizer update on the sequences of all ranks; the sp ranks of a group pass the same share.
+        """Make one optimizer update on the sequences of all ranks. The sp ranks of a group pass the same sequences.
 
-        ``packed`` is the result of `pack_to_train` for the sequences, if there is one.
+        ``packed`` is the result of `pack_to_train`, if known.
 
         Returns:
             The same dict on each rank: ``loss`` and the loss's own metrics (means over the batch's tokens, before
@@ -200,7 +199,7 @@ class Trainer(PackedModel):
             return self._reduce(rows) | batch.counts() | self.optimizer.step()
 
     def accumulate(self, batch: PackedBatch, objective: Objective) -> list[dict[str, Tensor]]:
-        """Add the gradients of all micro-batches. The host does not wait for the device in this loop.
+        """Add the gradients of all micro-batches. The host does not wait for the device.
 
         Returns the sums of the loss and of the metrics for each micro-batch, on the device.
         """
@@ -236,8 +235,7 @@ class Trainer(PackedModel):
     def _share_of_loss(
         self, micro_batch: MicroBatch, objective: Objective, batch: PackedBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a micro-batch's share of the loss of the whole batch, with gradient, and of each metric."""
-        head = cast("TrainableHead", self.head)  # a role with an objective has a trainable head
+        head = cast("TrainableHead", self.head)
         inputs = head.inputs(micro_batch.to(self.mesh.device), entropy=objective.needs_entropy)
         terms = objective.loss(inputs)
         weights = token_weights(
@@ -254,10 +252,10 @@ class Trainer(PackedModel):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedStep:
-    """The micro-batches of a learner step, packed before the step; they have no columns.
+    """The micro-batches of a learner step, without columns.
 
     Attributes:
-        scored: The sequences whose proximal log-probs need a separate forward pass; None if there are none.
+        scored: The sequences that need a separate forward pass for their proximal log-probs, or None.
         updates: The sequences of each mini-batch. A measured step has a single entry with all its sequences.
     """
 
@@ -273,9 +271,8 @@ class PackedStep:
 class LearnerStep:
     """One learner step: one optimizer update per mini-batch.
 
-    If the objective needs the log-probs before the step, one forward pass before the first update computes them. If the
-    trainer `trains_as_it_scores`, this pass omits the first mini-batch: the first update computes its own log-probs,
-    since the weights have not changed yet.
+    If the objective needs proximal log-probs, a forward pass before the first update computes them. This pass omits the
+    first mini-batch if the trainer `trains_as_it_scores`: the first update then uses its own log-probs.
     """
 
     def __init__(self, trainer: Trainer, objective: Objective, *, num_mini_batches: int = 1) -> None:
@@ -290,7 +287,7 @@ class LearnerStep:
     ) -> PackedStep:
         """Pack this rank's sequences for `run`, or for `measure` if the step ``is_measured``.
 
-        This reads no columns of the sequences. The ranks agree over ``mesh``, by default the trainer's.
+        The sequences need no columns. The ranks agree over ``mesh``, by default the trainer's.
         """
         trained = _in_loss(sequences)
         later = [] if is_measured else self._later(trained)
@@ -302,10 +299,10 @@ class LearnerStep:
         )
 
     def run(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
-        """Make one learner step on this rank's share of the batch. Returns the result of `update`.
+        """Make one learner step on this rank's sequences. Returns the result of `update`.
 
-        The sequences must have the columns that the objective reads, except ``proximal_logprobs``: this method computes
-        them if needed. ``packed`` is the result of `pack` for the sequences, if there is one.
+        The sequences must have the columns that the objective reads, except ``proximal_logprobs``. ``packed`` is the
+        result of `pack`, if known.
         """
         packed = packed or self.pack(sequences)
         if packed.scored is None:
@@ -318,7 +315,6 @@ class LearnerStep:
         return self.update([*own, *scored], packed)
 
     def _later(self, trained: Sequence[TokenSequence]) -> list[TokenSequence]:
-        """Return the sequences whose proximal log-probs need a separate forward pass."""
         return [sequence for sequence in trained if sequence.mini_batch >= self._first_scored]
 
     def update(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
@@ -327,8 +323,8 @@ class LearnerStep:
         Only the first mini-batch may lack ``proximal_logprobs``.
 
         Returns:
-            The trainer's metrics, summarized, the same on each rank. Over mini-batches, counts are summed and the other
-            metrics are averaged.
+            The trainer's metrics, summarized, the same on each rank. Counts are summed over mini-batches, other metrics
+            are averaged.
         """
         parts = split_sequences(_in_loss(sequences), self._num_mini_batches)
         batches = [None] * len(parts) if packed is None else packed.updates
@@ -339,18 +335,16 @@ class LearnerStep:
         return self._objective.summarize(_merged(updates))
 
     def measure(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
-        """Compute the metrics of the batch without an update. The optimizer's metrics are not included."""
+        """Compute the metrics of the batch without an update, and without the optimizer's metrics."""
         batch = None if packed is None else packed.updates[0]
         return self._objective.summarize(self._trainer.evaluate(sequences, self._objective, packed=batch))
 
 
 def _in_loss(sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-    """Return the sequences with a token in the loss."""
     return [sequence for sequence in sequences if sequence.loss_mask.any()]
 
 
 def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Merge the metrics of a step's updates: sum the counts, average the rest over updates with tokens."""
     counted = {name for name in updates[0] if name.startswith("num_") or name.endswith("_updates")}
     trained = [update for update in updates if update["num_tokens"]] or updates
     return {

@@ -1,7 +1,7 @@
 """A log of the consumed trajectories: one parquet file per learner step and rank, one row per branch.
 
-With ``record_trajectories`` a run logs all trajectories. A run can also log a few sequences of some steps for the user,
-with the learner's log-probs next to the engine's (`TokenLogOptions`).
+With ``record_trajectories``, a run logs all trajectories. With `TokenLogOptions`, it also logs a few sequences with the
+learner's log-probs next to the engine's.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SCHEMA = pa.schema(
 
 
 LEARNER_LOGPROBS = "learner_logprobs"
-"""Column of a sequence: the learner's log-probs before its update, if computed."""
+"""Column of a sequence: the learner's log-probs before its update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogOptions:
-    """Options for the log of a few sequences, which the first data-parallel rank writes for the user.
+    """Options for the log of a few sequences, which rank 0 writes.
 
     Attributes:
         directory: Folder of the files.
@@ -71,11 +71,15 @@ class TrajectoryLog:
         *,
         rank: int,
     ) -> Path:
-        """Write the samples of one step and data-parallel rank atomically; returns the file.
+        """Write the samples of one step and data-parallel rank atomically, and return the file.
 
-        The rewards come from ``batch``, since a reward model may have replaced those of the groups. ``sequences`` has
-        one sequence per branch, in the order of the batch's shares, with ``advantages``. If it has fewer sequences than
-        there are branches, only these are written.
+        Args:
+            batch: The rank's batch. Its rewards are written, because a reward model may have replaced those of the
+                groups.
+            groups: The batch's groups by id.
+            sequences: One sequence per branch, in the order of the batch's shares, with ``advantages``. If there are
+                fewer sequences, only their branches are written.
+            rank: The data-parallel rank.
         """
         branches = _branches(batch, groups)
         rewards = batch.rewards
@@ -95,10 +99,9 @@ def trained_groups(
 ) -> list[dict[str, Any]]:
     """Return the entries for a step's receipt: one per group that a rank has trained on.
 
-    An entry has the ``attempt`` of the group, the number of tokens in the rank's sequences by policy version
-    (``versions``), the ``digest`` of these tokens (`token_digest`), and the number of tokens ``in_loss``. A trajectory
-    that `AlgorithmConfig.mask_truncated` leaves out of the loss counts in the digest, but has no token in the loss.
-    ``sequences`` has one sequence per branch, in the order of the shares.
+    An entry has the ``attempt`` of the group, the number of trained tokens by policy version (``versions``), their
+    ``digest`` (`token_digest`), and the number of tokens ``in_loss``. A trajectory that ``mask_truncated`` leaves out
+    of the loss counts in the digest, but not in ``in_loss``. ``sequences`` has one sequence per branch.
     """
     found: dict[int, dict[str, Any]] = {}
     versions: dict[int, list[np.ndarray]] = {}
@@ -118,7 +121,6 @@ def trained_groups(
 
 
 def _branches(batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> list[tuple[TrajectoryGroup, Branch]]:
-    """Return the branches of a rank's share, in the order of its sequences."""
     return [
         (groups[share.group_id], branch)
         for share in batch.shares

@@ -1,13 +1,12 @@
 """Advantages of turns: one number per sampled turn, for trajectories that are trees of turns.
 
-The sampled turns of a trajectory form a forest. A turn may have no next turn, one next turn, or several if the history
-was branched. A new root begins after a compaction or for a sub-agent. The *index* of a turn is the number of sampled
-turns before it on its path. Turns of a prompt, a tool or an environment have no advantage.
+A turn may have several next turns if the history was branched. The estimators then use their mean, because each is a
+sample of the continuation. The *index* of a turn is the number of sampled turns before it on its path. Turns of a
+prompt, a tool or an environment do not have an advantage.
 
-The reward of a turn is its own reward, plus the rewards of the given turns directly after it, minus the KL penalty of
-its tokens. The last turn of each path also gets the trajectory's outcome. If a turn has several next turns, the
-estimators use their mean as the next turn, because each of them is a sample of the continuation. Letter: K turns of the
-whole batch.
+The reward of a turn is its own reward, plus the rewards of the unsampled turns up to the next sampled turn, minus the
+KL penalty of its tokens. The last turn of each path also gets the trajectory's outcome. In shapes, K is the number of
+turns of the whole batch.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class TurnRewards:
         rewards: [K] float64, reward of each turn; the outcome is in the last turn of each path.
         values: [K] float64, the critic's value before the turn's first token; zeros without a critic, NaN for a turn
             without a token in the loss.
-        num_tokens: [K] int64, tokens in the loss. It is 0 for an empty turn, and for turns that ``mask_truncated``
-            leaves out; these turns still count in the baselines of other turns.
+        num_tokens: [K] int64, tokens in the loss. Turns with 0 still count in the baselines of other turns.
         previous: [K] int64, position of the previous turn on the path; -1 for the first.
         trajectories: [K] int64, the trajectory of each turn.
         group_ids: [K] int64, prompt group of each turn.
@@ -61,7 +59,7 @@ class TurnRewards:
 
     @property
     def levels(self) -> list[Tensor]:
-        """For each index, from 0 on, the positions of the turns that have this index."""
+        """The positions of the turns of each index, from index 0 on."""
         return [torch.nonzero(self.index == level)[:, 0] for level in self.index.unique().tolist()]
 
 
@@ -70,8 +68,8 @@ class TurnAdvantages:
     """The result of a turn estimator.
 
     Attributes:
-        advantages: [K] float64; every token of a turn has the advantage of the turn.
-        returns: [K] float64, the critic's targets, for every token of the turn.
+        advantages: [K] float64, for each token of the turn.
+        returns: [K] float64, the critic's targets.
     """
 
     advantages: Tensor
@@ -79,16 +77,16 @@ class TurnAdvantages:
 
 
 def turn_gae(batch: TurnRewards, config: AlgorithmConfig) -> TurnAdvantages:
-    """Generalized advantages whose steps are turns (Turn-PPO, arXiv 2512.17008; ArCHer's utterances, arXiv 2402.19446).
+    """Estimate generalized advantages over turns (Turn-PPO, arXiv 2512.17008; ArCHer's utterances, arXiv 2402.19446).
 
     A_k = δ_k + γ λ A_(k+1) with δ_k = r_k + γ V_(k+1) - V_k, as in GAE (arXiv 1506.02438, equation 16). V_k is the
-    critic's value before the first token of turn k; γ is ``gamma`` and λ ``gae_lambda``, per turn. After the last turn
-    of a path, V and A are 0. ``whiten_advantages`` standardizes the advantages over the batch; each trajectory has the
-    same weight, regardless of its number of turns. Deviations: Turn-PPO clips the ratio of a whole turn; here,
-    ``algorithm.loss`` decides this. ArCHer trains a separate critic of utterances off-policy.
+    critic's value before the first token of turn k. γ is ``gamma`` and λ is ``gae_lambda``. After the last turn of a
+    path, V and A are 0. ``whiten_advantages`` standardizes the advantages over the batch, with the same weight for each
+    trajectory.
 
-    Example: turns of any length with rewards 0, 1 and values 0.5, 0.6, with γ = 1 and λ = 0.5, give 0.3, 0.4. `gae`
-    gives the same numbers for two tokens.
+    Deviations: Turn-PPO clips the ratio of a whole turn. ArCHer trains a separate critic off-policy.
+
+    Example: turns with rewards 0, 1 and values 0.5, 0.6, with γ = 1 and λ = 0.5, give 0.3, 0.4.
     """
     num_next = torch.bincount(batch.previous[batch.previous >= 0], minlength=len(batch.previous)).clamp(min=1)
     values, advantages = batch.values.clone(), torch.zeros_like(batch.values)
@@ -112,17 +110,15 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
     """Compare a turn's return with those of the turns of the same index in its prompt group.
 
     The return of turn k is Σ γ^(j - k) r_j over the turns j >= k of its path. Its advantage is (return - mean) ÷ sample
-    deviation. Mean and deviation are over the trajectories of the group that have a turn of this index. Without
-    ``has_deviation``, the difference is not divided. If a trajectory has n turns of this index, each of them has the
-    weight 1 ÷ n. If no other trajectory of the group has a turn of this index, the turn cannot be compared. It then
-    gets the advantage of the previous turn on its path, or 0 if it is the first turn.
+    deviation, or (return - mean) without ``has_deviation``. Mean and deviation are over the group's trajectories with a
+    turn of this index. If a trajectory has n turns of this index, each has the weight 1 ÷ n. If no other trajectory has
+    a turn of this index, the turn gets the advantage of the previous turn on its path, or 0 if it is the first.
 
-    Sources: the turn-level advantages of MT-GRPO (arXiv 2505.11821), whose turns are compared by their index, and the
-    step groups of GiGPO (arXiv 2505.10978), which compares returns from equal states. Deviation:
-    both add the advantage of the whole trajectory with a weight; here the return contains the outcome.
+    Sources: the turn-level advantages of MT-GRPO (arXiv 2505.11821) and the step groups of GiGPO (arXiv 2505.10978).
+    Deviation: both add the advantage of the whole trajectory with a weight. Here, the return contains the outcome.
 
-    Example: a group of three trajectories with turns of rewards (0, 1), (0, 0) and (0.5): returns 1, 0, 0.5 of index 0,
-    and 1, 0 of index 1, without deviation give (0.5, 0.5), (-0.5, -0.5) and (0).
+    Example: a group of three trajectories with turns of rewards (0, 1), (0, 0) and (0.5). The returns are 1, 0, 0.5 for
+    index 0, and 1, 0 for index 1. Without deviation, the advantages are (0.5, 0.5), (-0.5, -0.5) and (0).
     """
     returns = batch.rewards.clone()
     num_next = torch.bincount(batch.previous[batch.previous >= 0], minlength=len(returns)).clamp(min=1)
@@ -147,10 +143,9 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
 
 
 def _standardized(advantages: Tensor, batch: TurnRewards) -> Tensor:
-    """Subtract the mean and divide by the deviation (n - 1) over the n trajectories with turns in the loss.
+    """Standardize over the n trajectories with turns in the loss (deviation with n - 1).
 
-    Each trajectory has the weight 1, which its n turns share equally (1 ÷ n each). A turn that is not in the loss does
-    not count; its result is 0.
+    The turns of a trajectory share the weight 1 equally. A turn outside the loss does not count, and its result is 0.
     """
     is_in_loss = batch.num_tokens > 0
     trajectory, sizes = members(batch.trajectories[is_in_loss])
@@ -167,7 +162,7 @@ def _standardized(advantages: Tensor, batch: TurnRewards) -> Tensor:
 def turn_rows(sequences: Sequence[TokenSequence], rewards: Mapping[SampleKey, float]) -> TurnRows:
     """Convert the turns of a rank's sequences to rows, in the order of the sequences.
 
-    The sequences have the column ``penalties`` and, with a critic, ``values``. ``rewards`` has the reward of each
+    The sequences need the column ``penalties`` and, with a critic, ``values``. ``rewards`` has the reward of each
     trajectory, including the rewards of its turns.
 
     Raises:
@@ -197,10 +192,10 @@ def turn_rows(sequences: Sequence[TokenSequence], rewards: Mapping[SampleKey, fl
 
 
 def joined_turns(shares: Sequence[TurnRows]) -> tuple[TurnRewards, np.ndarray]:
-    """Join the rows of all ranks. Returns the batch, and [K] the row of each of its turns."""
+    """Join the rows of all ranks. Returns the batch, and the row of each of its turns, [K]."""
     ids, numbers = (torch.cat(parts) for parts in zip(*shares, strict=True))
     trajectories, _ = members(ids[:, :2])
-    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # the order of the groups, on any number of ranks
+    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # does not depend on the ranks
     ids, numbers, trajectories = ids[order], numbers[order], trajectories[order]
     span = int(ids[:, 2].max()) + 1 if len(ids) else 1
     places, before = trajectories * span + ids[:, 2], trajectories * span + ids[:, 3]

@@ -1,4 +1,4 @@
-"""The learner's input: the share of a step for each rank, and the token sequences to train on."""
+"""The learner's input: the batch of each rank in a step, and the token sequences to train on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GroupShare:
     Attributes:
         group_id: The group to fetch from the buffer.
         samples: [S] indices of the trajectories in the group, ascending.
-        rewards: [S] float32, including a length penalty.
+        rewards: [S] float32, including DAPO's length penalty if enabled.
         mini_batch: Index of the optimizer update that trains on these trajectories, from 0.
         data_source: Data source of the group's prompt.
     """
@@ -40,12 +40,12 @@ class GroupShare:
 
 @dataclass(frozen=True, kw_only=True)
 class RankBatch:
-    """The share of one learner step that one data-parallel rank trains on, as metadata: no tokens.
+    """The samples of one learner step for one data-parallel rank, as metadata without tokens.
 
     Attributes:
-        version: Learner version that consumes the batch; the version after the step is ``version + 1``.
-        shares: The rank's shares of prompt groups; may be empty. A group can have several shares, one per mini-batch.
-        max_lag: Staleness bound in learner steps; the rank refuses a batch that exceeds the bound.
+        version: Policy version before the step. The version after the step is ``version + 1``.
+        shares: The rank's shares of prompt groups; may be empty. A group can have one share per mini-batch.
+        max_lag: Staleness bound in learner steps. The rank refuses a batch that exceeds it.
     """
 
     version: int
@@ -59,7 +59,7 @@ class RankBatch:
 
     @property
     def sample_keys(self) -> list[SampleKey]:
-        """The keys (group id, index in the group) of all samples. Their order is the order of ``shares``."""
+        """The keys of all samples, in the order of ``shares``."""
         return [(share.group_id, sample) for share in self.shares for sample in share.samples]
 
     @property
@@ -81,7 +81,7 @@ class TurnSpan(NamedTuple):
         turn: Index of the turn in its prompt group.
         previous: Index of the previous sampled turn on the path; -1 for the first.
         start: Position of the turn's first token in the sequence. ``stop`` is the position after its last token.
-        reward: Reward of the turn, plus the rewards of the given turns directly after it.
+        reward: Reward of the turn, plus the rewards of the unsampled turns up to the next sampled turn.
     """
 
     turn: int
@@ -100,8 +100,8 @@ class SequenceImages:
         indices: [T] int64, the index of each token's image in the group; -1 for text.
         rows: [T] int32, the row of each token's merged feature in the group; -1 for text.
         positions: [T, 3] int32, positions in time, height and width.
-        compared: [T] int32, the id of each text token, and a negative number for each token of an image. Entries of two
-            sequences are equal only if the tokens are equal, or belong to equal images.
+        compared: [T] int32, the id of each text token, and a negative number for each token of an image. Equal entries
+            of two sequences mean equal tokens or equal images.
     """
 
     group: GroupImages
@@ -118,7 +118,7 @@ class SequenceImages:
         rows: Sequence[np.ndarray],
         positions: Sequence[np.ndarray],
     ) -> list[SequenceImages]:
-        """Return the images of several sequences of a group, from their tokens, rows and positions."""
+        """Return the images of several sequences of a group."""
         keys = np.array([-1 - next(_num_images) % 2**31 for _ in range(group.num_images)], dtype=np.int32)
         made = []
         for ids, own_rows, own_positions in zip(token_ids, rows, positions, strict=True):
@@ -134,17 +134,15 @@ class TokenSequence:
 
     Attributes:
         input_ids: [T] int32 token ids, T >= 1.
-        loss_mask: [T] bool, True where the token is in the loss. The first token has no prediction: its entry is
-            False.
-        columns: Further [T] float32 arrays by name, aligned with ``input_ids``. The loss reads them where ``loss_mask``
-            is True. Example: ``behavior_logprobs``, ``advantages``. Token columns of a group may be [T, …] of any
-            numeric dtype.
+        loss_mask: [T] bool, True where the token is in the loss. The first entry is False.
+        columns: [T] float32 arrays by name, such as ``advantages``. The loss reads them where ``loss_mask`` is True.
+            Token columns of a group may be [T, …] of any numeric dtype.
         mini_batch: Index of the optimizer update that trains on this sequence, from 0.
-        trajectory: The trajectory of which this sequence is a branch. The default is a new trajectory.
-        token_rewards: [T] float32, rewards of turns at their last tokens; the trajectory's reward includes them. None
-            if no turn has a reward.
+        trajectory: The trajectory that this sequence is a branch of; by default a new trajectory.
+        token_rewards: [T] float32, rewards of turns at their last tokens; None without such rewards. The trajectory's
+            reward includes them.
         turns: The sampled turns that this sequence trains, in order, including turns that ``mask_truncated`` leaves out
-            of the loss. Empty for a sequence that does not belong to a trajectory.
+            of the loss. Empty outside RL.
         images: The images in the sequence; None for text.
     """
 
@@ -159,7 +157,7 @@ class TokenSequence:
 
     @property
     def compared(self) -> np.ndarray:
-        """[T] int32, for finding common tokens: two sequences may share tokens as far as these arrays begin equally."""
+        """[T] int32, for finding a common prefix: two sequences may share tokens where these arrays begin equally."""
         return self.input_ids if self.images is None else self.images.compared
 
     def with_column(self, name: str, values: np.ndarray) -> TokenSequence:
@@ -167,7 +165,7 @@ class TokenSequence:
         return replace(self, columns={**self.columns, name: values})
 
     def with_tokens(self, name: str, values: np.ndarray) -> TokenSequence:
-        """Return the sequence with one more column, of values at the tokens in the loss and 0 elsewhere."""
+        """Return the sequence with one more column: ``values`` at the tokens in the loss and 0 elsewhere."""
         column = np.zeros(len(self.input_ids), dtype=np.float32)
         column[self.loss_mask] = values
         return self.with_column(name, column)
@@ -192,12 +190,20 @@ def group_sequences(
     all_columns: bool = False,
     version: int | None = None,
 ) -> list[TokenSequence]:
-    """Convert trajectories of a prompt group to sequences, one per branch: the ``samples``, or all of them.
+    """Convert trajectories of a prompt group to sequences, one per branch.
 
-    ``mask_truncated`` leaves trajectories whose last branch hit the length limit out of the loss. The branches of each
-    trajectory keep their order and have the column ``behavior_logprobs``. With ``all_columns`` they also have all token
-    columns of the group. With the learner's ``version`` they have the column ``is_fresh``, 1 at tokens of lag 0. Each
-    sampled turn is in the loss of exactly one branch. Prompts and tokens from an environment are not in the loss.
+    Each sampled turn is in the loss of exactly one branch. Prompts and tokens from an environment are not in the loss.
+
+    Args:
+        group: The prompt group.
+        samples: Indices of the trajectories; None means all.
+        mini_batch: Index of the optimizer update that trains on them.
+        mask_truncated: Leave a trajectory out of the loss if its last branch reached the length limit.
+        all_columns: Add all token columns of the group to ``behavior_logprobs``.
+        version: Policy version of the learner. Adds the column ``is_fresh``, 1 at tokens of lag 0.
+
+    Returns:
+        The sequences. The branches of each trajectory keep their order.
     """
     branches = branches_of(group, range(group.num_trajectories) if samples is None else samples)
     if not branches:
@@ -240,7 +246,7 @@ def _turn_spans(group: TrajectoryGroup, branch: Branch) -> Iterator[TurnSpan]:
 
 
 def branches_of(group: TrajectoryGroup, samples: Sequence[int]) -> list[Branch]:
-    """Return the branches of some trajectories: all branches of the first trajectory, then those of the next one."""
+    """Return the branches of some trajectories, one trajectory after the other."""
     by_trajectory: dict[int, list[Branch]] = {}
     for branch in group.branches:
         by_trajectory.setdefault(branch.trajectory, []).append(branch)

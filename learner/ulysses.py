@@ -1,9 +1,8 @@
 """Ulysses sequence parallelism (arXiv 2309.14509): tokens are split over the sp ranks, heads during attention.
 
 Outside attention, each rank holds N/sp of the packed tokens and all heads. Inside attention, each rank holds all N
-tokens and H/sp heads. Two differentiable all-to-alls convert between these layouts. The group is ``group``, or the
-group of the innermost `UlyssesShardingManager`. Without a group, or with a group of one rank, the conversions and
-gathers return their input.
+tokens and H/sp heads. By default, functions use the group of the innermost `UlyssesShardingManager`. Without a group,
+or with one rank, they return their input.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ _group: ProcessGroup | None = None
 
 
 def set_ulysses_sequence_parallel_group(group: ProcessGroup | None) -> None:
-    """Set the group that the functions of this module use; None switches sequence parallelism off."""
+    """Set the default group of this module's functions. None switches sequence parallelism off."""
     global _group
     _group = group
 
 
 def get_ulysses_sequence_parallel_group() -> ProcessGroup | None:
-    """Return the group in use, or None."""
+    """Return the default group, or None."""
     return _group
 
 
 def get_ulysses_sequence_parallel_world_size(group: ProcessGroup | None = None) -> int:
-    """Return the number of ranks that share a sequence; 1 if there is no group."""
+    """Return the number of ranks that share a sequence; 1 without a group."""
     group = group or _group
     return dist.get_world_size(group) if group is not None else 1
 
 
 def get_ulysses_sequence_parallel_rank(group: ProcessGroup | None = None) -> int:
-    """Return the index of this rank's part of a sequence; 0 if there is no group."""
+    """Return the index of this rank in its sequence-parallel group; 0 without a group."""
     group = group or _group
     return dist.get_rank(group) if group is not None else 0
 
@@ -59,9 +58,9 @@ def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int) -> None:
 def gather_seq_scatter_heads(
     x: Tensor, seq_dim: int, head_dim: int, unpadded_dim_size: int = 0, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Convert from a part of the tokens with all heads to all tokens with a part of the heads.
+    """Convert from this rank's tokens with all heads to all tokens with this rank's heads.
 
-    Example: [1, N/sp, H, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N, H/sp, D]; H must be a multiple of sp.
+    Example: [1, N/sp, H, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N, H/sp, D]. H must be a multiple of sp.
     Tokens from ``unpadded_dim_size`` on are padding and are removed; 0 keeps all.
     """
     group = _shared(group)
@@ -74,7 +73,7 @@ def gather_seq_scatter_heads(
 
 
 def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """Convert from all tokens with a part of the heads to a part of the tokens with all heads.
+    """Convert from all tokens with this rank's heads to this rank's tokens with all heads.
 
     Example: [1, N, H/sp, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N/sp, H, D]. The tokens are padded at the
     end to a multiple of sp.
@@ -93,11 +92,15 @@ def gather_outputs_and_unpad(
     grad_scaler: bool = True,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Gather the tokens of all sp ranks, in rank order, on each sp rank.
+    """Gather the tokens of all sp ranks, in rank order.
 
-    ``x`` holds this rank's tokens along ``gather_dim``; all ranks must have the same number. If ``unpad_dim`` is given,
-    ``padding_size`` entries are removed from its end. ``grad_scaler`` multiplies the gradient by sp, for a loss that is
-    later averaged over the sp ranks. Without it, each rank gets its part of the gradient unchanged.
+    Args:
+        x: This rank's tokens along ``gather_dim``. All ranks must have the same number.
+        gather_dim: Dimension of the tokens.
+        unpad_dim: Dimension to remove padding from; None keeps it.
+        padding_size: Number of entries to remove from the end of ``unpad_dim``.
+        grad_scaler: Multiply the gradient by sp, for a loss that is later averaged over the sp ranks.
+        group: The sp ranks; None is the default group.
     """
     group = _shared(group)
     if group is None:
@@ -109,9 +112,9 @@ def gather_outputs_and_unpad(
 
 
 def gather_sequence(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """Gather the tokens of all sp ranks, in rank order, for a layer in which tokens depend on other ranks' tokens.
+    """Gather the tokens of all sp ranks, in rank order, for a layer that mixes tokens.
 
-    ``x`` holds this rank's tokens along ``dim``; all ranks must have the same number. The gradient of a token is the
+    ``x`` holds this rank's tokens along ``dim``. All ranks must have the same number. The gradient of a token is the
     sum of the gradients from all ranks.
     """
     group = _shared(group)
@@ -123,7 +126,7 @@ def ulysses_pad(
 ) -> tuple[Tensor, Tensor | None, int]:
     """Pad packed tokens [1, N] at the end with ``pad_value``, to a multiple of sp.
 
-    Position ids are [1, N], or [axes, 1, N] for rotary embeddings with several axes; other shapes raise `ValueError`.
+    Position ids are [1, N], or [axes, 1, N] for rotary embeddings with several axes. Other shapes raise `ValueError`.
 
     Returns:
         Input ids and position ids, [1, ceil(N / sp) * sp], and the number of added tokens. The positions of the padding
@@ -150,7 +153,7 @@ def ulysses_pad_and_slice_inputs(
     sp_size: int = 1,
     skip_position_ids_rmpad: bool = False,
 ) -> tuple[Tensor, Tensor | None, int]:
-    """Pad packed tokens to a multiple of sp with `ulysses_pad`, and return this rank's part, [1, ceil(N / sp)].
+    """Pad packed tokens with `ulysses_pad`, and return this rank's tokens, [1, ceil(N / sp)].
 
     With ``skip_position_ids_rmpad`` the position ids are padded but not sliced.
     """
@@ -163,7 +166,7 @@ def ulysses_pad_and_slice_inputs(
 
 
 def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
-    """Return this rank's contiguous part of ``x`` along ``dim``. ``padding`` first adds zeros to a multiple of sp.
+    """Return this rank's contiguous slice of ``x`` along ``dim``. ``padding`` first adds zeros to a multiple of sp.
 
     Raises `ValueError` without ``padding`` if the size is not a multiple of sp.
     """
@@ -189,10 +192,9 @@ def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -
 
 
 class UlyssesShardingManager:
-    """Context in which a model runs over its sp ranks.
+    """Context that runs a model over its sp ranks.
 
-    On entry it sets the group for attention; on exit, also after errors, it restores the previous group. Contexts can
-    be nested. The context does not change data: the dispatch gives sp ranks the same batch, and attention splits it.
+    It sets the default group of this module and restores the previous group on exit. Contexts can be nested.
     `preprocess_data` and `postprocess_data` are for computations that do not split sequences themselves.
 
     Args:
@@ -218,21 +220,20 @@ class UlyssesShardingManager:
             set_ulysses_sequence_parallel_group(self._before.pop())
 
     def preprocess_data(self, data: DataProto) -> DataProto:
-        """Gather the rows of all sp ranks in place, in rank order, on each sp rank."""
+        """Gather the rows of all sp ranks in place, in rank order."""
         if self._mesh is None or self._mesh.size() == 1:
             return data
         all_gather_data_proto(data, self._group)
         return data
 
     def postprocess_data(self, data: DataProto) -> DataProto:
-        """Return this rank's part of the rows, the inverse of `preprocess_data`. sp must divide the number of rows."""
+        """Return this rank's rows, the inverse of `preprocess_data`. sp must divide the number of rows."""
         if self._mesh is None or self._mesh.size() == 1:
             return data
         return data.chunk(chunks=self._mesh.size())[self._mesh.get_local_rank()]
 
 
 def _shared(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group for communication, or None if it has only one rank."""
     group = group or _group
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
@@ -245,7 +246,7 @@ def _pad_end(x: Tensor, dim: int, multiple: int) -> Tensor:
 def _all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup) -> Tensor:
     """Split ``scatter_dim`` over the ranks and concatenate ``gather_dim``.
 
-    If one of the two is the leading dimension, apart from dimensions of size 1, the tensor is copied at most once.
+    If one of them is the first dimension of size > 1, the tensor is copied at most once.
     """
     num_ranks = dist.get_world_size(group)
     if x.size(scatter_dim) % num_ranks:
@@ -255,7 +256,7 @@ def _all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGrou
 
 
 def _exchanged(parts: Tensor, group: ProcessGroup) -> Tensor:
-    """Send each rank its part, the entry of the leading dimension; returns the received parts in the same layout.
+    """Send rank i the i-th entry of the leading dimension. Return the received entries in the same layout.
 
     Both buffers must be contiguous: gloo fills a non-contiguous output incorrectly, without an error.
     """
@@ -277,9 +278,10 @@ class _SeqAllToAll(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers all ranks' parts.
+    """Gathers all ranks' tokens.
 
-    The gradient is this rank's part (``part``), the part times sp (``scaled``), or the sum over ranks (``sum``).
+    The gradient is that of this rank's tokens: unchanged (``part``), times sp (``scaled``), or the sum over ranks
+    (``sum``).
     """
 
     @staticmethod

@@ -1,10 +1,9 @@
 """verl's worker methods on top of the learner's trainer. They take and return a `DataProto`, and the caller waits.
 
-A row is a prompt padded on the left and a response padded on the right. ``input_ids``, ``attention_mask`` and
-``position_ids`` are [B, L]. ``responses`` and all token columns are [B, R] for the last R <= L positions, 0 at padding.
-All methods take these four tensors. ``meta_info["temperature"]`` replaces the run's temperature. The worker packs
-micro-batches by its own token budget and ignores ``meta_info`` about them. The classes take the options of
-`ModelWorker`.
+A row is a prompt padded on the left and a response padded on the right. All methods take ``input_ids``,
+``attention_mask`` and ``position_ids`` [B, L], and ``responses`` [B, R] for the last R <= L positions. Token columns
+are [B, R], 0 at padding. ``meta_info["temperature"]`` replaces the run's temperature. The worker ignores ``meta_info``
+about micro-batches. The classes take the options of `ModelWorker`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _VERL_METRICS = {"value_loss": "vf_loss", "value_clip_fraction": "vf_clipfrac", 
 
 
 class ActorWorker(ModelWorker):
-    """One rank of the actor. With LoRA the actor is also the reference, with its adapters off."""
+    """One rank of the actor. With LoRA, it is also the reference, with its adapters off."""
 
     def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
         super().__init__(ACTOR, config, algorithm, **options)
@@ -94,7 +93,7 @@ class CriticWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_values(self, data: DataProto) -> DataProto:
-        """Compute ``values`` [B, R] float32 of the states before the responses' tokens."""
+        """Compute ``values`` [B, R] float32 before the responses' tokens."""
         with self._offload.reading():
             values = self._model.scores(scored_sequences(data))
         return single_controller.DataProto.from_dict({"values": response_rows(data, values)})
@@ -103,9 +102,8 @@ class CriticWorker(ModelWorker):
     def update_critic(self, data: DataProto) -> DataProto:
         """Make the optimizer updates of one step.
 
-        ``data`` has ``values``, ``returns``, and ``response_mask`` as in `update_actor`.
-        ``meta_info["metrics"]`` has ``critic/vf_loss``, ``critic/vf_clipfrac``, ``critic/vpred_mean``,
-        ``critic/grad_norm``, ``critic/lr`` and the step's further metrics under ``critic/``.
+        ``data`` has ``values``, ``returns``, and ``response_mask`` as for `ActorWorker.update_actor`.
+        ``meta_info["metrics"]`` has ``critic/vf_loss``, ``critic/vf_clipfrac``, ``critic/vpred_mean`` and more.
         """
         columns = {"values": "values", "returns": "returns"}
         sequences = trained_sequences(data, columns, num_mini_batches=self._algorithm.num_mini_batches)
@@ -116,7 +114,7 @@ class CriticWorker(ModelWorker):
 
 
 class ReferenceWorker(ModelWorker):
-    """One rank of the reference: a frozen copy of the initial policy."""
+    """One rank of the reference, a frozen copy of the initial policy."""
 
     def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
         super().__init__(REFERENCE, config, algorithm, **options)
@@ -143,14 +141,12 @@ class RewardModelWorker(ModelWorker):
 
 
 def _reference_rows(model: PackedModel, data: DataProto, temperature: float) -> DataProto:
-    """Compute ``ref_log_prob`` of the rows under the initial weights."""
     with model.frozen(), model.at_temperature(float(data.meta_info.get("temperature", temperature))):
         log_probs = model.scores(scored_sequences(data))
     return single_controller.DataProto.from_dict({"ref_log_prob": response_rows(data, log_probs)})
 
 
 def _columns_of(data: DataProto, algorithm: AlgorithmConfig) -> dict[str, str]:
-    """Return the columns that a sequence needs, and verl's names for them."""
     columns = {"behavior_logprobs": "old_log_probs", "advantages": "advantages"}
     if algorithm.needs_proximal:
         columns["proximal_logprobs"] = "old_log_probs"
@@ -168,7 +164,7 @@ _NEEDED = ("input_ids", "attention_mask", "responses")
 
 
 def scored_sequences(data: DataProto) -> list[TokenSequence]:
-    """Return the sequences to score, with all attended tokens of the responses, including tokens from an environment.
+    """Return the sequences to score, with all attended tokens, including tokens from an environment.
 
     Raises `ValueError` if a column is missing, or if ``position_ids`` do not count the attended tokens from 0.
     """
@@ -176,7 +172,7 @@ def scored_sequences(data: DataProto) -> list[TokenSequence]:
 
 
 def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_batches: int) -> list[TokenSequence]:
-    """Return the sequences to train on, with the tokens of ``response_mask``, or all attended tokens without this mask.
+    """Return the sequences to train on, with ``response_mask`` or all attended response tokens in the loss.
 
     ``columns`` maps a sequence's column to its [B, R] tensor. Each of the ``num_mini_batches`` optimizer updates trains
     on the same number of neighboring rows. Raises the errors of `scored_sequences`.
@@ -193,9 +189,14 @@ def generated_rows(
 ) -> DataProto:
     """Return the columns of sampled responses, as verl's ``generate_sequences`` returns them.
 
-    ``data`` has the prompts, ``input_ids`` and ``attention_mask`` [B, P], padded on the left. ``samples`` are token ids
-    and behavior log-probs of at most ``num_response`` tokens each. Returns ``input_ids``, ``attention_mask`` and
-    ``position_ids`` [B, P + R], ``responses``, ``response_mask`` and ``rollout_log_probs`` [B, R].
+    Args:
+        data: The prompts, ``input_ids`` and ``attention_mask`` [B, P], padded on the left.
+        samples: Token ids and behavior log-probs of at most ``num_response`` tokens each.
+        num_response: R, the padded length of the responses.
+
+    Returns:
+        ``input_ids``, ``attention_mask`` and ``position_ids`` [B, P + R], ``responses``, ``response_mask`` and
+        ``rollout_log_probs`` [B, R].
     """
     import torch
 
@@ -230,7 +231,7 @@ def response_rows(data: DataProto, values: Sequence[np.ndarray]) -> Tensor:
 
 
 def _sequences(data: DataProto, mask: np.ndarray, tensors: Mapping[str, np.ndarray]) -> list[TokenSequence]:
-    """Make one sequence per row, of its attended tokens. The response tokens in ``mask`` [B, R] are in the loss."""
+    """Return one sequence per row, of its attended tokens. The response tokens in ``mask`` [B, R] are in the loss."""
     input_ids, attention = _array(data, "input_ids"), _array(data, "attention_mask").astype(bool)
     _check_positions(data, attention)
     num_prompt = input_ids.shape[1] - mask.shape[1]
@@ -251,7 +252,6 @@ def _sequences(data: DataProto, mask: np.ndarray, tensors: Mapping[str, np.ndarr
 
 
 def _attended_responses(data: DataProto) -> np.ndarray:
-    """Return the mask of the attended tokens of the responses, [B, R] bool."""
     missing = [name for name in _NEEDED if name not in _names(data)]
     if missing:
         raise ValueError(f"data must hold {list(_NEEDED)}, got {sorted(_names(data))}; add {missing}")
@@ -261,7 +261,7 @@ def _attended_responses(data: DataProto) -> np.ndarray:
 
 
 def _check_positions(data: DataProto, attention: np.ndarray) -> None:
-    """Raise `ValueError` if ``position_ids`` differ from those of packing, since packing ignores ``position_ids``."""
+    """Refuse ``position_ids`` that differ from those of packing, because packing ignores ``position_ids``."""
     if "position_ids" not in _names(data):
         return
     positions = _array(data, "position_ids")

@@ -1,8 +1,7 @@
 """Images in the packed forward: runs the vision tower of Qwen3-VL, and puts its features at the image placeholders.
 
-Each image of a micro-batch goes through the tower once, for all sequences that contain it. Under sequence parallelism
-each rank computes the tower for all images of the micro-batch, and puts the features at its own tokens. The gradient of
-the tower is then the sum over the ranks, like every other gradient.
+Each image of a micro-batch goes through the tower once, for all sequences that contain it. Under sequence parallelism,
+each rank runs the tower on all images and uses the features of its own tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class VisionTower:
     """Makes the inputs of the language model from tokens and images.
 
     Args:
-        model: Qwen3-VL without its output layer: ``visual`` and ``language_model``.
+        model: Qwen3-VL without its output layer.
         pixel_format: Converts pixels to the tower's input.
     """
 
@@ -47,10 +46,10 @@ class VisionTower:
         self._model.visual.requires_grad_(False)
 
     def inputs(self, batch: MicroBatch, input_ids: Tensor) -> dict[str, Any]:
-        """Return the language model's inputs, which replace ``input_ids``: this rank's tokens, [1, n] int64.
+        """Return the language model's inputs for this rank's tokens ``input_ids``, [1, n] int64.
 
-        A micro-batch without images runs the tower on a blank image, and does not use its features. The reason is that
-        the tower's parameters are sharded, and all ranks must take part in gathering them.
+        A micro-batch without images runs the tower on a blank image, because all ranks must take part in gathering the
+        tower's sharded parameters.
         """
         embedded = self._model.get_input_embeddings()(input_ids)
         rows, pixels, grids = batch.image_rows, batch.pixels, batch.grids
@@ -80,5 +79,5 @@ def vision_tower(pretrained: PreTrainedModel, model_path: str) -> VisionTower | 
 
 
 def has_vision(pretrained: PreTrainedModel) -> bool:
-    """Whether asyncrl supports images for a model's family."""
+    """Return whether asyncrl supports images for a model's family."""
     return pretrained.config.model_type in VISION_FAMILIES

@@ -1,8 +1,7 @@
-"""Reads a model's weights from its files: each rank reads only its own rows, in blocks, into a sharded model.
+"""Reads a model's weights from its files into a sharded model. Each rank reads only its own rows, in blocks.
 
-The names and the layout in the files are those of the checkpoint. transformers' conversions map them to parameters. For
-example, they stack the matrices of single experts. A conversion that keeps the leading dimension runs on this rank's
-rows only; other conversions read a whole parameter.
+transformers' conversions map stored tensors to parameters. If a conversion changes the leading dimension, each rank
+reads the whole parameter.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from .lora import is_adapter, plain_name
 log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 32 << 20
-"""Bytes of a parameter that are read at a time."""
+"""Bytes of a parameter to read at a time."""
 
 _OLD_NAMES = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
-"""Buffers that older checkpoints hold and that current models compute."""
+"""Buffers of older checkpoints. Current models compute them."""
 
 
 class StoredWeight(Protocol):
@@ -61,7 +60,7 @@ class StoredWeight(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _InSafetensors:
-    """A tensor of a safetensors file. The file is not mapped, because mapped pages count as memory of the process."""
+    """Reads a tensor without mapping its file, because mapped pages count as memory of the process."""
 
     path: Path
     dtype: torch.dtype
@@ -79,8 +78,6 @@ class _InSafetensors:
 
 @dataclass(frozen=True, kw_only=True)
 class _InPickle:
-    """A tensor of a file that `torch.save` wrote."""
-
     tensor: Tensor
 
     @property
@@ -92,9 +89,9 @@ class _InPickle:
 
 
 def stored_weights(model_path: str) -> dict[str, StoredWeight]:
-    """Return the tensors of a folder in Hugging Face layout by name, from a single file or an index.
+    """Return the tensors of a folder in Hugging Face layout by name.
 
-    The dict is empty if the folder has no weights.
+    The dict is empty if the folder does not have weights.
     """
     for file in ("model.safetensors", "pytorch_model.bin"):
         single, index = Path(model_path, file), Path(model_path, f"{file}.index.json")
@@ -135,8 +132,8 @@ class _Source:
     """The stored tensors of one parameter, or of several parameters that are stored as one tensor.
 
     Attributes:
-        conversion: transformers' conversion, or None for a tensor that is stored as it is.
-        weights: The stored tensors by the pattern of their names.
+        conversion: transformers' conversion; None if the parameter is stored unchanged.
+        weights: The stored tensors by name pattern.
     """
 
     conversion: WeightConverter | None = None
@@ -150,19 +147,18 @@ class _Source:
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether rows of the parameter can be computed from the same rows of the stored tensors."""
+        """Whether rows of the parameter depend only on the same rows of the stored tensors."""
         if self.conversion is None:
             return True
         rest = self.conversion.operations[self.stacks :]
         return len(self.conversion.target_patterns) == 1 and all(map(_is_within_rows, rest))
 
     def num_rows(self) -> int:
-        """Return the number of rows of the parameter; -1 if the stored tensors do not have the same number."""
+        """Return the number of rows of the parameter; -1 if the stored tensors differ in their number."""
         counts = {len(weights) if self.stacks else (weights[0].shape or (1,))[0] for weights in self.weights.values()}
         return counts.pop() if len(counts) == 1 else -1
 
     def read(self, name: str, rows: slice | None, model: Any) -> dict[str, Tensor]:
-        """Read and convert rows of a parameter, or with None all rows of all its parameters."""
         parts: dict[str, list[Tensor]] = {}
         for pattern, weights in self.weights.items():
             chosen = weights[rows] if rows and self.stacks else weights
@@ -182,7 +178,6 @@ def _bounds(weight: StoredWeight, rows: slice | None) -> tuple[int, int]:
 
 
 def _is_within_rows(operation: Any) -> bool:
-    """Whether a conversion leaves the leading dimension as it is."""
     if isinstance(operation, Concatenate):
         return operation.dim > 0
     return isinstance(operation, Transpose) and not operation.check_dims and min(operation.dim0, operation.dim1) > 0
@@ -191,13 +186,13 @@ def _is_within_rows(operation: Any) -> bool:
 def fill_weights(model: PreTrainedModel, model_path: str) -> set[str]:
     """Fill a model with this rank's rows of the weights at a path, and compute the buffers that are not stored.
 
-    The model is sharded or plain, and its parameters are allocated. Adapters are left as they are.
+    The model is sharded or plain, and its parameters are allocated. Adapters do not change.
 
     Returns:
         The names of parameters that the files do not have. Their values are undefined.
 
     Raises:
-        ValueError: there are no weights, or their shapes are not those of the model, or tied weights are not equal.
+        ValueError: there are no weights, their shapes differ from the model's, or tied weights are not equal.
     """
     held = {
         plain_name(name): tensor
@@ -233,9 +228,9 @@ def fill_weights(model: PreTrainedModel, model_path: str) -> set[str]:
 def _sources(
     model: PreTrainedModel, held: Mapping[str, Tensor], stored: Mapping[str, StoredWeight], model_path: str
 ) -> dict[str, _Source]:
-    """Return the stored tensors by the name of their parameter, or by the name of the first of several parameters.
+    """Return the stored tensors by the name of their parameter, or of the first of several parameters.
 
-    The model remembers the conversions, as after ``from_pretrained``, and reverts them when it is saved.
+    The model remembers the conversions, and reverts them when it is saved.
     """
     conversions = get_model_conversion_mapping(model)
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
@@ -261,7 +256,6 @@ def _sources(
 
 
 def _blocks(tensor: Tensor) -> Iterator[slice]:
-    """Yield the rows that this rank holds, wholly or in part, in blocks of about `BLOCK_BYTES`."""
     (rows, *_) = own_part(tensor) or (slice(0, 1),)
     step = max(1, BLOCK_BYTES * len(tensor) // max(1, tensor.nbytes)) if tensor.ndim else 1
     for start in range(rows.start, rows.stop, step):
@@ -269,7 +263,7 @@ def _blocks(tensor: Tensor) -> Iterator[slice]:
 
 
 def _put(tensor: Tensor, first: int, values: Tensor, filled: set[int]) -> None:
-    """Write rows from ``first`` on into this rank's part. If a tied parameter was filled before, compare with it."""
+    """Write rows from ``first`` on into this rank's shard. Compare instead if a tied parameter was filled before."""
     place = local_tensor(tensor.detach())
     if tensor.ndim:
         rows, *others = own_part(tensor)
@@ -290,7 +284,6 @@ def _check_shape(found: Sequence[int], tensor: Tensor) -> None:
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that are not stored, such as rotary frequencies, as ``from_pretrained`` does."""
     for tensor in (*model.parameters(), *stored_buffers(model).values()):
         vars(tensor)["_is_hf_initialized"] = True
     model.initialize_weights()

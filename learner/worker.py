@@ -1,15 +1,12 @@
-"""One rank of a learner role: scores its share of a batch, trains on it, publishes and saves weights.
+"""One rank of a learner role: scores its samples, trains on them, publishes and saves weights.
 
-A run calls these methods with a list of `RankBatch`, one per data-parallel rank, and does not wait for them. A thread
-of each rank fetches its prompt groups from the buffer and packs them (`prepared_batches`). The thread prepares an
-announced batch while the rank computes the previous step. The worker of a role sends its scores directly to the worker
-of another role. Roles that share a process keep the scores there. `learner.verl_api` adds verl's methods on the same
-trainer.
+A run calls these methods with a list of `RankBatch`, one per data-parallel rank, and does not wait. A worker sends its
+scores directly to the workers of other roles, or keeps them in the process if the roles share it.
 
-The controller imports this module for the method names only. Imports that load torch are therefore inside functions.
+The controller imports this module for the method names only, so functions import torch themselves.
 
-The controller's calls wake a worker. A step waits for the thread that prepares its batch, and a collective waits for
-the other ranks under the deadline of the process group.
+The controller's calls wake a worker. A step waits for the thread that prepares its batch. A collective waits for the
+other ranks under the deadline of the process group.
 """
 
 from __future__ import annotations
@@ -56,11 +53,11 @@ logger = logging.getLogger(__name__)
 
 _MESH = "dp"
 BY_ROWS = make_nd_compute_dataproto_dispatch_fn(_MESH)
-"""Dispatch for verl's methods: all sp ranks of a data-parallel rank get the same rows."""
+"""Dispatch for verl's methods: all sp ranks of a group get the same rows."""
 
 
 def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give each list's entry for a data-parallel rank to all sp ranks of that rank. The ranks are ordered dp-major."""
+    """Give each list's entry for a data-parallel rank to all its sp ranks. The ranks are ordered dp-major."""
     sizes = {len(share) for share in shares}
     num_shares = sizes.pop() if len(sizes) == 1 else 0
     if num_shares == 0 or group.world_size % num_shares:
@@ -74,11 +71,10 @@ def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> t
 
 
 PER_DP_RANK = {"dispatch_fn": _share_of_each_rank, "collect_fn": lambda _group, results: results}
-"""Dispatch for a run's methods: lists with one entry per data-parallel rank; all ranks get the keyword arguments."""
+"""Dispatch for a run's methods: lists have one entry per data-parallel rank. All ranks get the keyword arguments."""
 
 
 def _recorded(method: Callable[..., T]) -> Callable[..., T]:
-    """Record the duration of a method, whose first argument is a batch, for the run's profile."""
     kind = SpanKind.update if method.__name__ == "step" else SpanKind.score
 
     @wraps(method)
@@ -98,7 +94,7 @@ class BatchCache:
         preparer: Prepares the batches of all roles.
         lost: Ids of the groups that this process did not find in the buffer.
         most_lost: The largest number of lost groups on one rank. If it is not 0, all roles of the process skip their
-            calls until `clear`. Even a role whose own groups were found skips its calls.
+            calls until `clear`.
     """
 
     def __init__(self) -> None:
@@ -109,13 +105,13 @@ class BatchCache:
         self._scores: dict[str, tuple[int, Scores]] = {}
 
     def clear(self) -> None:
-        """Drop all data of a lost batch, and the batches after it; the step gets a new batch."""
+        """Drop all data of a lost batch, and the batches after it."""
         self.lost, self.most_lost = set(), 0
         self.preparer.forget()
         self._scores = {}
 
     def keep_scores(self, version: int, column: str, scores: Scores) -> None:
-        """Store a column of a step; it replaces the same column of an earlier step."""
+        """Store a column of a step. It replaces the same column of an earlier step."""
         self._scores[column] = (version, scores)
 
     def scores(self, version: int, column: str) -> Scores | None:
@@ -128,21 +124,21 @@ class ModelWorker(Worker):
     """One rank of a role. Every method is called on all ranks.
 
     Args:
-        role: Defines what this worker loads, computes and learns.
-        config: Options of the learner group; ``num_ranks`` is the number of ranks of the role's pool. The worker uses
-            the role's own options where it has them (`LearnerConfig.of_role`).
+        role: The role to run.
+        config: Options of the learner group; ``num_ranks`` is the number of ranks of the role's pool. The role's own
+            options override them (`LearnerConfig.of_role`).
         algorithm: Options of the algorithm.
         model_path: Directory in Hugging Face layout.
         total_steps: Learner steps of the run, for the schedule.
-        temperature: Softmax temperature at sampling; the worker computes log-probs at the same temperature.
+        temperature: Softmax temperature at sampling, also used for the worker's log-probs.
         connect_buffer: Connects this rank to the replay buffer; None if only verl's methods are called.
         seed: Seeds the adapters and their dropout.
-        snapshot_dir: Folder for published weights; the engines of this host must be able to read it. None: the worker
+        snapshot_dir: Folder for published weights, readable by the engines of this host. None means that the worker
             does not publish weights.
         publish: Options for publishing weights.
-        trajectory_dir: Folder for a log of the consumed samples, one file per step and rank. None: no log.
-        token_log: Options for the log of a few samples for the user. None: no log.
-        profile: Options for the profile of this process. Its name in the profile is ``pool`` and the rank.
+        trajectory_dir: Folder for a log of the consumed samples. None means no log.
+        token_log: Options for the log of a few samples. None means no log.
+        profile: Options for the profile of this process.
         pool: Name of the pool that runs the role.
 
     Attributes:
@@ -193,7 +189,7 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
-        """Join the group, load the model, connect to the buffer. Raises `ValueError` for incompatible options."""
+        """Join the group, load the model and connect to the buffer. Raises `ValueError` for incompatible options."""
         from asyncrl.weights.publish import WeightPublisher
 
         from .advantages import BatchAdvantages
@@ -205,7 +201,7 @@ class ModelWorker(Worker):
         if isinstance(self._model, Trainer):
             optimizer = self._model.optimizer
             self._advantages = BatchAdvantages(self._algorithm, self._model.mesh)
-        # The first rank of each sequence-parallel group fetches the groups and sends them to the other ranks.
+        # The first rank of each sp group fetches the groups and sends them to the group's other ranks.
         if self._connect_buffer is not None and self._model.mesh.sp_rank == 0:
             self._buffer = self._connect_buffer()
         self._host_mesh = self._model.mesh.on_host() if self._connect_buffer is not None else self._model.mesh
@@ -224,9 +220,9 @@ class ModelWorker(Worker):
     @beside
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     def announce(self, batch: RankBatch) -> None:
-        """Prepare the batch of a queued step in parallel with the step that this rank computes. Returns immediately.
+        """Prepare the batch of a queued step while this rank computes another step. Returns immediately.
 
-        The batches of a step are announced in the order in which the roles of a process use them.
+        The controller must announce the batches of a step in the order in which the roles of a process use them.
         """
         self.cache.preparer.announce(self.role.name, batch, partial(self._prepared, batch))
 
@@ -235,8 +231,8 @@ class ModelWorker(Worker):
     def score(self, batch: RankBatch, send: bool = True) -> DataProto | None:
         """Compute the role's column for planned samples. An actor scores with its adapters off.
 
-        With ``send`` the first sp rank returns the scores, one row per trajectory: ``sample_key`` [B, 2] int64 and the
-        role's column, [tokens in the loss] float32 each. Without ``send`` the scores stay in this process for its other
+        With ``send``, the first sp rank returns one row per trajectory: ``sample_key`` [B, 2] int64 and the role's
+        column, [tokens in the loss] float32 each. Without ``send``, the scores stay in this process for its other
         roles. Raises `ValueError` if the role is an actor without adapters, and `BatchLost` as `step` does.
         """
         scores = self._scored(batch)
@@ -262,15 +258,14 @@ class ModelWorker(Worker):
         """Make one learner step. In the role's measured steps, only compute the metrics.
 
         Args:
-            batch: This rank's share; all sp ranks of a group get the same share.
-            sent: The result of `score` for each column, in the order of `Role.reads`; None for a column in this
-                process.
+            batch: This rank's batch, the same for all sp ranks of a group.
+            sent: The result of `score` for each column of `Role.reads`, in order; None for a column that this process
+                holds.
 
         Returns:
             The same dict on each rank, with the step's metrics and these entries:
 
-            - ``digest``, only of the actor: digest of the tokens that all ranks have trained on
-              (`receipts.token_digest`);
+            - ``digest``, only of the actor: `receipts.token_digest` of the tokens that all ranks have trained on;
             - ``fetch_s``, ``prepare_s`` and ``train_s``: seconds of the slowest rank for waiting for the batch, for
               preparing it, and for computing;
             - ``started_at`` of the first rank and ``ended_at`` of the last rank, in seconds since the epoch;
@@ -279,7 +274,7 @@ class ModelWorker(Worker):
         Raises:
             StalenessError: a group is older than the staleness bound allows.
             ValueError: a column was neither sent nor computed in this process.
-            BatchLost: on all ranks, if a rank needs a group that the buffer no longer has. The weights have not
+            BatchLost: on all ranks, if a rank needs a group that the buffer does not have. The weights have not
                 changed. The calls queued after the step raise `BatchLost` too.
         """
         import torch
@@ -302,7 +297,7 @@ class ModelWorker(Worker):
             metrics["digest"] = self._witness(batch, own.groups, sequences)
         self._write_logs(batch, own.groups, sequences, readable)
         times = {"fetch_s": fetched_at - started_at, "prepare_s": own.seconds, "train_s": ended_at - fetched_at}
-        # `largest` takes the maximum over the ranks. With the negative sign, it finds the earliest start.
+        # The negative sign turns the maximum over the ranks into the earliest start.
         times |= {"started_at": -started_at, "ended_at": ended_at, "lag_max": lag}
         with record.span(SpanKind.wait_ranks, step=batch.version):
             slowest = self._model.mesh.largest(torch.tensor(list(times.values()), dtype=torch.float64))
@@ -316,7 +311,6 @@ class ModelWorker(Worker):
         sequences: Sequence[TokenSequence],
         readable: Sequence[TokenSequence],
     ) -> None:
-        """Write this rank's trajectories to the trajectory log. Rank 0 also writes ``readable`` to the token log."""
         if self._log is not None and self._model.mesh.sp_rank == 0:
             self._log.write(batch, groups, sequences, rank=self._model.mesh.dp_rank)
         if readable and self._token_log_options is not None and self.rank == 0:
@@ -346,7 +340,7 @@ class ModelWorker(Worker):
         self._publish_copy(version)
 
     def _publish_copy(self, version: int, then: Callable[[], None] = lambda: None) -> None:
-        """Like `publish_weights`. Call ``then`` after the copy. Rank 0 offers the version when all ranks did this."""
+        """Copy and publish the weights. Each rank calls ``then`` after its copy, before rank 0 offers the version."""
         assert self._publisher is not None
         self._check_turn(version)
         self._version = version if self._version is None else self._version
@@ -355,13 +349,13 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def finish_publish(self) -> None:
-        """Wait until rank 0 has offered the version being published. Raises `WeightsError` if publishing failed."""
+        """Wait until rank 0 has offered the version. Raises `WeightsError` if publishing failed."""
         if self._publisher is not None:
             self._publisher.wait()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def forget_batch(self) -> list[int]:
-        """Drop a lost batch. Returns the ids of its groups that this process did not find."""
+        """Drop a lost batch, and return the ids of its groups that this process did not find."""
         lost = sorted(self.cache.lost)
         self.cache.clear()
         return lost
@@ -389,13 +383,13 @@ class ModelWorker(Worker):
         """Write model and tokenizer to ``directory`` in Hugging Face layout."""
         from .model_folder import save_policy
 
-        # the model may be offloaded, because colocated engines use the device; load it for the save
+        # the model may be offloaded, because colocated engines use the device
         with self._offload.persisting(optimizer=False):
             save_policy(self._model, directory)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, directory: str, version: int = 0, wait: bool = True, **options: Any) -> str:
-        """Save a checkpoint and return its folder; ``options`` are those of `ShardedCheckpointer.save`.
+        """Save a checkpoint and return its folder. ``options`` are those of `ShardedCheckpointer.save`.
 
         Raises `ValueError` for a frozen role, and `BatchLost` as `publish_weights` does.
         """
@@ -438,12 +432,11 @@ class ModelWorker(Worker):
 
     @property
     def cache(self) -> BatchCache:
-        """The cache of this process: that of the process's first role."""
+        """The cache that all roles of this process share."""
         sharing = (worker for worker in self.fused_worker_dict.values() if isinstance(worker, ModelWorker))
         return next(sharing, self).own_cache
 
     def _load(self) -> PackedModel:
-        """Load the role's model, with an optimizer if the role is trained."""
         from .advantages import ADVANTAGES, is_token_level, is_turn_level
         from .packed_model import PackedModel
         from .trainer import LearnerStep, Trainer
@@ -467,9 +460,8 @@ class ModelWorker(Worker):
         return trainer
 
     def _scored(self, batch: RankBatch) -> dict[SampleKey, np.ndarray]:
-        """Return the scores by trajectory of the batch: [tokens in the loss] float32, one branch after the other."""
         own = self._taken(batch)
-        # A role with adapters scores with the weights at the start of the run, other roles with the current weights.
+        # With adapters, the actor scores with the initial weights.
         weights = self._model.frozen() if self.role.adapters else nullcontext()
         with self._offload.reading(), weights:
             values = self._model.scores(own.sequences, own.scored)
@@ -479,10 +471,7 @@ class ModelWorker(Worker):
         return {key: np.concatenate(parts) for key, parts in scores.items()}
 
     def _for_people(self, version: int, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-        """Return the sequences for the token log: this rank's first ones in every ``every_steps``-th step, else none.
-
-        The sequences get the learner's log-probs. The call is a collective in the steps that return sequences.
-        """
+        """Return the sequences for the token log with the learner's log-probs. A collective in a step that logs."""
         options = self._token_log_options
         if options is None or version % options.every_steps:
             return []
@@ -493,7 +482,6 @@ class ModelWorker(Worker):
     def _with_columns(
         self, batch: RankBatch, sequences: Sequence[TokenSequence], sent: Sequence[DataProto | None]
     ) -> list[TokenSequence]:
-        """Return the sequences with all columns that the role reads."""
         names = self.role.reads(self._algorithm)
         given = [*sent, *[None] * (len(names) - len(sent))]
         sequences = list(sequences)
@@ -520,7 +508,6 @@ class ModelWorker(Worker):
         return self._checkpoints[directory]
 
     def _check_turn(self, version: int) -> None:
-        """Raise `BatchLost` for a call that was queued after a lost step."""
         if self._version is not None and version > self._version:
             raise BatchLost(
                 f"role {self.role.name!r} is at version {self._version} and skips a call for version {version}, "
@@ -560,7 +547,6 @@ class ModelWorker(Worker):
         return replace(own, seconds=time.monotonic() - started_at)
 
     def _packed(self, batch: RankBatch, own: PreparedBatch) -> PreparedBatch:
-        """Return a fetched batch with its sequences, packed for the calls of this role."""
         import torch
 
         sequences, mesh, step = self._sequences(batch, own.groups), self._host_mesh, None
@@ -568,7 +554,7 @@ class ModelWorker(Worker):
         if self.role.objective is not None:
             step = self._step.pack(sequences, mesh, is_measured=batch.version < self._measured_steps)
         if self._model.mesh.device.type == "cuda":
-            torch.cuda.set_device(self._model.mesh.device)  # for this thread, since page-locked memory belongs to a GPU
+            torch.cuda.set_device(self._model.mesh.device)  # for this thread: page-locked memory belongs to a GPU
             scored, step = (packed and packed.pinned() for packed in (scored, step))
         return replace(own, sequences=sequences, scored=scored, step=step)
 
@@ -581,7 +567,6 @@ class ModelWorker(Worker):
 
     @contextmanager
     def _torch_trace(self, version: int) -> Iterator[None]:
-        """Record the block with torch.profiler, and write the trace, if ``profile.torch_steps`` contains the step."""
         if version not in self._profile.torch_steps or record.current() is None:
             yield
             return
@@ -593,7 +578,6 @@ class ModelWorker(Worker):
         trace.export_chrome_trace(str(Path(self._profile.directory, name)))
 
     def _sequences(self, batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> list[TokenSequence]:
-        """Return the sequences of a batch, in the order of its shares."""
         return [
             sequence
             for share in batch.shares
@@ -609,7 +593,6 @@ class ModelWorker(Worker):
 
 
 def _rows_of(scores: Scores, column: str) -> DataProto:
-    """Convert scores to a batch with one row per trajectory."""
     values = np.empty(len(scores), dtype=object)
     for row, value in enumerate(scores.values()):
         values[row] = value
@@ -618,13 +601,11 @@ def _rows_of(scores: Scores, column: str) -> DataProto:
 
 
 def _scores_in(rows: DataProto, column: str) -> Scores:
-    """Return the inverse of `_rows_of`."""
     arrays = rows.non_tensor_batch
     return {(g, s): value for (g, s), value in zip(arrays["sample_key"].tolist(), arrays[column], strict=True)}
 
 
 def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) -> list[TokenSequence]:
-    """Add a column to the sequences: scores at the tokens in the loss, 0 elsewhere."""
     used = dict.fromkeys(scores, 0)
     scored = []
     for sequence in sequences:
@@ -635,10 +616,7 @@ def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) 
 
 
 def _largest_lag(batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> int:
-    """Return the largest lag of the batch's groups; 0 without groups.
-
-    Raises `StalenessError` if a lag is out of bounds.
-    """
+    """Return the largest lag of the batch's groups; 0 without groups."""
     lags = {group_id: batch.version - group.summary.oldest_version for group_id, group in groups.items()}
     for group_id, lag in lags.items():
         if not 0 <= lag <= batch.max_lag:
