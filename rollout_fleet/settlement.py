@@ -1,4 +1,4 @@
-"""Settles prompt groups in a rollout worker. A group is scored and stored, or saved and released."""
+"""Scores and stores finished prompt groups of a rollout worker. Saves and releases unfinished groups."""
 
 from __future__ import annotations
 
@@ -39,9 +39,12 @@ class Settlement:
         cut off ──▶ save ──▶ release        ├──▶ released; dropped after ``max_attempts`` failures
            └─ aborted, or its engine fails ─┘
 
-    With ``on_reward_failure=drop_trajectory`` a response with a failed reward is dropped from its group and counted
-    (``reward_trajectory``). Its tokens are dropped (``reward``). Each advantage compares only the remaining responses.
-    ``stamp`` records an event of a group in the run's profile. ``engine`` is the engine's name in receipts.
+    With ``on_reward_failure=drop_trajectory``, a response with a failed reward is dropped from its group and counted as
+    ``reward_trajectory``. Each advantage compares only the remaining responses.
+
+    Args:
+        stamp: Records an event of a group in the run's profile.
+        engine: The engine's name in receipts.
     """
 
     def __init__(
@@ -65,8 +68,8 @@ class Settlement:
     async def settle(self, group: InflightGroup, *, engine_failure: Exception | None = None) -> None:
         """Score and store a finished group, or release an unfinished one.
 
-        Raises the failure of this attempt after ``max_failures_in_a_row`` consecutive failures, and the buffer's errors
-        except for an expired lease.
+        Raises the failure of this attempt after ``max_failures_in_a_row`` consecutive failures. Raises the buffer's
+        errors, except for an expired lease.
         """
         if group.end is GroupEnd.revoked:
             await self.release(group, group.end)
@@ -85,9 +88,8 @@ class Settlement:
                 await self._store(group, stored)
 
     async def save(self, group: InflightGroup) -> None:
-        """Save the tokens of an unfinished group.
-
-        If the buffer has no room for them, the group continues without saving.
+        """Save the tokens of an unfinished group. If the buffer has no room, a warning is logged and the group
+        continues.
         """
         if (progress := group.progress()) is None:
             return
@@ -100,8 +102,8 @@ class Settlement:
     async def give_back(self, groups: Sequence[InflightGroup]) -> None:
         """Save and release all groups of an ended loop, including finished groups, within ``stop_timeout_s``.
 
-        A revoked group is only released. A lease that is not released in time expires. The counters then still count
-        the group's tokens as in flight, and `ControlBuffer.bury` makes the buffer account for them.
+        A revoked group is only released. A lease that is not released in time expires, and its tokens still count as in
+        flight. `ControlBuffer.bury` accounts for these tokens.
         """
         if self._config.save_progress is not SaveProgress.never:
             await self._for_each([group for group in groups if group.end is not GroupEnd.revoked], self.save)
@@ -215,7 +217,7 @@ class Settlement:
             self._meter.add(tokens_in_flight=-group.num_own_tokens, groups_finished=1)
 
     def _note(self, group: InflightGroup, tokens: TrajectoryGroup) -> None:
-        """Write the receipt for tokens before the buffer gets them."""
+        """Write the receipt for tokens. The receipt must be written before the buffer gets the tokens."""
         (group_id, attempt), sampled = group.key, receipts.counts_of(tokens.policy_versions)
         receipts.note(
             receipts.Act.sampled,
@@ -227,7 +229,7 @@ class Settlement:
         )
 
     async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:
-        """Release a group after its own failure. Raises ``error`` after too many consecutive failures."""
+        """Release a group as failed. Raises ``error`` after too many consecutive failures."""
         self._meter.add(groups_failed=Counter([reason]))
         self._num_failures_in_a_row += 1
         if self._num_failures_in_a_row >= self._config.max_failures_in_a_row:
