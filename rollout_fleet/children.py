@@ -85,7 +85,7 @@ class ChildProcess:
         return json.loads(await self._process.stdout.readexactly(length))
 
     async def exit_status(self) -> int | None:
-        """Return the exit status of a child whose pipe has closed. Kills the child if it does not end within a second."""
+        """Return the exit status after the pipe has closed. Kill the child if it does not end within a second."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), 1.0)
         await self.kill()

@@ -172,9 +172,7 @@ class Member:
         self.version = version
 
     def skipped(self, epoch: int, version: int) -> None:
-        """Record that the offered version was removed. The member serves ``version`` (-1 for none) until the next
-        offer.
-        """
+        """Record that the offered version was removed, so the member still serves ``version`` (-1 for none)."""
         if not self.accepts(epoch):
             return
         if self.state is MemberState.catching_up:
@@ -234,7 +232,7 @@ class Member:
             self._enter(MemberState.failed, math.inf)
 
     def drain(self, now: float) -> None:
-        """Ask the member to leave. A serving member finishes its work first, any other has left at once."""
+        """Ask the member to leave. A serving member drains first. Any other member has left at once."""
         self._is_leaving = True
         if self.state in SERVING:
             self._enter(MemberState.draining, now + self._limits.drain_s)

@@ -88,9 +88,7 @@ class Settlement:
                 await self._store(group, stored)
 
     async def save(self, group: InflightGroup) -> None:
-        """Save the tokens of an unfinished group. If the buffer has no room, a warning is logged and the group
-        continues.
-        """
+        """Save the tokens of an unfinished group. If the buffer refuses them, log a warning."""
         if (progress := group.progress()) is None:
             return
         self._note(group, progress)
