@@ -464,7 +464,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _keep_renewing(self) -> None:
-        """Renew all leases every ``renew_every_s`` seconds. Raise the last of `MAX_RENEWAL_FAILURES` failures in a row."""
+        """Renew all leases every ``renew_every_s`` seconds. Raise the third of three failures in a row."""
         num_failures = 0
         while True:
             await asyncio.sleep(self._config.renew_every_s)

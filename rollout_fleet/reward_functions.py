@@ -157,9 +157,9 @@ class MathVerify:
 class Code:
     """Runs tests on the response's last fenced code block, or on the whole response without such a block.
 
-    The tests run in a sandbox. Tests are Python code with asserts, or pairs of standard input and expected standard output. Outputs are compared
-    line by line without trailing spaces. Pairs are a list of ``{"stdin": …, "stdout": …}`` or ``{"input": …, "output":
-    …}``, or a mapping ``{"inputs": […], "outputs": […]}``. The tests may also be JSON text.
+    The tests run in a sandbox. Tests are Python code with asserts, or pairs of standard input and expected standard
+    output. Outputs are compared line by line without trailing spaces. Pairs are a list of ``{"stdin": …, "stdout": …}``
+    or ``{"input": …, "output": …}``, or a mapping ``{"inputs": […], "outputs": […]}``. The tests may also be JSON text.
 
     Args:
         tests: The extra column with the tests; by default the ground truth.

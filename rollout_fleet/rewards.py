@@ -245,7 +245,7 @@ class WeightedRewards:
 
 
 async def _ask(process: ChildProcess, question: tuple[Prompt, list[Rollout], bool], answers: list[Answer]) -> None:
-    """Let a process score rollouts. Append each answer on arrival, so the caller sees which rollout ended the process."""
+    """Let a process score rollouts. Append each answer on arrival, so the caller sees which rollout was the last."""
     await process.send(question)
     _, rollouts, may_fail = question
     for _ in rollouts:

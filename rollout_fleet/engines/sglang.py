@@ -1,9 +1,8 @@
 """The SGLang engine: a separate server, called over HTTP on the loopback interface.
 
-A sample is one SGLang request. One HTTP request can carry several samples, which reach the scheduler as one batch.
-The answer is a stream in which each sample ends separately. Weights are loaded in one transaction: pause, load, verify
-(`asyncrl.weights.load`, inside the server), continue. If the transaction fails, the server's weights are not verified.
-Then the engine has failed, and the server stays paused until it is stopped.
+One HTTP request can carry several samples, which reach the scheduler as one batch. The answer is a stream, in which
+each sample ends separately. Weights are loaded in one transaction: pause, load, verify, continue. If the transaction
+fails, the engine has failed, and the server stays paused until it is stopped.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ from .sglang_server import SGLangClient, SGLangServer
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_PROMPTS = (1, 16)  # lengths, in tokens, of the prompts of the warm-up
+WARM_UP_PROMPTS = (1, 16)  # lengths of the prompts, in tokens
 WARM_UP_TOKENS = 4
 STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the chunk of the first token
-LOADERS_SHARE = 0.9  # share of the load's deadline that the loader gets, so that it can still report the missing part
+LOADERS_SHARE = 0.9  # share of the load's deadline for the loader, which can then still report an error
 
 
 class _StreamedSample(RunningSample):
     """Joins the chunks of one sample.
 
-    A chunk holds the tokens since the previous chunk. The last chunk of a request that was aborted in the queue holds
-    all tokens. The total number of tokens distinguishes the two cases. The last chunk has the versions of all tokens.
-    Until then the version is certain only for chunks before the first weight update.
+    A chunk holds the tokens since the previous chunk. But if a request was aborted in the queue, its last chunk holds
+    all tokens. The total number of tokens tells which. Only the last chunk has the versions of all tokens. Before it,
+    the version is certain only for chunks before the first weight update.
     """
 
     def __init__(self, request: SampleRequest, version: int = 0) -> None:
@@ -93,7 +92,6 @@ class _StreamedSample(RunningSample):
         return None
 
     def so_far(self) -> SampleOutput:
-        """See `RunningSample.so_far`."""
         return self._output(np.full(self._num_certain, self.version, dtype=np.int32), None)
 
     def _output(self, versions: np.ndarray, finish_reason: FinishReason | None) -> SampleOutput:
@@ -186,8 +184,8 @@ class SGLangEngine(Engine):
     async def abort(self, request_ids: Collection[str]) -> None:
         """See `Engine.abort`.
 
-        One call suffices to abort all running samples. Otherwise there is one concurrent call per sample. There is no
-        deadline here: the watch for silence or the deadline of a load detects a server that does not answer.
+        This call has no deadline. The watch for silence or the deadline of a load detects a server that does not
+        answer.
         """
         ids = self._running.keys() & request_ids
         bodies: list[dict[str, Any]] = [{"rid": _server_id(request_id)} for request_id in ids]
@@ -200,10 +198,7 @@ class SGLangEngine(Engine):
         await self.unless_failed(send())
 
     async def read_load(self) -> EngineLoad:
-        """See `Engine.read_load`.
-
-        The scheduler publishes the numbers every 15 steps. This call does not reach the scheduler.
-        """
+        """See `Engine.read_load`. The numbers are up to 15 model steps old."""
         answer = await self.unless_failed(self._client.call("GET", "/v1/loads?include=core"))
         try:
             ranks = answer["loads"]
@@ -228,9 +223,9 @@ class SGLangEngine(Engine):
     # Generation
 
     async def _warm_up(self) -> None:
-        """Generate as in training.
+        """Generate as in training, because the first requests on CUDA compile kernels.
 
-        The first requests on CUDA compile kernels, so this runs before the watch for silence begins.
+        The watch for silence must not run meanwhile.
         """
         for length in WARM_UP_PROMPTS:
             prompt = np.arange(length, dtype=np.int32) % self._vocab_size
@@ -299,15 +294,12 @@ class SGLangEngine(Engine):
             "sampling_params": [options[request.sampling] for request in requests],
             **self._image_data(requests),
         }
-        is_single = len(requests) == 1  # the server handles a single sample, such as a turn, faster than a batch of one
+        is_single = len(requests) == 1  # faster than a batch of one
         values = {name: column[0] for name, column in columns.items()} if is_single else columns
         return {**values, "return_logprob": True, "stream": True}
 
     def _image_data(self, requests: Sequence[SampleRequest]) -> dict[str, Any]:
-        """Return the images for `server_hooks.take_pixels`: one item per request with images.
-
-        Returns an empty dict if no request has images.
-        """
+        """Return the images for `server_hooks.take_pixels`, one item per request with images. May be empty."""
         if not any(request.images for request in requests):
             return {}
         known: dict[bytes, dict[str, Any]] = {}
@@ -362,10 +354,10 @@ class SGLangEngine(Engine):
             raise EngineError(f"{self._name} answered POST {path} with {str(answer)[:500]}, expected {confirmed}")
 
     async def _transact(self, offer: WeightOffer, stands_still: Callable[[], None]) -> float:
-        """Pause, load, verify, name the version, continue.
+        """Pause, load, verify, name the version, continue. After an error the server stays paused.
 
-        After an error the server stays paused. The server confirms the pause before its scheduler gets the pause. When
-        the running step is done, the server confirms the start of the update. Then ``stands_still`` is called.
+        The server confirms the pause before its running step is done, but the start of the update only afterwards. Then
+        ``stands_still`` is called.
 
         Returns:
             Seconds from the call of ``stands_still`` until the server confirms that it continues.
@@ -392,8 +384,8 @@ class SGLangEngine(Engine):
         with _stage("load and verify", offer):
             await self._order("/update_weights_from_tensor", body, success=True)
             num_values = self._verified_values(offer, number)
-        # Answers may name the version only from now on. Running requests are not aborted. Both calls may be sent
-        # together, because the server does not sample before it has confirmed both.
+        # Answers may name the version only from now on. Both calls may be sent together, because the server does not
+        # sample before it has confirmed both.
         version = str(offer.version)
         named = {"new_version": version, "abort_all_requests": False}
         with _stage("end", offer):
