@@ -112,9 +112,7 @@ class Guard:
                 os.wait()
 
     def _mapped_shared_memory(self) -> set[int]:
-        """Return the inodes of the shared memory that the group has mapped. A semaphore's name differs between its
-        maps.
-        """
+        """Return the inodes of the shared memory that the group has mapped. A mapped semaphore has a different name."""
         inodes = set()
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
