@@ -1,8 +1,6 @@
 """Adapters that make agents and environments of other packages usable as environments of this project.
 
-Each adapter imports its package at its first use. `FunctionEnvironment` calls a function, and ``command`` runs a
-program. ``gym`` and ``openenv`` play a game with ``reset`` and ``step``. ``mcp`` gives the tools of MCP servers to the
-policy. ``verifiers`` runs an environment of that package. docs/agents.md has a section on each.
+Each adapter imports its package at its first use. docs/agents.md has a section on each.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ _MOST_OUTPUT = 1 << 20
 class FunctionEnvironment:
     """A function ``main(prompt, policy, **options)`` or ``main(prompt, base_url, api_key, **options)``.
 
-    The second form is for agents that use their own client, such as an unmodified ``openai`` client. A function
-    that is not async runs in a thread. The function may have an attribute ``replayable``, as `Environment` does.
+    The second form is for agents with their own client, such as ``openai``. A function that is not async runs in a
+    thread. The function may have an attribute ``replayable`` like `Environment`.
 
     Raises:
         ValueError: the function has other parameters.
@@ -80,19 +78,21 @@ class FunctionEnvironment:
 class CommandEnvironment:
     """A program in any language that acts as the agent. Each episode starts the program once.
 
-    The program finds ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY`` in its
+    The program gets ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY`` in its
     environment, and the text of the last message on its standard input. ``ASYNCRL_PROMPT`` is the path of a JSON file
-    with ``messages``, ``ground_truth``, ``data_source`` and ``extra``. The program may write its outcome as JSON to the
-    path ``ASYNCRL_OUTCOME``: a reward as a number, or the fields of `Outcome`. Without an outcome, its standard output
-    is the answer, and the reward functions score it. The output is never read as a reward, because an agent prints text
-    of the policy. Only the last MiB of the output is read. An exit status other than 0 is a failure.
+    with ``messages``, ``ground_truth``, ``data_source`` and ``extra``.
+
+    The program may write its outcome as JSON to the path ``ASYNCRL_OUTCOME``: a reward as a number, or the fields of
+    `Outcome`. Without an outcome, the last MiB of its standard output is the answer, and the reward functions score it.
+    The output is never read as a reward, because an agent prints text of the policy. An exit status other than 0 is a
+    failure.
 
     Args:
-        command: The program and its arguments. Example: ``python agent.py --fast``.
-        cwd: Its working directory. Empty: an empty folder of the episode, which is removed at the end. A relative path
-            in ``command`` is looked up in the directory of the run.
+        command: The program and its arguments. Example: ``python agent.py --fast``. A relative path is looked up in the
+            directory of the run.
+        cwd: Its working directory. Empty: an empty folder of the episode, which is removed at the end.
         ground_truth: Whether the JSON file has ``ground_truth`` and ``extra``. Use false if the program runs commands
-            of the policy. Otherwise the policy can read the true answer in this file.
+            of the policy, because the policy could read the file.
     """
 
     replayable = False
@@ -110,10 +110,9 @@ class CommandEnvironment:
         self._fields = ("messages", "data_source", *(("ground_truth", "extra") if ground_truth else ()))
 
     async def run(self, prompt: Prompt, policy: Policy) -> Any:
-        """Run the program until it exits. Then kill the processes that the program started.
+        """Run the program until it exits, or until the episode is cancelled. Then kill all its processes.
 
-        If the episode is cancelled, kill the program and these processes at once. Standard input, output and error are
-        files and not pipes, because a pipe stays open as long as any child process holds it.
+        Standard input, output and error are files, because a pipe stays open as long as any child process holds it.
         """
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-episode-")))
@@ -169,7 +168,7 @@ def _read_end(stream: BinaryIO, most: int) -> str:
 
 
 def _outcome_of(path: Path, output: str) -> Any:
-    """Read the outcome of a program from its outcome file. Without this file, the output is the answer."""
+    """Return the outcome from a program's outcome file. Without this file, the output is the answer."""
     if not path.exists():
         return Outcome(answer=output)
     written = path.read_text()
@@ -218,10 +217,7 @@ async def _play(
 
 
 def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
-    """Append an observation: chat messages, or text.
-
-    If the last message is the user's, the text extends that message.
-    """
+    """Append an observation, which is chat messages or text. Text extends the last message if it is the user's."""
     if isinstance(observation, (list, tuple)) and all(isinstance(part, Mapping) for part in observation):
         return [*messages, *observation]
     text = str(observation)
@@ -236,19 +232,19 @@ def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
 class GymEnvironment:
     """A game with ``reset`` and ``step``: Gymnasium's interface, in text or messages.
 
-    ``reset`` gets the prompt's ``group_id`` as ``seed``, so that all rollouts of a group start in the same state, and
-    the row's ``extra`` as ``options``. Both are passed only if ``reset`` has these parameters. ``reset`` returns the
-    observation, or ``(observation, info)``. ``step`` gets the policy's text, and returns ``(observation, reward,
-    terminated, truncated, info)``, or ``(observation, reward, done, info)``. In a discrete action space (with ``n``),
-    the last integer of the text is the action. ``reset`` and ``step`` may be async; otherwise they run in a thread.
+    - ``reset`` gets ``seed``, the prompt's ``group_id``, so that all rollouts of a group start in the same state. It
+      gets the row's ``extra`` as ``options``. Both are passed only if ``reset`` has these parameters. It returns the
+      observation, or ``(observation, info)``.
+    - ``step`` gets the policy's text. In a discrete action space (with ``n``), it gets the last integer of the text. It
+      returns ``(observation, reward, terminated, truncated, info)``, or ``(observation, reward, done, info)``.
+    - Both may be async; otherwise they run in a thread.
 
     Args:
         env: Your class as ``file.py:Class`` or ``module:Class``, or the id of a registered environment of the package
             ``gymnasium``. Example: ``FrozenLake-v1``.
         kwargs: Its keyword arguments.
-        max_steps: The game ends after so many steps.
-        turn_rewards: Give the reward of each step to its turn. Otherwise the sum of the rewards is the reward of the
-            episode.
+        max_steps: The game ends after this many steps.
+        turn_rewards: Give the reward of each step to its turn. Otherwise the episode gets the sum of the rewards.
     """
 
     def __init__(
@@ -334,7 +330,7 @@ class OpenEnvEnvironment:
         self._limits = {"max_steps": max_steps, "turn_rewards": turn_rewards}
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Play one session, which is a WebSocket. The server keeps one instance of the environment per session."""
+        """Play one session, which is a WebSocket. The server has one instance of the environment per session."""
         async with AsyncExitStack() as stack:
             try:
                 client = await stack.enter_async_context(self._aiohttp.ClientSession())
@@ -398,10 +394,9 @@ async def use_tools(
     call: Callable[[str, Mapping[str, Any]], Awaitable[str]],
     **options: Any,
 ) -> list[Any]:
-    """Let the policy call tools until the policy answers without a call. Returns all messages.
+    """Let the policy call tools until it answers without a call. Returns all messages.
 
-    The calls of one message run in parallel. If a call cannot be made, or its tool raises an exception, the policy gets
-    the error and continues.
+    The calls of one message run in parallel. If a call fails, the policy gets the error and continues.
 
     Args:
         policy: The policy.
@@ -445,8 +440,8 @@ async def use_tools(
 class McpEnvironment:
     """Gives the tools of MCP servers to the policy. The environment needs the package ``mcp``.
 
-    The episode ends when the policy answers without a tool call. The reward comes from reward functions, which score
-    the last message. If two servers have tools of the same name, the policy sees them as ``SERVER__TOOL``.
+    The episode ends when the policy answers without a tool call. Reward functions score this last message. If two
+    servers have tools of the same name, the policy sees them as ``SERVER__TOOL``.
 
     Args:
         servers: Servers by name, in the format of other MCP clients. ``{command: …, args: […], env: {…}}``: a server

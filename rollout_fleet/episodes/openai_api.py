@@ -1,7 +1,7 @@
 """OpenAI's chat completions and completions: converts JSON to requests of a session, and answers to JSON.
 
-A field that the engine or the learner does not support is refused by name, or counted as overridden
-(`SampleOptions.other`). Fields that do not change the tokens are accepted.
+Fields that do not change the tokens are accepted. Other unsupported fields are refused, or counted as overridden
+(`SampleOptions.other`).
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ def read_completion(body: Mapping[str, Any], *, key: str = "", is_retry: bool = 
 
 
 def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str = "") -> SampleOptions:
-    """Read the sampling options from a body with OpenAI's field names.
+    """Return the sampling options from a body with OpenAI's field names.
 
-    The caller adds the field ``hosted_tools``: the list of types that `split_tools` returns. Raises `ValueError` with
-    the field and its valid values.
+    The caller adds the field ``hosted_tools``, the types from `split_tools`. Raises `ValueError` with the field and its
+    valid values.
     """
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
@@ -141,10 +141,10 @@ def check_fields(body: Mapping[str, Any], known: set[str]) -> None:
 
 
 def split_tools(body: Mapping[str, Any], own_type: str = "function") -> tuple[list[Mapping[str, Any]], list[str]]:
-    """Return the tools that the client runs, and the types of all other tools.
+    """Return the tools that the client runs, and the types of the other tools, which a provider's servers run.
 
-    The client runs the tools of the type ``own_type``, and tools without a type. A provider's servers would run the
-    other tools. Raises `ValueError` if a tool is not an object.
+    The client runs the tools of the type ``own_type``, and tools without a type. Raises `ValueError` if a tool is not
+    an object.
     """
     own, hosted = [], []
     for place, tool in enumerate(list_of(body, "tools")):
@@ -184,7 +184,7 @@ def _read_format(value: Any) -> str:
 
 
 def usage_of(answers: Sequence[SampledAnswer]) -> dict[str, Any]:
-    """Return the ``usage`` field of OpenAI's API. The prompt counts once, for any number of choices."""
+    """Return the ``usage`` field of OpenAI's API. The prompt counts once for all choices."""
     written = sum(len(answer.token_ids) for answer in answers)
     prompt = answers[0].num_prompt_tokens
     return {
