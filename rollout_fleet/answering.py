@@ -85,7 +85,7 @@ class AnsweringParts:
         )
 
     async def start(self) -> None:
-        """Start the engine and its helpers. Raises the error of the first that does not start."""
+        """Start the engine and its helpers."""
         beside = [part.start() for part in (self.samples, self.player, self.judge) if part is not None]
         await asyncio.gather(self.engine.start(), *beside)
         variables = {}
@@ -95,7 +95,7 @@ class AnsweringParts:
         await self.rewards.start(variables)
 
     async def close(self) -> None:
-        """Stop the engine and its helpers. The helpers are stopped even if the engine fails to stop."""
+        """Stop the engine and its helpers, even if the engine fails to stop."""
         try:
             await self.engine.stop()
         finally:
@@ -107,7 +107,6 @@ class AnsweringParts:
 
 
 def _judge(config: RolloutFleetConfig, *, rank: int, log_dir: str, seed: int) -> SGLangServer:
-    """Make the judge's server. Raises `ValueError` on a GPU, or if SGLang or the model is missing."""
     if resolve_device(config) is not EngineDevice.cpu:
         raise ValueError(
             f"rollout_fleet.judge_model must be empty with engines on GPUs, got {config.judge_model!r}: the engine has "

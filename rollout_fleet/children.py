@@ -1,7 +1,4 @@
-"""Child processes of a rollout worker that run a user's code: rewards and environments.
-
-A child exits when its pipe closes. A child sees no GPUs, and only the secrets in ``rollout_fleet.pass_secrets``.
-"""
+"""Child processes of a rollout worker that run a user's code: rewards and environments."""
 
 from __future__ import annotations
 
@@ -44,10 +41,9 @@ class ChildProcess:
     async def start(
         cls, command: Sequence[str], environment: Mapping[str, str], *, what: str, timeout_s: float
     ) -> ChildProcess:
-        """Start a child, and wait for its first message.
+        """Start a child, and wait for its first message. ``what`` names the child in errors.
 
-        ``what`` names the child in errors. Example: ``a scoring process of x``. Raises `WorkerDiedError` if the child
-        ends first, and `DeadlineError` if the message does not come in time.
+        Raises `WorkerDiedError` if the child ends first, and `DeadlineError` if the message does not come in time.
         """
         mark = uuid.uuid4().hex
         process = await asyncio.create_subprocess_exec(
@@ -112,7 +108,7 @@ class ChildProcess:
 def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
     """Return a child's environment variables, without GPUs and with only the secrets in ``rollout_fleet.pass_secrets``.
 
-    ``no_proxy`` names this host, so a child's clients reach local servers without a proxy.
+    Connections to this host do not use a proxy.
     """
     known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
     direct = known if known == "*" else ",".join(filter(None, (known, *_THIS_HOST)))
@@ -120,10 +116,7 @@ def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
 
 
 def with_remedy(message: str, config: RolloutFleetConfig, *, who: str) -> str:
-    """Add to a failure's message the option that passes the missing secret to ``who``. Example: ``reward processes``.
-
-    Returns the message unchanged if it does not name a withheld secret.
-    """
+    """Add to a message the option that passes the missing secret to ``who``, if the message names a withheld secret."""
     withheld = sorted(os.environ.keys() - without_secrets(config.pass_secrets).keys())
     missed = next((name for name in withheld if name in message), None)
     if missed is None:

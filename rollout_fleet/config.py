@@ -21,7 +21,7 @@ SGLANG_RESERVED_POSITIONS = 6
 
 
 class EngineKind(StrEnum):
-    """Kinds of engines: an SGLang server, transformers in process, or a script of answers for tests."""
+    """Kinds of engines: an SGLang server, transformers in process, or scripted answers for tests."""
 
     sglang = "sglang"
     transformers = "transformers"
@@ -68,8 +68,8 @@ def _check_least(section: str, options: object, **least: int) -> None:
 class SamplingConfig:
     """Sampling options.
 
-    The log-probs are those of the distribution before ``top_p``, ``top_k`` and ``min_p`` truncate it. Therefore
-    training refuses these three options, and only ``asyncrl evaluate`` accepts them.
+    The log-probs are those before ``top_p``, ``top_k`` and ``min_p`` truncate the distribution. Therefore training
+    refuses these three options.
 
     Attributes:
         temperature: Softmax temperature of sampling and of behavior log-probs.
@@ -78,13 +78,11 @@ class SamplingConfig:
         min_p: Smallest probability of a candidate, as a share of the largest; 0.0 keeps all. Evaluation only.
         max_new_tokens: Longest response, in tokens.
         stop: Texts that end a response. The tokens of the stop text stay in the response.
-        stop_token_ids: Tokens that end a response, in addition to the model's own. A request of an episode may add to
-            ``stop`` and ``stop_token_ids``.
-        seed: Seed of one response. Equal seeds need not give equal responses. SGLang uses the seed only with its option
-            ``enable_deterministic_inference``. The in-process engine uses it only without ``top_p``, ``top_k`` and
-            ``min_p``.
-        json_schema: JSON schema of the response, as text. Engines without constrained decoding refuse it. With a
-            schema, the log-probs are those of the constrained distribution.
+        stop_token_ids: Tokens that end a response, in addition to the model's own.
+        seed: Seed of one response. SGLang uses it only with ``enable_deterministic_inference``, and the in-process
+            engine only without ``top_p``, ``top_k`` and ``min_p``.
+        json_schema: JSON schema of the response, as text. With a schema, the log-probs are those of the constrained
+            distribution.
     """
 
     temperature: float = 1.0
@@ -99,7 +97,7 @@ class SamplingConfig:
 
     @property
     def truncations(self) -> list[str]:
-        """The options that truncate the distribution, with their values. Example: ``["top_k=20"]``."""
+        """The options that truncate the distribution. Example: ``["top_k=20"]``."""
         whole = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
         return [f"{name}={getattr(self, name)}" for name, value in whole.items() if getattr(self, name) != value]
 
@@ -119,7 +117,7 @@ class SamplingConfig:
         if not 0 <= self.min_p < 1:
             raise ValueError(f"rollout_fleet.sampling.min_p must be in [0, 1), got {self.min_p}; 0.0 keeps all tokens")
         for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # options files have lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"rollout_fleet.sampling.stop must hold texts that are not empty, got {list(self.stop)}")
         _check_least("rollout_fleet.sampling", self, max_new_tokens=1)
@@ -133,18 +131,18 @@ class SGLangConfig:
         dtype: Weights and activations on the engine. ``auto`` is bfloat16 on CUDA and float32 on a CPU. float32 is
             refused on CUDA, because SGLang's attention kernels support only half types.
         tp_size: Tensor-parallel ranks of one server.
-        max_total_tokens: KV cache size in tokens; 0 lets SGLang choose. On a CPU, SGLang then takes most of the memory.
-        tokenizer: Load the model's tokenizer in the server. Stop texts and JSON schemas need it. It is always loaded if
+        max_total_tokens: KV cache size in tokens; 0 lets SGLang choose, and is 32768 on a CPU.
+        tokenizer: Load the model's tokenizer in the server, for stop texts and JSON schemas. It is always loaded if
             ``rollout_fleet.environment.name`` or a stop text is set.
         max_running_requests: Largest number of samples that are decoded at once.
         samples_per_request: Largest number of samples in one HTTP request. It affects the throughput of a server on a
-            CPU. A finished sample never waits for the other samples of its request.
+            CPU.
         memory_saver: Launch the server so that it can free its weights and KV cache. Colocated pools on GPUs need this.
-            On a CPU, SGLang has no memory saver, so the server only pauses while the learner has the device.
+            On a CPU the server only pauses while the learner has the device.
         on_update: What happens to the KV cache of running samples at a weight update. ``recompute``: the engine
-            computes the cache again, so later tokens depend only on the new weights. ``keep``: the engine keeps the
-            cache, so the update costs less. Later tokens then depend on the new weights and on the old cache. ``keep``
-            launches the server without prefix cache and without overlapped scheduling.
+            computes the cache again, so later tokens depend only on the new weights. ``keep``: the update costs less,
+            but later tokens also depend on the old cache. ``keep`` launches the server without prefix cache and without
+            overlapped scheduling.
         extra_args: Further ``sglang.launch_server`` arguments, verbatim.
     """
 
@@ -181,9 +179,8 @@ class TransformersConfig:
     Attributes:
         dtype: Weights and activations: a torch dtype's name, or ``auto`` for the model's own.
         max_rows: Largest number of samples in one batch. Other samples wait for the next batch.
-        reproducible: Sample every answer from its own seed, so that an interrupted answer continues bit for bit. Each
-            token takes a separate forward pass over its whole sequence. This is slow, and meant for tests. Turns of an
-            environment do not get seeds.
+        reproducible: Sample every answer from its own seed, so that an interrupted answer continues bit for bit. This
+            is slow, and meant for tests. Turns of an environment do not get seeds.
     """
 
     dtype: str = "auto"
@@ -227,22 +224,21 @@ class RolloutFleetConfig:
             elastic fleet first waits ``no_engine_timeout_s`` for other engines to join.
         no_engine_timeout_s: Longest time that training may wait while no engine is up.
         groups_in_flight: Number of prompt groups that one worker generates at once. The same number may be scored and
-            stored meanwhile. ``{min: 4, max: 64}`` follows the load that the engine reports. The number grows while the
-            engine has room. It shrinks while samples wait in the engine or its KV cache is nearly full.
+            stored meanwhile. ``{min: 4, max: 64}`` follows the load that the engine reports.
         reward: ``exact_match``, ``last_number``, ``final_answer``, ``numeric``, ``math_verify``, ``code``, ``judge``,
             ``format``, ``length``, ``environment``, or your own as ``file.py:function`` or ``module:function``, called
             as reward(prompt, response_text) -> float (docs/rewards.md).
         rewards: Several rewards instead of ``reward``, each as NAME or WEIGHT*NAME. A trajectory earns their weighted
-            sum. Each reward is also reported as ``reward.NAME``. Example: ``[exact_match,0.2*mine.py:format]``.
+            sum. Example: ``[exact_match,0.2*mine.py:format]``.
         rewards_by_source: Rewards of the prompts of a data source, as in ``rewards``. Other prompts get ``rewards`` or
             ``reward``. Example: ``{gsm8k: [math_verify], apps: [code, 0.1*length]}``.
         reward_options: Options of rewards, by their names in reports. Example: ``{length: {max_tokens: 512,
             buffer_tokens: 128}}``.
         judge_model: Folder of a frozen model for the reward ``judge`` without a ``url``. Each rollout worker serves it
-            with SGLang beside its engine. ``${model.path}`` is the model at the start of the run. On CPUs only.
-        pass_secrets: Environment variables with secrets that reward processes and inference servers get. Other
-            variables with names of secrets are withheld: ``*_TOKEN``, ``*_KEY``, ``*_SECRET``, ``*_PASSWORD``,
-            ``AWS_*`` and those in `rollout_fleet.engines.process_guard`. Example: ``[OPENAI_API_KEY]`` for a judge.
+            with SGLang. ``${model.path}`` is the model at the start of the run. On CPUs only.
+        pass_secrets: Secret environment variables that reward processes and inference servers get. Others are withheld:
+            ``*_TOKEN``, ``*_KEY``, ``*_SECRET``, ``*_PASSWORD``, ``AWS_*`` and those in
+            `rollout_fleet.engines.process_guard`. Example: ``[OPENAI_API_KEY]`` for a judge.
         reward_processes: Scoring processes per worker and reward; built-in rewards that cannot hang need none.
         reward_timeout_s: Deadline of scoring one prompt group.
         on_reward_failure: ``retry_group``: if the reward fails on one response, the attempt at its group fails.
@@ -250,18 +246,16 @@ class RolloutFleetConfig:
             the choice of responses depends on their content.
         max_attempts: A prompt group is dropped and counted after this many failures on any workers. A failure is a
             failed reward, or an abort by the engine itself. Evictions do not count.
-        max_failures_in_a_row: The run ends after this many failures of ``max_attempts`` on one worker, without a stored
-            group between them. If the engine aborted the last group, the worker ends instead and is replaced.
-        max_image_pixels: Largest number of pixels of an image in a prompt or a message. A larger image is scaled down
-            with its aspect ratio. The model's own limit also holds. Example: 1048576 gives at most 1,024 tokens for
-            patches of 16 pixels.
+        max_failures_in_a_row: The run ends after this many failures on one worker, without a stored group between them.
+            If the engine aborted the last group, the worker ends instead and is replaced.
+        max_image_pixels: Largest number of pixels of an image. A larger image is scaled down with its aspect ratio. The
+            model's own limit also holds. Example: 1048576 gives at most 1,024 tokens for patches of 16 pixels.
         start_timeout_s: Deadline for an engine to start and to generate its first tokens. A run adds a second per 100
             MB of the model.
         load_timeout_s: Deadline of one weight update on one engine, counted from the pause of generation. A second per
             100 MB of weights is added.
         silence_timeout_s: How long an engine with running requests may produce no token at all. The engine has failed
-            if it then does not answer a probe, or if it is silent for three such periods in a row. A single slow sample
-            is not a failure.
+            if it then does not answer a probe, or if it is silent for three such periods in a row.
         restarts: How often a failed engine or a dead worker is replaced within ``restart_window_s``. The next failure
             is final. The worker's prompt groups continue elsewhere with their tokens so far, unless
             ``save_progress=never``. 0 replaces nothing.
@@ -270,12 +264,12 @@ class RolloutFleetConfig:
             minute.
         drain_timeout_s: How long running prompt groups may continue when the learner takes the device
             (``placement.colocated``). Then they are aborted, and continued after the weight update.
-        stop_timeout_s: Deadline of each step of stopping a worker: aborting running groups, releasing leases, and
-            killing the server.
+        stop_timeout_s: Deadline of each step of stopping a worker: aborting groups, releasing leases, killing the
+            server.
         renew_every_s: How often running leases are renewed; a third of ``buffer.lease_s`` is usual.
         save_progress: ``at_stop`` saves running groups when a worker stops, and another worker continues them.
             ``at_updates`` also aborts, saves and continues them at each weight update, so a sudden death loses only the
-            tokens since then. It helps if a rollout outlasts many updates. ``never`` saves nothing.
+            tokens since then. ``never`` saves nothing.
         environment: The environment between the turns of an episode. By default a rollout is a single answer.
         sampling: How training rollouts are sampled.
         sampling_by_source: Other ``max_new_tokens``, ``stop`` and ``stop_token_ids`` for the prompts of a data source.
@@ -334,7 +328,7 @@ class RolloutFleetConfig:
 
     @property
     def fewest_engines(self) -> int:
-        """Number of engines at the start of a run. The run keeps resources for that many engines until it ends."""
+        """Number of engines at the start of a run. The run keeps resources for that many engines."""
         return _bounds(self.num_engines)[0]
 
     @property
@@ -361,12 +355,12 @@ class RolloutFleetConfig:
 
     @property
     def server_stop_timeout_s(self) -> float:
-        """Deadline in seconds for a server's guard to kill the server and clean up."""
+        """Deadline in seconds for killing a server and cleaning up."""
         return self.stop_timeout_s + CLEANUP_S
 
     @property
     def worker_stop_timeout_s(self) -> float:
-        """Deadline in seconds for a worker to abort groups, release leases, stop the server, and close the log."""
+        """Deadline in seconds for stopping a worker."""
         return 2 * self.stop_timeout_s + self.server_stop_timeout_s + CLEANUP_S
 
     def update_timeout_s(self, num_bytes: int) -> float:
@@ -375,10 +369,7 @@ class RolloutFleetConfig:
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """The weight of each reward by its name, for data sources without separate rewards.
-
-        A name may be a user's ``file.py:function``.
-        """
+        """The weight of each reward by its name, for data sources without separate rewards."""
         return dict(map(_weighted, self.rewards)) or {self.reward: 1.0}
 
     @property
@@ -516,7 +507,6 @@ def reward_label(name: str) -> str:
 
 
 def _weighted(entry: str, option: str = "rewards") -> tuple[str, float]:
-    """Return name and weight of an entry of ``rewards``. Example: ``0.2*mine.py:format``."""
     weight, _, name = entry.rpartition("*")
     try:
         number = float(weight or 1.0)

@@ -30,7 +30,7 @@ _ROUNDS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """One answer to a held-out prompt. ``failure`` is the reason why an episode has no outcome."""
+    """One answer to a held-out prompt."""
 
     sample: SampleOutput
     rollout: Rollout
@@ -44,8 +44,7 @@ class _Answer:
 class HeldOutAnswers:
     """Answers held-out prompts on one engine, sampled and greedily, and scores the answers.
 
-    All answers are saved for people to read if ``parts.samples`` is set. ``sampling`` returns the options of a data
-    source.
+    ``sampling`` returns the options of a data source. If ``parts.samples`` is set, it saves all answers.
     """
 
     def __init__(self, parts: AnsweringParts, *, sampling: Callable[[str], SamplingConfig]) -> None:
@@ -87,7 +86,6 @@ class HeldOutAnswers:
         return answered
 
     async def _sample(self, prompts: Sequence[Prompt], num_samples: int) -> dict[int, list[_Answer]]:
-        """Return the answers to each prompt, by its group id. The greedy answer is the last."""
         self._num_rounds += 1
 
         def each(prompt: Prompt) -> list[SamplingConfig]:
@@ -144,7 +142,7 @@ class HeldOutAnswers:
         finally:
             await run.close()
         if self._engine.has_failed:
-            await self._engine.wait_failed()  # raises the engine's failure
+            await self._engine.wait_failed()
         failure = "" if run.failure is None or player.scores(run.failure) else str(run.failure)
         if episode.answer is None and not failure:
             failure = f"the environment of held-out prompt {prompt.group_id} ended without a turn of the policy"

@@ -73,7 +73,7 @@ class InflightGroup:
 
     Attributes:
         lease: The lease.
-        episodes: One per trajectory ([G]), followed by the episode of the greedy baseline, if there is one.
+        episodes: One per trajectory ([G]), then the episode of a greedy baseline, if there is one.
         num_baselines: 1 with a greedy baseline (ReMax, arXiv 2310.10505), else 0. A baseline is scored, but the learner
             does not train on it, and its tokens are not counted.
         num_inherited: Number of tokens that an earlier attempt wrote.
@@ -172,10 +172,7 @@ class InflightGroup:
 
     @property
     def is_done_here(self) -> bool:
-        """Whether the engine has no more work for the group.
-
-        True if all requests are answered, and no environment can send more.
-        """
+        """Whether all requests are answered, and no environment can send more."""
         return not self._outstanding and not (
             self.is_playing and self.phase is GroupPhase.generating and self.end is None
         )
@@ -284,9 +281,8 @@ class GroupLimit:
     """The limit of prompt groups on one engine, between ``lowest`` and ``highest``.
 
     The limit follows the load that the engine reports, with additive increase and multiplicative decrease (Chiu and
-    Jain, 1989) and the slow start of TCP. It shrinks while samples wait inside the engine, because they could run on
-    another engine. It also shrinks while the KV cache is nearly full, because a full cache makes the engine compute
-    samples again.
+    Jain, 1989) and the slow start of TCP. It shrinks while samples wait inside the engine, or while the KV cache is
+    nearly full.
 
     Attributes:
         value: The current limit.
@@ -307,7 +303,7 @@ class GroupLimit:
     def note(self, load: EngineLoad, *, num_held: int) -> bool:
         """Adapt the limit to the load of an engine with ``num_held`` groups. Returns whether the limit changed.
 
-        The limit grows only while it is fully used, because a lower use does not show that the engine has room.
+        The limit grows only while it is fully used.
         """
         before = self.value
         is_full = load.num_waiting > 0 or load.cache_use >= FULL_CACHE
@@ -368,7 +364,7 @@ class InflightGroups:
     def num_on_engine(self) -> int:
         """Number of groups on the engine, or waiting for it during a weight update.
 
-        For groups with environments, only running turns count: a group needs no room while its tools run.
+        For groups with environments, only running turns count.
         """
         groups = self.in_phase(*ON_ENGINE, GroupPhase.parked)
         num_turns = sum(group.num_running for group in groups if group.is_playing)
@@ -415,7 +411,6 @@ class InflightGroups:
                 continue
             num_running, num_outstanding = group.num_running, len(group.outstanding)
             running += num_outstanding
-            # a generating group sends the request of each running turn soon
             if group.phase is not GroupPhase.generating:
                 parked += num_running - num_outstanding
             if group.is_playing:

@@ -76,7 +76,6 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
 
 
 def _read_address(folder: Path) -> dict[str, str]:
-    """Return a run's address. Raises `ValueError` if the run has none, or if no process listens there."""
     path = folder / ADDRESS_FILE
     if not path.is_file():
         what = "has a fleet of a fixed size" if (folder / "config.yaml").is_file() else "is not the folder of a run"
@@ -100,7 +99,6 @@ def _read_address(folder: Path) -> dict[str, str]:
 
 
 def _desk_of(name: str, run: str) -> Any:
-    """Return the `FleetDesk` with this name. Without a name, return the only one of the cluster."""
     import ray
     from ray.util import list_named_actors
 

@@ -137,7 +137,7 @@ class RolloutLoop:
         Raises `AsyncRLError` if the engine or the buffer fails. All leases are released first if the buffer still
         answers.
         """
-        if self._state is LoopState.ended:  # the loop was stopped before it ran
+        if self._state is LoopState.ended:
             return self.counters()
         self._state = LoopState.running
         leasing = self._spawn(self._keep_leasing)
@@ -201,8 +201,9 @@ class RolloutLoop:
     async def _next_after(self, offer: WeightOffer, gone: WeightsGone) -> WeightOffer:
         """Return the offer that replaced a removed offer.
 
-        Raises ``gone`` if the buffer still offers the removed version. If the learner has restarted, wait for its next
-        offer without a deadline.
+        Raises ``gone`` if the buffer still offers the removed version.
+
+        If the learner has restarted, wait for its next offer without a deadline.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.load_timeout_s):
@@ -321,7 +322,6 @@ class RolloutLoop:
     # Tasks
 
     def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> asyncio.Task[None]:
-        """Run ``work`` as a task of the loop. A failure of the task ends the loop."""
         task = asyncio.create_task(self._guarded(work, *arguments))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -330,7 +330,7 @@ class RolloutLoop:
     async def _guarded(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
         try:
             await work(*arguments)
-        except Exception as error:  # noqa: BLE001 - any failure of a task ends the loop
+        except Exception as error:  # noqa: BLE001 - ends the loop
             if self._state is LoopState.running and self._failure is None:
                 self._failure = error
                 await self._notify()
@@ -350,15 +350,14 @@ class RolloutLoop:
     async def _keep_leasing(self) -> None:
         """Keep one lease request outstanding while the engine has room for a group.
 
-        A new policy version or a smaller limit cancels the request and sends it again. The cancellation releases leases
-        that the buffer grants meanwhile.
+        If the policy version changes or the limit shrinks, cancel the request and send it again.
         """
         while True:
             await self._until(lambda: self._may_lease and self._groups.num_free > 0)
             if self._groups.in_phase():
                 await asyncio.sleep(GATHER_S)
             version, num_asked = self._engine.version, self._groups.num_free
-            if not self._may_lease or num_asked == 0:  # meanwhile, new turns of episodes may have filled the engine
+            if not self._may_lease or num_asked == 0:  # new turns of episodes may have filled the engine
                 continue
 
             def is_outdated(version: int = version, num_asked: int = num_asked) -> bool:
@@ -382,7 +381,7 @@ class RolloutLoop:
             finally:
                 try:
                     await cancel({grant, outdated})
-                finally:  # the line above raises if this task was cancelled
+                finally:
                     self._is_asking = False
                     self._meter.asking(False)
                     record.level(LevelName.asking, 0)
@@ -393,10 +392,7 @@ class RolloutLoop:
         return self._has_device and self._member.may_lease
 
     async def _keep_fitting(self) -> None:
-        """Read the engine's load once per second while the engine has work, and adapt the limit on groups.
-
-        Raises `EngineError` if the first reading fails. Later failures are logged.
-        """
+        """Read the engine's load once per second while it has work, and adapt the limit on groups."""
         has_read = False
         while True:
             await self._until(lambda: bool(self._groups.in_phase()))
@@ -414,7 +410,6 @@ class RolloutLoop:
                 await self._notify()
 
     def _begin(self, leases: Sequence[Lease], images: Sequence[tuple[PlacedImage, ...]]) -> None:
-        """Send newly leased groups to the engine. A group continues from the progress of an earlier attempt."""
         answering = []
         for lease, own_images in zip(leases, images, strict=True):
             player = self._player if self._player is not None and self._player.plays(lease.prompt) else None
@@ -450,7 +445,6 @@ class RolloutLoop:
         self._groups.note_places()
 
     async def _play(self, group: InflightGroup, index: int, player: Player) -> None:
-        """Play one episode. The group leaves the engine when its last episode ends."""
         run = group.runs[index]
         own = self._config.sampling_for(group.lease.prompt.data_source)
         sampling = own if index < len(group.trained) else own.greedy()
@@ -481,7 +475,7 @@ class RolloutLoop:
     async def _obey(self, end: GroupEnd) -> None:
         """Release groups when the buffer revokes their leases or hands them to another worker.
 
-        Groups that have left the engine stay. If progress is never saved, no group is handed on.
+        If progress is never saved, no group is handed on.
         """
         while True:
             if end is GroupEnd.revoked:
@@ -526,7 +520,6 @@ class RolloutLoop:
             raise
 
     def _first_token_stamp(self, group: InflightGroup) -> Callable[[], None] | None:
-        """Return a callback that records the group's first token; None if nothing is recorded."""
         if record.current() is None or (group.runs and group.num_own_tokens):
             return None
         stamps = iter([partial(self._stamp, GroupEvent.first_token, group)])
@@ -549,7 +542,6 @@ class RolloutLoop:
             await self._leave_engine(group)
 
     async def _leave_engine(self, group: InflightGroup) -> None:
-        """Park or settle a group after the engine has answered all its requests."""
         if group.phase is GroupPhase.cutting and not group.is_finished and group.end is None:
             group.phase = GroupPhase.parked
             self._spawn(self._settlement.save, group)
@@ -599,12 +591,10 @@ class RolloutLoop:
         return not uncut
 
     async def _abort_all(self, phase: GroupPhase) -> None:
-        """Abort the requests of all groups in ``phase`` until no group is in it.
-
-        An engine ignores an abort that arrives before its request. Therefore the aborts are repeated after half of
-        ``stop_timeout_s``.
+        """Abort the requests of all groups in ``phase``. Repeat this, because an engine ignores an abort before its
+        request.
         """
-        await asyncio.sleep(0)  # requests that are being sent now must reach the engine first
+        await asyncio.sleep(0)  # requests that are being sent must reach the engine first
         while groups := self._groups.in_phase(phase):
             await self._engine.abort([request_id for group in groups for request_id in group.outstanding])
             with suppress(TimeoutError):
@@ -625,9 +615,9 @@ class RolloutLoop:
             logger.warning("%d prompt groups of a failed engine are released as they are", len(self._groups))
 
     async def _cut_off_all(self) -> None:
-        """Abort running groups and wait for their tokens so far, so that these tokens are counted.
+        """Abort running groups and wait for their tokens.
 
-        Also waits for a running weight load, because its cancellation would make the engine fail.
+        Wait for a running weight load too, because it must not be cancelled.
         """
         for group in self._groups:
             if group.phase is not GroupPhase.settling:
@@ -639,7 +629,7 @@ class RolloutLoop:
         except TimeoutError:
             loading = " and the load of weights" if self._is_loading else ""
             logger.warning("%d prompt groups%s did not end within stop_timeout_s", len(self._groups), loading)
-        except Exception as error:  # noqa: BLE001 - the engine may fail in any way while it stops
+        except Exception as error:  # noqa: BLE001 - the engine may fail in any way
             logger.warning("%d prompt groups are released as they are: %s", len(self._groups), error)
 
 

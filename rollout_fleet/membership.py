@@ -46,9 +46,8 @@ class Presence(StrEnum):
 class Roster:
     """The ranks of a fleet of ``fewest`` to ``most`` engines, of which at least ``needed`` must stay.
 
-    At first ``fewest`` engines are present. If ``most`` is None, the fleet has a fixed size, and no engine joins or
-    leaves. The run keeps Ray resources for the ranks below ``fewest`` until it ends, so a new engine can get such a
-    rank again. Every other rank is used once, so its logs and counters belong to one engine.
+    If ``most`` is None, the fleet has a fixed size. The run keeps Ray resources for the ranks below ``fewest``, so a
+    new engine can get such a rank again. Every other rank is used once, so its logs and counters belong to one engine.
     """
 
     def __init__(self, *, fewest: int, most: int | None, needed: int) -> None:

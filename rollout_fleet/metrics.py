@@ -125,7 +125,7 @@ class FleetMeter:
 
 
 def note_member(member: Member, lane: str) -> None:
-    """Record the current and all later states and epochs of a member in the run's profile, on ``lane``."""
+    """Record all states and epochs of a member from now on in the run's profile, on ``lane``."""
     span = record.NO_SPAN
 
     def note(state: MemberState, epoch: int) -> None:

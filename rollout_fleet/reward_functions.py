@@ -212,7 +212,7 @@ class Code:
         return result.is_success and _lines(result.stdout) == _lines(expected)
 
     async def _holds(self, code: str, asserts: str) -> bool:
-        """Return whether the asserts hold after the code has run. Code that ends its process early does not pass."""
+        """Return whether the asserts hold. Code that ends its process early does not pass."""
         passed = secrets.token_hex(16)
         files = {"solution.py": code, "tests.py": asserts}
         result = await self._sandbox.run(_ASSERTING.format(passed=passed), files=files)
@@ -239,7 +239,7 @@ def code_of(response_text: str) -> str:
 
 
 def _read_tests(tests: Any) -> Sequence[tuple[str, str] | str]:
-    """Return pairs of input and output, or texts of asserts. Raises `ValueError` with the expected form."""
+    """Return pairs of input and output, or texts of asserts."""
     if isinstance(tests, str):
         try:
             parsed = json.loads(tests)
@@ -300,7 +300,6 @@ def _as_number(text: str) -> float | None:
 
 
 def _quantities(text: str) -> list[float]:
-    """Return all numbers in a text. A fraction with denominator 0 does not count."""
     found = []
     for written in _QUANTITY.findall(text):
         numerator, _, denominator = written.replace(",", "").partition("/")

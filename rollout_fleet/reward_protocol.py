@@ -160,7 +160,7 @@ class BoundReward:
         try:
             value = self._call(prompt, rollout if self._takes == "rollout" else rollout.text)
             return _as_answer(await value if inspect.isawaitable(value) else value, rollout)
-        except Exception as error:  # noqa: BLE001 - any error of a reward affects only this group
+        except Exception as error:  # noqa: BLE001 - an error affects only this group
             return f"raised {error!r}; fix it, or filter such prompts"
 
     async def _group_answers(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Answer]:
@@ -171,7 +171,7 @@ class BoundReward:
             if len(values) == len(rollouts):
                 return list(map(_as_answer, values, rollouts))
             failure = f"returned {len(values)} scores; it must return one per rollout, {len(rollouts)}"
-        except Exception as error:  # noqa: BLE001 - any error of a reward affects only this group
+        except Exception as error:  # noqa: BLE001 - an error affects only this group
             failure = f"raised {error!r}; fix it, or filter such prompts"
         return [failure] * len(rollouts)
 
@@ -208,7 +208,6 @@ def _as_answer(value: Any, rollout: Rollout) -> Answer:
 
 
 def _as_number(value: Any) -> float | None:
-    """Convert a Python, numpy or torch scalar to a float. Return None for other values and outside float32's range."""
     with suppress(TypeError, ValueError):
         if not isinstance(value, (str, bytes)) and getattr(value, "ndim", 0) == 0:
             value = float(value)

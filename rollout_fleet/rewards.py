@@ -44,7 +44,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 60.0  # deadline for the start of a scoring process
+START_TIMEOUT_S = 60.0
 
 
 class RewardProcesses:
@@ -131,7 +131,7 @@ class RewardProcesses:
                     raise
                 if not may_fail:
                     return answers[-1:]
-                if self._reward.takes_group:  # the function scores all rollouts together
+                if self._reward.takes_group:
                     return answers[-1:] * len(rollouts)
             finally:
                 self._free.put_nowait(back)
@@ -285,7 +285,6 @@ def _complete(work: Coroutine[Any, Any, None]) -> None:
         work.send(None)
     except StopIteration:
         return
-    # cannot happen, because the coroutine does not await a future
     raise RuntimeError("a reward that is not async must not wait")
 
 

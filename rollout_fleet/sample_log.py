@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
     """Return a function that decodes token ids to text. ``special_tokens`` keeps special tokens in the text.
 
-    A ``tokenizer.json`` is read without transformers and torch. Raises `ValueError` with the file's name if the file is
-    damaged.
+    Raises `ValueError` with the file's name if ``tokenizer.json`` is damaged.
     """
     tokenizer_file = Path(model_path) / "tokenizer.json"
     if tokenizer_file.is_file():

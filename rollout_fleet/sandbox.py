@@ -296,7 +296,6 @@ class Sandbox:
         return [*command, "--remount-ro", "/", self._python, "-I", "-S", _INIT_INSIDE, *arguments]
 
     async def _why_not(self, kind: SandboxKind) -> str:
-        """Try a kind with a program that attempts forbidden actions. Returns the problem, or an empty string."""
         if platform.machine() not in _MACHINES:
             return f"the processor must be one of {list(_MACHINES)}, got {platform.machine()}"
         if kind is SandboxKind.bubblewrap and shutil.which("bwrap") is None:
@@ -304,7 +303,6 @@ class Sandbox:
         with tempfile.NamedTemporaryFile(prefix="asyncrl-probe-") as canary:
             canary.write(b"canary")
             canary.flush()
-            # the program must not reach this file, although its mode lets everybody read it
             os.chmod(canary.name, 0o644)
             limits = SandboxLimits(processes=8)
             most = limits.processes + (OTHERS_PROCESSES if kind is SandboxKind.limits else 0)
@@ -319,8 +317,6 @@ class Sandbox:
 
 
 class _Output:
-    """The output of a sandbox, up to its limit."""
-
     def __init__(self, process: Process, limit: int) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -334,10 +330,7 @@ class _Output:
         ]
 
     async def wait(self, job: bytes, timeout_s: float) -> EndedBy | None:
-        """Send the job and wait for the end of the process, or for too much output.
-
-        Returns the reason why the process must be killed, or None if it has ended.
-        """
+        """Send the job and wait. Returns the reason why the process must be killed, or None if it has ended."""
         waiting = [asyncio.create_task(one) for one in (self._work(job), self._is_over.wait())]
         try:
             await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -350,7 +343,6 @@ class _Output:
         return EndedBy.wall_time if self._process.returncode is None else None
 
     async def rest(self) -> None:
-        """Wait for the end of both streams."""
         _, open_streams = await asyncio.wait(self._reading, timeout=GRACE_S)
         for task in open_streams:
             task.cancel()
@@ -379,7 +371,7 @@ class _Output:
 
 
 async def _kill(kind: SandboxKind, process: Process) -> None:
-    """Kill a sandbox with all its processes. Without namespaces, the sandbox's first process kills the others."""
+    """Kill a sandbox. Without namespaces, the sandbox's first process kills the others."""
     with suppress(ProcessLookupError):
         if kind is SandboxKind.limits:
             process.terminate()
@@ -395,16 +387,14 @@ def _encoded(content: str | bytes) -> str:
 
 
 def _environment(python: str, scratch: str) -> dict[str, str]:
-    """Return a program's environment variables. Libraries get one thread, because threads use much address space."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     path = f"{os.path.dirname(python)}:/usr/local/bin:/usr/bin:/bin"
     return {"PATH": path, "HOME": scratch, "TMPDIR": scratch, "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1", **threads}
 
 
 def _unused_uid() -> int | None:
-    """Return a unique user id if this process is root and may change its user, otherwise None.
-
-    The kernel counts processes per user, except those of root. So each program of root gets its own user.
+    """Return a unique user id if this process is root, because the kernel counts processes per user, but not those of
+    root.
     """
     if os.geteuid() != 0:
         return None
@@ -417,12 +407,11 @@ def _unused_uid() -> int | None:
 
 
 def _num_own_threads(kind: SandboxKind, uid: int | None) -> int:
-    """Return how many threads of the sandbox itself the kernel counts against the program's limit."""
     if uid is not None:
         return 0
     kernel = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
     if kind is not SandboxKind.limits and kernel >= _KERNEL_COUNTS_PER_NAMESPACE:
-        return 2 if kind is SandboxKind.namespaces else 1  # 2: the process that makes the namespaces counts too
+        return 2 if kind is SandboxKind.namespaces else 1
     count = 2  # the first process, and the thread that waits for it
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -431,7 +420,6 @@ def _num_own_threads(kind: SandboxKind, uid: int | None) -> int:
 
 
 def _root_entries(python: str) -> list[tuple[str, str, str]]:
-    """Return kind, target and source of each mount. Raises `ValueError` if the interpreter does not run."""
     entries: list[tuple[str, str, str]] = []
     for path in _SYSTEM:
         if os.path.islink(path):

@@ -2,8 +2,7 @@
 
 Usage: ``sandbox_init.py KIND OWNER_PID REPORT_FD`` with a job in JSON on standard input. KIND is ``namespaces`` (this
 script makes the namespaces), ``bubblewrap`` (this script runs inside bubblewrap's namespaces) or ``limits`` (there are
-no namespaces). The script writes its report, one JSON object, to REPORT_FD. It waits for the end of its children and
-for SIGTERM, and checks their use of resources every `POLL_S` seconds.
+no namespaces). The script writes its report in JSON to REPORT_FD.
 """
 
 import base64
@@ -58,7 +57,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, *arguments: Any) -> int:
-    """Call a function of the C library. Raises `OSError` with the function's name."""
     result = getattr(_libc, name)(*arguments)
     if result < 0:
         number = ctypes.get_errno()
@@ -248,7 +246,6 @@ class Program:
         return "signal" if self._status is not None and self._status < 0 else "exit"
 
     def _exceeded(self, seconds: float) -> str:
-        """Return the limit that all processes together exceed; empty if they exceed none."""
         limits = self._limits
         done = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu_s, memory = done.ru_utime + done.ru_stime, 0
@@ -257,7 +254,7 @@ class Program:
             try:
                 fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             except OSError:
-                continue  # the process has ended
+                continue
             cpu_s += sum(map(int, fields[11:15])) / tick
             memory += int(fields[21]) * page
         scratch_bytes, num_files = self._scratch_use()
@@ -270,7 +267,6 @@ class Program:
         return "disk" if scratch_bytes > limits["disk_bytes"] or num_files > limits["files"] else ""
 
     def _others(self) -> list[int]:
-        """Return the process ids of the program."""
         everyone = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
         if self._is_alone:
             return [pid for pid in everyone if pid != 1]
@@ -287,7 +283,6 @@ class Program:
         return found[1:]
 
     def _scratch_use(self) -> tuple[int, int]:
-        """Return the number of bytes and of files in the scratch folder."""
         if self._is_alone:
             use = os.statvfs(self._job["scratch"])
             return 0, use.f_files - use.f_ffree  # the file system limits the bytes

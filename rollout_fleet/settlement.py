@@ -110,7 +110,6 @@ class Settlement:
     async def _for_each(
         self, groups: Sequence[InflightGroup], work: Callable[[InflightGroup], Coroutine[Any, Any, Any]]
     ) -> None:
-        """Do ``work`` for all groups at once, within half of ``stop_timeout_s``. Log failures."""
         tasks = {group.key: asyncio.create_task(work(group)) for group in groups}
         try:
             if tasks:
@@ -144,10 +143,7 @@ class Settlement:
             await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))
 
     def _survivors(self, group: InflightGroup) -> list[int]:
-        """Return the indices of the episodes to score.
-
-        Raises the `EpisodeFailure` of an episode if it must fail the attempt, or if too few episodes remain.
-        """
+        """Return the indices of the episodes to score. Raises an `EpisodeFailure` if the attempt must fail."""
         on_failure, survivors, last = self._config.environment.on_failure, [], None
         for index, run in enumerate(group.runs):
             if run.failure is None and group.episodes[index].answer is None:
@@ -170,10 +166,6 @@ class Settlement:
         return survivors if group.runs else [*range(len(group.episodes))]
 
     async def _score(self, group: InflightGroup, chosen: Sequence[int]) -> TrajectoryGroup:
-        """Score a finished group, and drop responses without a reward.
-
-        Raises `RewardError` if too few responses remain.
-        """
         started = time.perf_counter()
         prompt = group.lease.prompt
         rollouts = [group.rollout(index, self._parts.decode) for index in chosen]
@@ -215,7 +207,7 @@ class Settlement:
             self._meter.add(tokens_in_flight=-group.num_own_tokens, groups_finished=1)
 
     def _note(self, group: InflightGroup, tokens: TrajectoryGroup) -> None:
-        """Write the receipt for tokens. The receipt must be written before the buffer gets the tokens."""
+        """Write the receipt for tokens, before the buffer gets them."""
         (group_id, attempt), sampled = group.key, receipts.counts_of(tokens.policy_versions)
         receipts.note(
             receipts.Act.sampled,
@@ -239,7 +231,6 @@ class Settlement:
         await self._try_again(group, reason, error)
 
     async def _try_again(self, group: InflightGroup, reason: str, error: Exception | None) -> None:
-        """Release a group as failed. The buffer drops the group after ``max_attempts`` failures."""
         is_dropped = await self.release(group, reason, max_failures=self._config.max_attempts)
         what = "dropped" if is_dropped else "queued again"
         logger.warning("attempt %d at group %d failed; the group is %s: %s", group.key[1], group.key[0], what, error)

@@ -109,7 +109,7 @@ class RolloutWorker(Worker):
         self._member.started(self._member.epoch)
         self._buffer = self._connect_buffer(str(self.rank))
         self._loop = self._make_loop(buffer=self._buffer)
-        gc.freeze()  # otherwise each garbage collection of the loaded objects would pause the engine and the event loop
+        gc.freeze()  # without this, garbage collections of the loaded objects would pause the engine
         return await self._buffer.enter()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -144,8 +144,8 @@ class RolloutWorker(Worker):
             self._member.fault(self._member.epoch, str(error), time.monotonic())
             if self._buffer is not None:
                 try:
-                    await self._buffer.fenced()  # from now on, the buffer does not wait for this engine to load weights
-                except Exception as report:  # noqa: BLE001 - if the buffer has died, the run notices it elsewhere
+                    await self._buffer.fenced()  # the buffer must not wait for this engine to load weights
+                except Exception as report:  # noqa: BLE001 - the run notices the death of the buffer elsewhere
                     logger.warning("the buffer was not told that %s has failed: %s", self._member.name, report)
             if self._loop is not None:
                 await self._loop.wait_ended()

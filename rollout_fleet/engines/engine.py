@@ -67,9 +67,9 @@ class SampleOutput:
     Attributes:
         token_ids: [R] int32.
         logprobs: [R] float32, log-prob under the sampling temperature, before top-p and top-k.
-        versions: [R] int32, policy version that the engine reported for each token.
+        versions: [R] int32, policy version of each token.
         finish_reason: None if the sample was aborted; then R may be 0.
-        num_cached: Number of prompt tokens that the engine had in its cache; None if the engine does not report it.
+        num_cached: Number of prompt tokens in the engine's cache; None if the engine does not report it.
     """
 
     token_ids: np.ndarray
@@ -131,7 +131,7 @@ class RunningSample:
         self.is_aborted = False
 
     def so_far(self) -> SampleOutput:
-        """Return the tokens that are kept if the engine fails now. Only tokens with a certain version are kept."""
+        """Return the tokens with a certain version, which are kept if the engine fails."""
         return NOTHING
 
 
@@ -205,8 +205,7 @@ class Engine(ABC):
     async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
         """Sample responses. Yields each request with its answer when its sample is finished or aborted, in any order.
 
-        If the engine fails, each running sample is first yielded as aborted, with the tokens that have a certain
-        version.
+        If the engine fails, each running sample is first yielded as aborted, with its tokens of a certain version.
 
         Raises:
             DeadlineError: no running request received a token within ``silence_timeout_s``.
@@ -258,13 +257,10 @@ class Engine(ABC):
 
     @abstractmethod
     def _begin(self, samples: Sequence[Any], answers: Answers) -> Sequence[asyncio.Task[None]]:
-        """Begin to sample, and put the results into ``answers``.
-
-        Returns tasks, which the caller cancels at the end of its call.
-        """
+        """Begin to sample, and put the results into ``answers``. Returns tasks for the caller to cancel."""
 
     def _so_far(self, sample: RunningSample) -> SampleOutput:
-        """Return the tokens of an unfinished sample of a failed engine, or none if they fail `check_output`."""
+        """Return the tokens of an unfinished sample of a failed engine, or none if they are wrong."""
         output = sample.so_far()
         try:
             check_output(output, sample.request, vocab_size=self._vocab_size, loaded_versions=self._verified)
@@ -303,13 +299,10 @@ class Engine(ABC):
 
     @abstractmethod
     async def read_load(self) -> EngineLoad:
-        """Return the current load of the engine.
-
-        Raises `EngineError` if the engine does not report a load or cannot be reached.
-        """
+        """Return the current load. Raises `EngineError` if the engine does not report it or cannot be reached."""
 
     async def wait_failed(self) -> None:
-        """Wait for the engine to fail. Raises the failure, with the last lines of the engine's log if there is one."""
+        """Wait for the engine to fail. Raises the failure."""
         if self._failure is None:
             raise EngineError(f"{self._name} was never started")
         await asyncio.shield(self._failure)
@@ -330,7 +323,7 @@ class Engine(ABC):
         assert self._failure is not None
         if not self._failure.done():
             self._failure.set_exception(error)
-            self._failure.exception()  # marks the exception as retrieved, even if no task waits for it
+            self._failure.exception()
             for sample in self._running.values():
                 sample.is_aborted = True
             for answers in self._told:
@@ -342,7 +335,7 @@ class Engine(ABC):
         """Stop the engine and free its process, port and memory. May be called at any time and repeatedly."""
 
     def _come_up(self, *failures: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """Mark the engine as running. The first exception that one of ``failures`` raises is the engine's failure."""
+        """Mark the engine as running. The first exception of ``failures`` is the engine's failure."""
         self._failure = asyncio.get_running_loop().create_future()
         if failures:
             self._watching = asyncio.create_task(self._watch(failures))
@@ -354,7 +347,6 @@ class Engine(ABC):
             self._failure.cancel()
 
     def _check_up(self) -> None:
-        """Raise the failure, or `EngineError` if the engine does not run."""
         if self._failure is None or self._failure.cancelled():
             raise EngineError(f"{self._name} is not running; await start() first")
         if self._failure.done():
@@ -383,8 +375,7 @@ class Engine(ABC):
     ) -> AsyncIterator[None]:
         """Limit the block to ``timeout_s`` (option ``rollout_fleet.<option>``) plus the time for ``num_bytes``.
 
-        ``spent_s`` seconds of ``timeout_s`` are used already. Raises `DeadlineError`, whose message has ``what`` and
-        the end of the log.
+        ``spent_s`` seconds are used already. ``what`` is for the message of the `DeadlineError`.
         """
         seconds = load_limit_s(timeout_s, num_bytes)
         try:
@@ -398,7 +389,7 @@ class Engine(ABC):
 
     @asynccontextmanager
     async def _loading(self, offer: WeightOffer, timeout_s: float) -> AsyncIterator[None]:
-        """Load weights inside the block, within the deadline. If the block fails or is cancelled, the engine fails."""
+        """Load weights within a deadline. If the block fails or is cancelled, the engine fails."""
         what = f"load policy version {offer.version}"
         try:
             what_from = f"{what} from {offer.manifest}"
@@ -464,7 +455,7 @@ def read_model_facts(model_path: str) -> ModelFacts:
     eos_ids = ids_of("eos_token_id")
     pad_id = (*ids_of("pad_token_id"), *eos_ids, 0)[0]
     head_dim = config.get("head_dim") or config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
-    if config.get("v_head_dim") or config.get("kv_lora_rank"):  # latent attention, or value heads of a different size
+    if config.get("v_head_dim") or config.get("kv_lora_rank"):
         head_dim = 0
     placeholders = placeholder_ids(model_path) if is_vision_model(model_path) else ()
     return ModelFacts(
@@ -477,10 +468,7 @@ def read_model_facts(model_path: str) -> ModelFacts:
 
 
 def check_prompt(request: SampleRequest, vocab_size: int, image_token_id: int | None = None) -> None:
-    """Raise `RequestRefused` for a prompt that could crash an engine.
-
-    Such a prompt is empty, has ids outside the vocabulary, or has placeholders that do not match its images.
-    """
+    """Raise `RequestRefused` for a prompt that could crash an engine: wrong ids, or placeholders without images."""
     if len(request.prompt_ids) == 0:
         raise RequestRefused(f"request {request.id} has an empty prompt; a prompt needs at least one token")
     if not _in_vocabulary(request.prompt_ids, vocab_size):
@@ -544,7 +532,7 @@ def check_output(
         return
     if not _in_vocabulary(output.token_ids, vocab_size):
         raise EngineError(f"{where}: sampled ids must be in 0..{vocab_size - 1}, got {_range(output.token_ids)}")
-    largest = float(np.maximum.reduce(output.logprobs))  # the maximum is NaN if one log-prob is NaN
+    largest = float(np.maximum.reduce(output.logprobs))  # NaN if one log-prob is NaN
     if not largest <= LOGPROB_ROUNDING:
         raise EngineError(f"{where}: log-probs must be numbers <= 0, got a largest of {largest}")
     unknown = set(output.versions.tolist()).difference(loaded_versions)
@@ -555,7 +543,7 @@ def check_output(
 
 
 def _in_vocabulary(token_ids: np.ndarray, vocab_size: int) -> bool:
-    """Return whether all ids are in the vocabulary. As uint32, a negative int32 is larger than any vocabulary."""
+    """Return whether all ids are in the vocabulary. As uint32, negative ids are too large."""
     if token_ids.dtype == np.int32:
         return int(np.maximum.reduce(token_ids.view(np.uint32))) < vocab_size
     return int(token_ids.min()) >= 0 and int(token_ids.max()) < vocab_size
@@ -568,10 +556,9 @@ def _range(token_ids: np.ndarray) -> str:
 class SilenceWatch:
     """Detects an engine that has stopped producing tokens.
 
-    The engine is silent if *no* running request gets a token. A slow sample is not a failure. After three quarters of
-    ``timeout_s`` the watch calls ``probe``, which returns when the engine shows that it is alive. An engine that does
-    not answer by the deadline has failed. An engine that answers gets a new deadline, but it has failed after three
-    silent periods in a row. ``name`` is for messages.
+    The engine is silent if *no* running request gets a token. After three quarters of ``timeout_s`` the watch calls
+    ``probe``, which returns if the engine is alive. Without an answer by the deadline, the engine has failed. It has
+    also failed after three silent periods in a row. ``name`` is for messages.
     """
 
     def __init__(self, name: str, *, timeout_s: float, probe: Callable[[], Awaitable[None]]) -> None:
@@ -602,8 +589,8 @@ class SilenceWatch:
     def paused(self, *, recomputes: bool = False) -> Iterator[Callable[[], None]]:
         """Do not watch inside the block, because generation is paused.
 
-        Yields a function to call when the running step has finished and generation has stopped. ``recomputes``: whether
-        the engine recomputes the KV cache after the pause.
+        Yields a function to call when generation has stopped. ``recomputes``: whether the engine recomputes the KV
+        cache after the pause.
         """
         pause = record.NO_SPAN
 
@@ -642,7 +629,6 @@ class SilenceWatch:
             self.token()
 
     async def _probe_error(self) -> str | None:
-        """Probe the engine. Returns the problem, or None if the engine answered."""
         try:
             async with asyncio.timeout(PROBE_SHARE * self._timeout_s):
                 await self._probe()

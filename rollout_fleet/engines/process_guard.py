@@ -2,12 +2,10 @@
 
 Usage of the guard: ``process_guard.py OWNER_PID SCRATCH_DIR COMMAND...``
 
-The guard kills the server's process group when the owner ends, and then removes SCRATCH_DIR and the group's shared
-memory. SGLang's own processes end with the server only after their imports, so the kernel must signal the guard.
-
 The guard waits for the exit of the server. SIGHUP from the owner, or from the kernel when the owner dies, makes the
-guard kill the server. SIGUSR1 makes it record the server's current shared memory. Guard and server ignore SIGINT and
-SIGTERM, because a scheduler sends these to all processes at once.
+guard kill the server's process group. Then the guard removes SCRATCH_DIR and the group's shared memory. SIGUSR1 makes
+it record the current shared memory. Guard and server ignore SIGINT and SIGTERM, because a scheduler sends these to all
+processes at once.
 """
 
 import contextlib
@@ -35,17 +33,16 @@ _SETTING = re.compile(r"-?\d{0,9}|true|false|yes|no|on|off", re.IGNORECASE)
 
 
 def is_secret(name: str, value: str = "...") -> bool:
-    """Return whether the name of a variable suggests that it holds a secret.
+    """Return whether the name of a variable suggests that it holds a secret. Example: ``HF_TOKEN``.
 
-    Examples: ``HF_TOKEN``, ``AWS_PROFILE``, ``JUDGE_API_KEY``. A ``*_TOKEN`` or ``*_TOKENS`` with a number or a switch
-    as value is not a secret. Example: ``SGLANG_TWO_STREAM_MAX_TOKENS=1024``.
+    A ``*_TOKEN`` or ``*_TOKENS`` with a number or a switch as value is not a secret.
     """
     is_setting = name.upper().endswith(("TOKEN", "TOKENS")) and _SETTING.fullmatch(value) is not None
     return _SECRET.fullmatch(name) is not None and not is_setting
 
 
 def without_secrets(passed: Collection[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Copy an environment without its secrets. The variables named in ``passed`` are kept.
+    """Copy an environment without its secrets, except those in ``passed``.
 
     This protects only against accidents, because a process can read the environment of other processes of the same
     user.
@@ -59,7 +56,7 @@ def signal_at_parent_death(signum: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants that lose their own parent, so that this process can reap them."""
+    """Become the parent of orphaned descendants, so that this process can reap them."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -80,7 +77,7 @@ class Guard:
         signal_at_parent_death(signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
         signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_OWNER)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the guard ignores this signal
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGUSR1:
@@ -106,13 +103,13 @@ class Guard:
 
     @staticmethod
     def _reap_group() -> None:
-        """Wait for the server's orphaned processes. This process is their subreaper."""
+        """Wait for the server's orphaned processes."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.wait()
 
     def _mapped_shared_memory(self) -> set[int]:
-        """Return the inodes of the shared memory that the group has mapped. A mapped semaphore has a different name."""
+        """Return the inodes of the group's shared memory. Names do not identify it, because semaphores are renamed."""
         inodes = set()
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

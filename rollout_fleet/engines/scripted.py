@@ -1,7 +1,4 @@
-"""An engine for tests. Its answers, delays and failures come from a script.
-
-It writes one token at a time, so aborts and weight loads can occur within responses, as on a real engine.
-"""
+"""An engine for tests. Its answers, delays and failures come from a script."""
 
 from __future__ import annotations
 
@@ -65,7 +62,7 @@ class _ScriptedSample(RunningSample):
 
 
 class ScriptedEngine(Engine):
-    """An engine that gets each answer from a script, a function of the request and the policy version at its arrival.
+    """An engine that gets each answer from a script, a function of the request and the policy version.
 
     A response ends at a stop token of its request, or at a stop text, which ``decode`` finds.
 

@@ -1,8 +1,4 @@
-"""Hooks inside an SGLang server: faster process starts, cheaper pauses and updates, verified weight loads.
-
-SGLang finds `register` through the entry point that `write_plugin` puts into a folder on the server's import path.
-Other servers do not have this folder.
-"""
+"""Hooks inside an SGLang server: faster process starts, cheaper pauses and updates, verified weight loads."""
 
 from __future__ import annotations
 
@@ -55,9 +51,9 @@ every device, so without CUDA the wait is replaced.
 
 
 def write_plugin(folder: Path, *, has_kernels: bool = True) -> None:
-    """Install the plugin into ``folder``, which the server has on its import path.
+    """Install the plugin into ``folder``, which must be on the server's import path.
 
-    If ``has_kernels`` is false, also install a stand-in for SGLang's kernel package.
+    Without ``has_kernels``, also install a stand-in for SGLang's kernel package.
     """
     installed = folder / f"{PLUGIN}_server_hooks-1.dist-info"
     installed.mkdir(parents=True)
@@ -79,10 +75,7 @@ def missing_kernel(name: str) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Register all hooks. SGLang calls this function in each process of the server.
-
-    The processes ignore SIGINT and SIGTERM, because the server's owner kills them.
-    """
+    """Register all hooks. SGLang calls this function in each process of the server."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     keep_stop_blocked()
@@ -97,19 +90,14 @@ def register() -> None:
 def fork_on_cpu(_result: None, *_arguments: Any) -> None:
     """Fork the scheduler and the detokenizer on a CPU, if the process has only one thread.
 
-    Otherwise SGLang spawns these processes, and each imports all modules again, which takes half of a server's start.
-    With several threads, locks could stay locked in a forked child. On a GPU, CUDA does not survive a fork.
+    Otherwise SGLang spawns these processes, and their imports take half of a server's start.
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and len(os.listdir("/proc/self/task")) == 1:
         multiprocessing.set_start_method("fork", force=True)
 
 
 def rest_while_paused(_result: None, scheduler: Any) -> None:
-    """Sleep until a call arrives.
-
-    During a pause, SGLang's loop would otherwise spin, even with ``--sleep-on-idle``, and use a core. Only the first
-    rank sleeps. The other ranks wait for it anyway.
-    """
+    """Sleep until a call arrives, because SGLang's loop would otherwise use a core during a pause."""
     if scheduler.idle_sleeper is not None:
         scheduler.idle_sleeper.maybe_sleep()
 
@@ -117,19 +105,14 @@ def rest_while_paused(_result: None, scheduler: Any) -> None:
 def skip_known_logprobs(_result: None, request: Any) -> None:
     """Skip the log-probs of tokens that a retracted request has written, unless the request needs prompt log-probs.
 
-    SGLang would compute the logits of all written tokens again and discard them. Example: 19 GB in float32 for 32,000
-    tokens and a vocabulary of 152,000.
+    SGLang would compute the logits of all written tokens again: 19 GB for 32,000 tokens and a vocabulary of 152,000.
     """
     if request.logprob_start_len >= len(request.origin_input_ids):
         request.logprob_start_len = len(request.origin_input_ids) + len(request.output_ids)
 
 
 def take_pixels(processor: Any, image_data: Any = None, **_: Any) -> None:
-    """Convert the 8-bit pixels of a request to tensors, in place. The request's tokens do not change.
-
-    SGLang has no way to send tensors over HTTP. With image files, it would resize the images and encode the prompt
-    again.
-    """
+    """Convert the 8-bit pixels of a request to tensors, in place, because SGLang cannot send tensors over HTTP."""
     import torch
 
     for item in image_data or ():
@@ -145,7 +128,7 @@ def load(model: Any, _named_tensors: Any) -> None:
 
     SGLang calls this function (``--custom-weight-loader``) and drops its result, so each rank writes a report.
     """
-    import torch  # only this process of the server needs torch
+    import torch
 
     from asyncrl.weights.load import load_verified, num_fused
 
@@ -169,10 +152,9 @@ def load(model: Any, _named_tensors: Any) -> None:
 
 
 def arrangement_of_experts(model: Any) -> str | None:
-    """Return a JSON text with the experts of this rank's parameters, in order.
+    """Return a JSON text with the experts of this rank's parameters, in order; None if SGLang does not tell.
 
-    SGLang moves experts between ranks while it serves (``--enable-eplb``). Returns None if this release of SGLang does
-    not tell where they are.
+    SGLang moves experts between ranks while it serves (``--enable-eplb``).
     """
     try:
         from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
@@ -186,5 +168,5 @@ def arrangement_of_experts(model: Any) -> str | None:
 
 
 def report_path(order: Path, rank: int) -> Path:
-    """Return the path of a tensor-parallel rank's report on an order to load weights."""
+    """Return the path of a tensor-parallel rank's report on a weight load."""
     return order.with_name(f"{order.name}.{rank}")

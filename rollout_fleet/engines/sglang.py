@@ -1,8 +1,7 @@
 """The SGLang engine: a separate server, called over HTTP on the loopback interface.
 
-One HTTP request can carry several samples, which reach the scheduler as one batch. The answer is a stream, in which
-each sample ends separately. Weights are loaded in one transaction: pause, load, verify, continue. If the transaction
-fails, the engine has failed, and the server stays paused until it is stopped.
+Weights are loaded in one transaction: pause, load, verify, continue. If the transaction fails, the engine has failed,
+and the server stays paused until it is stopped.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_PROMPTS = (1, 16)  # lengths of the prompts, in tokens
 WARM_UP_TOKENS = 4
-STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the chunk of the first token
+STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the first token
 LOADERS_SHARE = 0.9  # share of the load's deadline for the loader, which can then still report an error
 
 
 class _StreamedSample(RunningSample):
     """Joins the chunks of one sample.
 
-    A chunk holds the tokens since the previous chunk. But if a request was aborted in the queue, its last chunk holds
-    all tokens. The total number of tokens tells which. Only the last chunk has the versions of all tokens. Before it,
-    the version is certain only for chunks before the first weight update.
+    A chunk holds the tokens since the previous chunk. If a request was aborted in the queue, its last chunk holds all
+    tokens. Only the last chunk has the versions of all tokens. Before it, a version is certain only until the first
+    weight update.
     """
 
     def __init__(self, request: SampleRequest, version: int = 0) -> None:
@@ -81,7 +80,6 @@ class _StreamedSample(RunningSample):
         self._logprobs += [triple[0] for triple in new]
         self.num_tokens += num_new
         if reason is not None:
-            # None if the request never began
             self._num_cached = meta.get("cached_tokens") if self.num_tokens else None
             versions = np.full(self.num_tokens, -1, dtype=np.int32)
             for span in meta.get("weight_versions") or []:
@@ -182,9 +180,7 @@ class SGLangEngine(Engine):
                     return await self._transact(offer, stands_still)
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See `Engine.abort`.
-
-        This call has no deadline. The watch for silence or the deadline of a load detects a server that does not
+        """See `Engine.abort`. The call has no deadline, because the watch for silence detects a server that does not
         answer.
         """
         ids = self._running.keys() & request_ids
@@ -217,16 +213,12 @@ class SGLangEngine(Engine):
         await self._server.stop()
 
     async def _probe(self) -> None:
-        """Return when the scheduler answers, between two steps of the model."""
         await self._client.call("GET", "/server_info")
 
     # Generation
 
     async def _warm_up(self) -> None:
-        """Generate as in training, because the first requests on CUDA compile kernels.
-
-        The watch for silence must not run meanwhile.
-        """
+        """Generate as in training, because the first requests on CUDA compile kernels."""
         for length in WARM_UP_PROMPTS:
             prompt = np.arange(length, dtype=np.int32) % self._vocab_size
             sampling = replace(self._config.sampling, max_new_tokens=WARM_UP_TOKENS)
@@ -263,7 +255,7 @@ class SGLangEngine(Engine):
                 raise EngineError(f"{self._name} left {num_unanswered} of {len(samples)} samples unanswered")
         except RequestRefused as error:
             answers.put_nowait(error)
-        except Exception as error:  # noqa: BLE001 - an engine that breaks its contract has failed
+        except Exception as error:  # noqa: BLE001 - the engine has failed
             answers.put_nowait(self.fail(error))
 
     def _take(self, event: Any, samples: Sequence[_StreamedSample]) -> list[tuple[SampleRequest, SampleOutput]]:
@@ -299,7 +291,6 @@ class SGLangEngine(Engine):
         return {**values, "return_logprob": True, "stream": True}
 
     def _image_data(self, requests: Sequence[SampleRequest]) -> dict[str, Any]:
-        """Return the images for `server_hooks.take_pixels`, one item per request with images. May be empty."""
         if not any(request.images for request in requests):
             return {}
         known: dict[bytes, dict[str, Any]] = {}
@@ -315,7 +306,6 @@ class SGLangEngine(Engine):
         return {"image_data": [[known[r.prompt_key]] if r.images else None for r in requests]}
 
     def _check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise `RequestRefused` for options that need a tokenizer, if the server has none."""
         asked = [name for name in ("stop", "json_schema") if getattr(sampling, name)]
         if asked and not self._config.needs_server_tokenizer:
             raise RequestRefused(
@@ -348,7 +338,6 @@ class SGLangEngine(Engine):
         return await self._client.call("POST", path, body)
 
     async def _order(self, path: str, body: Any, **confirmed: Any) -> None:
-        """Post a command. Raises `EngineError` unless the answer has the ``confirmed`` fields."""
         answer = await self._post(path, body)
         if not isinstance(answer, dict) or any(answer.get(key) != value for key, value in confirmed.items()):
             raise EngineError(f"{self._name} answered POST {path} with {str(answer)[:500]}, expected {confirmed}")
@@ -356,11 +345,8 @@ class SGLangEngine(Engine):
     async def _transact(self, offer: WeightOffer, stands_still: Callable[[], None]) -> float:
         """Pause, load, verify, name the version, continue. After an error the server stays paused.
 
-        The server confirms the pause before its running step is done, but the start of the update only afterwards. Then
-        ``stands_still`` is called.
-
-        Returns:
-            Seconds from the call of ``stands_still`` until the server confirms that it continues.
+        ``stands_still`` is called when the running step is done. Returns the seconds from this call until the server
+        continues.
         """
         order, number = self._server.weight_order, secrets.token_hex(8)
         timeout_s = self._config.load_timeout_s * LOADERS_SHARE
@@ -393,7 +379,7 @@ class SGLangEngine(Engine):
                 self._order("/end_weight_update", {}, success=True),
                 self._order("/update_weight_version", named, new_version=version),
             )
-            if takes_memory_back:  # after the weights, because loading the weights may need this memory
+            if takes_memory_back:  # loading the weights may need this memory
                 await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
         self._is_released = False
         self._version = offer.version
@@ -404,11 +390,7 @@ class SGLangEngine(Engine):
         return time.perf_counter() - paused_s
 
     def _verified_values(self, offer: WeightOffer, number: str) -> int:
-        """Return the number of values that all ranks wrote and verified, from their reports on order ``number``.
-
-        Raises:
-            EngineError: a rank did not report, did not load, or differs from the published weights.
-        """
+        """Return the number of values that all ranks wrote and verified, from their reports on order ``number``."""
         num_values = 0
         for rank in range(self._server.tp_size):
             try:

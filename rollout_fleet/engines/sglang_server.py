@@ -1,7 +1,4 @@
-"""Launches, supervises, calls and stops one SGLang server.
-
-The server runs under `process_guard`, in its own process group. It has ended when the guard exits.
-"""
+"""Launches, supervises, calls and stops one SGLang server, which runs under `process_guard`."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ READY_LINE = "Uvicorn running on"
 BIND_FAILURE = "address already in use"
 BIND_ATTEMPTS = 3
 TAIL_LINES = 40
-SERVER_KEEP_ALIVE_S = 60  # the server then closes an idle connection; SGLang's default is 5
+SERVER_KEEP_ALIVE_S = 60  # SGLang's default is 5
 DEATH_GRACE_S = 2.0
 # The client must close idle connections first. If the server closes one, a request on it is lost.
 CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
@@ -73,9 +70,7 @@ _LOGGING = {
 
 
 class SGLangServer:
-    """One server process group, reachable at `url` with `headers` after `start`.
-
-    The server's log is ``<name>-<rank>.log`` in ``log_dir``.
+    """One server process group, reachable at `url` with `headers` after `start`. Its log is ``<name>-<rank>.log``.
 
     Args:
         head_dim: The field of `ModelFacts`.
@@ -105,7 +100,7 @@ class SGLangServer:
         self._dtype = config.sglang.dtype_on(device)
         self._seed = seed
         self._port = 0
-        self._api_key = secrets.token_hex(24)  # hexadecimal, because a key that begins with a dash would be an option
+        self._api_key = secrets.token_hex(24)  # hexadecimal, because a leading dash would begin an option
         self._guard: Process | None = None
         self._scratch: Path | None = None
         self._log_task: asyncio.Task[None] | None = None
@@ -131,10 +126,7 @@ class SGLangServer:
 
     @property
     def weight_order(self) -> Path:
-        """The file that tells `server_hooks.load` which weights to load.
-
-        After the load, each rank of the server writes a report to the same folder.
-        """
+        """The file that tells `server_hooks.load` which weights to load. Reports are written to the same folder."""
         assert self._scratch is not None
         return self._scratch / "weights.json"
 
@@ -195,14 +187,13 @@ class SGLangServer:
                 )
                 guard.kill()
                 await guard.wait()
-        if self._scratch is not None:  # a guard that was stopped during its start may have left the folder
+        if self._scratch is not None:  # the guard may have been stopped during its start
             shutil.rmtree(self._scratch, ignore_errors=True)
         if self._log_task is not None:
             await asyncio.wait([self._log_task], timeout=1.0)
             self._log_task.cancel()
 
     async def _launch(self) -> None:
-        """Start the guard with the server, on a free port."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
@@ -226,7 +217,7 @@ class SGLangServer:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
-                start_new_session=True,  # Ray kills the process group of a dead worker before the guard can clean up
+                start_new_session=True,  # because Ray kills the process group of a dead worker
             )
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -234,7 +225,6 @@ class SGLangServer:
         self._log_task = asyncio.create_task(self._keep_log(self._guard))
 
     async def _came_up(self) -> bool:
-        """Wait until the server listens (True) or ends (False)."""
         assert self._guard is not None
         assert self._log_task is not None
         ready = asyncio.create_task(self._ready.wait())
@@ -328,7 +318,7 @@ class SGLangServer:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._port),
         }
-        if others := os.environ.get("SGLANG_PLUGINS"):  # plugins that the user chose
+        if others := os.environ.get("SGLANG_PLUGINS"):
             environment["SGLANG_PLUGINS"] = f"{others},{PLUGIN}"
         if is_vision_model(self._model_path):
             environment[IMAGES_VARIABLE] = "1"
@@ -349,7 +339,6 @@ class SGLangServer:
         return environment
 
     def _compile_caches(self) -> dict[str, str]:
-        """Return environment variables for compile caches that outlive the server."""
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "asyncrl", "compile")
         try:
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -374,7 +363,7 @@ class SGLangServer:
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    """Read one line. Returns only the beginning of a line longer than the buffer, and no bytes at the stream's end."""
+    """Read one line, or the beginning of a very long line. Returns no bytes at the stream's end."""
     try:
         return await stream.readuntil(b"\n")
     except asyncio.IncompleteReadError as error:
@@ -386,8 +375,8 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
 class SGLangClient:
     """A pool of connections to one running server. Call `open` when the server is up.
 
-    Every call raises `RequestRefused` for a status of 4xx, `EngineError` if a living server fails or cannot be reached,
-    and `WorkerDiedError` if the server died.
+    Every call raises `RequestRefused` for a status of 4xx, `EngineError` if the server fails or cannot be reached, and
+    `WorkerDiedError` if the server died.
     """
 
     def __init__(self, server: SGLangServer) -> None:
@@ -411,8 +400,7 @@ class SGLangClient:
     async def call(self, method: str, path: str, body: Any = None) -> Any:
         """Call the server. Returns the JSON answer, or None for an empty answer.
 
-        If its connection breaks, the call is sent once more. This is safe: the second call has the same result, or the
-        server refuses it.
+        If the connection breaks, the call is sent once more, because it has the same result or is refused.
         """
         session = self._opened(method, path)
         try:
@@ -430,8 +418,7 @@ class SGLangClient:
     async def stream(self, path: str, body: Any) -> AsyncIterator[list[Any]]:
         """Post a request, and yield lists of decoded server-sent events that arrived together.
 
-        The request is not repeated when the connection breaks. There is no deadline, because the caller watches for
-        silence.
+        The request is sent only once, and there is no deadline.
         """
         session = self._opened("POST", path)
         try:
@@ -442,7 +429,6 @@ class SGLangClient:
                 async for data in response.content.iter_any():
                     *events, unread = (unread + data).split(_EVENT_END)
                     if found := [event.removeprefix(_EVENT_START) for event in events if event != _LAST_EVENT]:
-                        # decoding the events together is faster
                         yield self._decoded(b"[" + b",".join(found) + b"]", "POST", path)
         except aiohttp.ClientError as error:
             raise await self._unreachable("POST", path, error) from error

@@ -1,8 +1,7 @@
 """The in-process engine: transformers' ``generate`` on batches of waiting samples.
 
 One task takes waiting samples and generates them in a thread. New samples wake the task. A batch is answered when its
-longest sample ends. Weights are loaded between two batches. Log-probs are taken at each step, so only one step's [B, V]
-is in memory.
+longest sample ends. Weights are loaded between two batches.
 """
 
 from __future__ import annotations
@@ -54,22 +53,17 @@ TAIL_TOKENS = 8  # decoded tokens beyond a stop text's length, because a charact
 
 
 class StepRecorder:
-    """Records, at every step of a batch, the log-probs before sampling and the tokens after it, and ends rows.
+    """Records the log-probs and tokens of a batch at every step, and ends rows.
 
     - A row ends with one of ``eos_ids``, with its own stop token or stop text, or at its ``max_new_tokens``. An aborted
       row ends at its next token.
-    - A batch is written in rounds (`begin_round`). Each round has the unfinished rows. With ``drops_rows`` a round ends
-      when half of its rows have ended.
+    - A batch is written in rounds. Each round has the unfinished rows. With ``drops_rows`` a round ends when half of
+      its rows have ended.
     - In a row with a seed, the seed and the position determine each token, unless the distribution is truncated. So
       another request can continue the row with the same tokens.
     - At temperature 0 (greedy) log-probs are those of temperature 1.
 
-    Args:
-        samples: The rows of the batch.
-        eos_ids: Tokens that end every row.
-        drops_rows: Whether a round may end before all its rows.
-        on_step: Called after every step.
-        decode: Finds stop texts.
+    ``on_step`` is called after every step. ``decode`` finds stop texts.
     """
 
     def __init__(
@@ -108,10 +102,7 @@ class StepRecorder:
         return len(self._token_ids)
 
     def begin_round(self) -> Tensor:
-        """Begin a round with the unfinished rows.
-
-        Returns [b] int64, the indices of these rows in the previous round.
-        """
+        """Begin a round with the unfinished rows. Returns [b] int64, their indices in the previous round."""
         is_left = self._is_left[self._rows]
         self._rows = self._rows[is_left]
         return is_left.nonzero().squeeze(1)
@@ -140,7 +131,7 @@ class StepRecorder:
         logprobs = self._step_logprobs.gather(1, token_ids).squeeze(1).cpu()
         self._logprobs.append(logprobs.new_zeros(num_rows).index_copy_(0, rows, logprobs))
         self._on_step()
-        if self.num_steps == 1:  # all rows of a batch get their first token at the same time
+        if self.num_steps == 1:
             for sample in self._samples:
                 if sample.request.on_first_token is not None:
                     sample.request.on_first_token()
@@ -158,7 +149,6 @@ class StepRecorder:
         return ~is_left.to(token_ids.device)
 
     def _is_at_stop(self, rows: Sequence[int], new_ids: Sequence[int]) -> Tensor:
-        """Return [b] bool: whether each row ends with one of its own stop tokens or stop texts."""
         ends = [token in self._stop_ids[row] for row, token in zip(rows, new_ids, strict=True)]
         for place, row in enumerate(rows):
             stop = self._samples[row].request.sampling.stop
@@ -189,7 +179,7 @@ class StepRecorder:
 
 
 class GenerationModel:
-    """Holds the model and its weights, and generates batches. `load` reads the model.
+    """Holds the model and its weights, and generates batches. Call `load` first.
 
     Args:
         model_path: Folder of the model.
@@ -236,14 +226,14 @@ class GenerationModel:
         if self._facts.image_token_id is not None:
             kind, self._pixel_format = AutoModelForImageTextToText, PixelFormat.of(load_processor(self._model_path))
         model: Any = kind.from_pretrained(self._model_path, dtype=self._dtype)
-        # Otherwise transformers would use the model's own generation config for options that a call does not set.
+        # for options that a call does not set, transformers would use the model's own generation config
         model.generation_config = GenerationConfig()
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._check_logprobs()
         self._eos_ids = self._facts.eos_ids
 
     def release(self) -> None:
-        """Free the memory of the parameters on the device. `load_weights` allocates and fills the memory again."""
+        """Free the memory of the parameters on the device, until `load_weights`."""
         for parameter in self._model.parameters():
             self._released.setdefault(parameter, parameter.shape)
             parameter.data = parameter.data.new_empty(0)
@@ -277,7 +267,6 @@ class GenerationModel:
             self._adapted.load(adapter, offer.version, self._linear_layers())
 
     def _linear_layers(self) -> dict[str, torch.nn.Module]:
-        """Return each linear layer by the name of its weight in a checkpoint."""
         layers = {
             (module.weight.data_ptr(), module.weight.shape): module
             for module in self._model.modules()
@@ -293,7 +282,6 @@ class GenerationModel:
         return self._held
 
     def _load_full(self, version: int, weights: WeightSource) -> None:
-        """Copy weights into the model's tensors. Raises `WeightsError` as `load_weights`."""
         while self._released:
             parameter, shape = self._released.popitem()
             parameter.data = parameter.data.new_empty(shape)
@@ -315,12 +303,11 @@ class GenerationModel:
 
     @torch.inference_mode()
     def generate(self, samples: Sequence[RunningSample], version: int) -> list[SampleOutput]:
-        """Generate new samples in one batch. All of them must have the same `distribution`.
+        """Generate samples of one `distribution`. Returns the outputs in the same order, and every token carries
+        ``version``.
 
-        Returns the outputs in the order of the samples. Every token carries ``version``. If padding changes the model's
-        log-probs, prompts of each length get their own batch.
-
-        The samples depend on the requests in their batch, even with a fixed seed of the engine.
+        The samples depend on the requests in their batch, even with a fixed seed of the engine. If padding changes the
+        model's log-probs, prompts of each length get their own batch.
         """
         outputs: dict[int, SampleOutput] = {}
         for rows in self._batches([sample.request for sample in samples]):
@@ -330,8 +317,7 @@ class GenerationModel:
     def _batches(self, requests: Sequence[SampleRequest]) -> Iterator[list[int]]:
         """Yield indices of requests that may share a batch.
 
-        A row that has ended is still computed until its round ends, and must not exceed the model's positions
-        meanwhile.
+        An ended row is computed until its round ends, and must not exceed the model's positions meanwhile.
         """
         if self._reproducible:
             yield from ([row] for row in range(len(requests)))
@@ -348,7 +334,6 @@ class GenerationModel:
                 rows = [row for row in rows if row not in fit] if fit else []
 
     def _generate_batch(self, samples: Sequence[RunningSample], version: int) -> list[SampleOutput]:
-        """Generate a batch. If rows of the cache can be dropped, do so when half of the rows have ended."""
         sampling = samples[0].request.sampling
         longest = max(sample.request.sampling.max_new_tokens for sample in samples)
         requests = [sample.request for sample in samples]
@@ -382,11 +367,11 @@ class GenerationModel:
         return recorder.outputs(version)
 
     def _seen(self, requests: Sequence[SampleRequest], mask: Tensor, *, is_first: bool) -> dict[str, Tensor]:
-        """Return the model arguments of a batch with images.
+        """Return the model arguments of a batch with images: positions [4, b, T] from ``mask`` [b, T], and first the
+        pixels.
 
-        These are positions [4, b, T] from ``mask`` [b, T], and at the first step also the pixels. The first of the four
-        is the position in the text. Without them, transformers would search for placeholders itself, and keep positions
-        as state of the model.
+        The first of the four is the position in the text. Without them, transformers would keep positions as state of
+        the model.
         """
         images = [placed.image for request in requests for placed in request.images]
         if not images or self._pixel_format is None:
@@ -415,8 +400,8 @@ class GenerationModel:
     def _check_logprobs(self) -> None:
         """Compare the log-probs of generated tokens with those of a forward pass, with padding and without.
 
-        Shared prefills and dropped rows are enabled if they pass the same comparison. Raises `EngineError` if
-        generation without padding does not agree.
+        Shared prefills and dropped rows are enabled if they pass the comparison. Raises `EngineError` if generation
+        does not pass it.
         """
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, self._facts.vocab_size, length) for length in _TRIED_LENGTHS]
@@ -458,7 +443,6 @@ class GenerationModel:
             )
 
     def _tried_image(self, prompt: np.ndarray, rng: np.random.Generator) -> tuple[PlacedImage, ...]:
-        """Put a random image into a prompt that is long enough, if the model takes images."""
         token, form = self._facts.image_token_id, self._pixel_format
         if token is None or form is None:
             return ()
@@ -473,7 +457,6 @@ class GenerationModel:
         return (placed,)
 
     def _difference(self, requests: Sequence[SampleRequest]) -> float:
-        """Return the largest difference in nats between the log-probs of generation and those of a forward pass."""
         largest = 0.0
         outputs = self.generate([RunningSample(request) for request in requests], 0)
         for request, output in zip(requests, outputs, strict=True):
@@ -514,9 +497,10 @@ class GenerationModel:
         return torch.from_numpy(ids).to(self._device), torch.from_numpy(mask).to(self._device)
 
     def _shared_prefill(self, requests: Sequence[SampleRequest]) -> Cache | None:
-        """Compute the KV cache of the prompts of [B] requests, without the last token of each.
+        """Compute the KV cache of the prompts of [B] requests, without the last token of each, once per distinct
+        prompt.
 
-        Equal prompts are computed once. Returns None if this saves little, or if the cache cannot be copied.
+        Returns None if this saves little, or if the cache cannot be copied.
         """
         rows = {request.prompt_key: request for request in requests}
         shortest = min(len(request.prompt_ids) for request in requests)
@@ -563,8 +547,6 @@ def _greedy(prompt: np.ndarray, max_new_tokens: int, *images: PlacedImage) -> Sa
 
 
 class _PendingSample(RunningSample):
-    """A sample that waits for a batch or is in a batch."""
-
     answers: Answers
 
 
@@ -614,9 +596,8 @@ class TransformersEngine(Engine):
         logger.info("%s: released its weights", self._name)
 
     async def load_weights(self, offer: WeightOffer) -> float:
-        """See `Engine.load_weights`.
-
-        The call waits for the running batch without a deadline. The watch for silence bounds this wait.
+        """See `Engine.load_weights`. Waits for the running batch without a deadline, because the watch for silence
+        bounds it.
         """
         self._check_up()
         return await self.unless_failed(self._load_when_idle(offer))
@@ -676,7 +657,6 @@ class TransformersEngine(Engine):
                     sample.answers.put_nowait([(sample.request, output)])
 
     def _next_batch(self) -> list[_PendingSample]:
-        """Take the longest-waiting samples that may share a batch, up to ``max_rows``."""
         kind = distribution(self._waiting[0].request.sampling)
         batch: list[_PendingSample] = []
         for sample in self._waiting:

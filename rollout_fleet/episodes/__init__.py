@@ -1,7 +1,6 @@
 """Episodes: rollouts of several turns, with tools and environments between them.
 
-Each name in ``__all__`` is imported at its first use. So a child process with another Python can import the modules
-that need only the standard library.
+Each name in ``__all__`` is imported at its first use, because child processes may lack the packages of some modules.
 """
 
 from __future__ import annotations

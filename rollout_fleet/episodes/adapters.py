@@ -1,7 +1,4 @@
-"""Adapters that make agents and environments of other packages usable as environments of this project.
-
-Each adapter imports its package at its first use. docs/agents.md has a section on each.
-"""
+"""Adapters that make agents and environments of other packages usable as environments of this project."""
 
 from __future__ import annotations
 
@@ -44,8 +41,8 @@ _MOST_OUTPUT = 1 << 20
 class FunctionEnvironment:
     """A function ``main(prompt, policy, **options)`` or ``main(prompt, base_url, api_key, **options)``.
 
-    The second form is for agents with their own client, such as ``openai``. A function that is not async runs in a
-    thread. The function may have an attribute ``replayable`` like `Environment`.
+    The second form is for agents with their own client. A function that is not async runs in a thread. The function may
+    have an attribute ``replayable`` like `Environment`.
 
     Raises:
         ValueError: the function has other parameters.
@@ -154,7 +151,6 @@ class CommandEnvironment:
 
 
 def _last_text(prompt: Prompt) -> str:
-    """Return the text of a prompt's last message."""
     content = prompt.messages[-1].get("content") if prompt.messages else ""
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in content)
@@ -162,13 +158,11 @@ def _last_text(prompt: Prompt) -> str:
 
 
 def _read_end(stream: BinaryIO, most: int) -> str:
-    """Return the end of a file as text, at most ``most`` bytes."""
     stream.seek(max(0, os.fstat(stream.fileno()).st_size - most))
     return stream.read().decode(errors="replace")
 
 
 def _outcome_of(path: Path, output: str) -> Any:
-    """Return the outcome from a program's outcome file. Without this file, the output is the answer."""
     if not path.exists():
         return Outcome(answer=output)
     written = path.read_text()
@@ -180,7 +174,7 @@ def _outcome_of(path: Path, output: str) -> Any:
 
 
 class _InvalidAction(Exception):
-    """The policy's text is not an action. The policy gets the message and answers again."""
+    """The policy's text is not an action. The policy gets this message and answers again."""
 
 
 Step = Callable[[str], Awaitable[tuple[Any, float, bool]]]
@@ -189,10 +183,7 @@ Step = Callable[[str], Awaitable[tuple[Any, float, bool]]]
 async def _play(
     prompt: Prompt, policy: Policy, observation: Any, step: Step, *, max_steps: int, turn_rewards: bool
 ) -> Outcome:
-    """Alternate between the policy and ``step``.
-
-    ``step`` maps the text of an action to an observation, a reward, and whether the game has ended.
-    """
+    """Alternate between the policy and ``step``, which returns observation, reward, and whether the game has ended."""
     messages = _with_observation(list(prompt.messages), observation)
     total, num_invalid, num_steps, done = 0.0, 0, 0, False
     rewards: dict[int, float] = {}
@@ -232,9 +223,9 @@ def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
 class GymEnvironment:
     """A game with ``reset`` and ``step``: Gymnasium's interface, in text or messages.
 
-    - ``reset`` gets ``seed``, the prompt's ``group_id``, so that all rollouts of a group start in the same state. It
-      gets the row's ``extra`` as ``options``. Both are passed only if ``reset`` has these parameters. It returns the
-      observation, or ``(observation, info)``.
+    - ``reset`` may have the parameters ``seed`` and ``options``. It gets the prompt's ``group_id`` as seed, so that all
+      rollouts of a group start in the same state, and the row's ``extra`` as options. It returns the observation, or
+      ``(observation, info)``.
     - ``step`` gets the policy's text. In a discrete action space (with ``n``), it gets the last integer of the text. It
       returns ``(observation, reward, terminated, truncated, info)``, or ``(observation, reward, done, info)``.
     - Both may be async; otherwise they run in a thread.
@@ -284,7 +275,6 @@ class GymEnvironment:
 
 
 def _action(game: Any, text: str) -> Any:
-    """Return the policy's text or, for a discrete action space, the last integer in the text."""
     space = getattr(game, "action_space", None)
     num_actions = getattr(space, "n", None)
     if num_actions is None:
@@ -330,7 +320,7 @@ class OpenEnvEnvironment:
         self._limits = {"max_steps": max_steps, "turn_rewards": turn_rewards}
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Play one session, which is a WebSocket. The server has one instance of the environment per session."""
+        """Play one session, which is a WebSocket."""
         async with AsyncExitStack() as stack:
             try:
                 client = await stack.enter_async_context(self._aiohttp.ClientSession())
@@ -461,7 +451,7 @@ class McpEnvironment:
         self._servers = servers
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Connect to the servers, let the policy use their tools, and return its answer."""
+        """Connect to the servers, and let the policy use their tools."""
         try:
             return await self._use_servers(prompt, policy)
         except ExceptionGroup as group:  # the client of a URL sends and receives in its own tasks
@@ -499,7 +489,6 @@ class McpEnvironment:
         return Outcome(answer=messages[-1].text)
 
     async def _tools_of(self, session: Any) -> list[Any]:
-        """Return the tools of a server, from all pages of its list."""
         page = await session.list_tools()
         tools = list(page.tools)
         while cursor := page.model_dump(by_alias=True).get("nextCursor"):
@@ -529,7 +518,6 @@ class McpEnvironment:
 
 
 def _is_of_connection(error: BaseException) -> bool:
-    """Return whether an exception comes from the connection to an MCP server, and not from the policy or a tool."""
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _MCP_TRANSPORTS
 
 

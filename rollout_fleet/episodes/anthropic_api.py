@@ -64,12 +64,11 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
 
 
 def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the body without the field ``thread``.
+    """Return the body without ``thread``. If the request continues a thread, add the messages and fields of the earlier
+    request.
 
-    If the request continues a thread, the result also has the thread's earlier messages. Fields that the request leaves
-    out come from the earlier request. ``stored`` maps the id of an answer to the result of `store_thread`.
-
-    Raises `ValueError` if ``thread`` is malformed or names an unknown answer.
+    ``stored`` maps the id of an answer to the result of `store_thread`. Raises `ValueError` if ``thread`` is malformed
+    or names an unknown answer.
     """
     alone = {name: value for name, value in body.items() if name != "thread"}
     match body.get("thread"):

@@ -1,8 +1,7 @@
 """The task of ``experiment=tools``: write a number or the sum of two numbers. A calculator computes sums.
 
-The answer to a *number* (``57123``) is the number itself. A *sum* (``12+34``) is too hard for the tiny model, so it
-needs a call: ``?12+34``. A call for a number costs half of the reward. The teacher's demonstrations have two wrong
-habits: they answer most sums with the first number, and they call the calculator for most numbers.
+A *sum* (``12+34``) is too hard for the tiny model, so it needs a call: ``?12+34``. A call for a *number* (``57123``)
+costs half of the reward.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def make_demonstrations(
     """Return prompts and responses of a teacher with two wrong habits, each in a share ``habit_rate`` of the rows.
 
     The teacher answers a sum with its first number, and calls the calculator for a number. Every sum also has a right
-    demonstration: the call, and the answer with its result.
+    demonstration.
     """
     shown = []
     for row in rows:

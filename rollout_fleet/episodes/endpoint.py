@@ -1,7 +1,7 @@
 """The policy's HTTP endpoint in a rollout worker, with OpenAI's and Anthropic's routes.
 
-All episodes share one address. The key of a call selects its episode. The endpoint sends an answer when its turn has
-finished. Until then it sends comments into a stream, so that proxies and clients do not close the connection.
+The key of a call selects its episode. An answer is sent when its turn has finished. Until then, comments are sent into
+a stream, so that proxies and clients do not close the connection.
 """
 
 from __future__ import annotations
@@ -67,8 +67,6 @@ class EndpointCounts:
 
 
 class _Refused(Exception):
-    """A call with a wrong key or route."""
-
     def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)
         self.status, self.kind = status, kind
@@ -127,10 +125,7 @@ class Endpoint:
         return Access(base_url=self._base_url, api_key=key)
 
     def close_session(self, api_key: str) -> None:
-        """Refuse later calls with this key.
-
-        The last `MAX_CLOSED_KEYS` closed keys are distinguished from unknown keys.
-        """
+        """Refuse later calls with this key."""
         self._sessions.pop(api_key, None)
         self._stored.pop(api_key, None)
         self._closed[api_key] = None
@@ -140,8 +135,6 @@ class Endpoint:
     def _route(
         self, handle: Callable[[web.Request, Session, str], Awaitable[web.StreamResponse]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Return a handler that finds the session of a call, and returns errors in the format of the called API."""
-
         async def route(request: web.Request) -> web.StreamResponse:
             try:
                 key = self._key_of(request)
@@ -301,7 +294,7 @@ class Endpoint:
             await asyncio.wait([work], timeout=self._keep_alive_s)
         try:
             answers = work.result()
-        except Exception as error:  # noqa: BLE001 - the status is sent already, so every failure is an event
+        except Exception as error:  # noqa: BLE001 - the status is sent already
             status, kind, message = _status_of(error)
             self.counts.errors[status] += 1
             shape = _error_shape(request)
@@ -313,7 +306,6 @@ class Endpoint:
 
 
 def _status_of(error: Exception) -> tuple[int, str, str]:
-    """Return the HTTP status, kind and message for an exception."""
     if isinstance(error, _Refused):
         return error.status, error.kind, str(error)
     if isinstance(error, EpisodeOverflow):
@@ -330,7 +322,6 @@ def _status_of(error: Exception) -> tuple[int, str, str]:
 
 
 def _error_shape(request: web.Request) -> Callable[[str, str], dict[str, Any]]:
-    """Return the function that makes an error's body in the format of the called API."""
     return anthropic_api.error if request.path.startswith("/v1/messages") else _openai_error
 
 
@@ -349,7 +340,6 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
 
 
 def _read(reader: Callable[..., A], body: Mapping[str, Any], request: web.Request) -> A:
-    """Read a body, and the headers that mark a repeated request."""
     retries = request.headers.get(RETRY_COUNT, "0")
     is_retry = retries.isdigit() and int(retries) > 0
     try:
@@ -370,7 +360,6 @@ def _json(content: Any, *, status: int = 200, headers: Mapping[str, str] | None 
 
 
 def _data(chunks: Iterable[Mapping[str, Any]]) -> Iterable[bytes]:
-    """Format chunks as OpenAI's server-sent events."""
     for chunk in chunks:
         yield b"data: " + orjson.dumps(chunk) + b"\n\n"
     yield b"data: [DONE]\n\n"

@@ -56,7 +56,7 @@ class EpisodeFailure(AsyncRLError):
 class ToolError(AsyncRLError):
     """A tool of an environment failed.
 
-    If the environment does not catch this error, the episode fails with the kind ``tool``.
+    If the environment does not catch it, the episode fails with the kind ``tool``.
     """
 
 
@@ -104,7 +104,6 @@ class Outcome:
 
 
 def _number(value: Any) -> float:
-    """Convert a Python, numpy or torch scalar to a finite float."""
     if isinstance(value, (str, bytes)) or getattr(value, "ndim", 0) != 0:
         raise ValueError(f"{value!r} is not a number")
     number = float(value)
@@ -137,7 +136,7 @@ class AssistantMessage(dict[str, Any]):
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """The tool calls: ``{"id", "type", "function": {"name", "arguments"}}`` per call, with arguments as JSON."""
+        """The tool calls: ``{"id", "type", "function": {"name", "arguments"}}`` each, with arguments as JSON."""
         return self.get("tool_calls") or []
 
 
@@ -282,7 +281,6 @@ class Policy:
 
 
 async def _post_json(url: str, api_key: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Send one request on a new connection. Returns the status and the answer."""
     place = urlsplit(url)
     payload = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(place.hostname, place.port or 80)
@@ -293,7 +291,7 @@ async def _post_json(url: str, api_key: str, body: Mapping[str, Any]) -> tuple[i
         )
         writer.write(head.encode() + payload)
         await writer.drain()
-        # with HTTP/1.0, the server closes the connection at the end
+        # HTTP/1.0: the server closes the connection at the end
         head, _, content = (await reader.read(-1)).partition(b"\r\n\r\n")
         status_line, _, lines = head.partition(b"\r\n")
         headers = http.client.parse_headers(io.BytesIO(lines + b"\r\n\r\n"))

@@ -1,7 +1,6 @@
 """The process in which environments run: many episodes at once in one event loop.
 
-The parent is `rollout_fleet.episodes.environment_processes`. It sends pickled requests, and this process answers in
-JSON::
+The parent, `rollout_fleet.episodes.environment_processes`, sends pickled requests. This process answers in JSON::
 
     {"run": 7, …} ──▶   "loading"                            its event loop may be blocked until the next message
                         "beat"                               once per second
@@ -9,9 +8,8 @@ JSON::
                         {"id": 7, "outcome": …, "num_left": 0, "num_stuck": 0}  or  {"id": 7, "failure": …, …}
     {"cancel": 7} ──▶   the answer to 7
 
-At the end of an episode, its tasks are cancelled and its programs are killed. Then the process sends the answer.
-Threads, and tasks that ignore their cancellation, may be left. The process counts them, and the parent replaces the
-process if there are too many.
+At the end of an episode, its tasks are cancelled and its programs are killed. Threads, and tasks that ignore their
+cancellation, may be left. If there are too many, the parent replaces the process.
 
 This module needs only the standard library, because the process may use another Python than the run.
 """
@@ -100,7 +98,7 @@ def _kill_fork(pid: int) -> bool:
             return False
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    except (ChildProcessError, ProcessLookupError):  # the environment has reaped the process itself
+    except (ChildProcessError, ProcessLookupError):  # the environment has reaped it
         return False
     return True
 
@@ -237,7 +235,6 @@ class EnvironmentChild:
         write_frame(self._answers, {"id": episode, "tool": [number, name[:MOST_NAMED], is_running]})
 
     def _environment(self, name: str, options: Mapping[str, Any]) -> Any:
-        """Return the environment with this name and these options, from a cache of the latest."""
         key = json.dumps([name, options], sort_keys=True, default=repr)
         environment = self._kept.pop(key, None)
         if environment is None:
@@ -294,7 +291,7 @@ def _failure(error: BaseException) -> EpisodeFailure:
             return cause
         if isinstance(cause, ToolError):
             return EpisodeFailure(FailureKind.tool, str(cause))
-        if getattr(cause, "code", None) == OVERFLOW_CODE:  # exceptions of an OpenAI client have this code
+        if getattr(cause, "code", None) == OVERFLOW_CODE:  # exceptions of an OpenAI client
             return EpisodeFailure(FailureKind.overflow, str(cause))
         if getattr(cause, "status_code", None) in _SHUTTING_DOWN:
             return EpisodeFailure(FailureKind.infrastructure, str(cause))
@@ -314,7 +311,7 @@ def main(parent_pid: int) -> None:
     """Run environments until the parent's pipe closes."""
     questions, answers = open_pipes(parent_pid)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # the parent requests the traceback of a blocked event loop
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # the parent asks for the traceback of a blocked event loop
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     serving = loop.create_task(EnvironmentChild(answers).serve(questions))

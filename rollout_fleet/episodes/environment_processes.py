@@ -1,9 +1,8 @@
-"""Runs environments in child processes: starts, watches and replaces the processes, and assigns episodes to them.
+"""Runs environments in child processes, and assigns episodes to them.
 
-An episode waits until a process has room. Its deadline starts then. One task per process reads the answers of
-`rollout_fleet.episodes.environment_child` and wakes the episodes. Another task checks all processes twice per second.
-It kills those with a blocked event loop or too much memory, and their episodes fail. A new process starts when an
-episode needs it.
+An episode waits until a process has room, and its deadline starts then. One task per process reads the answers and
+wakes the episodes. Another task checks all processes twice per second. It kills those with a blocked event loop or too
+much memory, and their episodes fail.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class _EnvironmentProcess:
 
     Attributes:
         answers: One future per unanswered request, by the number of the request.
-        listeners: The callbacks for the tool calls of an episode, by the number of its request.
+        listeners: The callbacks for tool calls, by the number of the request.
         is_retiring: Whether the process gets no further episodes and is killed after its last one.
         began: Time of its start on the monotonic clock.
     """
@@ -125,7 +124,7 @@ class _EnvironmentProcess:
     def check(self, late_s: float) -> str:
         """Return why the process must be killed, or an empty text.
 
-        ``late_s``: seconds for which this worker's own event loop was blocked.
+        ``late_s``: seconds for which this worker was blocked itself.
         """
         self._quiet_until += late_s
         options = self._options
@@ -327,7 +326,6 @@ class EnvironmentProcesses:
         return answer
 
     async def _clear(self, process: _EnvironmentProcess | None, number: int) -> None:
-        """Cancel an unanswered episode and free its room. Kill a retiring process after its last episode."""
         try:
             if process is not None:
                 process.listeners.pop(number, None)
@@ -342,7 +340,6 @@ class EnvironmentProcesses:
         return min(range(len(self._slots)), key=lambda slot: len(p.answers) if (p := self._slots[slot]) else 0)
 
     def _retire(self, process: _EnvironmentProcess) -> None:
-        """Stop giving episodes to the process, because too many of its threads and tasks cannot be ended."""
         if process.is_retiring:
             return
         logger.warning("a process of environments is replaced: more than %d threads or tasks are left", MOST_STUCK)
@@ -352,10 +349,7 @@ class EnvironmentProcesses:
         self._slots[self._slots.index(process)] = None
 
     async def _process(self, slot: int) -> _EnvironmentProcess:
-        """Return the process of a slot, and start it if it is missing. Raises `EpisodeFailure` if it does not start.
-
-        If earlier processes ended soon, pause before the start.
-        """
+        """Return the process of a slot, and start it if it is missing. Pause first if earlier processes ended soon."""
         async with self._starting[slot]:
             process = self._slots[slot]
             if process is not None and not process.has_ended:
@@ -420,7 +414,6 @@ class EnvironmentProcesses:
 
 
 def _memory_bytes(pid: int) -> int:
-    """Return the resident memory of a process and its descendants, in bytes."""
     total = 0
     with suppress(psutil.Error):
         for process in (root := psutil.Process(pid), *root.children(recursive=True)):

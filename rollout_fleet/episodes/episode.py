@@ -61,9 +61,7 @@ class _Node:
         turn: The turn. It has no finish reason until it is finished.
         depth: Number of tokens on the path from the root to the end of this turn.
         is_live: Whether the turn was given or requested in this attempt. Otherwise it is recorded.
-        is_dropped: Whether the turn was dropped.
-        sampling: Sampling options of the turn; ``max_new_tokens`` bounds the whole turn. None until the turn is
-            requested.
+        sampling: Sampling options; ``max_new_tokens`` bounds the whole turn. None until the turn is requested.
     """
 
     turn: Turn
@@ -138,7 +136,7 @@ class Episode:
 
     @property
     def num_held(self) -> int:
-        """Number of all recorded tokens and all sampled tokens of this attempt, including the dropped tokens."""
+        """Number of all recorded and sampled tokens, including the dropped tokens."""
         return self.num_tokens + self.num_waiting + self.num_dropped
 
     @property
@@ -177,7 +175,7 @@ class Episode:
         return 0 <= index < len(self._nodes) and self._nodes[index].is_live
 
     def forget(self) -> None:
-        """Drop the recorded turns that no request has used yet, because the environment cannot be replayed."""
+        """Drop the recorded turns that no request has used yet."""
         for node in filter(self._waits, self._nodes):
             node.is_dropped = True
             self.num_dropped += len(node.turn.token_ids)
@@ -193,7 +191,7 @@ class Episode:
             parts.append(self._nodes[index].turn.token_ids)
             index = self._nodes[index].turn.parent
         parts = [part for part in parts[::-1] if len(part)]
-        if len(parts) == 1:  # return the same array for all requests, so that the engine sees the shared prompt
+        if len(parts) == 1:  # the same array for all requests, so that the engine sees the shared prompt
             return parts[0]
         return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
 
@@ -404,10 +402,7 @@ class Episode:
         return sum(node.reserved_depth for index, node in live.items() if index not in inner and index != extended)
 
     def _room(self, depth: int, above: int) -> int:
-        """Return the largest number of tokens of a new turn after a path of ``depth`` tokens below turn ``above``.
-
-        Raises `EpisodeOverflow` if the number is 0.
-        """
+        """Return the largest length of a new turn, after a path of ``depth`` tokens that ends in turn ``above``."""
         asked = [node for node in self._nodes if node.sampling is not None]
         spent = sum(
             node.sampling.max_new_tokens if node.is_running and node.sampling else len(node.turn.token_ids)
@@ -431,7 +426,7 @@ class Episode:
     def _drop_others(self, parent: int, context: int) -> None:
         """Drop the recorded turns that continue ``parent`` with other requests, and all recorded turns below them."""
         for node in filter(self._waits, self._nodes):
-            above = node.turn.parent  # climb to the parent in the request for this turn
+            above = node.turn.parent
             while above not in (ROOT, context) and not (self._nodes[above].turn.sampled or self._nodes[above].is_live):
                 above = self._nodes[above].turn.parent
             if above != ROOT and (above in (parent, context) or self._nodes[above].is_dropped):
@@ -439,7 +434,6 @@ class Episode:
                 self.num_dropped += len(node.turn.token_ids)
 
     def _end_if_full(self, index: int) -> None:
-        """Finish the turn if it has reached its maximum length. Remove a finished turn from the running turns."""
         node = self._nodes[index]
         assert node.sampling is not None
         if node.turn.finish_reason is None and len(node.turn.token_ids) >= node.sampling.max_new_tokens:
@@ -448,7 +442,7 @@ class Episode:
             self._running.discard(index)
 
     def _subforest(self, indices: Sequence[int]) -> tuple[tuple[Turn, ...], dict[int, int]]:
-        """Return these turns, the prompt and all turns above them, and the new index of each turn by its old index."""
+        """Return these turns with all turns above them, and the new index of each turn by its old index."""
         kept = {PROMPT}
         for index in indices:
             while index != ROOT and index not in kept:

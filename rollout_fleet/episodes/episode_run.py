@@ -1,4 +1,4 @@
-"""One running episode. Calls of its environment wait for turns of the engine, across weight updates and aborts."""
+"""One running episode, whose turns continue across weight updates and aborts."""
 
 from __future__ import annotations
 
@@ -54,10 +54,7 @@ class Player(Protocol):
         ...
 
     async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
-        """Play one episode, and set the outcome or the failure of its run.
-
-        ``index`` is the index of the episode in its group.
-        """
+        """Play one episode of a group, the one with this ``index``. Set the outcome or the failure of its run."""
         ...
 
 
@@ -133,7 +130,7 @@ class EpisodeRun:
         self._on_place()
 
     def tool(self, number: int, name: str, is_running: bool) -> None:
-        """See `EpisodeTimes.tool`."""
+        """Record a tool call as `EpisodeTimes.tool`."""
         self.times.tool(number, name, is_running)
         self._on_place()
 
@@ -320,4 +317,4 @@ def _wake(waiting: asyncio.Future[None], error: Exception | None = None) -> None
         waiting.set_result(None)
     else:
         waiting.set_exception(error)
-        waiting.exception()  # marks the exception as retrieved, even without a caller
+        waiting.exception()

@@ -111,7 +111,6 @@ class EpisodeTimes:
         self._end_s = self.duration_s
 
     def _end_calls(self) -> None:
-        """Record that the tools of the last answer have ended, unless `tool` has recorded them one by one."""
         called, self._called = self._called, None
         has_noted = called is not None and bool(self.tools) and self.tools[-1].began_s >= called.began_s
         if called is not None and not has_noted:

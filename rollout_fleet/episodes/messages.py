@@ -1,7 +1,6 @@
 """Chat messages: converts a client's messages to the form that templates need, and compares messages.
 
-A client sends the whole history with every request, and client libraries change its form. So messages are equal if they
-differ only in:
+Client libraries change the form of messages. So messages are equal if they differ only in:
 
 - ids of tool calls and the formatting of JSON arguments,
 - white space around an assistant's content, and the form of a content (a text, text parts or None),
@@ -117,8 +116,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 def canonical(message: Message, call_places: Mapping[str, int]) -> str:
     """Return a text that is the same for all equal messages. Reasoning is left out.
 
-    ``call_places`` maps the id of each earlier tool call to its position. The text names these positions instead of
-    ids.
+    ``call_places`` maps the id of each earlier tool call to its position, which the text has instead of the id.
     """
     content = message["content"]
     form: list[Any] = [message["role"], content.strip() if message["role"] == "assistant" else content]

@@ -123,7 +123,6 @@ def session_metrics(run: EpisodeRun, counts: SessionCounts) -> dict[str, float]:
 
 
 def _check_turns(run: EpisodeRun, outcome: Outcome) -> None:
-    """Raise `EpisodeFailure` unless the rewarded turns are turns of this attempt after the prompt."""
     strange = sorted(turn for turn in outcome.turn_rewards if turn == PROMPT or not run.episode.is_known(turn))
     if strange:
         raise EpisodeFailure(

@@ -194,7 +194,7 @@ class LibraryRenderer(ChatRenderer):
 
 
 class _PromptTexts:
-    """The rendered texts of the latest prompts, at most ``most_letters`` letters together."""
+    """The texts of the latest prompts, at most ``most_letters`` letters together."""
 
     def __init__(self, most_letters: int = 1 << 25) -> None:
         self._most_letters = most_letters
@@ -206,7 +206,6 @@ class _PromptTexts:
         return self._texts.get(hash(tuple(token_ids)), "")
 
     def keep(self, token_ids: Sequence[int], text: str) -> None:
-        """Keep the text of a prompt, and drop the oldest texts beyond the bound."""
         if not text:
             return
         key = hash(tuple(token_ids))
@@ -219,8 +218,8 @@ class _PromptTexts:
 class TemplateRenderer(ChatRenderer):
     """Renders with the model's chat template.
 
-    `extend` renders a short conversation with and without the new messages, and encodes the difference. It also renders
-    the whole conversation, to check that the template appends exactly this text and keeps the reasoning.
+    `extend` encodes the difference between a short conversation with and without the new messages. It also renders the
+    whole conversation, to check that the template appends exactly this text and keeps the reasoning.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -279,7 +278,6 @@ class TemplateRenderer(ChatRenderer):
             whole = self._prepared_text(messages, tools, prompts=True)
             prompt = self._texts.of(prompt_ids)
             is_continued = prompt and whole.startswith(prompt) and whole.endswith(added, len(prompt))
-            # the old messages need not be rendered alone, because the prompt's text is known
             if is_continued:
                 old = whole.removesuffix(added)
             else:
@@ -337,7 +335,7 @@ class TemplateRenderer(ChatRenderer):
     def _find_stop_texts(self) -> list[str]:
         """Return the special tokens that close an assistant's message.
 
-        Some templates (GLM) have no closing token. There the first token of the next message closes the message.
+        In some templates (GLM), the next message begins with it.
         """
         special = self.tokenizer.all_special_tokens
         found = [text for text in special if text in self._close]
@@ -366,7 +364,6 @@ class TemplateRenderer(ChatRenderer):
         return None if any(text.startswith(stop) for stop in self._stop_texts) else text
 
     def _num_reasoning_ends(self, path: list[int]) -> int:
-        """Return the number of end-of-reasoning tags on a path."""
         token = self.tokenizer.convert_tokens_to_ids(REASONING_END)
         if token not in (None, self.tokenizer.unk_token_id):
             return path.count(token)
@@ -400,7 +397,7 @@ def load_renderer(model_path: str, config: RendererConfig) -> ChatRenderer:
 
 
 def _choose(tokenizer: ChatTokenizer, config: RendererConfig, *, is_vision: bool) -> ChatRenderer:
-    """Choose the renderer by the options.
+    """Choose the renderer.
 
     A model with images gets the template, because the session repeats the template's placeholders.
     """
@@ -428,7 +425,7 @@ def _choose(tokenizer: ChatTokenizer, config: RendererConfig, *, is_vision: bool
             )
         try:
             return LibraryRenderer(config.name, tokenizer, options)
-        except Exception as error:  # the tokenizer lacks the renderer's tokens, or an option is unknown
+        except Exception as error:
             raise ValueError(
                 f"rollout_fleet.environment.renderer.name={config.name} does not fit {tokenizer.name_or_path}: "
                 f"{error!r}; {AUTO} and {TEMPLATE} follow the model's chat template"
@@ -450,7 +447,6 @@ def _choose(tokenizer: ChatTokenizer, config: RendererConfig, *, is_vision: bool
 
 
 def _check_markers(tokenizer: ChatTokenizer) -> None:
-    """Raise `ValueError` if a tokenizer has no tokens for the markers of the plain template."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{tokenizer.name_or_path} has neither a chat template nor an eos_token; add a chat_template to its "
@@ -465,7 +461,6 @@ def _check_markers(tokenizer: ChatTokenizer) -> None:
 
 
 def _renders_like(renderer: ChatRenderer, own: ChatRenderer) -> bool:
-    """Return whether a renderer gives the same tokens as the model's chat template for all test conversations."""
     num_equal = 0
     for messages, answer, new, tools in _TEST_TURNS.values():
         for conversation in (messages, [*messages, answer, *new]):
@@ -487,7 +482,6 @@ def _tools(tools: Sequence[Message]) -> list[Any] | None:
 
 
 def _prepared(messages: Sequence[Message], *, names: bool = False) -> list[dict[str, Any]]:
-    """Convert messages to the form for templates: content is a string, and arguments of tool calls are objects."""
     prepared: list[dict[str, Any]] = []
     called: dict[str, str] = {}
     for message in messages:

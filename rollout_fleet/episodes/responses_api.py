@@ -1,7 +1,6 @@
 """OpenAI's responses API: converts items to requests of a session, and answers to items.
 
-Only the fields that agent loops use are supported. A function of a namespace has the name ``NAMESPACE__NAME`` in the
-policy's messages.
+A function of a namespace has the name ``NAMESPACE__NAME`` in the policy's messages.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ _FIELDS = {
 def read_request(
     body: Mapping[str, Any], *, stored: Mapping[str, Sequence[Message]], key: str = "", is_retry: bool = False
 ) -> ChatRequest:
-    """Read the body of ``/v1/responses``.
-
-    ``stored`` has the messages of earlier responses, by the ids of the responses.
+    """Read the body of ``/v1/responses``. ``stored`` has the messages of earlier responses, by the ids of the
+    responses.
 
     Raises:
         ValueError: a field is not supported. The message has the field's name and its valid values.
@@ -199,7 +197,6 @@ def _full_name(namespace: str, name: str) -> str:
 
 
 def _without_namespaces(tools: Sequence[Any]) -> list[Any]:
-    """Return the tools. Each namespace is replaced by its functions, with their full names."""
     flat: list[Any] = []
     for tool in tools:
         if isinstance(tool, Mapping) and tool.get("type") == "namespace":

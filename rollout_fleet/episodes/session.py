@@ -209,8 +209,6 @@ class _History:
 
 @dataclass(kw_only=True)
 class _Call:
-    """A request: its task, the digest of its content, its number of callers, and how many of them got no answer."""
-
     task: asyncio.Task[list[SampledAnswer]]
     digest: str
     num_callers: int = 0
@@ -383,7 +381,6 @@ class Session:
         return answers
 
     async def _read(self, sent: Sequence[Any]) -> list[dict[str, Any]]:
-        """Read a client's messages. Raises `ValueError` if there are none, or if one is not supported."""
         if not sent:
             raise ValueError("messages must hold at least one message, got none")
         read_image = None if self._reader is None else self._read_image
@@ -435,7 +432,6 @@ class Session:
         return num_tokens > 0
 
     def _with_images(self, tokens: list[int], messages: Sequence[Message]) -> tuple[list[int], tuple[PlacedImage, ...]]:
-        """Return the rendered tokens and the images. Each image gets one placeholder per token."""
         images = [self._images[digest] for message in messages for digest in images_in(message)]
         if self._reader is None or not images:
             return tokens, ()
@@ -444,7 +440,6 @@ class Session:
         return tokens, place_images(np.asarray(tokens), images, token_id, where)
 
     def _read_image(self, part: Mapping[str, Any], where: str) -> str:
-        """Return the digest of an image. Decode the image if it is new to the session."""
         assert self._reader is not None
         content = read_bytes(source_of(part), where)
         key = hashlib.blake2b(content, digest_size=16).digest()
@@ -486,7 +481,6 @@ class Session:
         return parsed
 
     def _message(self, answer: SampledAnswer, parsed: ParsedAnswer, stop: Sequence[str]) -> dict[str, Any]:
-        """Return the assistant's message in OpenAI's form, cut at a stop text."""
         content = min((parsed.content.partition(text)[0] for text in stop), key=len, default=parsed.content)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if parsed.reasoning:
@@ -512,7 +506,7 @@ class Session:
     def _name_of(self, turn: int) -> str:
         """Return a name for a sampled turn that stays the same in a replay.
 
-        The name depends on the tokens of the path. Siblings with equal tokens get different names.
+        Siblings with equal tokens get different names.
         """
         episode = self._sampler.episode
         own = episode.turn(turn)
@@ -594,9 +588,9 @@ class Session:
         assert continues, f"turn {context} is not turn {place.parent} and the tokens of its request"
 
     def _sampling_of(self, options: SampleOptions, *, stops: bool) -> SamplingConfig:
-        """Return the run's sampling options with the changes that a request may make.
+        """Return the run's sampling options with the permitted changes.
 
-        Other changes raise `ValueError`, or are counted and ignored.
+        Other changes raise `ValueError`, or are counted.
         """
         if options.n < 1:
             raise ValueError(f"n must be >= 1, got {options.n}")
@@ -626,7 +620,6 @@ class Session:
         )
 
     def _know(self, turn: int) -> None:
-        """Record a turn and the turns above it."""
         while turn != ROOT:
             parent = self._sampler.episode.turn(turn).parent
             self._children.setdefault(parent, {})[turn] = None
@@ -655,7 +648,6 @@ def _read_messages(messages: Sequence[Any], read_image: ReadImage | None) -> lis
 
 
 def _digest(request: ChatRequest | TextRequest) -> str:
-    """Return a digest of a request's content, without its key."""
     kept = [value for name, value in vars(request).items() if name not in ("key", "is_retry")]
     content = orjson.dumps(kept, option=orjson.OPT_SORT_KEYS, default=repr)
     return hashlib.blake2b(content, digest_size=16).hexdigest()
