@@ -591,8 +591,9 @@ class RolloutLoop:
         return not uncut
 
     async def _abort_all(self, phase: GroupPhase) -> None:
-        """Abort the requests of all groups in ``phase``. Repeat this, because an engine ignores an abort before its
-        request.
+        """Abort the requests of all groups in ``phase`` until no group is in it.
+
+        An engine ignores an abort that arrives before its request, so the abort is repeated.
         """
         await asyncio.sleep(0)  # requests that are being sent must reach the engine first
         while groups := self._groups.in_phase(phase):

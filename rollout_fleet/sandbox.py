@@ -393,8 +393,9 @@ def _environment(python: str, scratch: str) -> dict[str, str]:
 
 
 def _unused_uid() -> int | None:
-    """Return a unique user id if this process is root, because the kernel counts processes per user, but not those of
-    root.
+    """Return a unique user id if this process is root, otherwise None.
+
+    The kernel counts processes per user, but not those of root.
     """
     if os.geteuid() != 0:
         return None

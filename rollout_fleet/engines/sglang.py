@@ -180,8 +180,9 @@ class SGLangEngine(Engine):
                     return await self._transact(offer, stands_still)
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See `Engine.abort`. The call has no deadline, because the watch for silence detects a server that does not
-        answer.
+        """See `Engine.abort`.
+
+        This call has no deadline. The watch for silence detects a server that does not answer.
         """
         ids = self._running.keys() & request_ids
         bodies: list[dict[str, Any]] = [{"rid": _server_id(request_id)} for request_id in ids]

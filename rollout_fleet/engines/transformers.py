@@ -303,11 +303,10 @@ class GenerationModel:
 
     @torch.inference_mode()
     def generate(self, samples: Sequence[RunningSample], version: int) -> list[SampleOutput]:
-        """Generate samples of one `distribution`. Returns the outputs in the same order, and every token carries
-        ``version``.
+        """Generate samples of one `distribution`, and return the outputs in the same order.
 
-        The samples depend on the requests in their batch, even with a fixed seed of the engine. If padding changes the
-        model's log-probs, prompts of each length get their own batch.
+        Every token carries ``version``. The samples depend on the requests in their batch, even with a fixed seed of
+        the engine. If padding changes the model's log-probs, prompts of each length get their own batch.
         """
         outputs: dict[int, SampleOutput] = {}
         for rows in self._batches([sample.request for sample in samples]):
@@ -367,10 +366,10 @@ class GenerationModel:
         return recorder.outputs(version)
 
     def _seen(self, requests: Sequence[SampleRequest], mask: Tensor, *, is_first: bool) -> dict[str, Tensor]:
-        """Return the model arguments of a batch with images: positions [4, b, T] from ``mask`` [b, T], and first the
+        """Return the model arguments of a batch with images: positions [4, b, T], and at the first step also the
         pixels.
 
-        The first of the four is the position in the text. Without them, transformers would keep positions as state of
+        The first of the four is the position in the text. Without positions, transformers would keep them as state of
         the model.
         """
         images = [placed.image for request in requests for placed in request.images]
@@ -497,10 +496,9 @@ class GenerationModel:
         return torch.from_numpy(ids).to(self._device), torch.from_numpy(mask).to(self._device)
 
     def _shared_prefill(self, requests: Sequence[SampleRequest]) -> Cache | None:
-        """Compute the KV cache of the prompts of [B] requests, without the last token of each, once per distinct
-        prompt.
+        """Compute the KV cache of the prompts of [B] requests, without the last token of each.
 
-        Returns None if this saves little, or if the cache cannot be copied.
+        Equal prompts are computed once. Returns None if this saves little, or if the cache cannot be copied.
         """
         rows = {request.prompt_key: request for request in requests}
         shortest = min(len(request.prompt_ids) for request in requests)
@@ -596,8 +594,9 @@ class TransformersEngine(Engine):
         logger.info("%s: released its weights", self._name)
 
     async def load_weights(self, offer: WeightOffer) -> float:
-        """See `Engine.load_weights`. Waits for the running batch without a deadline, because the watch for silence
-        bounds it.
+        """See `Engine.load_weights`.
+
+        Waits for the running batch without a deadline. The watch for silence bounds this wait.
         """
         self._check_up()
         return await self.unless_failed(self._load_when_idle(offer))

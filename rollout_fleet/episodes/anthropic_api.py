@@ -64,8 +64,7 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
 
 
 def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the body without ``thread``. If the request continues a thread, add the messages and fields of the earlier
-    request.
+    """Return the body without ``thread``, with the messages and fields of the earlier request if the thread continues.
 
     ``stored`` maps the id of an answer to the result of `store_thread`. Raises `ValueError` if ``thread`` is malformed
     or names an unknown answer.

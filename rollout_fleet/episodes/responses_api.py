@@ -39,8 +39,9 @@ _FIELDS = {
 def read_request(
     body: Mapping[str, Any], *, stored: Mapping[str, Sequence[Message]], key: str = "", is_retry: bool = False
 ) -> ChatRequest:
-    """Read the body of ``/v1/responses``. ``stored`` has the messages of earlier responses, by the ids of the
-    responses.
+    """Read the body of ``/v1/responses``.
+
+    ``stored`` has the messages of earlier responses, by the ids of the responses.
 
     Raises:
         ValueError: a field is not supported. The message has the field's name and its valid values.
