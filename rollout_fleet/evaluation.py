@@ -30,8 +30,6 @@ _ROUNDS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """One answer to a held-out prompt."""
-
     sample: SampleOutput
     rollout: Rollout
     failure: str = ""

@@ -396,7 +396,7 @@ class InflightGroups:
         record.level(LevelName.capacity, self._limit.value * self._samples_per_group)
 
     def note_places(self) -> None:
-        """Record what the samples of the limit do now, at most once per iteration of the event loop."""
+        """Record the states of the samples for the run's profile, at most once per iteration of the event loop."""
         if not self._is_noting and record.current() is not None:
             self._is_noting = True
             asyncio.get_running_loop().call_soon(self._note_places)

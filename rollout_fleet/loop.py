@@ -18,7 +18,7 @@ Each wait, and who wakes it. Every change of the loop's state or of a group's ph
   wake them.
 
 A stop, a weight update or a failure of the engine can cut a group off. The group's tokens are then saved with its
-lease. After an update this worker continues the group, otherwise the next holder of the lease.
+lease. After an update, this worker continues the group. After a stop or a failure, the next holder of the lease does.
 """
 
 from __future__ import annotations
@@ -199,9 +199,7 @@ class RolloutLoop:
             offer = await self._buffer.next_offer(self._engine.version)
 
     async def _next_after(self, offer: WeightOffer, gone: WeightsGone) -> WeightOffer:
-        """Return the offer that replaced a removed offer.
-
-        Raises ``gone`` if the buffer still offers the removed version.
+        """Return the offer that replaced a removed offer. Raises ``gone`` if the removed version is still offered.
 
         If the learner has restarted, wait for its next offer without a deadline.
         """
@@ -429,7 +427,7 @@ class RolloutLoop:
             self._spawn(self._generate, answering)
 
     def _begin_playing(self, group: InflightGroup, player: Player) -> None:
-        """Let the environment play each episode of a group. Its requests reach the engine through `_generate`."""
+        """Let the environment play each episode of a group. `_generate` sends the environment's requests."""
 
         def ask() -> None:
             if group.phase is GroupPhase.generating:
@@ -618,7 +616,7 @@ class RolloutLoop:
     async def _cut_off_all(self) -> None:
         """Abort running groups and wait for their tokens.
 
-        Wait for a running weight load too, because it must not be cancelled.
+        Also wait for a running weight load, whose cancellation would be a failure.
         """
         for group in self._groups:
             if group.phase is not GroupPhase.settling:

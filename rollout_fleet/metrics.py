@@ -27,7 +27,7 @@ class EpisodeCount(StrEnum):
     failed_reward = "failed_reward"
     failed_overflow = "failed_overflow"
     failed_infrastructure = "failed_infrastructure"
-    processes_killed = "processes_killed"  # killed because the event loop was blocked, or the memory too large
+    processes_killed = "processes_killed"  # killed because of a blocked event loop or too much memory
     processes_ended = "processes_ended"  # replaced because they ended by themselves or were killed
     processes_retired = "processes_retired"  # replaced because they had too many leftovers
     leftovers = "leftovers"  # programs and tasks that still ran after their episodes had ended

@@ -260,7 +260,6 @@ class Engine(ABC):
         """Begin to sample, and put the results into ``answers``. Returns tasks for the caller to cancel."""
 
     def _so_far(self, sample: RunningSample) -> SampleOutput:
-        """Return the tokens of an unfinished sample of a failed engine, or none if they are wrong."""
         output = sample.so_far()
         try:
             check_output(output, sample.request, vocab_size=self._vocab_size, loaded_versions=self._verified)
@@ -373,9 +372,9 @@ class Engine(ABC):
     async def _deadline(
         self, what: str, timeout_s: float, option: str, *, num_bytes: int = 0, spent_s: float = 0.0
     ) -> AsyncIterator[None]:
-        """Limit the block to ``timeout_s`` (option ``rollout_fleet.<option>``) plus the time for ``num_bytes``.
+        """Limit the block to ``timeout_s`` plus the time for ``num_bytes``, less ``spent_s``.
 
-        ``spent_s`` seconds are used already. ``what`` is for the message of the `DeadlineError`.
+        ``what`` and ``option`` are for the message of the `DeadlineError`.
         """
         seconds = load_limit_s(timeout_s, num_bytes)
         try:
@@ -556,9 +555,9 @@ def _range(token_ids: np.ndarray) -> str:
 class SilenceWatch:
     """Detects an engine that has stopped producing tokens.
 
-    The engine is silent if *no* running request gets a token. After three quarters of ``timeout_s`` the watch calls
-    ``probe``, which returns if the engine is alive. Without an answer by the deadline, the engine has failed. It has
-    also failed after three silent periods in a row. ``name`` is for messages.
+    The engine is silent if *no* running request gets a token. After three quarters of ``timeout_s``, the watch calls
+    ``probe``. The engine has failed if ``probe`` does not return before ``timeout_s`` ends, or after three silent
+    periods in a row. ``name`` is for messages.
     """
 
     def __init__(self, name: str, *, timeout_s: float, probe: Callable[[], Awaitable[None]]) -> None:

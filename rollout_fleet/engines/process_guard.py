@@ -103,13 +103,12 @@ class Guard:
 
     @staticmethod
     def _reap_group() -> None:
-        """Wait for the server's orphaned processes."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.wait()
 
     def _mapped_shared_memory(self) -> set[int]:
-        """Return the inodes of the group's shared memory. Names do not identify it, because semaphores are renamed."""
+        """Return the inodes of the group's shared memory, because a semaphore has another name after it is mapped."""
         inodes = set()
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

@@ -237,7 +237,6 @@ class SGLangEngine(Engine):
         return [asyncio.create_task(self._generate_batch(batch, answers)) for batch in batches]
 
     async def _generate_batch(self, samples: Sequence[_StreamedSample], answers: Answers) -> None:
-        """Send samples as one HTTP request, and put each answer, or the error, into ``answers``."""
         try:
             num_unanswered = len(samples)
             body = self._request_body([sample.request for sample in samples])
@@ -391,7 +390,6 @@ class SGLangEngine(Engine):
         return time.perf_counter() - paused_s
 
     def _verified_values(self, offer: WeightOffer, number: str) -> int:
-        """Return the number of values that all ranks wrote and verified, from their reports on order ``number``."""
         num_values = 0
         for rank in range(self._server.tp_size):
             try:

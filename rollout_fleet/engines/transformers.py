@@ -316,7 +316,7 @@ class GenerationModel:
     def _batches(self, requests: Sequence[SampleRequest]) -> Iterator[list[int]]:
         """Yield indices of requests that may share a batch.
 
-        An ended row is computed until its round ends, and must not exceed the model's positions meanwhile.
+        An ended row is still computed until its round ends. Therefore its positions must fit into the model until then.
         """
         if self._reproducible:
             yield from ([row] for row in range(len(requests)))
@@ -366,11 +366,9 @@ class GenerationModel:
         return recorder.outputs(version)
 
     def _seen(self, requests: Sequence[SampleRequest], mask: Tensor, *, is_first: bool) -> dict[str, Tensor]:
-        """Return the model arguments of a batch with images: positions [4, b, T], and at the first step also the
-        pixels.
+        """Return the model arguments of a batch with images: positions [4, b, T], and at first also pixels.
 
-        The first of the four is the position in the text. Without positions, transformers would keep them as state of
-        the model.
+        The first of the four is the position in the text. Without positions, transformers would keep them in the model.
         """
         images = [placed.image for request in requests for placed in request.images]
         if not images or self._pixel_format is None:

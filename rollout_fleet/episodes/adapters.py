@@ -76,20 +76,19 @@ class CommandEnvironment:
     """A program in any language that acts as the agent. Each episode starts the program once.
 
     The program gets ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY`` in its
-    environment, and the text of the last message on its standard input. ``ASYNCRL_PROMPT`` is the path of a JSON file
-    with ``messages``, ``ground_truth``, ``data_source`` and ``extra``.
+    environment. Its standard input is the text of the last message. ``ASYNCRL_PROMPT`` is the path of a JSON file with
+    ``messages``, ``ground_truth``, ``data_source`` and ``extra``.
 
-    The program may write its outcome as JSON to the path ``ASYNCRL_OUTCOME``: a reward as a number, or the fields of
-    `Outcome`. Without an outcome, the last MiB of its standard output is the answer, and the reward functions score it.
-    The output is never read as a reward, because an agent prints text of the policy. An exit status other than 0 is a
-    failure.
+    The program may write its outcome as JSON to the path ``ASYNCRL_OUTCOME``: a reward, or the fields of `Outcome`.
+    Otherwise reward functions score the last MiB of its standard output. This output is never read as a reward, because
+    it has text of the policy. An exit status other than 0 is a failure.
 
     Args:
         command: The program and its arguments. Example: ``python agent.py --fast``. A relative path is looked up in the
             directory of the run.
-        cwd: Its working directory. Empty: an empty folder of the episode, which is removed at the end.
+        cwd: Its working directory. Empty: an empty folder, which is removed at the end.
         ground_truth: Whether the JSON file has ``ground_truth`` and ``extra``. Use false if the program runs commands
-            of the policy, because the policy could read the file.
+            of the policy, because these could read the file.
     """
 
     replayable = False

@@ -262,7 +262,6 @@ class Endpoint:
         whole: Callable[[list[SampledAnswer]], Mapping[str, Any]],
         stream: Callable[[list[SampledAnswer]], Iterable[bytes]] | None,
     ) -> web.StreamResponse:
-        """Wait for the turns and send them in one piece or as events. If the client has disconnected, they are lost."""
         ask = session.chat(asked) if isinstance(asked, ChatRequest) else session.complete(asked)
         work = asyncio.ensure_future(ask)
         try:

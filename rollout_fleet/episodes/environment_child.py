@@ -70,7 +70,7 @@ class _Traces:
         self.has_programs = False
 
     async def clear_up(self, own_thread: ThreadPoolExecutor) -> int:
-        """Kill the programs and cancel the tasks that still run. Returns their number."""
+        """Kill the programs and cancel the tasks that still run. Return their number."""
         killed = sum(map(_kill_fork, self.forks))
         if self.has_programs:
             kill = functools.partial(kill_marked, EPISODE, self.episode, spare=(os.getpid(),))
@@ -129,8 +129,6 @@ def _noting_pid(start: Callable[..., int]) -> Callable[..., int]:
 
 
 def _trace(loop: asyncio.AbstractEventLoop) -> None:
-    """Record the tasks, threads, forks and programs that each episode starts."""
-
     def make_task(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(coro, loop=loop, **options)
         if (traces := _current.get()) is not None:

@@ -75,14 +75,7 @@ class HasAccess(Protocol):
 
 
 class _EnvironmentProcess:
-    """One child process and its episodes.
-
-    Attributes:
-        answers: One future per unanswered request, by the number of the request.
-        listeners: The callbacks for tool calls, by the number of the request.
-        is_retiring: Whether the process gets no further episodes and is killed after its last one.
-        began: Time of its start on the monotonic clock.
-    """
+    """One child process and its episodes. ``answers`` and ``listeners`` have the number of the request as key."""
 
     def __init__(self, child: ChildProcess, config: RolloutFleetConfig) -> None:
         self.answers: dict[int, asyncio.Future[dict[str, Any]]] = {}

@@ -59,9 +59,9 @@ class _Node:
 
     Attributes:
         turn: The turn. It has no finish reason until it is finished.
-        depth: Number of tokens on the path from the root to the end of this turn.
+        depth: Number of tokens on the path to the end of this turn.
         is_live: Whether the turn was given or requested in this attempt. Otherwise it is recorded.
-        sampling: Sampling options; ``max_new_tokens`` bounds the whole turn. None until the turn is requested.
+        sampling: Sampling options of the whole turn. None until the turn is requested.
     """
 
     turn: Turn
@@ -424,7 +424,6 @@ class Episode:
         return node.turn.sampled and not node.is_live and not node.is_dropped
 
     def _drop_others(self, parent: int, context: int) -> None:
-        """Drop the recorded turns that continue ``parent`` with other requests, and all recorded turns below them."""
         for node in filter(self._waits, self._nodes):
             above = node.turn.parent
             while above not in (ROOT, context) and not (self._nodes[above].turn.sampled or self._nodes[above].is_live):

@@ -335,7 +335,7 @@ class TemplateRenderer(ChatRenderer):
     def _find_stop_texts(self) -> list[str]:
         """Return the special tokens that close an assistant's message.
 
-        In some templates (GLM), the next message begins with it.
+        Some templates (GLM) close it with the first token of the next message.
         """
         special = self.tokenizer.all_special_tokens
         found = [text for text in special if text in self._close]

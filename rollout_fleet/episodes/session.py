@@ -217,8 +217,6 @@ class _Call:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Where the turns of a request begin in the forest."""
-
     parent: int
     new_tokens: Sequence[int]
     messages: Sequence[Message] = ()
