@@ -54,14 +54,10 @@ class HeldOutAnswers:
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
         """Answer prompts with distinct group ids. Several calls may run at once.
 
-        Each prompt gets ``num_samples`` samples and a greedy answer. If the reward of a prompt fails, its entry has the
-        failure.
+        Each prompt gets ``num_samples`` samples and a greedy answer. Returns one entry per prompt, which may be the
+        failure of its reward. A prompt is missing if not all its tokens were sampled under ``version``.
 
-        Returns:
-            One entry per prompt. A prompt is missing if not all its tokens were sampled under ``version``.
-
-        Raises:
-            EngineError: the engine serves another version at the beginning, or fails as in `Engine.generate`.
+        Raises `EngineError` if the engine serves another version at the beginning, and as `Engine.generate`.
         """
         if self._engine.version != version:
             raise EngineError(f"the engine serves policy version {self._engine.version}, not {version}")

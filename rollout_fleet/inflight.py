@@ -72,13 +72,11 @@ class InflightGroup:
     """One leased prompt group.
 
     Attributes:
-        lease: The lease.
         episodes: One per trajectory ([G]), then the episode of a greedy baseline, if there is one.
         num_baselines: 1 with a greedy baseline (ReMax, arXiv 2310.10505), else 0. A baseline is scored, but the learner
             does not train on it, and its tokens are not counted.
         num_inherited: Number of tokens that an earlier attempt wrote.
         inherited: Number of these tokens by policy version.
-        phase: Phase of the group.
         end: Reason for releasing the unfinished group; None if it is not being released.
         runs: One run per episode if an environment plays the episodes; empty for single answers.
     """

@@ -614,10 +614,7 @@ class RolloutLoop:
             logger.warning("%d prompt groups of a failed engine are released as they are", len(self._groups))
 
     async def _cut_off_all(self) -> None:
-        """Abort running groups and wait for their tokens.
-
-        Also wait for a running weight load, whose cancellation would be a failure.
-        """
+        """Abort running groups and wait for their tokens. Do not cancel a running weight load, but wait for it."""
         for group in self._groups:
             if group.phase is not GroupPhase.settling:
                 await self._end(group, GroupEnd.stopped)

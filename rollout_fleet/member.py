@@ -100,7 +100,6 @@ class Member:
 
     Attributes:
         name: Identity. Example: ``"engine-3"``.
-        state: The current state.
         epoch: Number of faults so far. Reports of older epochs have no effect.
         version: Policy version that the member has verified or is loading; -1 before the first offer.
         deadline: Deadline of the state, on the clock of ``now``; infinite if the state has none.

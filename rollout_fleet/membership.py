@@ -144,7 +144,6 @@ class FleetRequest:
     """A request to a run's fleet.
 
     Attributes:
-        action: Kind of the request.
         num_engines: For ``join``: number of engines.
         node: For ``join``: address of the engines' node; empty for any.
         member: For ``leave``: rank of the rollout worker.

@@ -1,4 +1,4 @@
-"""The rollout worker: an actor with an engine, a connection to the buffer, and the loop between them.
+"""The rollout worker: an actor with an engine, a connection to the buffer, and the rollout loop.
 
 When the engine fails, the loop saves and releases its groups. Then `run` and `wait_failed` raise, and the run starts
 another worker.
@@ -46,7 +46,6 @@ class RolloutWorker(Worker):
         greedy_baseline: Sample one more response per prompt greedily. The learner does not train on it.
         episode_context: Largest number of tokens on a path of an episode; 0 if no prompt has an environment.
         sample_dir: Folder of decoded samples; empty to save none.
-        profile: Options of the run's profile.
 
     Raises:
         ValueError: the engine is not installed, or the model or a reward function does not exist.

@@ -118,7 +118,6 @@ class RunningSample:
     """A running request of an engine.
 
     Attributes:
-        request: The request.
         version: Policy version that the engine served when the request arrived.
         num_tokens: Tokens so far.
         is_aborted: Whether the sample ends with its next token. The generating thread reads this field.
@@ -150,7 +149,6 @@ class Engine(ABC):
 
     Args:
         name: Name in messages.
-        vocab_size: Size of the vocabulary.
         silence_timeout_s: Deadline of `SilenceWatch`, in seconds.
         log_tail: Returns the end of the engine's log, for messages.
         image_token_id: The field of `ModelFacts`.

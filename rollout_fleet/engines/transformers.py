@@ -182,8 +182,6 @@ class GenerationModel:
     """Holds the model and its weights, and generates batches. Call `load` first.
 
     Args:
-        model_path: Folder of the model.
-        facts: Facts of the model.
         dtype: Name of a torch dtype, or ``auto`` for the dtype of the stored model.
         device: ``cpu`` or ``cuda``.
         seed: Seeds torch in this process.

@@ -1,7 +1,8 @@
 """The task of ``experiment=tools``: write a number or the sum of two numbers. A calculator computes sums.
 
 A *sum* (``12+34``) is too hard for the tiny model, so it needs a call: ``?12+34``. A call for a *number* (``57123``)
-costs half of the reward.
+costs half of the reward. The teacher's wrong habits are to answer a sum with its first number, and to call the
+calculator for a number.
 """
 
 from __future__ import annotations
@@ -89,8 +90,7 @@ def make_demonstrations(
 ) -> list[tuple[str, str]]:
     """Return prompts and responses of a teacher with two wrong habits, each in a share ``habit_rate`` of the rows.
 
-    The teacher answers a sum with its first number, and calls the calculator for a number. Every sum also has a right
-    demonstration.
+    Every sum also has a right demonstration.
     """
     shown = []
     for row in rows:

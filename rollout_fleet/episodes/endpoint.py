@@ -40,7 +40,6 @@ class Access:
 
     Attributes:
         base_url: OpenAI's base URL. Anthropic's is the same without ``/v1``. Example: ``"http://127.0.0.1:41001/v1"``.
-        api_key: Key of the episode.
     """
 
     base_url: str

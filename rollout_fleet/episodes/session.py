@@ -75,9 +75,7 @@ class TurnSampler(Protocol):
         sampling: SamplingConfig,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Request a turn as `Episode.sample` does, and wait for its end, across weight updates and aborts.
-
-        Returns the turn.
+        """Request a turn as `Episode.sample`, wait for its end across weight updates and aborts, and return it.
 
         Raises:
             EpisodeOverflow: the episode has used up its budget.
@@ -227,12 +225,9 @@ class Session:
     """The conversations of one episode.
 
     Args:
-        sampler: Samples the turns.
-        renderer: The renderer of the model.
         sampling: The run's options.
-        prompt: The prompt of the episode.
         refuses: Whether to refuse requests with options other than the run's. Otherwise these options are overridden.
-        on_calls: Gets the names of the tools that an answer calls. May be an empty list.
+        on_calls: Gets the names of the tools that an answer calls, which may be none.
         images: Reads the images in messages; None if the policy takes no images.
     """
 
