@@ -253,14 +253,10 @@ class RolloutLoop:
         """Stop requesting leases, let running groups finish, and release the engine's device until the next weights.
 
         Groups that do not finish within ``drain_timeout_s`` are aborted, and continue after the next weights. A running
-        weight load, and the first load, finish before the release. Repeated calls have no effect.
+        weight load, and the first load, finish before the release. If a new learner replaces a dead one, pass its
+        ``incarnation``, so that offers of earlier incarnations are refused.
 
-        Args:
-            incarnation: Incarnation of the learner that replaces a dead one. From now on the engine refuses offers of
-                earlier incarnations. None: the learner was not replaced.
-
-        Raises:
-            DeadlineError: the engine does not abort its groups.
+        Raises `DeadlineError` if the engine does not abort its groups.
         """
         if incarnation is not None:
             self._incarnation = max(self._incarnation, incarnation)

@@ -63,7 +63,6 @@ class MemberLimits:
         restarts: Number of faults within ``window_s`` that are followed by a restart. The next fault is final.
         window_s: Period in which faults count, in seconds. Older faults do not count.
         backoff_s: Pause before the second restart within the window. Each further restart doubles the pause.
-        longest_backoff_s: The longest pause.
     """
 
     start_s: float
@@ -196,8 +195,7 @@ class Member:
     def fault(self, epoch: int, reason: str, now: float) -> bool:
         """Record that the member died, hangs, or could not be verified.
 
-        Reports of this epoch have no effect from now on. Returns whether this call ended the epoch. A second report of
-        the same fault returns False.
+        This ends the epoch. Returns False if the epoch has ended before.
         """
         if not self.accepts(epoch):
             return False

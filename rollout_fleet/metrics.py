@@ -38,14 +38,12 @@ class FleetCounters:
     """Counters of one rollout worker since its start.
 
     Attributes:
-        tokens_generated: Policy tokens in the engine's answers. Tokens of aborted samples count; evaluation and greedy
-            baselines do not.
+        tokens_generated: Policy tokens in the engine's answers, without evaluation and greedy baselines.
         tokens_in_flight: Generated tokens that are neither stored nor released yet.
         groups_finished: Prompt groups stored in the buffer.
         groups_released: Prompt groups released unfinished.
         groups_refused: Finished groups that the buffer refused, because their lease had expired or they were too old.
-        groups_failed: Number of failed attempts by reason. Example: ``aborted`` by the engine. ``reward_trajectory``
-            counts dropped responses.
+        groups_failed: Number of failed attempts by reason. ``reward_trajectory`` counts dropped responses.
         busy_s: Seconds with at least one training request on the engine, without weight loads.
         wait_s: Seconds without a training request on the engine while the worker waited for admission.
         load_s: Seconds of paused generation, per weight load.

@@ -130,8 +130,7 @@ class MathVerify:
     """Gives 1.0 if the response's final expression is mathematically equal to the ground truth, else 0.0.
 
     Args:
-        timeout_s: Seconds for parsing an expression, and for comparing two with the library math-verify. A slower
-            comparison counts as different.
+        timeout_s: Seconds for parsing an expression, and for comparing two. A slower comparison counts as different.
     """
 
     def __init__(self, *, timeout_s: int = 5) -> None:
@@ -167,7 +166,7 @@ class Code:
             one test.
         language: ``python`` or ``bash``.
         at_once: Number of programs that run at once in one scoring process.
-        kind: Kind of the sandbox (`rollout_fleet.sandbox`). ``limits`` is used only if it is named here.
+        kind: Kind of the sandbox, as in `Sandbox`.
         python: Interpreter of the programs.
         limits: Fields of `SandboxLimits`. Example: ``{cpu_time_s: 2.0}``.
     """

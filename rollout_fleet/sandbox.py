@@ -107,7 +107,6 @@ class SandboxResult:
         stdout: Standard output, as UTF-8 with replacements; the first ``output_bytes`` of both streams together.
         stderr: Standard error, in the same form.
         seconds: Seconds from the start to the end of the program.
-        ended_by: How the program ended.
     """
 
     exit_status: int

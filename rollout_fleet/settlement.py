@@ -40,11 +40,7 @@ class Settlement:
            └─ aborted, or its engine fails ─┘
 
     With ``on_reward_failure=drop_trajectory``, a response with a failed reward is dropped from its group and counted as
-    ``reward_trajectory``. Each advantage compares only the remaining responses.
-
-    Args:
-        stamp: Records an event of a group in the run's profile.
-        engine: The engine's name in receipts.
+    ``reward_trajectory``. ``stamp`` records an event of a group. ``engine`` is the engine's name in receipts.
     """
 
     def __init__(
@@ -68,8 +64,7 @@ class Settlement:
     async def settle(self, group: InflightGroup, *, engine_failure: Exception | None = None) -> None:
         """Score and store a finished group, or release an unfinished one.
 
-        Raises the failure of this attempt after ``max_failures_in_a_row`` consecutive failures. Raises the buffer's
-        errors, except for an expired lease.
+        Raises the failure of this attempt after ``max_failures_in_a_row`` consecutive failures.
         """
         if group.end is GroupEnd.revoked:
             await self.release(group, group.end)
@@ -100,8 +95,7 @@ class Settlement:
     async def give_back(self, groups: Sequence[InflightGroup]) -> None:
         """Save and release all groups of an ended loop, including finished groups, within ``stop_timeout_s``.
 
-        A revoked group is only released. A lease that is not released in time expires, and its tokens still count as in
-        flight. `ControlBuffer.bury` accounts for these tokens.
+        A revoked group is only released. A lease that is not released in time expires.
         """
         if self._config.save_progress is not SaveProgress.never:
             await self._for_each([group for group in groups if group.end is not GroupEnd.revoked], self.save)

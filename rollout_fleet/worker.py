@@ -34,9 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutWorker(Worker):
-    """Generates training rollouts on its own engine, which has the worker's rank.
-
-    The methods are asynchronous and may overlap: `counters` returns while `run` generates and loads weights.
+    """Generates training rollouts on its own engine. The methods are asynchronous and may overlap.
 
     Args:
         model_path: Folder of the policy of version 0, with its tokenizer.

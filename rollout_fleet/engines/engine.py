@@ -141,9 +141,8 @@ Answers = asyncio.Queue[list[tuple[SampleRequest, SampleOutput]] | Exception]
 class Engine(ABC):
     """An inference engine that serves one policy version at a time.
 
-    One request is one sample. Each answer is yielded as soon as its sample is finished. An engine fails if it dies, is
-    silent while requests run, gives a wrong answer, or cannot load and verify weights. A failure is final, and every
-    later call raises it.
+    One request is one sample. An engine fails if it dies, is silent while requests run, gives a wrong answer, or cannot
+    load and verify weights. A failure is final, and every later call raises it.
 
     A subclass calls `_come_up` when it can generate, and `_go_down` when it is stopped.
 
@@ -419,8 +418,8 @@ class ModelFacts:
 
     Attributes:
         vocab_size: Rows of the embedding; token ids are below this number.
-        eos_ids: Tokens that end a response, from ``generation_config.json`` or ``config.json``. For a model with
-            images, also the placeholders of images and videos, because no engine could continue after them.
+        eos_ids: Tokens that end a response. For a model with images, also the placeholders of images and videos,
+            because no engine could continue after them.
         pad_id: Padding token. If the model has none: the first of ``eos_ids``, or 0.
         head_dim: Size of an attention head; 0 if heads differ in size.
         image_token_id: The placeholder of images; None if the learner does not train this model on images.

@@ -59,8 +59,7 @@ class StepRecorder:
       row ends at its next token.
     - A batch is written in rounds. Each round has the unfinished rows. With ``drops_rows`` a round ends when half of
       its rows have ended.
-    - In a row with a seed, the seed and the position determine each token, unless the distribution is truncated. So
-      another request can continue the row with the same tokens.
+    - In a row with a seed, the seed and the position determine each token, unless the distribution is truncated.
     - At temperature 0 (greedy) log-probs are those of temperature 1.
 
     ``on_step`` is called after every step. ``decode`` finds stop texts.

@@ -88,16 +88,15 @@ class EnvironmentConfig:
         max_tree_tokens: Tokens of all paths of an episode together, each path with its whole history; 0 is no limit. A
             loss, weight or mask that reads whole trajectories needs a limit, because the learner then reads all paths
             in one micro-batch.
-        start_timeout_s: Deadline for a process to start, and for loading an environment in it.
+        start_timeout_s: Deadline for a process to start, and for an environment to load.
         turn_timeout_s: Deadline of one request for a turn.
-        tool_timeout_s: Deadline of one call of a tool (`Policy.run_tool`, and the tools of the adapters).
+        tool_timeout_s: Deadline of one call of a tool.
         episode_timeout_s: Deadline of an episode, from its start in a process.
         blocked_timeout_s: A process whose event loop is blocked for this long is killed, and its episodes fail.
         on_failure: What happens with failed episodes, by the kind of the failure.
-        sampling: The learner trains under one temperature and without top_p, top_k and the like. ``override``: the
-            run's values replace other values of a request. The policy chooses freely even if a request forces a tool
-            call. Tools that a provider's servers run are left out. Each case is counted and named in a warning.
-            ``refuse``: the request fails.
+        sampling: What happens with sampling options of a request that differ from the run's. ``override``: the run's
+            values replace them, a forced tool call is not forced, and tools of a provider's servers are left out. Each
+            case is counted and named in a warning. ``refuse``: the request fails.
         renderer: How messages become tokens.
         max_groups: Prompt groups that a worker may hold while their environments work; 0 is twice
             ``rollout_fleet.groups_in_flight``.

@@ -247,7 +247,7 @@ class EnvironmentProcesses:
             access: Base URL and key of the episode.
             sample: Index of the rollout in its group, 0..G - 1.
             name: The environment. Empty: the environment of the run.
-            options: Options of the row. If the row uses the run's environment, they override the run's options.
+            options: Options of the row. They override the options of the run's environment.
             on_tool: Called when a call of `Policy.run_tool` begins and when it ends.
 
         Raises:

@@ -173,15 +173,14 @@ class SessionCounts:
         requests: Number of new requests.
         repeated: Number of requests that got the turns of an earlier request.
         branches: Number of requests that could not continue their history, by cause. ``template``: the template renders
-            the history differently, for example without the reasoning. ``unparseable``: the same, after an answer that
-            could not be parsed. ``edited``: the history has other messages. ``tools``: the tools differ. ``new_root``:
-            no message is known, for example after a compaction or in a sub-agent.
+            the history differently. ``unparseable``: the same, after an answer that could not be parsed. ``edited``:
+            the history has other messages. ``tools``: the tools differ. ``new_root``: no message is known.
         overridden: Number of sampling options that differed from the run's, by name.
         malformed_calls: Tool calls that could not be read.
         prompt_tokens: Number of tokens of all prompts.
         reused_tokens: Number of these tokens that were on the path before their request.
-        retokenised_tokens: Sampled tokens of answers that a request contained without continuing their path. Their text
-            was encoded again as context of a branch. The learner does not train on this context.
+        retokenised_tokens: Sampled tokens of answers that were encoded again, as context of a branch. The learner does
+            not train on this context.
     """
 
     requests: int = 0
