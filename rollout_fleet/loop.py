@@ -484,7 +484,7 @@ class RolloutLoop:
                 await self._end(group, end)
             await self._engine.abort([request_id for group in chosen for request_id in group.outstanding])
 
-    # The life of a group
+    # The phases of a group
 
     async def _generate(self, groups: Sequence[InflightGroup]) -> None:
         """Send the requests of groups. A group leaves the engine when it has no more requests."""

@@ -38,7 +38,7 @@ READY_LINE = "Uvicorn running on"
 BIND_FAILURE = "address already in use"
 BIND_ATTEMPTS = 3
 TAIL_LINES = 40
-SERVER_KEEP_ALIVE_S = 60  # SGLang's default is 5
+SERVER_KEEP_ALIVE_S = 60  # limit of idle seconds; SGLang's default is 5
 DEATH_GRACE_S = 2.0
 # The client must close idle connections first. If the server closes one, a request on it is lost.
 CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4

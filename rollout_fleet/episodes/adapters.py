@@ -41,8 +41,7 @@ _MOST_OUTPUT = 1 << 20
 class FunctionEnvironment:
     """A function ``main(prompt, policy, **options)`` or ``main(prompt, base_url, api_key, **options)``.
 
-    The second form is for agents with their own client. A function that is not async runs in a thread. The function may
-    have an attribute ``replayable`` like `Environment`.
+    A function that is not async runs in a thread. It may have an attribute ``replayable`` like `Environment`.
 
     Raises:
         ValueError: the function has other parameters.

@@ -95,8 +95,8 @@ class EnvironmentConfig:
         blocked_timeout_s: A process whose event loop is blocked for this long is killed, and its episodes fail.
         on_failure: What happens with failed episodes, by the kind of the failure.
         sampling: What happens with sampling options of a request that differ from the run's. ``override``: the run's
-            values replace them, a forced tool call is not forced, and tools of a provider's servers are left out. Each
-            case is counted and named in a warning. ``refuse``: the request fails.
+            values replace them, tool calls are not forced, and tools of a provider's servers are left out. Each case is
+            counted and named in a warning. ``refuse``: the request fails.
         renderer: How messages become tokens.
         max_groups: Prompt groups that a worker may hold while their environments work; 0 is twice
             ``rollout_fleet.groups_in_flight``.

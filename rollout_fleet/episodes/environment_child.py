@@ -8,8 +8,8 @@ The parent, `rollout_fleet.episodes.environment_processes`, sends pickled reques
                         {"id": 7, "outcome": …, "num_left": 0, "num_stuck": 0}  or  {"id": 7, "failure": …, …}
     {"cancel": 7} ──▶   the answer to 7
 
-At the end of an episode, its tasks are cancelled and its programs are killed. Threads, and tasks that ignore their
-cancellation, may be left. If there are too many, the parent replaces the process.
+At the end of an episode, its tasks are cancelled and its programs are killed. Threads may be left, and tasks that
+ignore their cancellation. If there are too many, the parent replaces the process.
 
 This module needs only the standard library, because the process may use another Python than the run.
 """
@@ -98,7 +98,7 @@ def _kill_fork(pid: int) -> bool:
             return False
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    except (ChildProcessError, ProcessLookupError):  # the environment has reaped it
+    except (ChildProcessError, ProcessLookupError):  # the environment has reaped the process
         return False
     return True
 
@@ -289,7 +289,7 @@ def _failure(error: BaseException) -> EpisodeFailure:
             return cause
         if isinstance(cause, ToolError):
             return EpisodeFailure(FailureKind.tool, str(cause))
-        if getattr(cause, "code", None) == OVERFLOW_CODE:  # exceptions of an OpenAI client
+        if getattr(cause, "code", None) == OVERFLOW_CODE:  # an exception of an OpenAI client
             return EpisodeFailure(FailureKind.overflow, str(cause))
         if getattr(cause, "status_code", None) in _SHUTTING_DOWN:
             return EpisodeFailure(FailureKind.infrastructure, str(cause))
@@ -316,6 +316,6 @@ def main(parent_pid: int) -> None:
     while not serving.done():
         try:
             loop.run_until_complete(serving)
-        except SystemExit:  # from a task of an environment
+        except SystemExit:  # a task of an environment raised it
             logger.warning("a task of an environment called sys.exit, which ends the task only")
     os._exit(0)  # do not wait for threads

@@ -117,7 +117,7 @@ class ChatRenderer(ABC):
                 prompt = self.render(messages, tools)
                 sampled = self.close(messages, answer, tools)
                 whole = self.render([*messages, answer, *new], tools)
-                self.parse(prompt, sampled or (), tools)  # also imports the modules of the parser now
+                self.parse(prompt, sampled or (), tools)  # the first call imports modules
             except ValueError as error:
                 verdicts[kind] = f"refused: {error}"
                 continue
@@ -218,8 +218,8 @@ class _PromptTexts:
 class TemplateRenderer(ChatRenderer):
     """Renders with the model's chat template.
 
-    `extend` encodes the difference between a short conversation with and without the new messages. It also renders the
-    whole conversation, to check that the template appends exactly this text and keeps the reasoning.
+    `extend` renders a short conversation with and without the new messages, and encodes the difference. It also checks
+    that the template appends exactly this text to the whole conversation.
 
     Args:
         tokenizer: The model's tokenizer.
