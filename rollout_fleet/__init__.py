@@ -1,6 +1,6 @@
 """The rollout fleet: workers that lease prompts, generate on their engine, score, and store trajectories.
 
-The names below are resolved at their first use, so importing the package does not load Ray or numpy.
+Each name in ``__all__`` is imported at its first use, so importing this package does not load Ray or numpy.
 """
 
 from __future__ import annotations

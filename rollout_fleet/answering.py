@@ -1,4 +1,4 @@
-"""The parts that answer prompts on one engine and score the answers. Training, evaluation and fine-tuning use them."""
+"""The engine of a rollout worker, and the helpers that prepare its prompts and score its answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AnsweringParts:
         engine: Samples the answers.
         rewards: Score the answers.
         decode: Converts response tokens to the text that rewards read.
-        player: Plays the episodes of prompts that have an environment; None if no prompt has one.
+        player: Plays the episodes of prompts with an environment; None if no prompt has an environment.
         images: Reads the images of prompts; None if the model takes no images.
         samples: Saves some scored samples for people to read; None saves none.
         judge: Serves ``rollout_fleet.judge_model`` to the reward ``judge``; None without a judge model.
@@ -54,7 +54,7 @@ class AnsweringParts:
         episode_context: int = 0,
         sample_dir: str = "",
     ) -> Self:
-        """Make the parts for a policy. `start` starts them.
+        """Make the engine and its helpers for a policy, without starting them.
 
         Args:
             config: Options of the engine, the rewards and the environments.
@@ -63,7 +63,7 @@ class AnsweringParts:
             rank: The engine's number.
             log_dir: Folder of the engine's log.
             episode_context: Largest number of tokens on a path of an episode; 0 if no prompt has an environment.
-            sample_dir: Folder of decoded samples; empty to keep none.
+            sample_dir: Folder of decoded samples; empty to save none.
 
         Raises:
             ValueError: the engine is not installed, or the model or a reward function does not exist.
@@ -85,7 +85,7 @@ class AnsweringParts:
         )
 
     async def start(self) -> None:
-        """Start the engine and all other parts. Raises the error of a part that does not start."""
+        """Start the engine and its helpers."""
         beside = [part.start() for part in (self.samples, self.player, self.judge) if part is not None]
         await asyncio.gather(self.engine.start(), *beside)
         variables = {}
@@ -95,7 +95,7 @@ class AnsweringParts:
         await self.rewards.start(variables)
 
     async def close(self) -> None:
-        """Stop all parts. The other parts are stopped even if the engine fails to stop."""
+        """Stop the engine and its helpers, even if the engine fails to stop."""
         try:
             await self.engine.stop()
         finally:
@@ -107,7 +107,6 @@ class AnsweringParts:
 
 
 def _judge(config: RolloutFleetConfig, *, rank: int, log_dir: str, seed: int) -> SGLangServer:
-    """Make the server of the judge. Raises `ValueError` on a GPU, or if SGLang or the model is missing."""
     if resolve_device(config) is not EngineDevice.cpu:
         raise ValueError(
             f"rollout_fleet.judge_model must be empty with engines on GPUs, got {config.judge_model!r}: the engine has "

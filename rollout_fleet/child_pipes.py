@@ -1,7 +1,6 @@
-"""Functions for a child process that runs a user's code: open its pipes, set its signals, kill its descendants.
+"""The child's side of the pipes to a rollout worker, for a child process that runs a user's code.
 
-Messages are frames: eight bytes of length, then the content. The parent's side is `rollout_fleet.children`. This module
-needs only the standard library.
+A message is a frame: eight bytes of length, then the content.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ _ROUNDS = 20
 
 
 def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
-    """Prepare a child process, and return its two pipes: one for the parent's questions, one for the child's answers.
+    """Prepare this child process. Returns the pipe of the parent's questions and the pipe of the child's answers.
 
-    The process ends when its parent ends. User code finds an empty standard input. Its standard output goes to the
-    worker's log.
+    The child ends with its parent. User code gets an empty standard input, and its output goes to the worker's log.
     """
     end_with_parent()
     if os.getppid() != parent_pid:
@@ -40,7 +38,7 @@ def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    # a forked child that keeps the pipe open would hide the end of this process
+    # with an open pipe in a forked child, the parent would not see the end of this process
     for pipe in (questions.raw, answers.raw):
         os.register_at_fork(after_in_child=pipe.close)
     return questions, answers
@@ -54,11 +52,7 @@ def write_frame(stream: BinaryIO, answer: Any) -> None:
 
 
 def kill_marked(name: str, value: str, *, spare: Collection[int] = ()) -> int:
-    """Kill all processes that inherited ``name=value`` in their environment, and return their number.
-
-    A process keeps its inherited environment when it forks or changes its session or parent. The process ids in
-    ``spare`` are not killed.
-    """
+    """Kill all processes that inherited ``name=value`` in their environment, except ``spare``. Returns their number."""
     mark = f"{name}={value}".encode()
     killed: set[int] = set()
     for _ in range(_ROUNDS):  # a process may fork during the search
@@ -79,5 +73,5 @@ def kill_marked(name: str, value: str, *, spare: Collection[int] = ()) -> int:
 def _environment(entry: Path) -> list[bytes]:
     try:
         return (entry / "environ").read_bytes().split(b"\0")
-    except OSError:  # the process has ended, or belongs to another user
+    except OSError:
         return []

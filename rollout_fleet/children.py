@@ -1,10 +1,4 @@
-"""Child processes of a rollout worker that run a user's code: rewards and environments.
-
-They are plain child processes with pipes, so a killed worker does not leave semaphores behind. They exit when their
-pipe closes. Each child leads its own session and has a mark in its environment. All its descendants inherit the mark.
-When the child ends, the worker kills the descendants. The children do not see secrets. They do not see the GPUs either,
-because the GPUs belong to the engine.
-"""
+"""Child processes of a rollout worker that run a user's code: rewards and environments."""
 
 from __future__ import annotations
 
@@ -31,7 +25,7 @@ _THIS_HOST = ("127.0.0.1", "localhost")
 
 
 class ChildProcess:
-    """A running child process. Use `start` to make one.
+    """A child process. Use `start` to make one.
 
     Attributes:
         pid: Process id of the child, which is also its session id.
@@ -47,10 +41,9 @@ class ChildProcess:
     async def start(
         cls, command: Sequence[str], environment: Mapping[str, str], *, what: str, timeout_s: float
     ) -> ChildProcess:
-        """Start a child, and wait for its first message.
+        """Start a child, and wait for its first message. ``what`` names the child in errors.
 
-        ``what`` names the child in messages. Example: ``a scoring process of x``. Raises `WorkerDiedError` if the child
-        ends first, and `DeadlineError` if the message does not come in time.
+        Raises `WorkerDiedError` if the child ends first, and `DeadlineError` if the message does not come in time.
         """
         mark = uuid.uuid4().hex
         process = await asyncio.create_subprocess_exec(
@@ -75,7 +68,7 @@ class ChildProcess:
         return child
 
     async def send(self, question: Any) -> None:
-        """Send a value that the child can unpickle. Raises `ConnectionError` if the child has ended."""
+        """Send a value to the child with pickle. Raises `ConnectionError` if the child has ended."""
         assert self._process.stdin is not None
         frame = pickle.dumps(question)
         self._process.stdin.write(LENGTH.pack(len(frame)) + frame)
@@ -88,10 +81,7 @@ class ChildProcess:
         return json.loads(await self._process.stdout.readexactly(length))
 
     async def exit_status(self) -> int | None:
-        """Wait up to one second for the end of a child whose pipe has closed, then kill the child.
-
-        Returns the exit status.
-        """
+        """Return the exit status after the pipe has closed. Kill the child if it does not end within a second."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), 1.0)
         await self.kill()
@@ -108,7 +98,7 @@ class ChildProcess:
         await asyncio.shield(self._clearing_up)
 
     async def _clear_up(self) -> None:
-        """Kill the descendants of the child as soon as it exits, because its process id may be reused later."""
+        """Kill the descendants as soon as the child exits, because its process id may be reused later."""
         await self._process.wait()
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -116,10 +106,9 @@ class ChildProcess:
 
 
 def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
-    """Return a child's environment, without GPUs and with only the secrets in ``rollout_fleet.pass_secrets``.
+    """Return a child's environment variables, without GPUs and with only the secrets in ``rollout_fleet.pass_secrets``.
 
-    Clients do not use the proxies of the environment (``http_proxy``) for servers on this host, such as the endpoint of
-    an episode.
+    Connections to this host do not use a proxy.
     """
     known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
     direct = known if known == "*" else ",".join(filter(None, (known, *_THIS_HOST)))
@@ -127,10 +116,7 @@ def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
 
 
 def with_remedy(message: str, config: RolloutFleetConfig, *, who: str) -> str:
-    """Add to a failure's message the option that passes the missing secret to ``who``, such as ``reward processes``.
-
-    Returns the message unchanged if it names no withheld secret.
-    """
+    """Add to a message the option that passes the missing secret to ``who``, if the message names a withheld secret."""
     withheld = sorted(os.environ.keys() - without_secrets(config.pass_secrets).keys())
     missed = next((name for name in withheld if name in message), None)
     if missed is None:

@@ -17,11 +17,11 @@ FLOAT32_NAMES = ("float32", "float")
 """SGLang's names of float32."""
 
 SGLANG_RESERVED_POSITIONS = 6
-"""SGLang 0.5.21 refuses a prompt that leaves fewer than 7 positions of the context: these, and one for a token."""
+"""Positions at the end of the context that SGLang 0.5.21 does not use. It refuses a prompt that leaves only these."""
 
 
 class EngineKind(StrEnum):
-    """Kinds of engines: an SGLang server, transformers in process, or a script of answers for tests."""
+    """Kinds of engines: an SGLang server, transformers in process, or scripted answers for tests."""
 
     sglang = "sglang"
     transformers = "transformers"
@@ -29,7 +29,7 @@ class EngineKind(StrEnum):
 
 
 class EngineDevice(StrEnum):
-    """The device of an engine. ``auto`` is CUDA if an NVIDIA driver and a visible device are present."""
+    """Device of an engine. ``auto`` is CUDA if an NVIDIA driver and a visible device are present."""
 
     auto = "auto"
     cpu = "cpu"
@@ -37,7 +37,7 @@ class EngineDevice(StrEnum):
 
 
 class SaveProgress(StrEnum):
-    """When a worker saves a running group with its lease. Another worker can continue a saved group."""
+    """Time at which a worker saves a running group with its lease. Another worker can continue a saved group."""
 
     never = "never"
     at_stop = "at_stop"
@@ -52,7 +52,7 @@ class OnUpdate(StrEnum):
 
 
 class OnRewardFailure(StrEnum):
-    """What fails if the reward of one response fails: the attempt at its prompt group, or only the response."""
+    """Result of a failed reward: the attempt at the prompt group fails, or only the response is dropped."""
 
     retry_group = "retry_group"
     drop_trajectory = "drop_trajectory"
@@ -68,8 +68,8 @@ def _check_least(section: str, options: object, **least: int) -> None:
 class SamplingConfig:
     """Sampling options.
 
-    Engines report log-probs under the temperature, before a truncation of the distribution. Therefore training refuses
-    ``top_p``, ``top_k`` and ``min_p``. Only ``asyncrl evaluate`` accepts them.
+    The log-probs are those before ``top_p``, ``top_k`` and ``min_p`` truncate the distribution. Therefore training
+    refuses these three options.
 
     Attributes:
         temperature: Softmax temperature of sampling and of behavior log-probs.
@@ -77,14 +77,12 @@ class SamplingConfig:
         top_k: Number of candidates to keep; -1 keeps all. Evaluation only.
         min_p: Smallest probability of a candidate, as a share of the largest; 0.0 keeps all. Evaluation only.
         max_new_tokens: Longest response, in tokens.
-        stop: Texts that end a response. The tokens of the stop text stay part of the response.
-        stop_token_ids: Tokens that end a response, in addition to the model's own. A request of an episode may add to
-            ``stop`` and ``stop_token_ids``.
-        seed: Seed of one response. As in OpenAI's API, equal seeds need not give equal responses: SGLang uses the seed
-            only with its option ``enable_deterministic_inference``, and the in-process engine only without ``top_p``,
-            ``top_k``, ``min_p``.
-        json_schema: JSON schema of the response, as text. Engines without constrained decoding refuse it. With a
-            schema, the log-probs are those of the constrained distribution.
+        stop: Texts that end a response. The tokens of the stop text stay in the response.
+        stop_token_ids: Tokens that end a response, in addition to the model's own.
+        seed: Seed of one response. SGLang uses it only with ``enable_deterministic_inference``, and the in-process
+            engine only without ``top_p``, ``top_k`` and ``min_p``.
+        json_schema: JSON schema of the response, as text. With a schema, the log-probs are those of the constrained
+            distribution.
     """
 
     temperature: float = 1.0
@@ -99,12 +97,12 @@ class SamplingConfig:
 
     @property
     def truncations(self) -> list[str]:
-        """The options that truncate the distribution, with their values. Example: ``["top_k=20"]``."""
+        """The options that truncate the distribution. Example: ``["top_k=20"]``."""
         whole = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
         return [f"{name}={getattr(self, name)}" for name, value in whole.items() if getattr(self, name) != value]
 
     def greedy(self) -> "SamplingConfig":
-        """Return the same options with greedy decoding."""
+        """Return a copy with greedy decoding."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
 
     def __post_init__(self) -> None:
@@ -119,7 +117,7 @@ class SamplingConfig:
         if not 0 <= self.min_p < 1:
             raise ValueError(f"rollout_fleet.sampling.min_p must be in [0, 1), got {self.min_p}; 0.0 keeps all tokens")
         for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # an options file has lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"rollout_fleet.sampling.stop must hold texts that are not empty, got {list(self.stop)}")
         _check_least("rollout_fleet.sampling", self, max_new_tokens=1)
@@ -130,21 +128,21 @@ class SGLangConfig:
     """Options of an SGLang server.
 
     Attributes:
-        dtype: Weights and activations on the engine. ``auto`` is bfloat16 on CUDA, as on the learner, and float32 on a
-            CPU. float32 is refused on CUDA, because SGLang's attention kernels support only half types.
+        dtype: Weights and activations on the engine. ``auto`` is bfloat16 on CUDA and float32 on a CPU. float32 is
+            refused on CUDA, because SGLang's attention kernels support only half types.
         tp_size: Tensor-parallel ranks of one server.
-        max_total_tokens: KV cache size in tokens; 0 lets SGLang choose (on a CPU that is most of the memory).
-        tokenizer: Load the model's tokenizer in the server. Stop texts and JSON schemas need the tokenizer. It is
-            always loaded if ``rollout_fleet.environment.name`` or a stop text is set.
+        max_total_tokens: KV cache size in tokens; 0 lets SGLang choose, and is 32768 on a CPU.
+        tokenizer: Load the model's tokenizer in the server, for stop texts and JSON schemas. It is always loaded if
+            ``rollout_fleet.environment.name`` or a stop text is set.
         max_running_requests: Largest number of samples that are decoded at once.
-        samples_per_request: Largest number of samples in one HTTP request. On a CPU the server's throughput depends on
-            it. A finished sample never waits for the other samples of its request.
+        samples_per_request: Largest number of samples in one HTTP request. It affects the throughput of a server on a
+            CPU.
         memory_saver: Launch the server so that it can free its weights and KV cache. Colocated pools on GPUs need this.
-            On a CPU, SGLang has no memory saver, so the server only pauses while the learner has the device.
-        on_update: Handling of the KV cache of running samples at a weight update. ``recompute``: the engine computes
-            the cache again, so that later tokens depend only on the new weights. ``keep``: the engine keeps the cache,
-            and the update costs less. Then later tokens and their log-probs depend on the new weights and on the old
-            cache. ``keep`` launches the server without prefix cache and without overlapped scheduling.
+            On a CPU the server only pauses while the learner has the device.
+        on_update: What happens to the KV cache of running samples at a weight update. ``recompute``: the engine
+            computes the cache again, so later tokens depend only on the new weights. ``keep``: the update costs less,
+            but later tokens also depend on the old cache. ``keep`` launches the server without prefix cache and without
+            overlapped scheduling.
         extra_args: Further ``sglang.launch_server`` arguments, verbatim.
     """
 
@@ -181,10 +179,8 @@ class TransformersConfig:
     Attributes:
         dtype: Weights and activations: a torch dtype's name, or ``auto`` for the model's own.
         max_rows: Largest number of samples in one batch. Other samples wait for the next batch.
-        reproducible: Every token of an answer depends only on the weights, the run's seed, the prompt group, the sample
-            and the tokens before it. So an answer that is interrupted continues bit for bit. Each token then takes a
-            separate forward pass over its whole sequence. This is slow, and meant for tests. Turns of an environment do
-            not get seeds.
+        reproducible: Sample every answer from its own seed, so that an interrupted answer continues bit for bit. This
+            is slow, and meant for tests. Turns of an environment do not get seeds.
     """
 
     dtype: str = "auto"
@@ -200,7 +196,7 @@ class SamplesConfig:
     """Decoded samples for people to read, in the run's ``samples/``. ``asyncrl samples RUN`` shows them.
 
     Attributes:
-        every_steps: Learner steps between two sets of training samples; 0 keeps none. Evaluations keep all their
+        every_steps: Learner steps between two sets of training samples; 0 saves none. Evaluations save all their
             samples.
         num_groups: Prompt groups of one set, per engine.
         num_shown: Samples of a set that the terminal shows, half the worst and half the best.
@@ -216,71 +212,69 @@ class SamplesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFleetConfig:
-    """The rollout fleet.
+    """Options of the rollout fleet.
 
     Attributes:
         engine: Kind of the engines.
         device: Where the engines compute. ``auto``: on CUDA if there are enough GPUs for learner and engines, else on
             the CPU.
-        num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet. The run starts when
+        num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet. Its run starts when
             ``min`` engines are ready. Later, engines may join (up to ``max``) and leave.
         min_engines: The run ends when fewer engines than this remain, because the others have failed for good. An
             elastic fleet first waits ``no_engine_timeout_s`` for other engines to join.
         no_engine_timeout_s: Longest time that training may wait while no engine is up.
         groups_in_flight: Number of prompt groups that one worker generates at once. The same number may be scored and
-            stored meanwhile. ``{min: 4, max: 64}`` follows the load that the engine reports. The number grows while the
-            engine has room, and shrinks while samples wait in the engine or its KV cache is nearly full.
+            stored meanwhile. ``{min: 4, max: 64}`` follows the load that the engine reports.
         reward: ``exact_match``, ``last_number``, ``final_answer``, ``numeric``, ``math_verify``, ``code``, ``judge``,
             ``format``, ``length``, ``environment``, or your own as ``file.py:function`` or ``module:function``, called
             as reward(prompt, response_text) -> float (docs/rewards.md).
-        rewards: Several rewards instead of ``reward``, each as NAME or WEIGHT*NAME. A trajectory earns their
-            weighted sum, and each is reported as ``reward.NAME``. Example: ``[exact_match,0.2*mine.py:format]``.
-        rewards_by_source: Rewards of the prompts of a data source, as in ``rewards``; other prompts get ``rewards`` or
+        rewards: Several rewards instead of ``reward``, each as NAME or WEIGHT*NAME. A trajectory earns their weighted
+            sum. Example: ``[exact_match,0.2*mine.py:format]``.
+        rewards_by_source: Rewards of the prompts of a data source, as in ``rewards``. Other prompts get ``rewards`` or
             ``reward``. Example: ``{gsm8k: [math_verify], apps: [code, 0.1*length]}``.
         reward_options: Options of rewards, by their names in reports. Example: ``{length: {max_tokens: 512,
             buffer_tokens: 128}}``.
-        judge_model: Folder of a frozen model that each rollout worker serves with SGLang beside its engine, for the
-            reward ``judge`` without a ``url``. ``${model.path}`` is the model with which the run begins. On CPUs only.
-        pass_secrets: Variables of the environment that reward processes and inference servers get although their names
-            say that they hold secrets: ``*_TOKEN``, ``*_KEY``, ``*_SECRET``, ``*_PASSWORD``, ``AWS_*`` and the like
-            (`rollout_fleet.engines.process_guard`). Example: ``[OPENAI_API_KEY]`` for a judge.
-        reward_processes: Scoring processes per worker and reward; built-in rewards need none.
+        judge_model: Folder of a frozen model for the reward ``judge`` without a ``url``. Each rollout worker serves it
+            with SGLang. ``${model.path}`` is the model at the start of the run. On CPUs only.
+        pass_secrets: Secret environment variables that reward processes and inference servers get. Others are withheld:
+            ``*_TOKEN``, ``*_KEY``, ``*_SECRET``, ``*_PASSWORD``, ``AWS_*`` and those in
+            `rollout_fleet.engines.process_guard`. Example: ``[OPENAI_API_KEY]`` for a judge.
+        reward_processes: Scoring processes per worker and reward; built-in rewards that cannot hang need none.
         reward_timeout_s: Deadline of scoring one prompt group.
         on_reward_failure: ``retry_group``: if the reward fails on one response, the attempt at its group fails.
-            ``drop_trajectory``: only the response is left out, and the group is trained on with the others, at least
-            two. Then the choice of responses depends on their content (`rollout_fleet.settlement`).
+            ``drop_trajectory``: only the response is dropped, and the learner trains on the others, at least two. Then
+            the choice of responses depends on their content.
         max_attempts: A prompt group is dropped and counted after this many failures on any workers. A failure is a
             failed reward, or an abort by the engine itself. Evictions do not count.
-        max_failures_in_a_row: The run ends after this many failures (see ``max_attempts``) on one worker, without a
-            stored group between them. If the engine aborted the last group, the worker ends instead and is replaced.
-        max_image_pixels: Largest number of pixels of an image in a prompt or a message. A larger image is scaled down
-            with its aspect ratio. The model's own limit also holds. Example: 1048576 gives at most 1,024 tokens for
-            patches of 16 pixels.
-        start_timeout_s: Deadline for an engine to come up and to generate its first tokens; a run adds a second per
-            100 MB of the model.
-        load_timeout_s: Deadline of one weight update on one engine, counted from the pause of generation; a second per
+        max_failures_in_a_row: The run ends after this many failures on one worker, without a stored group between them.
+            If the engine aborted the last group, the worker ends instead and is replaced.
+        max_image_pixels: Largest number of pixels of an image. A larger image is scaled down with its aspect ratio. The
+            model's own limit also holds. Example: 1048576 gives at most 1,024 tokens for patches of 16 pixels.
+        start_timeout_s: Deadline for an engine to start and to generate its first tokens. A run adds a second per 100
+            MB of the model.
+        load_timeout_s: Deadline of one weight update on one engine, counted from the pause of generation. A second per
             100 MB of weights is added.
         silence_timeout_s: How long an engine with running requests may produce no token at all. The engine has failed
-            if it then does not answer a probe, or if it is silent for three such periods in a row. A single slow sample
-            is not a failure.
-        restarts: How often a failed engine or a dead worker is replaced within ``restart_window_s``; the next failure
-            is final. Its prompt groups continue elsewhere with their tokens so far, unless ``save_progress=never``.
-            0 replaces nothing.
+            if it then does not answer a probe, or if it is silent for three such periods in a row.
+        restarts: How often a failed engine or a dead worker is replaced within ``restart_window_s``. The next failure
+            is final. The worker's prompt groups continue elsewhere with their tokens so far, unless
+            ``save_progress=never``. 0 replaces nothing.
         restart_window_s: Period in which ``restarts`` counts failures. Older failures do not count.
-        restart_backoff_s: Pause before the second replacement of a window; each further one doubles it, up to a minute.
+        restart_backoff_s: Pause before the second replacement of a window. Each further replacement doubles it, up to a
+            minute.
         drain_timeout_s: How long running prompt groups may continue when the learner takes the device
-            (``placement.colocated``); then they are aborted, and continued after the weight update.
-        stop_timeout_s: Deadline of each step of stopping a worker: aborting running groups, releasing leases, and
-            killing the server. The deadlines around these steps follow from it.
+            (``placement.colocated``). Then they are aborted, and continued after the weight update.
+        stop_timeout_s: Deadline of each step of stopping a worker: aborting groups, releasing leases, killing the
+            server.
         renew_every_s: How often running leases are renewed; a third of ``buffer.lease_s`` is usual.
         save_progress: ``at_stop`` saves running groups when a worker stops, and another worker continues them.
-            ``at_updates`` also aborts, saves and continues them at each weight update, so that a sudden death loses
-            only the tokens since then; useful if a rollout outlasts many updates. ``never`` saves nothing.
-        environment: The environment between the turns of an episode; by default a rollout is a single answer.
+            ``at_updates`` also aborts, saves and continues them at each weight update, so a sudden death loses only the
+            tokens since then. ``never`` saves nothing.
+        environment: The environment between the turns of an episode. By default a rollout is a single answer.
         sampling: How training rollouts are sampled.
         sampling_by_source: Other ``max_new_tokens``, ``stop`` and ``stop_token_ids`` for the prompts of a data source.
             ``max_new_tokens`` may only be smaller. Example: ``{gsm8k: {max_new_tokens: 256}}``.
-        samples: Which samples are kept for reading.
+        samples: Which samples are saved for reading.
         sglang: How SGLang servers are launched.
         transformers: Options of the in-process engine.
         script: ``module:function`` that makes the answers of the scripted engine (`rollout_fleet.engines.scripted`).
@@ -334,7 +328,7 @@ class RolloutFleetConfig:
 
     @property
     def fewest_engines(self) -> int:
-        """Number of engines at the start of a run. The run keeps resources for so many engines until it ends."""
+        """Number of engines at the start of a run. The run keeps resources for that many engines."""
         return _bounds(self.num_engines)[0]
 
     @property
@@ -361,24 +355,21 @@ class RolloutFleetConfig:
 
     @property
     def server_stop_timeout_s(self) -> float:
-        """Deadline in seconds for a server's guard to kill the server and clean up."""
+        """Deadline in seconds for killing a server and cleaning up."""
         return self.stop_timeout_s + CLEANUP_S
 
     @property
     def worker_stop_timeout_s(self) -> float:
-        """Deadline in seconds for a worker to stop: abort groups, release leases, stop the server, close the log."""
+        """Deadline in seconds for stopping a worker."""
         return 2 * self.stop_timeout_s + self.server_stop_timeout_s + CLEANUP_S
 
     def update_timeout_s(self, num_bytes: int) -> float:
-        """Return the deadline in seconds for a member to stage new weights, finish a batch, and load the weights."""
+        """Return the deadline in seconds for a worker to stage weights, finish a batch, and load the weights."""
         return 2 * load_limit_s(self.load_timeout_s, num_bytes) + self.drain_timeout_s
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """The weight of each reward by its name, for prompts of data sources without separate rewards.
-
-        A name may be a user's ``file.py:function``.
-        """
+        """The weight of each reward by its name, for data sources without separate rewards."""
         return dict(map(_weighted, self.rewards)) or {self.reward: 1.0}
 
     @property
@@ -415,7 +406,7 @@ class RolloutFleetConfig:
         return dict(self.reward_options.get(reward_label(reward), {}))
 
     def check_reward_options(self) -> None:
-        """Raise `ValueError` unless every entry of ``reward_options`` belongs to a reward of this run."""
+        """Raise `ValueError` if an entry of ``reward_options`` does not belong to a reward of this run."""
         labels = [reward_label(name) for name in self.reward_names]
         for label, options in self.reward_options.items():
             if label not in labels or not isinstance(options, Mapping):
@@ -496,7 +487,6 @@ class RolloutFleetConfig:
 
 
 def _bounds(count: Any) -> tuple[int, int]:
-    """Return the smallest and the largest value of a count, which is a number or ``{min: N, max: M}``."""
     return (count["min"], count["max"]) if isinstance(count, Mapping) else (count, count)
 
 
@@ -517,7 +507,6 @@ def reward_label(name: str) -> str:
 
 
 def _weighted(entry: str, option: str = "rewards") -> tuple[str, float]:
-    """Parse name and weight of an entry of ``rewards``. Example: ``0.2*mine.py:format``."""
     weight, _, name = entry.rpartition("*")
     try:
         number = float(weight or 1.0)

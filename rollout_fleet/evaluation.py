@@ -1,7 +1,4 @@
-"""Computes the rewards of held-out prompts on one engine.
-
-The learner does not train on the tokens of these answers, and the token account excludes them.
-"""
+"""Computes the rewards of held-out prompts on one engine. The learner does not train on these answers."""
 
 from __future__ import annotations
 
@@ -28,19 +25,11 @@ from .rewards import Rollout, Scores
 logger = logging.getLogger(__name__)
 
 _ROUNDS = 2
-"""Attempts at a prompt whose tokens mix policy versions, before it is left to another engine."""
+"""Attempts at a prompt. If the tokens still mix policy versions, another engine must answer it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """One answer to a held-out prompt.
-
-    Attributes:
-        sample: All tokens that the policy wrote. For an episode, these are the tokens of all turns.
-        rollout: The input of the reward functions.
-        failure: The reason why an episode has no outcome.
-    """
-
     sample: SampleOutput
     rollout: Rollout
     failure: str = ""
@@ -51,10 +40,9 @@ class _Answer:
 
 
 class HeldOutAnswers:
-    """Answers held-out prompts on one engine, with ``sampling`` and greedily, and scores the answers.
+    """Answers held-out prompts on one engine, sampled and greedily, and scores the answers.
 
-    All answers are saved for people to read if ``parts.samples`` is set. ``sampling`` maps a data source to its
-    options.
+    ``sampling`` returns the options of a data source. If ``parts.samples`` is set, it saves all answers.
     """
 
     def __init__(self, parts: AnsweringParts, *, sampling: Callable[[str], SamplingConfig]) -> None:
@@ -66,12 +54,10 @@ class HeldOutAnswers:
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
         """Answer prompts with distinct group ids. Several calls may run at once.
 
-        Each prompt gets ``num_samples`` samples and a greedy answer. Returns one entry per prompt whose tokens were all
-        sampled under ``version``. If the reward of a prompt fails, its entry has the failure. Prompts with tokens of
-        another version are missing in the result.
+        Each prompt gets ``num_samples`` samples and a greedy answer. Returns one entry per prompt, which may be the
+        failure of its reward. A prompt is missing if not all its tokens were sampled under ``version``.
 
-        Raises `EngineError` if the engine serves another version at the beginning. Otherwise raises as
-        `Engine.generate`.
+        Raises `EngineError` if the engine serves another version at the beginning, and as `Engine.generate`.
         """
         if self._engine.version != version:
             raise EngineError(f"the engine serves policy version {self._engine.version}, not {version}")
@@ -94,7 +80,6 @@ class HeldOutAnswers:
         return answered
 
     async def _sample(self, prompts: Sequence[Prompt], num_samples: int) -> dict[int, list[_Answer]]:
-        """Return the answers to each prompt, by its group id. The greedy answer is the last one."""
         self._num_rounds += 1
 
         def each(prompt: Prompt) -> list[SamplingConfig]:
@@ -143,7 +128,6 @@ class HeldOutAnswers:
         sampling: SamplingConfig,
         images: tuple[PlacedImage, ...],
     ) -> _Answer:
-        """Let an environment play one episode on the engine."""
         name = f"evaluation-{self._num_rounds}-{prompt.group_id}-{index}"
         episode = Episode(name, prompt.prompt_ids, player.budget, images=images)
         run = DirectRun(episode, self._engine)
@@ -152,7 +136,7 @@ class HeldOutAnswers:
         finally:
             await run.close()
         if self._engine.has_failed:
-            await self._engine.wait_failed()  # raises its failure
+            await self._engine.wait_failed()
         failure = "" if run.failure is None or player.scores(run.failure) else str(run.failure)
         if episode.answer is None and not failure:
             failure = f"the environment of held-out prompt {prompt.group_id} ended without a turn of the policy"

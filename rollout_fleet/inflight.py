@@ -33,7 +33,7 @@ ROOMY_CACHE = 0.75
 """KV cache use below which the limit grows."""
 DECREASE = 0.75
 READINGS_TO_SHRINK = 2
-"""Consecutive full readings before the limit shrinks. One is not enough, because new samples wait for a short time."""
+"""Consecutive full readings before the limit shrinks. One is not enough, because new samples wait for a moment."""
 
 
 class GroupPhase(Enum):
@@ -55,7 +55,7 @@ class GroupPhase(Enum):
 
 
 class GroupEnd(StrEnum):
-    """The reason for releasing an unfinished group. The buffer counts the groups by reason."""
+    """The reason for releasing an unfinished group."""
 
     revoked = "revoked"
     handed_on = "handed_on"
@@ -72,12 +72,11 @@ class InflightGroup:
     """One leased prompt group.
 
     Attributes:
-        lease: The lease.
-        episodes: One per trajectory ([G]), followed by the episode of the greedy baseline, if there is one.
+        episodes: One per trajectory ([G]), then the episode of a greedy baseline, if there is one.
         num_baselines: 1 with a greedy baseline (ReMax, arXiv 2310.10505), else 0. A baseline is scored, but the learner
-            does not train on it, and its tokens are not in the account.
-        num_inherited: Number of tokens that an earlier attempt wrote. ``inherited`` has their number by policy version.
-        phase: Phase of the group.
+            does not train on it, and its tokens are not counted.
+        num_inherited: Number of tokens that an earlier attempt wrote.
+        inherited: Number of these tokens by policy version.
         end: Reason for releasing the unfinished group; None if it is not being released.
         runs: One run per episode if an environment plays the episodes; empty for single answers.
     """
@@ -108,8 +107,9 @@ class InflightGroup:
         """Begin a group, or continue it from its saved ``progress``.
 
         ``images`` are the images of the prompt. Without a ``budget``, each episode is a single answer to the prompt.
-        With the ``seed`` of a run, each single answer has its own seed, and every attempt at the group uses the same
-        seeds. Raises `ReplayBufferError` if the progress has another number of trajectories.
+        With the ``seed`` of a run, each single answer has its own seed, which is the same in every attempt.
+
+        Raises `ReplayBufferError` if the progress has another number of trajectories.
         """
         prompt_ids = lease.prompt.prompt_ids
         is_single = budget is None
@@ -140,12 +140,12 @@ class InflightGroup:
 
     @property
     def trained(self) -> list[Episode]:
-        """The [G] episodes without the episode of the baseline."""
+        """The [G] episodes without the baseline."""
         return self.episodes[: len(self.episodes) - self.num_baselines]
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the account, including inherited tokens."""
+        """Number of counted tokens, including inherited tokens. Tokens of a baseline are not counted."""
         return sum(episode.num_held for episode in self.trained)
 
     @property
@@ -170,10 +170,7 @@ class InflightGroup:
 
     @property
     def is_done_here(self) -> bool:
-        """Whether the engine has no more work for the group.
-
-        Then all requests are answered, and no environment can send more.
-        """
+        """Whether all requests are answered, and no environment can send more."""
         return not self._outstanding and not (
             self.is_playing and self.phase is GroupPhase.generating and self.end is None
         )
@@ -185,7 +182,7 @@ class InflightGroup:
 
     @property
     def outstanding_policy(self) -> list[str]:
-        """Ids of the unanswered requests whose tokens are in the account. Requests of the baseline are excluded."""
+        """Ids of the unanswered requests, without those of a baseline."""
         num_trained = len(self.trained)
         return [request_id for request_id, index in self._outstanding.items() if index < num_trained]
 
@@ -200,7 +197,7 @@ class InflightGroup:
         return requests
 
     def take(self, request_id: str, output: SampleOutput) -> int:
-        """Append the engine's answer to its turn. Returns the number of tokens for the account; 0 for a baseline."""
+        """Append the engine's answer to its turn. Returns the number of counted tokens, 0 for a baseline."""
         index = self._outstanding.pop(request_id)
         (self.runs or self.episodes)[index].take(request_id, output)
         return len(output.token_ids) if index < len(self.trained) else 0
@@ -210,12 +207,12 @@ class InflightGroup:
         return self._outstanding.get(request_id) == index
 
     def refuse(self, request_ids: Iterable[str], error: RequestRefused) -> None:
-        """Drop requests of environments that the engine refused, and pass the error to the environments."""
+        """Drop requests of environments that the engine refused. The environments get the error."""
         for request_id in self._outstanding.keys() & set(request_ids):
             self.runs[self._outstanding.pop(request_id)].refuse(request_id, error)
 
     def progress(self) -> TrajectoryGroup | None:
-        """Return every trajectory so far, without baselines and rewards, to save it. None if there are no tokens."""
+        """Return every trajectory so far, without baselines and rewards. None if there are no tokens."""
         trajectories = [episode.progress() for episode in self.trained]
         if not any(turn.sampled and len(turn.token_ids) for each in trajectories for turn in each.turns):
             return None
@@ -246,7 +243,7 @@ class InflightGroup:
     def scored(self, scores: Scores, chosen: Sequence[int]) -> TrajectoryGroup:
         """Return the finished group of the ``chosen`` episodes with their scores.
 
-        If there are several rewards, each becomes ``reward.NAME``.
+        If there are several rewards, each becomes a metric ``reward.NAME``.
         """
         trajectories = []
         for place, index in enumerate(chosen):
@@ -281,10 +278,9 @@ def _recorded(progress: TrajectoryGroup, num_samples: int) -> list[Trajectory | 
 class GroupLimit:
     """The limit of prompt groups on one engine, between ``lowest`` and ``highest``.
 
-    If both are equal, the limit is fixed. Otherwise it follows the load that the engine reports, with additive
-    increase and multiplicative decrease (Chiu and Jain, 1989) and the slow start of TCP. The limit shrinks while
-    samples wait inside the engine, because they could run on another engine. It also shrinks while the KV cache is
-    nearly full, because a full cache makes the engine compute samples again.
+    The limit follows the load that the engine reports, with additive increase and multiplicative decrease (Chiu and
+    Jain, 1989) and the slow start of TCP. It shrinks while samples wait inside the engine, or while the KV cache is
+    nearly full.
 
     Attributes:
         value: The current limit.
@@ -303,10 +299,9 @@ class GroupLimit:
         return self._lowest == self._highest
 
     def note(self, load: EngineLoad, *, num_held: int) -> bool:
-        """Adapt the limit to the load of an engine that holds ``num_held`` groups.
+        """Adapt the limit to the load of an engine with ``num_held`` groups. Returns whether the limit changed.
 
-        Returns whether the limit changed. The limit grows only while it is fully used, because a lower use does not
-        show whether there is room for more.
+        The limit grows only while it is fully used.
         """
         before = self.value
         is_full = load.num_waiting > 0 or load.cache_use >= FULL_CACHE
@@ -321,13 +316,13 @@ class GroupLimit:
 
 
 class InflightGroups:
-    """The groups of one rollout worker (by key), and the places on its engine.
+    """The groups of one rollout worker by key, and the room for groups on its engine.
 
     Args:
         limit: Limit of groups on the engine.
         samples_per_group: Samples of one group, including the greedy baseline.
         meter: Counts the groups on the engine.
-        most_held: Largest number of groups of the worker, including groups that wait for tools or are being settled; 0
+        most_held: Largest number of groups of the worker, including groups that wait for tools or are being settled. 0
             is twice the limit.
     """
 
@@ -351,7 +346,7 @@ class InflightGroups:
         return self._groups.get(key)
 
     def add(self, group: InflightGroup) -> None:
-        """Add a group."""
+        """Add a new group."""
         self._groups[group.key] = group
 
     def remove(self, group: InflightGroup) -> None:
@@ -367,7 +362,7 @@ class InflightGroups:
     def num_on_engine(self) -> int:
         """Number of groups on the engine, or waiting for it during a weight update.
 
-        For groups with environments, only running turns count, because the place is free while a tool runs.
+        For groups with environments, only running turns count.
         """
         groups = self.in_phase(*ON_ENGINE, GroupPhase.parked)
         num_turns = sum(group.num_running for group in groups if group.is_playing)
@@ -384,7 +379,7 @@ class InflightGroups:
 
     @property
     def outstanding_policy(self) -> list[str]:
-        """Ids of all unanswered requests whose tokens are in the account."""
+        """Ids of all unanswered requests, without those of baselines."""
         return [request_id for group in self._groups.values() for request_id in group.outstanding_policy]
 
     def moved(self) -> None:
@@ -399,7 +394,7 @@ class InflightGroups:
         record.level(LevelName.capacity, self._limit.value * self._samples_per_group)
 
     def note_places(self) -> None:
-        """Record the states of the engine's places, at most once per iteration of the event loop."""
+        """Record the states of the samples for the run's profile, at most once per iteration of the event loop."""
         if not self._is_noting and record.current() is not None:
             self._is_noting = True
             asyncio.get_running_loop().call_soon(self._note_places)
@@ -414,7 +409,6 @@ class InflightGroups:
                 continue
             num_running, num_outstanding = group.num_running, len(group.outstanding)
             running += num_outstanding
-            # a turn without a request will be sent soon, because the group is generating
             if group.phase is not GroupPhase.generating:
                 parked += num_running - num_outstanding
             if group.is_playing:

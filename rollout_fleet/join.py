@@ -1,7 +1,4 @@
-"""The commands ``asyncrl join`` and ``asyncrl leave``. They add engines to a running run, or remove one engine.
-
-Both ask the run's `FleetDesk` (`rollout_fleet.membership`). ``python -m rollout_fleet.join`` is ``asyncrl join``.
-"""
+"""The commands ``asyncrl join`` and ``asyncrl leave``. They add engines to a running run, or remove one engine."""
 
 from __future__ import annotations
 
@@ -42,9 +39,7 @@ def leave(arguments: Sequence[str] | None = None) -> int:
 
 
 def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
-    """Send a request to a run and wait for the answer.
-
-    The folder of the run or the address of its Ray cluster selects the run.
+    """Send a request to a run and wait for the answer. ``run`` is the run's folder or the address of its Ray cluster.
 
     Raises:
         ValueError: the run does not exist, has ended, or has a fleet of a fixed size.
@@ -54,7 +49,7 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
     found = _read_address(folder) if folder.is_dir() else {"address": run}
     for variable, key in ((AUTH_MODE, "auth_mode"), (AUTH_TOKEN, "auth_token")):
         if found.get(key):
-            os.environ[variable] = found[key]  # set first, because Ray reads the variables when it is imported
+            os.environ[variable] = found[key]  # Ray reads these variables when it is imported
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 
@@ -81,7 +76,6 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
 
 
 def _read_address(folder: Path) -> dict[str, str]:
-    """Read a run's address. Raises `ValueError` if the run has none, or if no process listens there."""
     path = folder / ADDRESS_FILE
     if not path.is_file():
         what = "has a fleet of a fixed size" if (folder / "config.yaml").is_file() else "is not the folder of a run"
@@ -105,7 +99,6 @@ def _read_address(folder: Path) -> dict[str, str]:
 
 
 def _desk_of(name: str, run: str) -> Any:
-    """Return the desk with this name. Without a name, return the only desk of the cluster."""
     import ray
     from ray.util import list_named_actors
 
@@ -123,7 +116,6 @@ def _desk_of(name: str, run: str) -> Any:
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
-    """Make a parser with the options of both commands."""
     parser = argparse.ArgumentParser(prog=f"asyncrl {name}", description=description)
     run = "folder of the run, or address of its Ray cluster (auto, host:port) where it is the only elastic run"
     parser.add_argument("--run", required=True, help=run)
@@ -133,7 +125,6 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
 
 @with_exit_status
 def _run(options: argparse.Namespace, request: FleetRequest) -> int:
-    """Send the request to the run and print the answer. Returns the exit status."""
     answer = ask(options.run, request, timeout_s=options.timeout_s)
     if answer.is_refused:
         raise MembershipRefused(answer.words)

@@ -2,26 +2,23 @@
 
     lease ──groups──▶ engine ──samples──▶ score ──▶ put / release
       ▲                                                 │
-      └──────────────── a free place ◀──────────────────┘
+      └───────── room for another group ◀───────────────┘
 
-The tasks, what each task waits for, and who wakes it. There is one condition, ``_changed``. Every change of a phase, of
-the set of groups or of the loop's state notifies it.
+Each wait, and who wakes it. Every change of the loop's state or of a group's phase notifies the condition ``_changed``.
 
-- `_keep_leasing`: a free place, then the buffer's grant. Woken by a group that leaves the engine, then by the buffer. A
-  new version, a released device or a leaving member withdraws the request.
-- `_generate`, one per batch of leases: the next finished sample. Woken by the engine.
-- `_settle`, one per finished group: the groups before it, the reward, then the buffer's acknowledgement. Woken by these
-  groups, the scoring process and the buffer.
-- `load_next`: the next weights. Woken by the buffer when it offers a committed version.
-- `_keep_fitting` (if the engine's load sets the number of groups) and `_keep_renewing`: their timers.
-- `_obey`: the next revoked lease, or the buffer's request to hand groups to another worker. Woken by the buffer.
-- `Engine.wait_failed`: the failure of the engine, which ends `run`.
-- `run`: a stop, or the first failure of a task. Woken by `stop` or by the failed task.
-- `load_weights`, `release_device`, `stop`: groups that leave the engine or the loop. Woken by `_generate`, `_settle`.
+- `_keep_leasing` waits for room on the engine, then for leases. A group that leaves the engine wakes it, then the
+  buffer. A new version, a released device or a leaving member withdraws the request.
+- `_generate` (one task per batch of leases) waits for the next finished sample. The engine wakes it.
+- `_settle` (one task per group) waits for earlier groups, the reward, and the buffer. Each of them wakes it.
+- `load_next` waits for weights. The buffer wakes it when it offers a version.
+- `_obey` waits for a revoked lease, or for the request to hand groups to another worker. The buffer wakes it.
+- `_keep_fitting` and `_keep_renewing` wait for their timers.
+- `run` waits for `stop` or for the first failure of a task. One of the tasks is `Engine.wait_failed`.
+- `load_weights`, `release_device` and `stop` wait until groups leave the engine or the loop. `_generate` and `_settle`
+  wake them.
 
-When a stop, a weight update or a failure of the engine cuts a group off, its tokens are saved with its lease. The next
-holder of the lease continues the group. After an update, this worker continues the group. The loop uses neither Ray nor
-sockets, and works with any engine.
+A stop, a weight update or a failure of the engine can cut a group off. The group's tokens are then saved with its
+lease. After an update, this worker continues the group. After a stop or a failure, the next holder of the lease does.
 """
 
 from __future__ import annotations
@@ -60,7 +57,7 @@ MAX_RENEWAL_FAILURES = 3
 READ_LOAD_EVERY_S = 1.0
 SETTLED_AT_ONCE = 8
 GATHER_S = 0.02
-"""Pause before a lease request while the engine has work. One request asks for all places that become free in it."""
+"""Pause before a lease request, while the engine has work. One request then asks for several groups."""
 
 
 class LoopState(Enum):
@@ -76,11 +73,11 @@ class RolloutLoop:
     """Rolls prompt groups out on one engine. Call `run` once. The other methods may be called while it runs.
 
     Args:
-        parts: Started parts with the engine. The loop closes none of its collaborators.
+        parts: The engine and its helpers, already started. The loop does not close them.
         member: Gets reports of loaded weights, and decides whether the loop may request leases.
-        samples_per_prompt: G.
+        samples_per_prompt: Group size G.
         greedy_baseline: Sample one more response per prompt greedily. The learner does not train on it.
-        seed: The run's seed if every answer has its own seed; see `InflightGroup.begin`.
+        seed: The run's seed if every answer gets its own seed, otherwise None.
         stage: Stages an offer near the engine. The engine loads the offer that this context manager yields.
     """
 
@@ -135,19 +132,19 @@ class RolloutLoop:
         buffer.count_generated = self.count_generated
 
     async def run(self) -> FleetCounters:
-        """Roll out until `stop`.
+        """Roll out until `stop`. Then abort the samples, release all leases, and return the final counters.
 
-        Then abort the samples, release all leases, and return the final counters. Raises `AsyncRLError` if the engine
-        or the buffer fails. Before that, all leases are released if the buffer still answers.
+        Raises `AsyncRLError` if the engine or the buffer fails. All leases are released first if the buffer still
+        answers.
         """
-        if self._state is LoopState.ended:  # the loop was stopped before it ran
+        if self._state is LoopState.ended:
             return self.counters()
         self._state = LoopState.running
         leasing = self._spawn(self._keep_leasing)
         pumps = [self._keep_renewing, self._engine.wait_failed] + ([] if self._limit.is_fixed else [self._keep_fitting])
         obeying = (self._spawn(self._obey, end) for end in (GroupEnd.revoked, GroupEnd.handed_on))
         pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps), *obeying}
-        # Not in `pump_tasks`, because these tasks end before `_cut_off_all`, and a running load must continue.
+        # Not in `pump_tasks`, which are cancelled before `_cut_off_all`: a running load must finish.
         self._spawn(partial(self.load_next, self._engine.version, keeps_on=True))
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
@@ -174,7 +171,7 @@ class RolloutLoop:
         await self._until(lambda: self._state not in (LoopState.running, LoopState.stopping))
 
     async def stop(self) -> FleetCounters:
-        """End `run`. Returns the counters when all leases are released. May be called again, or before `run`."""
+        """End `run`. Returns the counters when all leases are released. May be called repeatedly, also before `run`."""
         if self._state in (LoopState.idle, LoopState.running):
             self._state = LoopState.ended if self._state is LoopState.idle else LoopState.stopping
             await self._notify()
@@ -184,9 +181,8 @@ class RolloutLoop:
     async def load_next(self, after: int, *, keeps_on: bool = False) -> None:
         """Wait for weights newer than version ``after`` (-1 for any), load them, and report the version.
 
-        With ``keeps_on``, continue with the next weights as long as the loop runs.
-
-        Raises as `Engine.load_weights`, or `WeightsError` if a version could not be published.
+        With ``keeps_on``, repeat this as long as the loop runs. Raises as `Engine.load_weights`, or `WeightsError` if a
+        version could not be published.
         """
         offer = await self._buffer.next_offer(after)
         while True:
@@ -203,10 +199,9 @@ class RolloutLoop:
             offer = await self._buffer.next_offer(self._engine.version)
 
     async def _next_after(self, offer: WeightOffer, gone: WeightsGone) -> WeightOffer:
-        """Return the offer that replaced a removed offer.
+        """Return the offer that replaced a removed offer. Raises ``gone`` if the removed version is still offered.
 
-        Raises ``gone`` if the buffer still offers the removed version. If the learner has restarted, its offers are
-        withdrawn, and this call waits for the next offer without a deadline.
+        If the learner has restarted, wait for its next offer without a deadline.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.load_timeout_s):
@@ -219,8 +214,8 @@ class RolloutLoop:
     async def load_weights(self, offer: WeightOffer) -> None:
         """Stage offered weights while samples are generated, then load them. Later leases have the new version.
 
-        Raises as `Engine.load_weights`, and `WeightsGone` if the weights were removed before the staging, or if their
-        learner was replaced (`release_device`).
+        Raises as `Engine.load_weights`. Raises `WeightsGone` if the weights were removed before the staging, or if
+        their learner was replaced.
         """
         member, epoch, now_s = self._member, self._member.epoch, time.monotonic()
         version = member.version
@@ -257,16 +252,11 @@ class RolloutLoop:
     async def release_device(self, incarnation: int | None = None) -> None:
         """Stop requesting leases, let running groups finish, and release the engine's device until the next weights.
 
-        Groups that do not finish within ``drain_timeout_s`` are aborted, and continue after the next weights. A weight
-        load that is running, or the first one, finishes before the release. If the device is released already, it stays
-        released.
+        Groups that do not finish within ``drain_timeout_s`` are aborted, and continue after the next weights. A running
+        weight load, and the first load, finish before the release. If a new learner replaces a dead one, pass its
+        ``incarnation``, so that offers of earlier incarnations are refused.
 
-        Args:
-            incarnation: Incarnation of the learner that replaces a dead one. From now on the engine loads no offer of
-                an earlier incarnation. None: the learner was not replaced.
-
-        Raises:
-            DeadlineError: the engine does not abort its groups.
+        Raises `DeadlineError` if the engine does not abort its groups.
         """
         if incarnation is not None:
             self._incarnation = max(self._incarnation, incarnation)
@@ -303,7 +293,7 @@ class RolloutLoop:
     async def let_end(self) -> None:
         """Stop requesting leases, because the member leaves. If progress is never saved, let running groups finish.
 
-        `stop` aborts the groups that have not finished within ``drain_timeout_s``.
+        Waits at most ``drain_timeout_s``.
         """
         await self._notify()
         if self._config.save_progress is not SaveProgress.never:
@@ -320,13 +310,12 @@ class RolloutLoop:
         return counters if self._player is None else replace(counters, episodes=self._player.counts)
 
     def count_generated(self) -> int:
-        """Return the number of policy tokens of all answered samples, plus the tokens of running samples so far."""
+        """Return the number of policy tokens in all answered samples and in running samples so far."""
         return self._meter.counters().tokens_generated + self._engine.num_written(self._groups.outstanding_policy)
 
     # Tasks
 
     def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> asyncio.Task[None]:
-        """Run ``work`` as a task of the loop. A failure of the task ends the loop."""
         task = asyncio.create_task(self._guarded(work, *arguments))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -335,7 +324,7 @@ class RolloutLoop:
     async def _guarded(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
         try:
             await work(*arguments)
-        except Exception as error:  # noqa: BLE001 - any failure of a task ends the loop
+        except Exception as error:  # noqa: BLE001 - ends the loop
             if self._state is LoopState.running and self._failure is None:
                 self._failure = error
                 await self._notify()
@@ -353,17 +342,16 @@ class RolloutLoop:
     # Leases
 
     async def _keep_leasing(self) -> None:
-        """Keep one lease request outstanding while a place is free and the engine has the device.
+        """Keep one lease request outstanding while the engine has room for a group.
 
-        A new policy version or a smaller limit makes the request obsolete. Then the request is cancelled and sent
-        again. The cancellation releases leases that the buffer grants meanwhile.
+        If the policy version changes or the limit shrinks, cancel the request and send it again.
         """
         while True:
             await self._until(lambda: self._may_lease and self._groups.num_free > 0)
             if self._groups.in_phase():
                 await asyncio.sleep(GATHER_S)
             version, num_asked = self._engine.version, self._groups.num_free
-            if not self._may_lease or num_asked == 0:  # new turns of episodes may have taken the places meanwhile
+            if not self._may_lease or num_asked == 0:  # new turns of episodes may have filled the engine
                 continue
 
             def is_outdated(version: int = version, num_asked: int = num_asked) -> bool:
@@ -387,7 +375,7 @@ class RolloutLoop:
             finally:
                 try:
                     await cancel({grant, outdated})
-                finally:  # the line above may have raised, because the task was cancelled
+                finally:
                     self._is_asking = False
                     self._meter.asking(False)
                     record.level(LevelName.asking, 0)
@@ -398,10 +386,7 @@ class RolloutLoop:
         return self._has_device and self._member.may_lease
 
     async def _keep_fitting(self) -> None:
-        """Read the engine's load once per second while the engine has work, and adapt the limit on groups.
-
-        Raises `EngineError` if the first reading fails. A later failed reading is skipped with a warning.
-        """
+        """Read the engine's load once per second while it has work, and adapt the limit on groups."""
         has_read = False
         while True:
             await self._until(lambda: bool(self._groups.in_phase()))
@@ -419,7 +404,6 @@ class RolloutLoop:
                 await self._notify()
 
     def _begin(self, leases: Sequence[Lease], images: Sequence[tuple[PlacedImage, ...]]) -> None:
-        """Send newly leased groups to the engine. A group continues from the progress that an earlier attempt saved."""
         answering = []
         for lease, own_images in zip(leases, images, strict=True):
             player = self._player if self._player is not None and self._player.plays(lease.prompt) else None
@@ -439,10 +423,7 @@ class RolloutLoop:
             self._spawn(self._generate, answering)
 
     def _begin_playing(self, group: InflightGroup, player: Player) -> None:
-        """Let the environment play each episode of a group.
-
-        The environment's requests reach the engine through `_generate`.
-        """
+        """Let the environment play each episode of a group. `_generate` sends the environment's requests."""
 
         def ask() -> None:
             if group.phase is GroupPhase.generating:
@@ -458,7 +439,6 @@ class RolloutLoop:
         self._groups.note_places()
 
     async def _play(self, group: InflightGroup, index: int, player: Player) -> None:
-        """Play one episode. The end of the last episode lets the group leave the engine."""
         run = group.runs[index]
         own = self._config.sampling_for(group.lease.prompt.data_source)
         sampling = own if index < len(group.trained) else own.greedy()
@@ -472,7 +452,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _keep_renewing(self) -> None:
-        """Renew all leases every ``renew_every_s`` seconds. A failed renewal has no effect if the next one succeeds."""
+        """Renew all leases every ``renew_every_s`` seconds. Raise the third of three failures in a row."""
         num_failures = 0
         while True:
             await asyncio.sleep(self._config.renew_every_s)
@@ -487,10 +467,9 @@ class RolloutLoop:
                 logger.warning("%d leases were not renewed: %s", len(self._groups), error)
 
     async def _obey(self, end: GroupEnd) -> None:
-        """Release the groups that the buffer revokes.
+        """Release groups when the buffer revokes their leases or hands them to another worker.
 
-        Also release groups that the buffer moves to a faster worker, unless progress is never saved. A group that has
-        left the engine is not released.
+        If progress is never saved, no group is handed on.
         """
         while True:
             if end is GroupEnd.revoked:
@@ -505,7 +484,7 @@ class RolloutLoop:
                 await self._end(group, end)
             await self._engine.abort([request_id for group in chosen for request_id in group.outstanding])
 
-    # The life of a group
+    # The phases of a group
 
     async def _generate(self, groups: Sequence[InflightGroup]) -> None:
         """Send the requests of groups. A group leaves the engine when it has no more requests."""
@@ -524,30 +503,28 @@ class RolloutLoop:
         except RequestRefused as refused:
             if not all(group.runs for group in groups):
                 raise
-            for group in groups:  # an environment sent the request and gets the error
+            for group in groups:  # the environment that sent the request gets the error
                 group.refuse(asked, refused)
                 await self._leave_if_done(group)
         except Exception:
-            for group in groups:  # the groups whose requests never reached the engine
+            for group in groups:  # groups without a request on the engine
                 if self._engine.has_failed and group.phase in ON_ENGINE:
                     group.end = group.end or GroupEnd.engine_failed
                     await self._leave_engine(group)
             raise
 
     def _first_token_stamp(self, group: InflightGroup) -> Callable[[], None] | None:
-        """Return a callback that records the group's first token; None if nothing is recorded."""
         if record.current() is None or (group.runs and group.num_own_tokens):
             return None
         stamps = iter([partial(self._stamp, GroupEvent.first_token, group)])
         return lambda: next(stamps, lambda: None)()
 
     async def _take(self, group: InflightGroup, request: SampleRequest, output: SampleOutput) -> None:
-        """Add an answered sample to its group."""
         if self._engine.has_failed and not output.finish_reason:
             group.end = group.end or GroupEnd.engine_failed
         num_tokens = group.take(request.id, output)
         self._meter.add(tokens_generated=num_tokens, tokens_in_flight=num_tokens)
-        if group.is_playing:  # while the tools of a group run, its place on the engine is free
+        if group.is_playing:  # a group does not fill the engine while its tools run
             self._groups.moved()
             await self._notify()
         else:
@@ -559,7 +536,6 @@ class RolloutLoop:
             await self._leave_engine(group)
 
     async def _leave_engine(self, group: InflightGroup) -> None:
-        """Park or settle a group after the engine has answered all its requests."""
         if group.phase is GroupPhase.cutting and not group.is_finished and group.end is None:
             group.phase = GroupPhase.parked
             self._spawn(self._settlement.save, group)
@@ -574,7 +550,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _settle(self, group: InflightGroup) -> None:
-        async with self._settling_turns:  # the engine gets its next work before the group settles
+        async with self._settling_turns:  # wait, so that the engine gets its next work first
             await asyncio.sleep(0)
         await self._settlement.settle(group, engine_failure=self._failure)
         self._groups.remove(group)
@@ -583,10 +559,7 @@ class RolloutLoop:
     # Cutting off
 
     async def _end(self, group: InflightGroup, end: GroupEnd) -> None:
-        """Release a group.
-
-        A parked group is released now, any other group when the engine has answered its requests.
-        """
+        """Release a parked group now, and any other group when the engine has answered its requests."""
         group.end = end
         for playing in self._playing.get(group.key, ()):
             playing.cancel()
@@ -614,10 +587,9 @@ class RolloutLoop:
     async def _abort_all(self, phase: GroupPhase) -> None:
         """Abort the requests of all groups in ``phase`` until no group is in it.
 
-        An engine that gets an abort before the request itself ignores the abort. Therefore the requests that have not
-        ended after half of ``stop_timeout_s`` are aborted again.
+        An engine ignores an abort that arrives before its request, so the abort is repeated.
         """
-        await asyncio.sleep(0)  # requests that are being sent now reach the engine first
+        await asyncio.sleep(0)  # requests that are being sent must reach the engine first
         while groups := self._groups.in_phase(phase):
             await self._engine.abort([request_id for group in groups for request_id in group.outstanding])
             with suppress(TimeoutError):
@@ -627,7 +599,7 @@ class RolloutLoop:
     # The end
 
     async def _let_settle(self) -> None:
-        """After the engine's failure, wait until finished groups are stored and the others are saved and released."""
+        """Wait until finished groups of the failed engine are stored, and the others are saved and released."""
         for group in self._groups:
             if group.phase is GroupPhase.parked or (group.phase in ON_ENGINE and not group.outstanding):
                 await self._end(group, GroupEnd.engine_failed)
@@ -638,10 +610,7 @@ class RolloutLoop:
             logger.warning("%d prompt groups of a failed engine are released as they are", len(self._groups))
 
     async def _cut_off_all(self) -> None:
-        """Abort running groups and wait for their tokens so far, so that the account includes these tokens.
-
-        A weight load that has begun is awaited, because cancelling it would make the engine fail.
-        """
+        """Abort running groups and wait for their tokens. Do not cancel a running weight load, but wait for it."""
         for group in self._groups:
             if group.phase is not GroupPhase.settling:
                 await self._end(group, GroupEnd.stopped)
@@ -652,11 +621,10 @@ class RolloutLoop:
         except TimeoutError:
             loading = " and the load of weights" if self._is_loading else ""
             logger.warning("%d prompt groups%s did not end within stop_timeout_s", len(self._groups), loading)
-        except Exception as error:  # noqa: BLE001 - the engine may fail in any way while it stops
+        except Exception as error:  # noqa: BLE001 - the engine may fail in any way
             logger.warning("%d prompt groups are released as they are: %s", len(self._groups), error)
 
 
 def _stamp(engine: Engine, event: GroupEvent, group: InflightGroup) -> None:
-    """Record an event of a group in the run's profile."""
     group_id, attempt = group.key
     record.stamp(event, group_id, attempt=attempt, version=engine.version)

@@ -1,19 +1,19 @@
-"""The state machine of one member of a run, for example a rollout worker with its engine.
+"""The state machine of one member of a run. Example: a rollout worker with its engine.
 
 ::
 
     starting ──▶ catching_up(v) ──▶ ready ◀──▶ updating(v)
        ▲ │
        │ ▼
-     pending                                                     the cluster has no place for the member
+     pending                                                     the cluster has no resources for the member
     any of these, and draining ──▶ fenced(epoch + 1) ──▶ backoff ──▶ starting      a fault, or a missed deadline
                                                     ├──▶ failed     too many faults in one window, or not stopped
                                                     └──▶ left       the member was asked to leave
     ready, updating ──▶ draining ──▶ left                           a leave request in another state ──▶ left
 
-This module is pure and synchronous. The driver of a member passes the time in, does the work of each state, and reports
-the result. Each report names the epoch in which its work began. A fault begins the next epoch, and reports of older
-epochs have no effect. Therefore answers from before the fault do not count, and a member has one life at a time.
+This module does not wait and does no I/O. The driver of a member passes the time in, does the work of each state, and
+reports the result. Each report names the epoch in which its work began. A fault begins the next epoch, and reports of
+older epochs have no effect.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .config import RolloutFleetConfig
 
 LONGEST_BACKOFF_S = 60.0
 STOP_MARGIN_S = 5.0
-"""Seconds that are added to the deadlines of a start and of a stop."""
+"""Seconds added to the deadlines of a start and of a stop."""
 
 
 class MemberState(StrEnum):
@@ -57,14 +57,12 @@ class MemberLimits:
     """Deadlines of a member, and limits of its restarts.
 
     Attributes:
-        start_s: Seconds from the start to the first answer.
+        start_s: Seconds from the start until the member waits for weights.
         stop_s: Seconds from a fault until the processes of the member have ended.
         drain_s: Seconds from the leave request until the member has left.
-        restarts: Number of faults within ``window_s`` that are followed by a restart. The next fault is final. Example:
-            3.
+        restarts: Number of faults within ``window_s`` that are followed by a restart. The next fault is final.
         window_s: Period in which faults count, in seconds. Older faults do not count.
         backoff_s: Pause before the second restart within the window. Each further restart doubles the pause.
-        longest_backoff_s: The longest pause.
     """
 
     start_s: float
@@ -84,7 +82,7 @@ class MemberLimits:
 
 
 def member_limits(config: RolloutFleetConfig) -> MemberLimits:
-    """Return the limits of a rollout worker with its engine."""
+    """Return the limits of a rollout worker."""
     return MemberLimits(
         start_s=config.start_timeout_s + config.server_stop_timeout_s + STOP_MARGIN_S,
         stop_s=config.server_stop_timeout_s + STOP_MARGIN_S,
@@ -101,7 +99,6 @@ class Member:
 
     Attributes:
         name: Identity. Example: ``"engine-3"``.
-        state: The state now.
         epoch: Number of faults so far. Reports of older epochs have no effect.
         version: Policy version that the member has verified or is loading; -1 before the first offer.
         deadline: Deadline of the state, on the clock of ``now``; infinite if the state has none.
@@ -123,12 +120,12 @@ class Member:
 
     @property
     def may_lease(self) -> bool:
-        """Whether the member may take new work. It needs verified weights for this."""
+        """Whether the member holds verified weights and may take new work."""
         return self.state in SERVING
 
     @property
     def may_release(self) -> bool:
-        """Whether the member is up, with or without verified weights, and can release its device."""
+        """Whether the member is up and can release its device. It need not hold verified weights."""
         return self.may_lease or self.state is MemberState.catching_up
 
     @property
@@ -141,26 +138,23 @@ class Member:
         return epoch == self.epoch and self.state not in (MemberState.fenced, MemberState.backoff, *ENDED)
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until the state's deadline, for `asyncio.timeout`. None if the state has no deadline."""
+        """Return the seconds until the state's deadline. None if the state has no deadline."""
         return None if math.isinf(self.deadline) else max(0.0, self.deadline - now)
 
     # Reports of the member
 
     def unplaced(self, epoch: int) -> None:
-        """Record that the member must wait for a place in the cluster."""
+        """Record that the member must wait for resources of the cluster."""
         if self.accepts(epoch) and self.state is MemberState.starting:
             self._enter(MemberState.pending, math.inf)
 
     def placed(self, epoch: int, now: float) -> None:
-        """Record that the member has a place and starts."""
+        """Record that the member has resources and starts."""
         if self.accepts(epoch) and self.state is MemberState.pending:
             self._enter(MemberState.starting, now + self._limits.start_s)
 
     def started(self, epoch: int) -> None:
-        """Record that the member is up and waits for weights.
-
-        This state has no deadline, because the learner's publish has one.
-        """
+        """Record that the member is up and waits for weights, without a deadline."""
         if self.accepts(epoch) and self.state is MemberState.starting:
             self._enter(MemberState.catching_up, math.inf)
             self.version = -1
@@ -176,10 +170,7 @@ class Member:
         self.version = version
 
     def skipped(self, epoch: int, version: int) -> None:
-        """Record that the offered version was removed.
-
-        The member serves ``version`` (-1 for none) and waits for another offer.
-        """
+        """Record that the offered version was removed, so the member still serves ``version`` (-1 for none)."""
         if not self.accepts(epoch):
             return
         if self.state is MemberState.catching_up:
@@ -204,8 +195,7 @@ class Member:
     def fault(self, epoch: int, reason: str, now: float) -> bool:
         """Record that the member died, hangs, or could not be verified.
 
-        Reports of this epoch have no effect from now on. Returns whether this call ended the epoch. A second report of
-        the same fault does not end an epoch.
+        This ends the epoch. Returns False if the epoch has ended before.
         """
         if not self.accepts(epoch):
             return False
@@ -220,7 +210,7 @@ class Member:
     def stopped(self, now: float) -> None:
         """Record that the processes of the fenced epoch have ended.
 
-        Begin the pause before the restart, or fail for good.
+        The member then pauses before its restart, leaves, or has failed for good.
         """
         if self.state is not MemberState.fenced:
             return
@@ -239,12 +229,12 @@ class Member:
             self._enter(MemberState.failed, math.inf)
 
     def drain(self, now: float) -> None:
-        """Ask the member to leave. It takes no more work. A member without work has left at once."""
+        """Ask the member to leave. A serving member drains first. Any other member has left at once."""
         self._is_leaving = True
         if self.state in SERVING:
             self._enter(MemberState.draining, now + self._limits.drain_s)
         elif self.state is not MemberState.draining and not self.has_ended:
-            self.epoch += 1  # a start that is running will have no effect
+            self.epoch += 1  # reports of a running start will have no effect
             self._enter(MemberState.left, math.inf)
 
     def due(self, now: float) -> None:

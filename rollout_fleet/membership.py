@@ -1,12 +1,12 @@
-"""The membership of a fleet: the ranks that have engines, and the requests that engines join or leave a running run.
+"""The membership of a fleet: the ranks with an engine, and the requests to join or leave a running run.
 
 ::
 
     asyncrl join, asyncrl leave ──ask──▶ FleetDesk (a named Ray actor of the run) ──next_request──▶ the controller
                                 ◀─words─                                          ◀──answer──
 
-Every process that can connect to the run's Ray cluster can send requests. The desk relies on Ray's authentication
-(``RAY_AUTH_MODE=token``). `FleetDesk.ask` waits for the controller's answer and wakes `FleetDesk.next_request`.
+Every process that can connect to the run's Ray cluster can send requests. Only Ray's authentication
+(``RAY_AUTH_MODE=token``) restricts them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 from asyncrl.core.errors import MembershipRefused
 
 NAMESPACE = "asyncrl"
-"""Ray namespace of the desks; the name of a desk is its run's folder."""
+"""Ray namespace of all `FleetDesk` actors. The name of an actor is its run's folder."""
 ADDRESS_FILE = "fleet.json"
-"""File in the run's folder with the address of the run's Ray cluster, as seen from its node."""
+"""File in the run's folder with the address of the run's Ray cluster."""
 AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-"""Ray's variables for the authentication of a cluster. A process that connects needs the cluster's values."""
+"""Ray's environment variables for authentication. A process that connects needs the cluster's values."""
 
 
 class Presence(StrEnum):
@@ -44,12 +44,10 @@ class Presence(StrEnum):
 
 
 class Roster:
-    """The ranks of a fleet of ``fewest`` to ``most`` engines.
+    """The ranks of a fleet of ``fewest`` to ``most`` engines, of which at least ``needed`` must stay.
 
-    At least ``needed`` engines must stay. At first ``fewest`` engines are present. If ``most`` is None, the fleet has a
-    fixed size, and no engine joins or leaves. Ray resources for the ranks below ``fewest`` stay reserved for the whole
-    run. When the engine of such a rank has left, a new engine can get this rank. Every other rank is used once, so that
-    the logs and counters of the rank belong to one engine.
+    If ``most`` is None, the fleet has a fixed size. The run keeps Ray resources for the ranks below ``fewest``, so a
+    new engine can get such a rank again. Every other rank is used once, so its logs and counters belong to one engine.
     """
 
     def __init__(self, *, fewest: int, most: int | None, needed: int) -> None:
@@ -76,10 +74,10 @@ class Roster:
     def join(self, num_engines: int, *, in_kept_places: bool = True) -> list[int]:
         """Return ranks for joining engines.
 
-        Ranks whose places the run keeps come first, unless ``in_kept_places`` is false.
+        Free ranks below ``fewest`` come first, unless ``in_kept_places`` is false.
 
         Raises:
-            MembershipRefused: the fleet has a fixed size, or would have more than ``most``.
+            MembershipRefused: the fleet has a fixed size, or would have more than ``most`` engines.
         """
         self._check_elastic("join")
         if num_engines < 1:
@@ -105,7 +103,7 @@ class Roster:
         """Let the engine of a rank leave.
 
         Raises:
-            MembershipRefused: the fleet has a fixed size, there is no such engine, or too few engines would remain.
+            MembershipRefused: the fleet has a fixed size, the rank has no engine, or too few engines would remain.
         """
         self._check_elastic("leave")
         presence = self._presence.get(rank)
@@ -146,7 +144,6 @@ class FleetRequest:
     """A request to a run's fleet.
 
     Attributes:
-        action: Kind of the request.
         num_engines: For ``join``: number of engines.
         node: For ``join``: address of the engines' node; empty for any.
         member: For ``leave``: rank of the rollout worker.
@@ -175,7 +172,7 @@ class FleetDesk:
         self._num_asked = 0
 
     async def ask(self, request: FleetRequest) -> FleetAnswer:
-        """Send a request to the run and wait for the answer."""
+        """Send a request to the run and wait for the controller's `answer`. Wakes `next_request`."""
         number, self._num_asked = self._num_asked, self._num_asked + 1
         self._answers[number] = asyncio.get_running_loop().create_future()
         self._requests.put_nowait((number, request))
@@ -185,17 +182,17 @@ class FleetDesk:
             del self._answers[number]
 
     async def next_request(self) -> tuple[int, FleetRequest]:
-        """Wait for the next request. Returns the request and its number for `answer`."""
+        """Return the next request and its number for `answer`. `ask` wakes this wait."""
         return await self._requests.get()
 
     async def answer(self, number: int, answer: FleetAnswer) -> None:
-        """Answer a request. This has no effect if the caller has disconnected."""
+        """Answer a request. This has no effect if the sender has disconnected."""
         if number in self._answers:
             self._answers[number].set_result(answer)
 
 
 def write_address(run_dir: Path, *, address: str, node_address: str) -> None:
-    """Write the address of the run's Ray cluster into a file, for this user's commands on this node."""
+    """Write the address of the run's Ray cluster to a file, for this user's commands on this node."""
     found = {
         "address": address,
         "node_address": node_address,

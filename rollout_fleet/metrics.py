@@ -16,7 +16,7 @@ from .member import Member, MemberState
 
 
 class EpisodeCount(StrEnum):
-    """Events of a worker's environments and of their requests. The counts of several workers are added."""
+    """Events of a worker's environments and of their requests."""
 
     unknown_keys = "unknown_keys"  # requests with an unknown key
     closed_keys = "closed_keys"  # requests with the key of an episode that has ended
@@ -27,7 +27,7 @@ class EpisodeCount(StrEnum):
     failed_reward = "failed_reward"
     failed_overflow = "failed_overflow"
     failed_infrastructure = "failed_infrastructure"
-    processes_killed = "processes_killed"  # killed because the event loop was blocked, or the memory too large
+    processes_killed = "processes_killed"  # killed because of a blocked event loop or too much memory
     processes_ended = "processes_ended"  # replaced because they ended by themselves or were killed
     processes_retired = "processes_retired"  # replaced because they had too many leftovers
     leftovers = "leftovers"  # programs and tasks that still ran after their episodes had ended
@@ -38,18 +38,16 @@ class FleetCounters:
     """Counters of one rollout worker since its start.
 
     Attributes:
-        tokens_generated: Policy tokens in the engine's answers, including those of aborted samples, excluding
-            evaluation and greedy baselines.
+        tokens_generated: Policy tokens in the engine's answers, without evaluation and greedy baselines.
         tokens_in_flight: Generated tokens that are neither stored nor released yet.
         groups_finished: Prompt groups stored in the buffer.
         groups_released: Prompt groups released unfinished.
-        groups_refused: Finished groups that the buffer refused because their lease had expired.
-        groups_failed: Number of failed attempts by reason (``aborted`` by the engine, ``reward``, …).
-            ``reward_trajectory`` counts the responses that were left out of their group.
-        busy_s: Time with at least one training request on the engine, without weight loads.
-        wait_s: Time without a training request on the engine while the worker waited for admission.
+        groups_refused: Finished groups that the buffer refused, because their lease had expired or they were too old.
+        groups_failed: Number of failed attempts by reason. ``reward_trajectory`` counts dropped responses.
+        busy_s: Seconds with at least one training request on the engine, without weight loads.
+        wait_s: Seconds without a training request on the engine while the worker waited for admission.
         load_s: Seconds of paused generation, per weight load.
-        reward_s: Time spent waiting for rewards, summed over groups.
+        reward_s: Seconds of waiting for rewards, summed over groups.
         episodes: Number of events by `EpisodeCount`; empty without environments.
     """
 
@@ -67,7 +65,7 @@ class FleetCounters:
 
     @classmethod
     def total(cls, parts: Iterable[FleetCounters]) -> FleetCounters:
-        """Return the sum over several workers, or over several lives of one worker."""
+        """Return the sum over several workers, or over several starts of one worker."""
         sums: dict[str, Any] = asdict(cls())
         for part in parts:
             for name in sums:
@@ -79,10 +77,7 @@ class FleetCounters:
 
 
 class FleetMeter:
-    """Keeps the counters of one worker.
-
-    Each second counts as busy, as waiting for admission, or as neither.
-    """
+    """Keeps the counters of one worker. Each second counts as busy, as waiting for admission, or as neither."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -109,7 +104,7 @@ class FleetMeter:
             self.add(busy_s=-min(seconds, self._counts["busy_s"]))
 
     def add(self, **changes: Any) -> None:
-        """Add numbers to counters. The names are those of `FleetCounters`."""
+        """Add numbers to counters, by the names of `FleetCounters`."""
         for name, change in changes.items():
             self._counts[name] = self._counts[name] + change
 
@@ -128,7 +123,7 @@ class FleetMeter:
 
 
 def note_member(member: Member, lane: str) -> None:
-    """Record the current and all later states and epochs of a member in the run's profile, on ``lane``."""
+    """Record all states and epochs of a member from now on in the run's profile, on ``lane``."""
     span = record.NO_SPAN
 
     def note(state: MemberState, epoch: int) -> None:

@@ -1,7 +1,4 @@
-"""The built-in reward functions.
-
-The functions in `FUNCTIONS_IN_PROCESSES` can hang or wait, so they run in scoring processes.
-"""
+"""The built-in reward functions."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from .reward_protocol import REWARDS, Rollout, Score
 from .sandbox import Sandbox, SandboxKind, SandboxLimits
 
 FUNCTIONS_IN_PROCESSES = frozenset({"code", "format", "judge", "math_verify"})
-"""A regular expression or an equation can take forever. Programs and judges make the caller wait."""
+"""Rewards that can hang or wait, so they run in scoring processes."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _QUANTITY = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?")
 _FENCED = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)```", re.DOTALL)
@@ -44,8 +41,8 @@ def last_number(prompt: Prompt, response_text: str) -> float:
 def final_answer(prompt: Prompt, response_text: str) -> float:
     r"""Return 1.0 if the response's final answer is the ground truth, else 0.0.
 
-    The final answer is the last ``\boxed{…}``, or else the text after the last ``Answer:``. Numbers are compared as
-    numbers, other answers as text without spaces: ``1/2`` is not ``0.5``.
+    The final answer is in the last ``\boxed{…}``, or else after the last ``Answer:``. Numbers are compared as numbers.
+    Other answers are compared as text without spaces. Example: ``1/2`` is not ``0.5``.
     """
     written, expected = (re.sub(r"[\s$]|\.$", "", text) for text in (_final(response_text), str(prompt.ground_truth)))
     number = _as_number(expected)
@@ -57,8 +54,10 @@ def numeric(prompt: Prompt, response_text: str, *, relative: float = 1e-4, absol
     r"""Return 1.0 if the response's number is near the ground truth, else 0.0.
 
     The response's number is the last number in ``\boxed{…}`` or after ``Answer:``, otherwise the last number of the
-    text. Fractions and exponents are numbers: ``3/4``, ``1.5e-3``. The number is near if the distance is at most
-    ``relative`` times the ground truth, or at most ``absolute``. Raises `ValueError` if the ground truth has no number.
+    text. Examples: ``3/4``, ``1.5e-3``. The number is near if the distance is at most ``relative`` times the ground
+    truth, or at most ``absolute``.
+
+    Raises `ValueError` if the ground truth has no number.
     """
     expected = _quantities(str(prompt.ground_truth))
     if not expected:
@@ -75,7 +74,7 @@ class Length:
 
     A response of up to ``max_tokens - buffer_tokens`` tokens gets 0. Beyond that the value falls linearly to -1 at
     ``max_tokens``. Example: ``max_tokens=100`` and ``buffer_tokens=20`` give 0, -0.5 and -1 for 80, 90 and 100 tokens.
-    The tokens are those that the policy wrote in all turns.
+    The tokens of all sampled turns count.
     """
 
     def __init__(self, *, max_tokens: int, buffer_tokens: int) -> None:
@@ -95,8 +94,8 @@ class Length:
 def environment(prompt: Prompt, rollout: Rollout, *, failed: float = 0.0) -> Score:
     """Return the rewards of the environment's own outcome, including rewards of turns.
 
-    A failed episode that is scored nevertheless (``environment.on_failure``) gets ``failed``. Raises `ValueError` if
-    the outcome has no rewards, or if the run has no environment.
+    A failed episode gets ``failed`` if ``environment.on_failure`` has it scored. Raises `ValueError` if the outcome has
+    no rewards, or if the run has no environment.
     """
     del prompt
     outcome = rollout.outcome
@@ -130,8 +129,6 @@ class Format:
 class MathVerify:
     """Gives 1.0 if the response's final expression is mathematically equal to the ground truth, else 0.0.
 
-    The library math-verify compares the expressions.
-
     Args:
         timeout_s: Seconds for parsing an expression, and for comparing two. A slower comparison counts as different.
     """
@@ -157,12 +154,11 @@ class MathVerify:
 
 @REWARDS.register("code")
 class Code:
-    """Runs the tests of the row on the response's last fenced code block, in a sandbox.
+    """Runs tests on the response's last fenced code block, or on the whole response without such a block.
 
-    Without such a block, the whole response is the code. Tests are Python code with asserts, or pairs of standard input
-    and expected standard output. Outputs are compared line by line without trailing spaces. The form of the pairs is a
-    list of ``{"stdin": …, "stdout": …}`` or ``{"input": …, "output": …}``, or a mapping ``{"inputs": […], "outputs":
-    […]}``. The tests may also be JSON text.
+    The tests run in a sandbox. Tests are Python code with asserts, or pairs of standard input and expected standard
+    output. Outputs are compared line by line without trailing spaces. Pairs are a list of ``{"stdin": …, "stdout": …}``
+    or ``{"input": …, "output": …}``, or a mapping ``{"inputs": […], "outputs": […]}``. The tests may also be JSON text.
 
     Args:
         tests: The extra column with the tests; by default the ground truth.
@@ -170,7 +166,7 @@ class Code:
             one test.
         language: ``python`` or ``bash``.
         at_once: Number of programs that run at once in one scoring process.
-        kind: Kind of the sandbox (`rollout_fleet.sandbox`). ``limits`` is used only if it is named here.
+        kind: Kind of the sandbox, as in `Sandbox`.
         python: Interpreter of the programs.
         limits: Fields of `SandboxLimits`. Example: ``{cpu_time_s: 2.0}``.
     """
@@ -215,7 +211,7 @@ class Code:
         return result.is_success and _lines(result.stdout) == _lines(expected)
 
     async def _holds(self, code: str, asserts: str) -> bool:
-        """Return whether the asserts hold after the code has run. Code that ends its process early does not pass."""
+        """Return whether the asserts hold. Code that ends its process early does not pass."""
         passed = secrets.token_hex(16)
         files = {"solution.py": code, "tests.py": asserts}
         result = await self._sandbox.run(_ASSERTING.format(passed=passed), files=files)
@@ -242,10 +238,7 @@ def code_of(response_text: str) -> str:
 
 
 def _read_tests(tests: Any) -> Sequence[tuple[str, str] | str]:
-    """Parse tests as pairs of input and output, or as one text of asserts.
-
-    Raises `ValueError` with the expected form.
-    """
+    """Return pairs of input and output, or texts of asserts."""
     if isinstance(tests, str):
         try:
             parsed = json.loads(tests)
@@ -306,7 +299,6 @@ def _as_number(text: str) -> float | None:
 
 
 def _quantities(text: str) -> list[float]:
-    """Return all numbers in a text. A fraction with denominator 0 does not count."""
     found = []
     for written in _QUANTITY.findall(text):
         numerator, _, denominator = written.replace(",", "").partition("/")

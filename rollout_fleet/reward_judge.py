@@ -1,4 +1,4 @@
-"""A reward from a language model that acts as judge. The model runs on any server with OpenAI's chat completions."""
+"""A reward from a language model that grades responses. Any server with OpenAI's chat completions can serve it."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ URL_VARIABLE, KEY_VARIABLE = "ASYNCRL_JUDGE_URL", "ASYNCRL_JUDGE_KEY"
 
 @REWARDS.register("judge")
 class Judge:
-    """The score that a model gives to a response, scaled to 0.0 to 1.0.
-
-    The responses to a prompt are judged concurrently.
+    """The score that a model gives to a response, scaled to 0.0 to 1.0. All responses to a prompt are judged at once.
 
     Args:
         url: Base URL of the server. Example: ``https://api.openai.com/v1``. Empty: the server of
@@ -50,11 +48,11 @@ class Judge:
         template: Text of the request, with the fields ``{question}``, ``{response}``, ``{ground_truth}``, ``{low}``,
             ``{high}`` and ``{extra[COLUMN]}``.
         api_key: Environment variable that holds the key; ``rollout_fleet.pass_secrets`` must name it. Empty: no key.
-        low: Lowest score of the template; it becomes 0.0. high: Highest score; it becomes 1.0.
+        low: Lowest score of the template; it becomes 0.0.
+        high: Highest score of the template; it becomes 1.0.
         pattern: Regular expression. The first group of its last match is the score.
         options: Further fields of the request. Example: ``{temperature: 0.0}``.
-        retries: Number of times that a request is repeated after an error of network or server, or an answer without a
-            score.
+        retries: Number of times that a failed request is sent again. An answer without a score is a failure too.
         timeout_s: Deadline of one request. ``rollout_fleet.reward_timeout_s`` bounds all requests of a prompt.
         at_once: Number of requests at once per scoring process.
     """
@@ -89,7 +87,7 @@ class Judge:
         self._retries = retries
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._places = asyncio.Semaphore(at_once)
-        # a wrong field of the template raises ValueError here
+        # raises ValueError for a wrong field of the template
         self._fill(question="", response="", ground_truth="", extra=defaultdict(str))
 
     async def __call__(self, prompt: Prompt, response_text: str) -> float:

@@ -1,7 +1,4 @@
-"""The arguments, results and names of reward functions, and the way to call them.
-
-This module does not wait. `rollout_fleet.rewards` calls the functions, in the rollout worker or in scoring processes.
-"""
+"""The arguments, results and names of reward functions, and the way to call them."""
 
 from __future__ import annotations
 
@@ -35,8 +32,8 @@ class Rollout:
         turns: The text of each sampled turn by its index in the episode. Example: ``{1: "call", 3: "answer"}``.
         num_tokens: Tokens that the policy wrote in all turns; None if they were not counted.
         is_truncated: Whether the last turn reached a limit of length.
-        outcome: The outcome that the environment returned; None without an environment.
-        failure: The reason why the environment has no outcome, if the episode is scored nevertheless; otherwise empty.
+        outcome: The environment's outcome; None without an environment.
+        failure: The reason why a scored episode has no outcome; empty if it has one.
     """
 
     text: str
@@ -54,9 +51,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """The result of a reward function that also rewards turns.
-
-    A function without rewards of turns may return a plain number.
+    """The result of a reward function that also rewards turns. Other functions may return a number.
 
     Attributes:
         reward: Reward of the outcome.
@@ -68,21 +63,25 @@ class Score:
 
     @property
     def sum(self) -> float:
-        """The sum of the outcome's reward and the rewards of the turns."""
+        """The reward of the outcome plus the rewards of the turns."""
         return self.reward + sum(self.turn_rewards.values())
 
 
 class Reward(Protocol):
     """Scores one response. Built-ins that cannot hang run in the rollout worker, all others in a scoring process.
 
-    The name of the second parameter selects the argument. ``rollout`` gets the `Rollout`. ``rollouts`` gets the list of
-    all rollouts of the prompt, and the function returns one score per rollout. Any other name gets the response's text.
-    The function may be ``async``. Then all responses to a prompt are scored at once. A class is instantiated once per
-    process with the reward's options, and the instance is called.
+    The name of the second parameter selects the argument:
+
+    - ``rollout`` gets the `Rollout`.
+    - ``rollouts`` gets the list of all rollouts of the prompt. The function then returns one score per rollout.
+    - Any other name gets the response's text.
+
+    An ``async`` function scores all responses to a prompt at once. A class is instantiated once per process with the
+    reward's options, and the instance is called.
     """
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
-        """Return the reward of a response to a prompt with its ground truth. The text has no special tokens."""
+        """Return the reward of a response. Its text has no special tokens. The prompt has the ground truth."""
         ...
 
 
@@ -130,7 +129,7 @@ class BoundReward:
         return self._takes == "rollouts"
 
     async def start(self) -> None:
-        """Call the reward's ``start``, if it has one, before the first score."""
+        """Call the reward's ``start``, if it has one. Must be called before the first score."""
         start = getattr(self._call, "start", None)
         if start is not None:
             await start()
@@ -161,7 +160,7 @@ class BoundReward:
         try:
             value = self._call(prompt, rollout if self._takes == "rollout" else rollout.text)
             return _as_answer(await value if inspect.isawaitable(value) else value, rollout)
-        except Exception as error:  # noqa: BLE001 - any error of a reward affects only this group
+        except Exception as error:  # noqa: BLE001 - an error affects only this group
             return f"raised {error!r}; fix it, or filter such prompts"
 
     async def _group_answers(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Answer]:
@@ -172,7 +171,7 @@ class BoundReward:
             if len(values) == len(rollouts):
                 return list(map(_as_answer, values, rollouts))
             failure = f"returned {len(values)} scores; it must return one per rollout, {len(rollouts)}"
-        except Exception as error:  # noqa: BLE001 - any error of a reward affects only this group
+        except Exception as error:  # noqa: BLE001 - an error affects only this group
             failure = f"raised {error!r}; fix it, or filter such prompts"
         return [failure] * len(rollouts)
 
@@ -197,10 +196,7 @@ def _parameters(function: Any) -> list[str]:
 
 
 def _as_answer(value: Any, rollout: Rollout) -> Answer:
-    """Convert a reward's result to a finite score with finite rewards of turns.
-
-    If ``value`` is wrong, returns a text that describes the problem.
-    """
+    """Convert a reward's result to a finite score. Returns a text with the problem if the result is wrong."""
     outcome, turns = (value.reward, value.turn_rewards) if isinstance(value, Score) else (value, {})
     numbers = [number for one in (outcome, *turns.values()) if (number := _as_number(one)) is not None]
     if len(numbers) < 1 + len(turns):
@@ -212,10 +208,6 @@ def _as_answer(value: Any, rollout: Rollout) -> Answer:
 
 
 def _as_number(value: Any) -> float | None:
-    """Convert a Python, numpy or torch scalar to a float.
-
-    Returns None for other values, and for numbers outside the range of float32.
-    """
     with suppress(TypeError, ValueError):
         if not isinstance(value, (str, bytes)) and getattr(value, "ndim", 0) == 0:
             value = float(value)

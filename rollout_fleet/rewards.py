@@ -1,10 +1,7 @@
 """Computes the rewards of a run.
 
-This module runs scoring processes for the functions that need one, and computes the weighted sums. The functions are
-those of `rollout_fleet.reward_functions` and `rollout_fleet.reward_judge`, or a user's own functions
-(`rollout_fleet.reward_protocol`). A prompt group waits for a free process. The group's deadline starts when the group
-gets a process. A process that hangs or dies is replaced. `rollout_fleet.children` starts the processes
-(``python -m rollout_fleet.rewards NAME PARENT_PID OPTIONS``).
+Runs scoring processes (``python -m rollout_fleet.rewards NAME PARENT_PID OPTIONS``) for functions that need one. A
+prompt group waits for a free process, and its deadline starts when it gets one.
 """
 
 from __future__ import annotations
@@ -47,14 +44,16 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 60.0  # deadline for the start of a scoring process
+START_TIMEOUT_S = 60.0
 
 
 class RewardProcesses:
     """Scores groups with one reward function: a built-in, or a user's ``module:function``.
 
-    A user's function, or a built-in that can hang, gets ``reward_processes`` processes. The processes only get the
-    secrets that ``pass_secrets`` names. Raises `ValueError` if the function does not exist, or its options do not fit.
+    A user's function, or a built-in that can hang, gets ``reward_processes`` processes. The processes get only the
+    secrets in ``pass_secrets``.
+
+    Raises `ValueError` if the function does not exist, or its options do not fit.
     """
 
     def __init__(self, name: str, config: RolloutFleetConfig) -> None:
@@ -69,11 +68,10 @@ class RewardProcesses:
         self._variables: Mapping[str, str] = {}
 
     async def start(self, variables: Mapping[str, str] | None = None) -> None:
-        """Start the processes of a user's function, or of a built-in that can hang. Other built-ins need none.
+        """Start the scoring processes, if the function needs them.
 
-        ``variables`` are added to the environment variables of the processes.
-
-        Raises `WorkerDiedError` or `DeadlineError` if a process does not start.
+        ``variables`` are added to the environment variables of the processes. Raises `WorkerDiedError` or
+        `DeadlineError` if a process does not start.
         """
         self._variables = variables or {}
         if self._needs_process:
@@ -83,9 +81,10 @@ class RewardProcesses:
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout], *, may_fail: bool = False) -> list[Answer]:
         """Score a prompt group. Returns one score per rollout.
 
-        Raises `RewardError` if the function raises, hangs, ends its process, or returns anything but finite numbers.
-        If ``may_fail`` is true, failed rollouts get the message instead. A failed process is replaced. If the new
-        process does not start, the call that needs it raises `RewardError`.
+        If ``may_fail`` is true, failed rollouts get a message instead of a score. A failed process is replaced.
+
+        Raises `RewardError` if the function raises, hangs, ends its process, or does not return finite numbers. Also
+        raises it if a new process does not start.
         """
         if self._needs_process:
             answers = await self._score_in_process(prompt, rollouts, may_fail=may_fail)
@@ -105,10 +104,7 @@ class RewardProcesses:
             await self._kill(process)
 
     async def _score_in_process(self, prompt: Prompt, rollouts: Sequence[Rollout], *, may_fail: bool) -> list[Answer]:
-        """Score rollouts in a process that runs `main`.
-
-        If a rollout ends the process, a new process scores the remaining rollouts.
-        """
+        """Score rollouts in a process. If a rollout ends the process, a new process scores the remaining rollouts."""
         answers: list[Answer] = []
         while len(answers) < len(rollouts) and (may_fail or not answers):
             process = await self._free.get()
@@ -135,7 +131,7 @@ class RewardProcesses:
                     raise
                 if not may_fail:
                     return answers[-1:]
-                if self._reward.takes_group:  # the function scores all rollouts together, so one failure fails all
+                if self._reward.takes_group:
                     return answers[-1:] * len(rollouts)
             finally:
                 self._free.put_nowait(back)
@@ -167,12 +163,11 @@ class Scores:
 
     Attributes:
         total: [G] float32, the weighted sum of the outcomes' rewards.
-        parts: [G] float32 per reward by its label, including the rewards of turns; empty if the run has only one
+        parts: [G] float32 per reward by its label, including the rewards of turns. Empty if the run has only one
             reward.
-        turn_rewards: [G] weighted sums of the rewards of turns, by the turns' indices in the episode. They are not part
-            of ``total``. The list may be empty.
-        failures: [G] the reason why a rollout has no score, or an empty text. The list is empty if all rollouts have a
-            score.
+        turn_rewards: [G] weighted sums of the rewards of turns, by the turns' indices in the episode. They are not in
+            ``total``. Empty if no turn has a reward.
+        failures: [G] the reason why a rollout has no score, or an empty text. Empty if all rollouts have a score.
     """
 
     total: np.ndarray
@@ -182,7 +177,7 @@ class Scores:
 
     @property
     def sums(self) -> np.ndarray:
-        """[G] float32, the rewards of the trajectories: ``total`` plus the rewards of turns."""
+        """[G] float32, ``total`` plus the rewards of turns."""
         if not self.turn_rewards:
             return self.total
         return self.total + np.asarray([sum(turns.values()) for turns in self.turn_rewards], dtype=np.float32)
@@ -199,10 +194,9 @@ class Scores:
 
 
 class WeightedRewards:
-    """All configured rewards.
+    """All configured rewards. The weights of the sum depend on the data source of the prompt.
 
-    Each reward has its own processes. The weights of the sum depend on the data source of the prompt. Raises
-    `ValueError` if a function does not exist, or its options do not fit.
+    Raises `ValueError` if a function does not exist, or its options do not fit.
     """
 
     def __init__(self, config: RolloutFleetConfig) -> None:
@@ -211,14 +205,13 @@ class WeightedRewards:
         self._rewards = {name: RewardProcesses(name, config) for name in config.reward_names}
 
     async def start(self, variables: Mapping[str, str] | None = None) -> None:
-        """Start the scoring processes. Arguments and errors are as in `RewardProcesses.start`."""
+        """Start all scoring processes. Arguments and errors are as in `RewardProcesses.start`."""
         await asyncio.gather(*(reward.start(variables) for reward in self._rewards.values()))
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout | str], *, may_fail: bool = False) -> Scores:
-        """Score a prompt group with every reward of its data source.
+        """Score a prompt group with every reward of its data source. A string is the text of a single answer.
 
-        Raises as `RewardProcesses.score` does. A string is the text of a single answer. If one reward has no score for
-        a rollout, the sum is NaN.
+        The total is NaN if one reward has no score for a rollout. Raises as `RewardProcesses.score`.
         """
         weights = self._config.weights_for(prompt.data_source)
         seen = [Rollout.answer(one) if isinstance(one, str) else one for one in rollouts]
@@ -252,10 +245,7 @@ class WeightedRewards:
 
 
 async def _ask(process: ChildProcess, question: tuple[Prompt, list[Rollout], bool], answers: list[Answer]) -> None:
-    """Let a process score rollouts.
-
-    Each answer is appended when it arrives, so the caller knows which rollout ended the process.
-    """
+    """Let a process score rollouts. Append each answer on arrival, so the caller sees which rollout was the last."""
     await process.send(question)
     _, rollouts, may_fail = question
     for _ in rollouts:
@@ -270,7 +260,7 @@ async def _ask(process: ChildProcess, question: tuple[Prompt, list[Rollout], boo
 
 
 def main() -> None:
-    """Score groups from standard input until it ends."""
+    """Run a scoring process: score groups from standard input until it closes."""
     name, parent_pid, options = sys.argv[1:]
     questions, answers = open_pipes(int(parent_pid))
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -295,13 +285,11 @@ def _complete(work: Coroutine[Any, Any, None]) -> None:
         work.send(None)
     except StopIteration:
         return
-    # cannot happen, because the coroutine does not await a future
     raise RuntimeError("a reward that is not async must not wait")
 
 
 if __name__ == "__main__":
-    # The module is imported by its name instead of run as __main__, so that a user's module uses the same registry of
-    # rewards.
+    # Import the module by its name, so that a user's module uses the same registry of rewards as this process.
     from rollout_fleet import rewards
 
     rewards.main()

@@ -1,7 +1,6 @@
-"""Decodes samples, and saves samples for the user as parquet files in the run's ``samples/``, one row per sample.
+"""Decodes samples, and saves samples for people to read as parquet files in the run's ``samples/``.
 
-Training saves the first prompt groups that finish in each interval of policy versions. Evaluations save all answers. If
-a file cannot be written, a warning is logged.
+Training saves the first prompt groups that finish in each interval of policy versions. Evaluations save all answers.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ logger = logging.getLogger(__name__)
 def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
     """Return a function that decodes token ids to text. ``special_tokens`` keeps special tokens in the text.
 
-    A ``tokenizer.json`` is read with only the tokenizers library, so the worker does not load transformers or torch.
-    Raises `ValueError` with the file's name if the file is damaged.
+    Raises `ValueError` with the file's name if ``tokenizer.json`` is damaged.
     """
     tokenizer_file = Path(model_path) / "tokenizer.json"
     if tokenizer_file.is_file():
@@ -51,7 +49,7 @@ def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
 
 
 class SampleKind(StrEnum):
-    """Origin of samples: training, or the sampled or greedy answers of an evaluation."""
+    """Source of samples: training, or the sampled or greedy answers of an evaluation."""
 
     train = "train"
     sampled = "sampled"
@@ -59,7 +57,10 @@ class SampleKind(StrEnum):
 
 
 class SampleLog:
-    """Writes files ``KIND-vVERSION-rolloutRANK.parquet``. The names of evaluation files end with ``-PART``."""
+    """Writes files ``KIND-vVERSION-rolloutRANK.parquet`` with one row per sample.
+
+    The names of evaluation files end with ``-PART``. If a file cannot be written, a warning is logged.
+    """
 
     def __init__(self, directory: Path, *, rank: int, config: SamplesConfig, decode: Decode) -> None:
         self._directory = directory
@@ -72,7 +73,7 @@ class SampleLog:
         self._num_parts = 0
 
     async def start(self) -> None:
-        """Import pyarrow now, because the import takes one second and would delay a batch of samples later."""
+        """Import pyarrow now, because the import takes one second and would delay samples later."""
         await asyncio.to_thread(importlib.import_module, "pyarrow.parquet")
 
     async def add(
@@ -84,7 +85,7 @@ class SampleLog:
         *,
         runs: Sequence[EpisodeRun] = (),
     ) -> None:
-        """Keep a finished training group if the current set needs it. The last group of a set writes the file.
+        """Save a finished training group if the current set needs it. The last group of a set writes the file.
 
         ``runs`` are the episodes of the samples if an environment played them.
         """
@@ -103,7 +104,7 @@ class SampleLog:
             await self._write(SampleKind.train, version, rows)
 
     async def keep_answers(self, version: int, rows: Sequence[Mapping[str, Any]], *, per_prompt: int) -> None:
-        """Keep answers to held-out prompts: ``per_prompt`` `rows` of each prompt. The greedy answer is the last one."""
+        """Save answers to held-out prompts: ``per_prompt`` `rows` of each prompt, of which the last is greedy."""
         self._num_parts += 1
         part, last = f"-{self._num_parts:05d}", per_prompt - 1
         for kind in (SampleKind.sampled, SampleKind.greedy):
@@ -114,7 +115,7 @@ class SampleLog:
     def rows(
         self, prompt: Prompt, samples: Sequence[SampleOutput | Turn], texts: Sequence[str], scores: Scores
     ) -> list[dict[str, Any]]:
-        """Return the rows of a prompt group. ``episode`` is the JSON of `EpisodeRun.described`, empty without turns."""
+        """Return the rows of a prompt group, with an empty ``episode``."""
         truth = prompt.ground_truth
         known = {
             "group_id": prompt.group_id,
@@ -140,7 +141,6 @@ class SampleLog:
     async def _write(
         self, kind: SampleKind, version: int, rows: Sequence[Mapping[str, Any]], *, part: str = ""
     ) -> None:
-        """Write one file atomically."""
         path = self._directory / f"{kind}-v{version:08d}-rollout{self._rank}{part}.parquet"
 
         def write() -> None:

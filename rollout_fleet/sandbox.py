@@ -1,14 +1,12 @@
 """Sandboxes for code that the policy wrote.
 
-A program has no network, a read-only system, its own scratch folder, and limits. There are three kinds. ``start`` tries
-them in this order with a small hostile program, and reports the chosen kind:
+A program has no network, a read-only system, its own scratch folder, and limits. A sandbox exists for one program. All
+its processes end with the program, or when the owner of the sandbox ends. The kinds of sandboxes are:
 
-- ``bubblewrap``: ``bwrap`` makes the namespaces. This works on machines where only ``bwrap`` may make user namespaces.
-- ``namespaces``: the same namespaces, made by `rollout_fleet.sandbox_init`.
-- ``limits``: no namespaces. The program can read this user's files and signal this user's processes. If this user
-  is root, the program gets an unused user id instead. This kind is used only by request.
-
-A sandbox exists for one program. All its processes end with the program, or when the owner of the sandbox ends.
+- ``bubblewrap``: ``bwrap`` makes the namespaces. Some machines allow only ``bwrap`` to make user namespaces.
+- ``namespaces``: `rollout_fleet.sandbox_init` makes the same namespaces.
+- ``limits``: there are no namespaces. The program can read this user's files and signal this user's processes. If this
+  user is root, the program gets an unused user id instead.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from asyncrl.core.errors import SandboxError
 logger = logging.getLogger(__name__)
 
 GRACE_S = 30.0
-"""Seconds beyond the wall time for a sandbox to come up and to end, on a busy machine."""
+"""Seconds beyond the wall time for a sandbox to start and to end."""
 _INIT = str(Path(__file__).with_name("sandbox_init.py"))
 _INIT_INSIDE = "/run/sandbox_init.py"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -74,7 +72,7 @@ class EndedBy(StrEnum):
 class SandboxLimits:
     """The limits of one program with all its processes.
 
-    A program that asks for more gets an error from the system (memory, processes, disk), or is ended.
+    A program that exceeds them gets an error from the system (memory, processes, disk), or is killed.
 
     Attributes:
         wall_time_s: Seconds from the program's start to its end.
@@ -108,8 +106,7 @@ class SandboxResult:
         exit_status: Its exit status, or the negative number of the signal that ended it. -9 if it exceeded a limit.
         stdout: Standard output, as UTF-8 with replacements; the first ``output_bytes`` of both streams together.
         stderr: Standard error, in the same form.
-        seconds: Time from the start to the end of the program.
-        ended_by: How the program ended.
+        seconds: Seconds from the start to the end of the program.
     """
 
     exit_status: int
@@ -128,9 +125,8 @@ class Sandbox:
     """Runs any number of programs at once, each in its own sandbox.
 
     Args:
-        kind: Kind of isolation. ``limits`` is never chosen automatically.
-        python: Python interpreter of the programs, with the packages that they may import; by default the current
-            interpreter.
+        kind: Kind of isolation. ``limits`` is used only if it is named here.
+        python: Python interpreter with the packages that the programs may import; by default the current interpreter.
         limits: Default limits of programs.
     """
 
@@ -151,11 +147,11 @@ class Sandbox:
         self._is_started = False
 
     async def start(self) -> SandboxKind:
-        """Try the kinds, choose one, and return it. `run` calls this method if it was not called before.
+        """Choose the first kind that stops a hostile test program, and return it. `run` calls this if needed.
 
         Raises:
             SandboxError: no kind that isolates a program works on this machine. The message has the reasons.
-            ValueError: there is no such interpreter.
+            ValueError: the interpreter does not exist.
         """
         async with self._starting:
             if self._is_started:
@@ -193,7 +189,7 @@ class Sandbox:
             stdin: Its standard input.
             files: Further files of its working directory, by relative path. The directory is removed with the sandbox.
             language: ``python`` or ``bash``.
-            limits: Limits of the program.
+            limits: Limits of the program; by default those of the `Sandbox`.
 
         Raises:
             SandboxError: as in `start`, or if the sandbox itself failed.
@@ -291,7 +287,7 @@ class Sandbox:
         if _unused_uid() is None:
             command += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
         for entry, target, source in [*self._root, ("ro-bind", _INIT_INSIDE, _INIT)]:
-            # if this process is root, the sandboxed program runs as another user and must be able to enter the folders
+            # if this process is root, the program runs as another user, who must be able to enter the folders
             for folder in reversed(Path(target).parents[:-1]):
                 command += ["--perms", "755", "--dir", str(folder)]
             command += [f"--{entry}", source, target]
@@ -299,7 +295,6 @@ class Sandbox:
         return [*command, "--remount-ro", "/", self._python, "-I", "-S", _INIT_INSIDE, *arguments]
 
     async def _why_not(self, kind: SandboxKind) -> str:
-        """Try a kind with a program that attempts forbidden actions. Returns the problem, or an empty string."""
         if platform.machine() not in _MACHINES:
             return f"the processor must be one of {list(_MACHINES)}, got {platform.machine()}"
         if kind is SandboxKind.bubblewrap and shutil.which("bwrap") is None:
@@ -307,7 +302,6 @@ class Sandbox:
         with tempfile.NamedTemporaryFile(prefix="asyncrl-probe-") as canary:
             canary.write(b"canary")
             canary.flush()
-            # a program must not reach this file, although the mode of the file allows reading it
             os.chmod(canary.name, 0o644)
             limits = SandboxLimits(processes=8)
             most = limits.processes + (OTHERS_PROCESSES if kind is SandboxKind.limits else 0)
@@ -322,8 +316,6 @@ class Sandbox:
 
 
 class _Output:
-    """The output of a sandbox, up to its limit. The end of the process or too much output wakes `wait`."""
-
     def __init__(self, process: Process, limit: int) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -337,10 +329,7 @@ class _Output:
         ]
 
     async def wait(self, job: bytes, timeout_s: float) -> EndedBy | None:
-        """Send the job and wait.
-
-        Returns the reason why the process must be killed, or None if the process has ended.
-        """
+        """Send the job and wait. Returns the reason why the process must be killed, or None if it has ended."""
         waiting = [asyncio.create_task(one) for one in (self._work(job), self._is_over.wait())]
         try:
             await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -353,13 +342,11 @@ class _Output:
         return EndedBy.wall_time if self._process.returncode is None else None
 
     async def rest(self) -> None:
-        """Wait for the end of both streams."""
         _, open_streams = await asyncio.wait(self._reading, timeout=GRACE_S)
         for task in open_streams:
             task.cancel()
 
     def texts(self) -> tuple[str, str]:
-        """Return standard output and standard error."""
         stdout, stderr = (b"".join(parts).decode(errors="replace") for parts in self._parts)
         return stdout, stderr
 
@@ -370,8 +357,7 @@ class _Output:
             await self._process.stdin.drain()
             self._process.stdin.close()
         await self._process.wait()
-        # This wait fails if the process ended before it read everything. Without the wait, Python < 3.11.4 logs the
-        # error.
+        # If the process ended early, this wait raises the error. Without it, Python < 3.11.4 logs the error.
         with suppress(ConnectionError):
             await self._process.stdin.wait_closed()
 
@@ -384,7 +370,7 @@ class _Output:
 
 
 async def _kill(kind: SandboxKind, process: Process) -> None:
-    """Kill a sandbox with all its processes. Without namespaces, the first process of the sandbox kills the others."""
+    """Kill a sandbox. Without namespaces, the sandbox's first process kills the others."""
     with suppress(ProcessLookupError):
         if kind is SandboxKind.limits:
             process.terminate()
@@ -400,20 +386,15 @@ def _encoded(content: str | bytes) -> str:
 
 
 def _environment(python: str, scratch: str) -> dict[str, str]:
-    """Return the environment variables of a program.
-
-    Numerical libraries get one thread, because thread pools use much address space.
-    """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     path = f"{os.path.dirname(python)}:/usr/local/bin:/usr/bin:/bin"
     return {"PATH": path, "HOME": scratch, "TMPDIR": scratch, "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1", **threads}
 
 
 def _unused_uid() -> int | None:
-    """Return a unique user id if this process is root and may change its user.
+    """Return a unique user id if this process is root, otherwise None.
 
-    Each program of root gets a separate id, because the kernel counts processes per user, and does not count the
-    processes of root.
+    The kernel counts processes per user, but not those of root.
     """
     if os.geteuid() != 0:
         return None
@@ -426,12 +407,11 @@ def _unused_uid() -> int | None:
 
 
 def _num_own_threads(kind: SandboxKind, uid: int | None) -> int:
-    """Return how many threads of the sandbox itself the kernel counts against the program's limit."""
     if uid is not None:
         return 0
     kernel = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
     if kind is not SandboxKind.limits and kernel >= _KERNEL_COUNTS_PER_NAMESPACE:
-        return 2 if kind is SandboxKind.namespaces else 1  # the process that makes the namespaces counts too
+        return 2 if kind is SandboxKind.namespaces else 1
     count = 2  # the first process, and the thread that waits for it
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -440,10 +420,6 @@ def _num_own_threads(kind: SandboxKind, uid: int | None) -> int:
 
 
 def _root_entries(python: str) -> list[tuple[str, str, str]]:
-    """Return kind, target and source of each mount of a program: system folders, devices, interpreter and packages.
-
-    Raises `ValueError` if the interpreter does not run.
-    """
     entries: list[tuple[str, str, str]] = []
     for path in _SYSTEM:
         if os.path.islink(path):
@@ -481,8 +457,7 @@ def _interpreter_folders(python: str) -> list[str]:
 
 
 OTHERS_PROCESSES = 256
-"""Processes by which the kind ``limits`` may exceed its limit: the kernel counts all processes of the user, and those
-of other programs come and go."""
+"""Processes by which the kind ``limits`` may exceed its limit, because the kernel counts all processes of the user."""
 
 _PROBE = """\
 import os, socket, sys

@@ -2,9 +2,7 @@
 
 Usage: ``sandbox_init.py KIND OWNER_PID REPORT_FD`` with a job in JSON on standard input. KIND is ``namespaces`` (this
 script makes the namespaces), ``bubblewrap`` (this script runs inside bubblewrap's namespaces) or ``limits`` (there are
-no namespaces). This script writes one JSON object (the report) to REPORT_FD. The script needs only the standard
-library. It waits in ``sigtimedwait`` for the end of its children and for SIGTERM, and checks their use of resources
-every `POLL_S` seconds.
+no namespaces). The script writes its report in JSON to REPORT_FD.
 """
 
 import base64
@@ -22,9 +20,9 @@ from typing import Any
 
 POLL_S = 0.05
 SCRATCH = "/tmp"
-"""Folder of the program's files inside the namespaces. It is a separate file system in memory."""
+"""Folder of the program's files inside the namespaces, a file system in memory."""
 _BASE = "/sys"
-"""The new root is built here. No folder that is bound into the root lies below this path."""
+"""The new root is built here, because no folder below this path is bound into the root."""
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
@@ -34,7 +32,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _ALL_NAMESPACES = 0x7E020000
 
-# System calls for other parts of the kernel than files, memory and processes, or for memory that no limit counts.
+# System calls for other uses than files, memory and processes, or for memory that no limit counts.
 _REFUSED = {
     "x86_64": {
         "socket": 41, "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "pivot_root": 155, "chroot": 161,
@@ -59,7 +57,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, *arguments: Any) -> int:
-    """Call a function of the C library. Raises `OSError` with the function's name."""
     result = getattr(_libc, name)(*arguments)
     if result < 0:
         number = ctypes.get_errno()
@@ -89,7 +86,7 @@ def enter_namespaces(*, user: bool) -> None:
 
 
 def build_root(entries: list[list[str]], limits: dict[str, Any], owner: int) -> None:
-    """Make a root with read-only system folders, devices, ``/proc`` and a new scratch folder, and nothing else."""
+    """Make a root with only read-only system folders, devices, ``/proc`` and a new scratch folder."""
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", _BASE, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     for kind, target, source in entries:
@@ -196,9 +193,8 @@ class Program:
             self.failure = stream.read().decode(errors="replace")
 
     def _become(self) -> None:
-        """Turn this forked process into the program."""
         job, limits, scratch = self._job, self._limits, Path(self._job["scratch"])
-        _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # makes its /proc entries accessible to itself again
+        _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # lets the program read its own /proc entries again
         given = os.memfd_create("stdin")
         os.write(given, base64.b64decode(job["stdin"]))
         os.lseek(given, 0, os.SEEK_SET)
@@ -250,7 +246,6 @@ class Program:
         return "signal" if self._status is not None and self._status < 0 else "exit"
 
     def _exceeded(self, seconds: float) -> str:
-        """Return the limit that the processes together exceed; empty if they exceed none."""
         limits = self._limits
         done = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu_s, memory = done.ru_utime + done.ru_stime, 0
@@ -259,7 +254,7 @@ class Program:
             try:
                 fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             except OSError:
-                continue  # the process has ended
+                continue
             cpu_s += sum(map(int, fields[11:15])) / tick
             memory += int(fields[21]) * page
         scratch_bytes, num_files = self._scratch_use()
@@ -272,7 +267,6 @@ class Program:
         return "disk" if scratch_bytes > limits["disk_bytes"] or num_files > limits["files"] else ""
 
     def _others(self) -> list[int]:
-        """Return the processes of the program."""
         everyone = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
         if self._is_alone:
             return [pid for pid in everyone if pid != 1]
@@ -289,7 +283,6 @@ class Program:
         return found[1:]
 
     def _scratch_use(self) -> tuple[int, int]:
-        """Return the number of bytes and of files in the scratch folder."""
         if self._is_alone:
             use = os.statvfs(self._job["scratch"])
             return 0, use.f_files - use.f_ffree  # the file system limits the bytes
@@ -304,7 +297,7 @@ class Program:
         return num_bytes, num_files
 
     def _kill_others(self) -> None:
-        """Kill all descendants. This process is their subreaper, so a daemon is a descendant too."""
+        """Kill all descendants. This process is their subreaper, so daemons are included."""
         while pids := self._others():
             for pid in pids:
                 try:
@@ -317,7 +310,7 @@ class Program:
 def _run_inside(job: dict[str, Any], report_fd: int, *, is_alone: bool) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    _call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # hides this process from the program's reads through /proc
+    _call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # the program must not read this process through /proc
     report = Program(job, is_alone=is_alone).run()
     os.write(report_fd, json.dumps(report).encode())
 

@@ -1,4 +1,4 @@
-"""Settles prompt groups in a rollout worker. A group is scored and stored, or saved and released."""
+"""Scores and stores finished prompt groups of a rollout worker. Saves and releases unfinished groups."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ class Settlement:
         cut off ──▶ save ──▶ release        ├──▶ released; dropped after ``max_attempts`` failures
            └─ aborted, or its engine fails ─┘
 
-    With ``on_reward_failure=drop_trajectory`` a response with a failed reward is dropped from its group and counted
-    (``reward_trajectory``). Its tokens are dropped (``reward``). Each advantage compares only the remaining responses.
-    ``stamp`` records an event of a group in the run's profile. ``engine`` is the engine's name in receipts.
+    With ``on_reward_failure=drop_trajectory``, a response with a failed reward is dropped from its group and counted as
+    ``reward_trajectory``. ``stamp`` records an event of a group. ``engine`` is the engine's name in receipts.
     """
 
     def __init__(
@@ -65,8 +64,7 @@ class Settlement:
     async def settle(self, group: InflightGroup, *, engine_failure: Exception | None = None) -> None:
         """Score and store a finished group, or release an unfinished one.
 
-        Raises the failure of this attempt after ``max_failures_in_a_row`` consecutive failures, and the buffer's errors
-        except for an expired lease.
+        Raises the failure of this attempt after ``max_failures_in_a_row`` consecutive failures.
         """
         if group.end is GroupEnd.revoked:
             await self.release(group, group.end)
@@ -85,10 +83,7 @@ class Settlement:
                 await self._store(group, stored)
 
     async def save(self, group: InflightGroup) -> None:
-        """Save the tokens of an unfinished group.
-
-        If the buffer has no room for them, the group continues without saving.
-        """
+        """Save the tokens of an unfinished group. If the buffer refuses them, log a warning."""
         if (progress := group.progress()) is None:
             return
         self._note(group, progress)
@@ -100,8 +95,7 @@ class Settlement:
     async def give_back(self, groups: Sequence[InflightGroup]) -> None:
         """Save and release all groups of an ended loop, including finished groups, within ``stop_timeout_s``.
 
-        A revoked group is only released. A lease that is not released in time expires. The counters then still count
-        the group's tokens as in flight, and `ControlBuffer.bury` makes the buffer account for them.
+        A revoked group is only released. A lease that is not released in time expires.
         """
         if self._config.save_progress is not SaveProgress.never:
             await self._for_each([group for group in groups if group.end is not GroupEnd.revoked], self.save)
@@ -110,7 +104,6 @@ class Settlement:
     async def _for_each(
         self, groups: Sequence[InflightGroup], work: Callable[[InflightGroup], Coroutine[Any, Any, Any]]
     ) -> None:
-        """Do ``work`` for all groups at once, within half of ``stop_timeout_s``. Log failures."""
         tasks = {group.key: asyncio.create_task(work(group)) for group in groups}
         try:
             if tasks:
@@ -144,10 +137,7 @@ class Settlement:
             await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))
 
     def _survivors(self, group: InflightGroup) -> list[int]:
-        """Return the indices of the episodes to score.
-
-        Raises the `EpisodeFailure` of an episode if it must fail the attempt, or if too few episodes remain.
-        """
+        """Return the indices of the episodes to score. Raises an `EpisodeFailure` if the attempt must fail."""
         on_failure, survivors, last = self._config.environment.on_failure, [], None
         for index, run in enumerate(group.runs):
             if run.failure is None and group.episodes[index].answer is None:
@@ -170,10 +160,6 @@ class Settlement:
         return survivors if group.runs else [*range(len(group.episodes))]
 
     async def _score(self, group: InflightGroup, chosen: Sequence[int]) -> TrajectoryGroup:
-        """Score a finished group, and drop responses without a reward.
-
-        Raises `RewardError` if too few responses remain.
-        """
         started = time.perf_counter()
         prompt = group.lease.prompt
         rollouts = [group.rollout(index, self._parts.decode) for index in chosen]
@@ -215,7 +201,7 @@ class Settlement:
             self._meter.add(tokens_in_flight=-group.num_own_tokens, groups_finished=1)
 
     def _note(self, group: InflightGroup, tokens: TrajectoryGroup) -> None:
-        """Write the receipt for tokens before the buffer gets them."""
+        """Write the receipt for tokens, before the buffer gets them."""
         (group_id, attempt), sampled = group.key, receipts.counts_of(tokens.policy_versions)
         receipts.note(
             receipts.Act.sampled,
@@ -227,7 +213,7 @@ class Settlement:
         )
 
     async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:
-        """Release a group after its own failure. Raises ``error`` after too many consecutive failures."""
+        """Release a group as failed. Raises ``error`` after too many consecutive failures."""
         self._meter.add(groups_failed=Counter([reason]))
         self._num_failures_in_a_row += 1
         if self._num_failures_in_a_row >= self._config.max_failures_in_a_row:
@@ -239,7 +225,6 @@ class Settlement:
         await self._try_again(group, reason, error)
 
     async def _try_again(self, group: InflightGroup, reason: str, error: Exception | None) -> None:
-        """Release a group as failed. The buffer drops the group after ``max_attempts`` failures."""
         is_dropped = await self.release(group, reason, max_failures=self._config.max_attempts)
         what = "dropped" if is_dropped else "queued again"
         logger.warning("attempt %d at group %d failed; the group is %s: %s", group.key[1], group.key[0], what, error)

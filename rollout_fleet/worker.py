@@ -1,8 +1,7 @@
-"""The rollout worker: an actor with an engine, a connection to the buffer, and the loop between them.
+"""The rollout worker: an actor with an engine, a connection to the buffer, and the rollout loop.
 
-The methods are asynchronous and may overlap: `counters` answers while `run` rolls out and loads new weights. A worker
-ends when its engine ends. When the engine fails, the loop saves and releases its groups. Then `run` and `wait_failed`
-raise, and the run starts another worker (`asyncrl.run.fleet_member`).
+When the engine fails, the loop saves and releases its groups. Then `run` and `wait_failed` raise, and the run starts
+another worker.
 """
 
 from __future__ import annotations
@@ -35,17 +34,16 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutWorker(Worker):
-    """Generates training rollouts on its own engine, which has the worker's rank. `start` starts all parts.
+    """Generates training rollouts on its own engine. The methods are asynchronous and may overlap.
 
     Args:
         model_path: Folder of the policy of version 0, with its tokenizer.
-        samples_per_prompt: G.
-        connect_buffer: Function that `start` calls with the engine's name in the buffer.
-        copy_weights: Also stage copies of full versions. Otherwise only the images of deltas are staged.
+        samples_per_prompt: Group size G.
+        connect_buffer: Function that `start` calls with the worker's rank. It returns the connection to the buffer.
+        copy_weights: Also stage copies of full versions. Otherwise only the bytes of deltas are staged.
         greedy_baseline: Sample one more response per prompt greedily. The learner does not train on it.
         episode_context: Largest number of tokens on a path of an episode; 0 if no prompt has an environment.
-        sample_dir: Folder of decoded samples; empty to keep none.
-        profile: Options for the events that the process records for the run's profile.
+        sample_dir: Folder of decoded samples; empty to save none.
 
     Raises:
         ValueError: the engine is not installed, or the model or a reward function does not exist.
@@ -102,18 +100,18 @@ class RolloutWorker(Worker):
     async def start(self) -> str:
         """Start the engine and connect to the buffer. Returns the worker's name in the buffer. Call `load_first` next.
 
-        Raises as `Engine.start` does.
+        Raises as `Engine.start`.
         """
         await self._parts.start()
         self._member.started(self._member.epoch)
         self._buffer = self._connect_buffer(str(self.rank))
         self._loop = self._make_loop(buffer=self._buffer)
-        gc.freeze()  # otherwise each garbage collection of the loaded objects would pause the engine and the event loop
+        gc.freeze()  # without this, garbage collections of the loaded objects would pause the engine
         return await self._buffer.enter()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def load_first(self) -> None:
-        """Wait for the offered weights and load them.
+        """Wait for the first weight offer and load the weights.
 
         Raises as `RolloutLoop.load_next`, or raises the failure of the engine.
         """
@@ -143,8 +141,8 @@ class RolloutWorker(Worker):
             self._member.fault(self._member.epoch, str(error), time.monotonic())
             if self._buffer is not None:
                 try:
-                    await self._buffer.fenced()  # from now on, no part waits for a weight load of this engine
-                except Exception as report:  # noqa: BLE001 - another part of the run notices the death of the buffer
+                    await self._buffer.fenced()  # the buffer must not wait for this engine to load weights
+                except Exception as report:  # noqa: BLE001 - the run notices the death of the buffer elsewhere
                     logger.warning("the buffer was not told that %s has failed: %s", self._member.name, report)
             if self._loop is not None:
                 await self._loop.wait_ended()
@@ -153,14 +151,11 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def release_device(self, incarnation: int | None = None) -> None:
-        """Let running groups finish, and release the device until the next weights.
-
-        See `RolloutLoop.release_device`.
-        """
+        """Let running groups finish, and release the device as `RolloutLoop.release_device`."""
         await self._started().release_device(incarnation)
 
     async def answer(self, prompts: Sequence[Prompt], version: int, num_samples: int) -> list[AnsweredPrompt]:
-        """Answer held-out prompts with the policy of ``version``, as `HeldOutAnswers.answer` does."""
+        """Answer held-out prompts with the policy of ``version``, as `HeldOutAnswers.answer`."""
         with record.span(record.SpanKind.evaluation, version=version):
             return await self._held_out.answer(prompts, version=version, num_samples=num_samples)
 
@@ -176,7 +171,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def leave(self) -> FleetCounters | None:
-        """Stop taking work, let running groups finish if progress is never saved, and `stop`."""
+        """Stop taking leases, then `stop`. If progress is never saved, first let running groups finish."""
         self._member.drain(time.monotonic())
         if self._loop is not None:
             await self._loop.let_end()
@@ -184,7 +179,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stop(self) -> FleetCounters | None:
-        """End `run`, release all leases, stop the engine.
+        """End `run`, release all leases, and stop the engine.
 
         Returns the final counters; None if the worker was never started.
         """

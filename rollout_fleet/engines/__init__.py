@@ -1,4 +1,4 @@
-"""The inference engines, which have the same interface, and the function that makes the configured engine."""
+"""The inference engines, and the function that makes the configured engine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ logger = logging.getLogger(__name__)
 def make_engine(config: RolloutFleetConfig, *, model_path: str, rank: int, log_dir: str, seed: int) -> Engine:
     """Make the engine of rollout worker ``rank``. Call `Engine.start` next.
 
-    A server's log goes to ``log_dir``. Each rank derives its own seed from ``seed``. Raises `ValueError` if
-    SGLang is configured but not installed, or if ``model_path`` has no model in Hugging Face layout.
+    The engine's seed is ``seed + rank``. A server's log goes to ``log_dir``.
+
+    Raises `ValueError` if SGLang is configured but not installed, or if ``model_path`` has no model in Hugging Face
+    layout.
     """
     if config.engine is EngineKind.scripted:
         from .scripted import ScriptedEngine
@@ -38,7 +40,7 @@ def make_engine(config: RolloutFleetConfig, *, model_path: str, rank: int, log_d
 
 
 def check_engine_installed(config: RolloutFleetConfig) -> None:
-    """Raise `ValueError`, before anything starts, if the chosen engine is not installed."""
+    """Raise `ValueError` if the configured engine is not installed."""
     if config.engine is EngineKind.sglang and importlib.util.find_spec("sglang") is None:
         raise ValueError(
             "rollout_fleet.engine is sglang, but SGLang is not installed in this environment; install it "
@@ -47,10 +49,7 @@ def check_engine_installed(config: RolloutFleetConfig) -> None:
 
 
 def check_images(config: RolloutFleetConfig, model_path: str) -> None:
-    """Raise `ValueError` for a model with images on SGLang without a GPU.
-
-    SGLang 0.5.21 on a CPU did not answer requests with images.
-    """
+    """Raise `ValueError` for a model with images on SGLang without a GPU, because SGLang 0.5.21 did not work there."""
     if config.engine is EngineKind.sglang and is_vision_model(model_path) and resolve_device(config) != "cuda":
         raise ValueError(
             f"rollout_fleet.engine is sglang on a CPU, where SGLang 0.5.21 did not answer requests with images, and "
@@ -61,8 +60,7 @@ def check_images(config: RolloutFleetConfig, model_path: str) -> None:
 def resolve_device(config: RolloutFleetConfig) -> EngineDevice:
     """Return ``cpu`` or ``cuda`` for one engine of this process.
 
-    ``auto`` becomes ``cuda`` if the GPUs of the engine are visible. A run resolves ``auto`` for all engines before it
-    places the engines; see `asyncrl.checks`.
+    ``auto`` becomes ``cuda`` if the engine's GPUs are visible.
     """
     if config.device is not EngineDevice.auto:
         return config.device

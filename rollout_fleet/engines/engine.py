@@ -1,7 +1,4 @@
-"""The interface between a rollout worker and its inference engine, and the code that all engines share.
-
-The shared code handles requests and failures, checks answers, and watches for silence.
-"""
+"""The interface between a rollout worker and its inference engine, and the code that all engines share."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from asyncrl.weights.carriers import SLOWEST_LOAD, load_limit_s
 from rollout_fleet.config import SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4
-PROBE_SHARE = 0.25  # share of the silence deadline that is left for the probe
+PROBE_SHARE = 0.25  # share of the silence deadline for the probe
 MAX_SILENT_PERIODS = 3
 STREAM_END_S = 1.0  # longest time to wait for the end of a stream after its last sample
 T = TypeVar("T")
@@ -41,7 +38,7 @@ logger = logging.getLogger(__name__)
 class SampleRequest:
     """One response for the engine to sample.
 
-    The same kind of request continues an unfinished response. Then the prompt ends with the response's tokens so far.
+    To continue an unfinished response, send a request with the response's tokens so far at the end of the prompt.
 
     Attributes:
         id: Unique among the engine's running requests; without ``/``. Example: ``"4711-0-3-0"``.
@@ -59,7 +56,7 @@ class SampleRequest:
 
     @property
     def prompt_key(self) -> bytes:
-        """A key that is equal for requests with the same prompt, that is, the same tokens and images."""
+        """A key that is equal for requests with the same prompt tokens and images."""
         return b"".join([self.prompt_ids.tobytes(), *(placed.image.digest.encode() for placed in self.images)])
 
 
@@ -70,9 +67,9 @@ class SampleOutput:
     Attributes:
         token_ids: [R] int32.
         logprobs: [R] float32, log-prob under the sampling temperature, before top-p and top-k.
-        versions: [R] int32, policy version that the engine reported for each token.
+        versions: [R] int32, policy version of each token.
         finish_reason: None if the sample was aborted; then R may be 0.
-        num_cached: Number of prompt tokens that the engine had in its cache; None if the engine does not report it.
+        num_cached: Number of prompt tokens in the engine's cache; None if the engine does not report it.
     """
 
     token_ids: np.ndarray
@@ -109,7 +106,7 @@ class EngineLoad:
     Attributes:
         num_running: Samples that are being decoded.
         num_waiting: Samples that wait for room in the engine.
-        cache_use: Share of the KV cache used by running samples. Example: 0.83.
+        cache_use: Share of the KV cache used by running samples, 0.0 to 1.0. Example: 0.83.
     """
 
     num_running: int
@@ -118,11 +115,10 @@ class EngineLoad:
 
 
 class RunningSample:
-    """A request on an engine.
+    """A running request of an engine.
 
     Attributes:
-        request: The request.
-        version: Policy version that the engine served at the arrival of the request.
+        version: Policy version that the engine served when the request arrived.
         num_tokens: Tokens so far.
         is_aborted: Whether the sample ends with its next token. The generating thread reads this field.
     """
@@ -134,7 +130,7 @@ class RunningSample:
         self.is_aborted = False
 
     def so_far(self) -> SampleOutput:
-        """Return the tokens that are kept if the engine fails now. These are the tokens whose version is certain."""
+        """Return the tokens with a certain version, which are kept if the engine fails."""
         return NOTHING
 
 
@@ -145,13 +141,16 @@ Answers = asyncio.Queue[list[tuple[SampleRequest, SampleOutput]] | Exception]
 class Engine(ABC):
     """An inference engine that serves one policy version at a time.
 
-    One request is one sample. Requests of one call may be sent together, but each answer is yielded as soon as its
-    sample is finished. The failure of an engine is final. An engine fails if it dies, if it is silent while requests
-    run, if an answer breaks this contract, or if it could not load and verify weights. After that, every call raises
-    this failure.
+    One request is one sample. An engine fails if it dies, is silent while requests run, gives a wrong answer, or cannot
+    load and verify weights. A failure is final, and every later call raises it.
 
-    ``name`` and ``log_tail`` are for messages. ``image_token_id`` is the field of `ModelFacts`. An engine calls
-    `_come_up` when it can generate, and `_go_down` when it is stopped.
+    A subclass calls `_come_up` when it can generate, and `_go_down` when it is stopped.
+
+    Args:
+        name: Name in messages.
+        silence_timeout_s: Deadline of `SilenceWatch`, in seconds.
+        log_tail: Returns the end of the engine's log, for messages.
+        image_token_id: The field of `ModelFacts`.
     """
 
     sample_type: ClassVar[type[RunningSample]] = RunningSample
@@ -189,24 +188,27 @@ class Engine(ABC):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine has failed. Answers of a failed engine are ignored."""
+        """Whether the engine has failed. Its later answers are ignored."""
         return self._failure is not None and self._failure.done() and not self._failure.cancelled()
 
     @abstractmethod
     async def start(self) -> None:
-        """Start the engine on the weights of version 0.
+        """Start the engine on the weights of version 0. Returns when the engine can generate.
 
-        Returns when the engine can generate. Raises `DeadlineError` if the engine is not up in time, and
-        `WorkerDiedError` with the end of the log if the engine exits.
+        Raises `DeadlineError` if the engine is not up in time, and `WorkerDiedError` with the end of the log if it
+        exits.
         """
 
     async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
         """Sample responses. Yields each request with its answer when its sample is finished or aborted, in any order.
 
-        When the engine fails, this method first yields each running sample as aborted, with the tokens whose version
-        is certain. Then it raises the failure: `DeadlineError` if no running request received a token within
-        ``silence_timeout_s``, `WorkerDiedError` if the engine died, `EngineError` if an answer broke the contract.
-        Raises `RequestRefused` if a request is wrong. This is not a failure of the engine.
+        If the engine fails, each running sample is first yielded as aborted, with its tokens of a certain version.
+
+        Raises:
+            DeadlineError: no running request received a token within ``silence_timeout_s``.
+            WorkerDiedError: the engine died.
+            EngineError: an answer was wrong.
+            RequestRefused: a request is wrong. The engine has not failed.
         """
         self._check_up()
         for request in {id(request.prompt_ids): request for request in requests}.values():  # each prompt once
@@ -233,7 +235,7 @@ class Engine(ABC):
                         self._running.pop(request.id, None)
                         yield request, _kept(request, output)
             if tasks:
-                # wait for the end of the streams, because a connection can be reused only after its stream has ended
+                # A connection can be reused only after its stream has ended.
                 await asyncio.wait(tasks, timeout=STREAM_END_S)
         finally:
             for request_id, sample in running.items():
@@ -243,10 +245,7 @@ class Engine(ABC):
             await cancel(tasks)
 
     def _check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise `RequestRefused` for options that the engine does not support.
-
-        The default refuses constrained decoding.
-        """
+        """Raise `RequestRefused` for options that the engine does not support. By default this is a JSON schema."""
         if sampling.json_schema:
             raise RequestRefused(
                 f"{self._name} has no constrained decoding for a JSON schema; use rollout_fleet.engine=sglang, or ask "
@@ -255,16 +254,9 @@ class Engine(ABC):
 
     @abstractmethod
     def _begin(self, samples: Sequence[Any], answers: Answers) -> Sequence[asyncio.Task[None]]:
-        """Begin to sample.
-
-        The results are put into ``answers``. Returns tasks, which the caller cancels at the end of its call.
-        """
+        """Begin to sample, and put the results into ``answers``. Returns tasks for the caller to cancel."""
 
     def _so_far(self, sample: RunningSample) -> SampleOutput:
-        """Return the tokens of an unfinished sample of a failed engine.
-
-        Returns no tokens if any token fails `check_output`.
-        """
         output = sample.so_far()
         try:
             check_output(output, sample.request, vocab_size=self._vocab_size, loaded_versions=self._verified)
@@ -275,13 +267,14 @@ class Engine(ABC):
 
     @abstractmethod
     async def load_weights(self, offer: WeightOffer) -> float:
-        """Serve the offered weights from the next token on.
+        """Serve the offered weights from the next token on. Running requests may continue with the new weights.
 
-        Running requests continue with the new weights if the engine supports this.
+        Returns the seconds of paused generation. After an error the engine has failed.
 
-        Returns the seconds of paused generation. Raises `EngineError` if the engine refuses the weights, or if its
-        weights differ from the published ones. Raises `DeadlineError` after ``load_timeout_s`` plus one second per 100
-        MB; the wait for running requests does not count. In both cases the engine has failed.
+        Raises:
+            EngineError: the engine refuses the weights, or its weights differ from the published ones.
+            DeadlineError: the load takes longer than ``load_timeout_s`` plus one second per 100 MB. The wait for
+                running requests does not count.
         """
 
     @abstractmethod
@@ -297,21 +290,15 @@ class Engine(ABC):
             self._running[request_id].is_aborted = True
 
     def num_written(self, request_ids: Collection[str]) -> int:
-        """Return the number of tokens that these requests have so far.
-
-        Requests that `generate` has yielded and unknown ids count 0.
-        """
+        """Return the number of tokens that these requests have so far. Unknown and already yielded requests count 0."""
         return sum(self._running[request_id].num_tokens for request_id in self._running.keys() & request_ids)
 
     @abstractmethod
     async def read_load(self) -> EngineLoad:
-        """Return the current load of the engine.
-
-        Raises `EngineError` if the engine does not report a load or cannot be reached.
-        """
+        """Return the current load. Raises `EngineError` if the engine does not report it or cannot be reached."""
 
     async def wait_failed(self) -> None:
-        """Wait for the engine to fail. Raises the failure, with the last lines of the engine's log if there is one."""
+        """Wait for the engine to fail. Raises the failure."""
         if self._failure is None:
             raise EngineError(f"{self._name} was never started")
         await asyncio.shield(self._failure)
@@ -332,7 +319,7 @@ class Engine(ABC):
         assert self._failure is not None
         if not self._failure.done():
             self._failure.set_exception(error)
-            self._failure.exception()  # marks the exception as retrieved, even if no task waits for it
+            self._failure.exception()
             for sample in self._running.values():
                 sample.is_aborted = True
             for answers in self._told:
@@ -344,7 +331,7 @@ class Engine(ABC):
         """Stop the engine and free its process, port and memory. May be called at any time and repeatedly."""
 
     def _come_up(self, *failures: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """Mark the engine as running. The first exception that one of ``failures`` raises is the engine's failure."""
+        """Mark the engine as running. The first exception of ``failures`` is the engine's failure."""
         self._failure = asyncio.get_running_loop().create_future()
         if failures:
             self._watching = asyncio.create_task(self._watch(failures))
@@ -356,7 +343,6 @@ class Engine(ABC):
             self._failure.cancel()
 
     def _check_up(self) -> None:
-        """Raise the failure, or `EngineError` if the engine does not run."""
         if self._failure is None or self._failure.cancelled():
             raise EngineError(f"{self._name} is not running; await start() first")
         if self._failure.done():
@@ -376,20 +362,16 @@ class Engine(ABC):
             await cancel(watches)
 
     async def _probe(self) -> None:
-        """Return when the engine shows that it is alive.
-
-        The default never returns: the thread of an in-process engine cannot answer during a model step.
-        """
+        """Return when the engine shows that it is alive. By default, this never returns."""
         await asyncio.Event().wait()
 
     @asynccontextmanager
     async def _deadline(
         self, what: str, timeout_s: float, option: str, *, num_bytes: int = 0, spent_s: float = 0.0
     ) -> AsyncIterator[None]:
-        """Limit the block to ``timeout_s`` (option ``rollout_fleet.<option>``) plus the time for ``num_bytes``.
+        """Limit the block to ``timeout_s`` plus the time for ``num_bytes``, less ``spent_s``.
 
-        ``spent_s`` seconds of ``timeout_s`` are used already. Raises `DeadlineError`, whose message has ``what`` and
-        the end of the log.
+        ``what`` and ``option`` are for the message of the `DeadlineError`.
         """
         seconds = load_limit_s(timeout_s, num_bytes)
         try:
@@ -403,10 +385,7 @@ class Engine(ABC):
 
     @asynccontextmanager
     async def _loading(self, offer: WeightOffer, timeout_s: float) -> AsyncIterator[None]:
-        """Load weights inside the block, within ``timeout_s`` plus one second per 100 MB.
-
-        An error or a cancellation of the block makes the engine fail.
-        """
+        """Load weights within a deadline. If the block fails or is cancelled, the engine fails."""
         what = f"load policy version {offer.version}"
         try:
             what_from = f"{what} from {offer.manifest}"
@@ -439,9 +418,8 @@ class ModelFacts:
 
     Attributes:
         vocab_size: Rows of the embedding; token ids are below this number.
-        eos_ids: Tokens that end a response, from ``generation_config.json`` or ``config.json``. For a model with
-            images, also the placeholders of images and videos, because no engine could continue after a sampled
-            placeholder.
+        eos_ids: Tokens that end a response. For a model with images, also the placeholders of images and videos,
+            because no engine could continue after them.
         pad_id: Padding token. If the model has none: the first of ``eos_ids``, or 0.
         head_dim: Size of an attention head; 0 if heads differ in size.
         image_token_id: The placeholder of images; None if the learner does not train this model on images.
@@ -473,7 +451,7 @@ def read_model_facts(model_path: str) -> ModelFacts:
     eos_ids = ids_of("eos_token_id")
     pad_id = (*ids_of("pad_token_id"), *eos_ids, 0)[0]
     head_dim = config.get("head_dim") or config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
-    if config.get("v_head_dim") or config.get("kv_lora_rank"):  # latent attention, or value heads of a different size
+    if config.get("v_head_dim") or config.get("kv_lora_rank"):
         head_dim = 0
     placeholders = placeholder_ids(model_path) if is_vision_model(model_path) else ()
     return ModelFacts(
@@ -486,10 +464,7 @@ def read_model_facts(model_path: str) -> ModelFacts:
 
 
 def check_prompt(request: SampleRequest, vocab_size: int, image_token_id: int | None = None) -> None:
-    """Raise `RequestRefused` for a prompt that could crash an engine.
-
-    Such a prompt is empty, has ids outside the vocabulary, or has placeholders that do not match its images.
-    """
+    """Raise `RequestRefused` for a prompt that could crash an engine: wrong ids, or placeholders without images."""
     if len(request.prompt_ids) == 0:
         raise RequestRefused(f"request {request.id} has an empty prompt; a prompt needs at least one token")
     if not _in_vocabulary(request.prompt_ids, vocab_size):
@@ -528,8 +503,8 @@ def mixed_seed(*parts: int) -> int:
 def engine_seed(seed: int, version: int, epoch: int) -> int:
     """Return the seed of one start of an engine, below 2^31.
 
-    A life of the run that begins at another ``version``, or another ``epoch`` of the worker, has an unrelated seed.
-    Otherwise each restart would draw the same random numbers again.
+    The seed depends on the policy ``version`` at the start of the run and on the worker's ``epoch``. Otherwise each
+    restart would draw the same random numbers again.
     """
     return mixed_seed(seed, version, epoch) >> 33
 
@@ -539,9 +514,9 @@ def check_output(
 ) -> None:
     """Raise `EngineError` for an answer that breaks the engine's contract.
 
-    The three arrays must have the same length, and a finished response must have a token. Ids must be below
-    ``vocab_size``, and log-probs must be numbers <= 0. The version of each token must be in ``loaded_versions``, the
-    verified versions.
+    - The three arrays have the same length, and a finished response has a token.
+    - Ids are below ``vocab_size``, and log-probs are numbers <= 0.
+    - The version of each token is in ``loaded_versions``, the verified versions.
     """
     where = f"request {request.id}"
     lengths = (len(output.token_ids), len(output.logprobs), len(output.versions))
@@ -553,7 +528,7 @@ def check_output(
         return
     if not _in_vocabulary(output.token_ids, vocab_size):
         raise EngineError(f"{where}: sampled ids must be in 0..{vocab_size - 1}, got {_range(output.token_ids)}")
-    largest = float(np.maximum.reduce(output.logprobs))  # the maximum is NaN if one log-prob is NaN
+    largest = float(np.maximum.reduce(output.logprobs))  # NaN if one log-prob is NaN
     if not largest <= LOGPROB_ROUNDING:
         raise EngineError(f"{where}: log-probs must be numbers <= 0, got a largest of {largest}")
     unknown = set(output.versions.tolist()).difference(loaded_versions)
@@ -564,10 +539,7 @@ def check_output(
 
 
 def _in_vocabulary(token_ids: np.ndarray, vocab_size: int) -> bool:
-    """Return whether all ids are in the vocabulary.
-
-    A negative int32 that is read as unsigned is larger than any vocabulary.
-    """
+    """Return whether all ids are in the vocabulary. As uint32, negative ids are too large."""
     if token_ids.dtype == np.int32:
         return int(np.maximum.reduce(token_ids.view(np.uint32))) < vocab_size
     return int(token_ids.min()) >= 0 and int(token_ids.max()) < vocab_size
@@ -580,11 +552,9 @@ def _range(token_ids: np.ndarray) -> str:
 class SilenceWatch:
     """Detects an engine that has stopped producing tokens.
 
-    A slow sample is not a failure, because it may wait for other requests or for weight updates. The engine is silent
-    if *no* running request gets a token. After three quarters of ``timeout_s`` the watch probes the engine. An engine
-    that does not answer by the deadline has failed. An engine that answers gets a new deadline, but it has failed after
-    three silent periods in a row. ``probe`` returns when the engine shows that it is alive. It may raise an exception
-    or hang. ``name`` is for messages.
+    The engine is silent if *no* running request gets a token. After three quarters of ``timeout_s``, the watch calls
+    ``probe``. The engine has failed if ``probe`` does not return before ``timeout_s`` ends, or after three silent
+    periods in a row. ``name`` is for messages.
     """
 
     def __init__(self, name: str, *, timeout_s: float, probe: Callable[[], Awaitable[None]]) -> None:
@@ -613,10 +583,10 @@ class SilenceWatch:
 
     @contextmanager
     def paused(self, *, recomputes: bool = False) -> Iterator[Callable[[], None]]:
-        """Do not watch inside the block, because generation is paused and the pause has its own deadline.
+        """Do not watch inside the block, because generation is paused.
 
-        Yields a function to call when generation has stopped. The running step finishes first and is not part of the
-        pause. ``recomputes``: whether the engine recomputes the KV cache after the pause, before the next token.
+        Yields a function to call when generation has stopped. ``recomputes``: whether the engine recomputes the KV
+        cache after the pause.
         """
         pause = record.NO_SPAN
 
@@ -655,7 +625,6 @@ class SilenceWatch:
             self.token()
 
     async def _probe_error(self) -> str | None:
-        """Probe the engine. Returns the problem, or None if the engine answered."""
         try:
             async with asyncio.timeout(PROBE_SHARE * self._timeout_s):
                 await self._probe()

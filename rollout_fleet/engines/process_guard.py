@@ -1,13 +1,11 @@
-"""Environments without secrets for child processes, and a guard that ends a server when its owner ends.
+"""Removes secrets from the environment of child processes, and guards a server that must end with its owner.
 
 Usage of the guard: ``process_guard.py OWNER_PID SCRATCH_DIR COMMAND...``
 
-SGLang's child processes die with the server only after their imports. Therefore the guard, a process that needs only
-the standard library, gets the kernel's parent-death signal. It kills the server's process group with SIGKILL, because
-the state of a server is useless without its owner. Then it removes SCRATCH_DIR and the shared memory of the group. The
-guard waits in ``wait``. It is woken by the exit of the server, by SIGHUP (kill the server) from its owner or from the
-kernel when the owner dies, and by SIGUSR1 (record the shared memory that the server has now). Guard and server ignore
-SIGINT and SIGTERM, because a scheduler sends these to all processes at once. The owner decides when they end.
+The guard waits for the exit of the server. SIGHUP from the owner, or from the kernel when the owner dies, makes the
+guard kill the server's process group. Then the guard removes SCRATCH_DIR and the group's shared memory. SIGUSR1 makes
+it record the current shared memory. Guard and server ignore SIGINT and SIGTERM, because a scheduler sends these to all
+processes at once.
 """
 
 import contextlib
@@ -35,20 +33,19 @@ _SETTING = re.compile(r"-?\d{0,9}|true|false|yes|no|on|off", re.IGNORECASE)
 
 
 def is_secret(name: str, value: str = "...") -> bool:
-    """Return whether the name of a variable suggests that it holds a secret.
+    """Return whether the name of a variable suggests that it holds a secret. Example: ``HF_TOKEN``.
 
-    Examples: ``HF_TOKEN``, ``AWS_PROFILE``, ``JUDGE_API_KEY``. A ``*_TOKEN`` or ``*_TOKENS`` whose value is a number or
-    a switch is a setting. Example: ``SGLANG_TWO_STREAM_MAX_TOKENS=1024``.
+    A ``*_TOKEN`` or ``*_TOKENS`` with a number or a switch as value is not a secret.
     """
     is_setting = name.upper().endswith(("TOKEN", "TOKENS")) and _SETTING.fullmatch(value) is not None
     return _SECRET.fullmatch(name) is not None and not is_setting
 
 
 def without_secrets(passed: Collection[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Copy an environment without its secrets. The variables named in ``passed`` are kept.
+    """Copy an environment without its secrets, except those in ``passed``.
 
-    Rewards run code on a model's text. The copy protects only against accidents, because a process can read the
-    environment of other processes of the same user.
+    This protects only against accidents, because a process can read the environment of other processes of the same
+    user.
     """
     return {name: value for name, value in environment.items() if name in passed or not is_secret(name, value)}
 
@@ -59,12 +56,12 @@ def signal_at_parent_death(signum: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent dies, so that this process can reap them."""
+    """Become the parent of orphaned descendants, so that this process can reap them."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 class Guard:
-    """The process group of a server, and its shared memory."""
+    """Runs a server in its own process group, and cleans up after it."""
 
     def __init__(self, command: list[str]) -> None:
         self._shared_memory: set[int] = set()
@@ -80,7 +77,7 @@ class Guard:
         signal_at_parent_death(signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
         signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_OWNER)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the guard ignores this signal
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGUSR1:
@@ -106,16 +103,12 @@ class Guard:
 
     @staticmethod
     def _reap_group() -> None:
-        """Wait for the server's orphaned processes. This process is their subreaper."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.wait()
 
     def _mapped_shared_memory(self) -> set[int]:
-        """Return the inodes of the shared memory that the group has mapped.
-
-        Names do not identify shared memory, because a semaphore is mapped under a different name.
-        """
+        """Return the inodes of the group's shared memory, because a semaphore has another name after it is mapped."""
         inodes = set()
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

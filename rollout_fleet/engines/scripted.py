@@ -1,8 +1,4 @@
-"""The scripted engine.
-
-Its answers, delays and failures come from a script. It serves tests of the code around an engine. It writes one token
-at a time, so aborts and weight loads can occur within responses, as on a real engine.
-"""
+"""An engine for tests. Its answers, delays and failures come from a script."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ class ScriptedAnswer:
 
     Attributes:
         response: Token ids.
-        token_delay_s: Pause before each token.
+        token_delay_s: Pause before each token, in seconds.
         logprob: Log-prob of every token.
         cut_off: The engine aborts the sample after this number of tokens; -1 finishes it.
         error: The engine refuses the request with this message.
@@ -51,8 +47,6 @@ def repeat_last_token(request: SampleRequest, version: int) -> ScriptedAnswer:
 
 
 class _ScriptedSample(RunningSample):
-    """A running sample, and the versions of its tokens so far."""
-
     def __init__(self, request: SampleRequest, version: int = 0) -> None:
         super().__init__(request, version)
         self.answer = ScriptedAnswer()
@@ -68,17 +62,16 @@ class _ScriptedSample(RunningSample):
 
 
 class ScriptedEngine(Engine):
-    """An engine that gets each answer from a script, a function of the request and the version at its arrival.
+    """An engine that gets each answer from a script, a function of the request and the policy version.
 
     A response ends at a stop token of its request, or at a stop text, which ``decode`` finds.
 
     Attributes:
         requests: All requests so far.
         running_at_once: Largest number of requests that ran at the same time.
-        num_slots: Number of running samples at which the engine reports that it is full. All samples are written
-            anyway. 0: no limit.
-        released: Whether the memory is released at present.
-        load_delay_s: Duration of a weight load.
+        num_slots: Samples beyond this number are reported as waiting, but they run too. 0: no limit.
+        released: Whether the memory is released now.
+        load_delay_s: Seconds of a weight load.
         load_error: The next weight load fails with this message.
     """
 
@@ -119,7 +112,7 @@ class ScriptedEngine(Engine):
         return time.perf_counter() - started
 
     async def read_load(self) -> EngineLoad:
-        """See `Engine.read_load`. Samples beyond ``num_slots`` count as waiting."""
+        """See `Engine.read_load`."""
         num_running = min(len(self._running), self.num_slots or len(self._running))
         return EngineLoad(num_running=num_running, num_waiting=len(self._running) - num_running, cache_use=0.0)
 
@@ -139,7 +132,6 @@ class ScriptedEngine(Engine):
         return [asyncio.create_task(self._answer(sample, answers)) for sample in samples]
 
     async def _answer(self, sample: _ScriptedSample, answers: Answers) -> None:
-        """Put a sample, or its error, into ``answers``."""
         try:
             answer = self._script(sample.request, self._version)
             sample.answer = replace(answer, response=self._until_stop(answer.response, sample.request))
@@ -153,7 +145,6 @@ class ScriptedEngine(Engine):
             raise RequestRefused(f"{self._name} needs `decode` for stop texts, got stop={list(sampling.stop)}")
 
     def _until_stop(self, response: Sequence[int], request: SampleRequest) -> Sequence[int]:
-        """Cut a response at its first stop token or stop text."""
         sampling = request.sampling
         for length, token in enumerate(response, start=1):
             text = self._decode(response[:length]) if sampling.stop and self._decode else ""

@@ -1,9 +1,4 @@
-"""The project's code inside an SGLang server: faster process starts, cheaper pauses and updates, verified weight loads.
-
-SGLang finds `register` through the entry point that `write_plugin` puts into a folder of the server's import path.
-Other servers in the same environment do not see this folder. A server ignores SIGINT and SIGTERM, because its owner
-kills it.
-"""
+"""Hooks inside an SGLang server: faster process starts, cheaper pauses and updates, verified weight loads."""
 
 from __future__ import annotations
 
@@ -23,23 +18,23 @@ from asyncrl.core.types import WeightOffer
 PLUGIN = "asyncrl"
 """Name of the plugin in SGLang."""
 PREPARED = "sglang.srt.entrypoints.engine._set_envs_and_config"
-"""SGLang's function that chooses, as its last step, how processes start."""
+"""SGLang's function that chooses how processes start."""
 PAUSED = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 RETRACTED = "sglang.srt.managers.schedule_batch.Req.reset_for_retract"
 IMAGES_READ = "sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor.process_mm_data_async"
 """SGLang's method that converts the images of a request to the vision tower's input."""
 WEIGHT_LOADER = f"{__name__}.load"
 IMAGES_VARIABLE = "ASYNCRL_IMAGES"
-"""Environment variable of the server of a model with images. Other servers do not import the code for images."""
+"""Environment variable that is set for a model with images, because only its server imports the code for images."""
 ORDER_VARIABLE = "ASYNCRL_WEIGHT_ORDER"
-"""Environment variable of the server: path of the file that tells `load` which weights to load."""
+"""Environment variable with the path of the file that tells `load` which weights to load."""
 UNUSED_KERNELS = (
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
     "fused_qk_gemma_rmsnorm_with_gate_cpu",
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
 )
-"""Operators that SGLang's code for images names when it is imported. Only models of another family call them."""
+"""Operators that SGLang's code for images names when it is imported, but does not call."""
 KERNEL_STAND_IN = f"""\
 import torch
 from {__name__} import missing_kernel as __getattr__
@@ -48,17 +43,17 @@ if not torch.cuda.is_available():
     for name in {UNUSED_KERNELS}:
         setattr(torch.ops.sgl_kernel, name, __getattr__(name))
 """
-"""Module ``sgl_kernel`` on a machine without SGLang's kernel package.
+"""Stand-in for the module ``sgl_kernel`` on a machine without SGLang's kernel package.
 
-Two of SGLang's modules import names from ``sgl_kernel`` that only speculative decoding calls. SGLang's weight checker
-waits for CUDA before it hashes, on every device; without CUDA there is nothing to wait for.
+SGLang imports names from ``sgl_kernel`` that only speculative decoding calls. SGLang's weight checker waits for CUDA on
+every device, so without CUDA the wait is replaced.
 """
 
 
 def write_plugin(folder: Path, *, has_kernels: bool = True) -> None:
-    """Install the plugin into ``folder``, which the server has on its import path.
+    """Install the plugin into ``folder``, which must be on the server's import path.
 
-    Without SGLang's kernel package, also install a stand-in for it.
+    Without ``has_kernels``, also install a stand-in for SGLang's kernel package.
     """
     installed = folder / f"{PLUGIN}_server_hooks-1.dist-info"
     installed.mkdir(parents=True)
@@ -69,7 +64,7 @@ def write_plugin(folder: Path, *, has_kernels: bool = True) -> None:
 
 
 def missing_kernel(name: str) -> Callable[..., Any]:
-    """Return a function that reports the missing kernel when it is called."""
+    """Return a function that raises an error about the missing kernel when it is called."""
     if name.startswith("__"):
         raise AttributeError(name)
 
@@ -80,7 +75,7 @@ def missing_kernel(name: str) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Entry point of the plugin. SGLang calls this function in each process of the server."""
+    """Register all hooks. SGLang calls this function in each process of the server."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     keep_stop_blocked()
@@ -95,21 +90,14 @@ def register() -> None:
 def fork_on_cpu(_result: None, *_arguments: Any) -> None:
     """Fork the scheduler and the detokenizer on a CPU, if the process has only one thread.
 
-    With several threads, locks of the other threads would stay locked in the child. SGLang itself spawns these
-    processes. Then each process imports all modules again, which takes half of a server's start. On a GPU they are
-    spawned, because CUDA does not survive a fork.
+    Otherwise SGLang spawns these processes, and their imports take half of a server's start.
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and len(os.listdir("/proc/self/task")) == 1:
         multiprocessing.set_start_method("fork", force=True)
 
 
 def rest_while_paused(_result: None, scheduler: Any) -> None:
-    """Sleep until a call arrives.
-
-    During a pause SGLang's loop spins, even with ``--sleep-on-idle``, and uses the core that a weight update or a
-    colocated learner needs. Only the first rank has a socket to wait on. The other ranks wait for the first rank
-    anyway.
-    """
+    """Sleep until a call arrives, because SGLang's loop would otherwise use a core during a pause."""
     if scheduler.idle_sleeper is not None:
         scheduler.idle_sleeper.maybe_sleep()
 
@@ -117,19 +105,14 @@ def rest_while_paused(_result: None, scheduler: Any) -> None:
 def skip_known_logprobs(_result: None, request: Any) -> None:
     """Skip the log-probs of tokens that a retracted request has written, unless the request needs prompt log-probs.
 
-    SGLang would compute the logits of all written tokens again and discard them: 19 GB in float32 for 32,000 tokens and
-    a vocabulary of 152,000. Only the logits of the last token are needed.
+    SGLang would compute the logits of all written tokens again: 19 GB for 32,000 tokens and a vocabulary of 152,000.
     """
     if request.logprob_start_len >= len(request.origin_input_ids):
         request.logprob_start_len = len(request.origin_input_ids) + len(request.output_ids)
 
 
 def take_pixels(processor: Any, image_data: Any = None, **_: Any) -> None:
-    """Convert the 8-bit pixels of a request to tensors, in place. The request's tokens stay as they are.
-
-    SGLang has no way to send tensors over HTTP. Given image files, SGLang would resize the images again, and encode the
-    prompt's text again.
-    """
+    """Convert the 8-bit pixels of a request to tensors, in place, because SGLang cannot send tensors over HTTP."""
     import torch
 
     for item in image_data or ():
@@ -143,10 +126,9 @@ def take_pixels(processor: Any, image_data: Any = None, **_: Any) -> None:
 def load(model: Any, _named_tensors: Any) -> None:
     """Load the weights named in the worker's order file, on each tensor-parallel rank, between two model steps.
 
-    SGLang calls this function (``--custom-weight-loader``) and does not return its result, so each rank writes a
-    report.
+    SGLang calls this function (``--custom-weight-loader``) and drops its result, so each rank writes a report.
     """
-    import torch  # imported here, because the server's other processes do not need torch or the loader
+    import torch
 
     from asyncrl.weights.load import load_verified, num_fused
 
@@ -162,7 +144,7 @@ def load(model: Any, _named_tensors: Any) -> None:
             arrangement=arrangement_of_experts(model),
         )
         report["num_fused"] = num_fused(model)
-    except Exception as error:  # noqa: BLE001 - the report has it; raising would end the server
+    except Exception as error:  # noqa: BLE001 - an exception would end the server; the report has it
         report["error"] = f"{type(error).__name__}: {error}"
     partial = order.with_name(f"{order.name}.{rank}.partial")
     partial.write_text(json.dumps(report))
@@ -170,10 +152,9 @@ def load(model: Any, _named_tensors: Any) -> None:
 
 
 def arrangement_of_experts(model: Any) -> str | None:
-    """Return a JSON text that tells which experts this rank's parameters hold, and in which order.
+    """Return a JSON text with the experts of this rank's parameters, in order; None if SGLang does not tell.
 
-    Returns None if this release of SGLang does not tell. SGLang moves experts between ranks while it serves
-    (``--enable-eplb``).
+    SGLang moves experts between ranks while it serves (``--enable-eplb``).
     """
     try:
         from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
@@ -187,5 +168,5 @@ def arrangement_of_experts(model: Any) -> str | None:
 
 
 def report_path(order: Path, rank: int) -> Path:
-    """Return the path of a tensor-parallel rank's report on an order to load weights."""
+    """Return the path of a tensor-parallel rank's report on a weight load."""
     return order.with_name(f"{order.name}.{rank}")

@@ -1,9 +1,7 @@
 """The SGLang engine: a separate server, called over HTTP on the loopback interface.
 
-A sample is one SGLang request. One HTTP request can carry several samples, which reach the scheduler as one batch.
-The answer is a stream in which each sample ends separately. Weights are loaded in one transaction: pause, load, verify
-(`asyncrl.weights.load`, inside the server), continue. If the transaction fails, the server's weights are not verified.
-Then the engine has failed, and the server stays paused until it is stopped.
+Weights are loaded in one transaction: pause, load, verify, continue. If the transaction fails, the engine has failed,
+and the server stays paused until it is stopped.
 """
 
 from __future__ import annotations
@@ -44,18 +42,18 @@ from .sglang_server import SGLangClient, SGLangServer
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_PROMPTS = (1, 16)  # lengths, in tokens, of the prompts of the warm-up
+WARM_UP_PROMPTS = (1, 16)  # lengths of the prompts, in tokens
 WARM_UP_TOKENS = 4
-STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the chunk of the first token
-LOADERS_SHARE = 0.9  # share of the load's deadline that the loader gets, so that it can still report the missing part
+STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the first token
+LOADERS_SHARE = 0.9  # share of the load's deadline for the loader, which can then still report an error
 
 
 class _StreamedSample(RunningSample):
     """Joins the chunks of one sample.
 
-    A chunk holds the tokens since the previous chunk. The last chunk of a request that was aborted in the queue holds
-    all tokens. The total number of tokens distinguishes the two cases. The last chunk has the versions of all tokens.
-    Until then the version is certain only for chunks before the first weight update.
+    A chunk holds the tokens since the previous chunk. If a request was aborted in the queue, its last chunk holds all
+    tokens. Only the last chunk has the versions of all tokens. Before it, a version is certain only until the first
+    weight update.
     """
 
     def __init__(self, request: SampleRequest, version: int = 0) -> None:
@@ -82,7 +80,6 @@ class _StreamedSample(RunningSample):
         self._logprobs += [triple[0] for triple in new]
         self.num_tokens += num_new
         if reason is not None:
-            # None if the request never began
             self._num_cached = meta.get("cached_tokens") if self.num_tokens else None
             versions = np.full(self.num_tokens, -1, dtype=np.int32)
             for span in meta.get("weight_versions") or []:
@@ -93,7 +90,6 @@ class _StreamedSample(RunningSample):
         return None
 
     def so_far(self) -> SampleOutput:
-        """See `RunningSample.so_far`."""
         return self._output(np.full(self._num_certain, self.version, dtype=np.int32), None)
 
     def _output(self, versions: np.ndarray, finish_reason: FinishReason | None) -> SampleOutput:
@@ -186,8 +182,7 @@ class SGLangEngine(Engine):
     async def abort(self, request_ids: Collection[str]) -> None:
         """See `Engine.abort`.
 
-        One call suffices to abort all running samples. Otherwise there is one concurrent call per sample. There is no
-        deadline here: the watch for silence or the deadline of a load detects a server that does not answer.
+        This call has no deadline. The watch for silence detects a server that does not answer.
         """
         ids = self._running.keys() & request_ids
         bodies: list[dict[str, Any]] = [{"rid": _server_id(request_id)} for request_id in ids]
@@ -200,10 +195,7 @@ class SGLangEngine(Engine):
         await self.unless_failed(send())
 
     async def read_load(self) -> EngineLoad:
-        """See `Engine.read_load`.
-
-        The scheduler publishes the numbers every 15 steps. This call does not reach the scheduler.
-        """
+        """See `Engine.read_load`. The numbers are up to 15 model steps old."""
         answer = await self.unless_failed(self._client.call("GET", "/v1/loads?include=core"))
         try:
             ranks = answer["loads"]
@@ -222,16 +214,12 @@ class SGLangEngine(Engine):
         await self._server.stop()
 
     async def _probe(self) -> None:
-        """Return when the scheduler answers, between two steps of the model."""
         await self._client.call("GET", "/server_info")
 
     # Generation
 
     async def _warm_up(self) -> None:
-        """Generate as in training.
-
-        The first requests on CUDA compile kernels, so this runs before the watch for silence begins.
-        """
+        """Generate as in training, because the first requests on CUDA compile kernels."""
         for length in WARM_UP_PROMPTS:
             prompt = np.arange(length, dtype=np.int32) % self._vocab_size
             sampling = replace(self._config.sampling, max_new_tokens=WARM_UP_TOKENS)
@@ -249,7 +237,6 @@ class SGLangEngine(Engine):
         return [asyncio.create_task(self._generate_batch(batch, answers)) for batch in batches]
 
     async def _generate_batch(self, samples: Sequence[_StreamedSample], answers: Answers) -> None:
-        """Send samples as one HTTP request, and put each answer, or the error, into ``answers``."""
         try:
             num_unanswered = len(samples)
             body = self._request_body([sample.request for sample in samples])
@@ -268,7 +255,7 @@ class SGLangEngine(Engine):
                 raise EngineError(f"{self._name} left {num_unanswered} of {len(samples)} samples unanswered")
         except RequestRefused as error:
             answers.put_nowait(error)
-        except Exception as error:  # noqa: BLE001 - an engine that breaks its contract has failed
+        except Exception as error:  # noqa: BLE001 - the engine has failed
             answers.put_nowait(self.fail(error))
 
     def _take(self, event: Any, samples: Sequence[_StreamedSample]) -> list[tuple[SampleRequest, SampleOutput]]:
@@ -299,15 +286,11 @@ class SGLangEngine(Engine):
             "sampling_params": [options[request.sampling] for request in requests],
             **self._image_data(requests),
         }
-        is_single = len(requests) == 1  # the server handles a single sample, such as a turn, faster than a batch of one
+        is_single = len(requests) == 1  # a batch of one is slower
         values = {name: column[0] for name, column in columns.items()} if is_single else columns
         return {**values, "return_logprob": True, "stream": True}
 
     def _image_data(self, requests: Sequence[SampleRequest]) -> dict[str, Any]:
-        """Return the images for `server_hooks.take_pixels`: one item per request with images.
-
-        Returns an empty dict if no request has images.
-        """
         if not any(request.images for request in requests):
             return {}
         known: dict[bytes, dict[str, Any]] = {}
@@ -323,7 +306,6 @@ class SGLangEngine(Engine):
         return {"image_data": [[known[r.prompt_key]] if r.images else None for r in requests]}
 
     def _check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise `RequestRefused` for options that need a tokenizer, if the server has none."""
         asked = [name for name in ("stop", "json_schema") if getattr(sampling, name)]
         if asked and not self._config.needs_server_tokenizer:
             raise RequestRefused(
@@ -356,19 +338,15 @@ class SGLangEngine(Engine):
         return await self._client.call("POST", path, body)
 
     async def _order(self, path: str, body: Any, **confirmed: Any) -> None:
-        """Post a command. Raises `EngineError` unless the answer has the ``confirmed`` fields."""
         answer = await self._post(path, body)
         if not isinstance(answer, dict) or any(answer.get(key) != value for key, value in confirmed.items()):
             raise EngineError(f"{self._name} answered POST {path} with {str(answer)[:500]}, expected {confirmed}")
 
     async def _transact(self, offer: WeightOffer, stands_still: Callable[[], None]) -> float:
-        """Pause, load, verify, name the version, continue.
+        """Pause, load, verify, name the version, continue. After an error the server stays paused.
 
-        After an error the server stays paused. The server confirms the pause before its scheduler gets the pause. When
-        the running step is done, the server confirms the start of the update. Then ``stands_still`` is called.
-
-        Returns:
-            Seconds from the call of ``stands_still`` until the server confirms that it continues.
+        ``stands_still`` is called when the running step is done. Returns the seconds from this call until the server
+        continues.
         """
         order, number = self._server.weight_order, secrets.token_hex(8)
         timeout_s = self._config.load_timeout_s * LOADERS_SHARE
@@ -392,8 +370,8 @@ class SGLangEngine(Engine):
         with _stage("load and verify", offer):
             await self._order("/update_weights_from_tensor", body, success=True)
             num_values = self._verified_values(offer, number)
-        # Answers may name the version only from now on. Running requests are not aborted. Both calls may be sent
-        # together, because the server does not sample before it has confirmed both.
+        # Answers may name the version only from now on. Both calls may be sent together, because the server does not
+        # sample before it has confirmed both.
         version = str(offer.version)
         named = {"new_version": version, "abort_all_requests": False}
         with _stage("end", offer):
@@ -401,7 +379,7 @@ class SGLangEngine(Engine):
                 self._order("/end_weight_update", {}, success=True),
                 self._order("/update_weight_version", named, new_version=version),
             )
-            if takes_memory_back:  # after the weights, because loading the weights may need this memory
+            if takes_memory_back:  # loading the weights may need this memory
                 await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
         self._is_released = False
         self._version = offer.version
@@ -412,11 +390,6 @@ class SGLangEngine(Engine):
         return time.perf_counter() - paused_s
 
     def _verified_values(self, offer: WeightOffer, number: str) -> int:
-        """Return the number of values that all ranks wrote and verified, from their reports on order ``number``.
-
-        Raises:
-            EngineError: a rank did not report, did not load, or differs from the published weights.
-        """
         num_values = 0
         for rank in range(self._server.tp_size):
             try:

@@ -1,8 +1,4 @@
-"""Launches, supervises, calls and stops one SGLang server.
-
-The server runs under `process_guard`, in its own process group. Its output is read line by line, so that readiness and
-a bind failure are noticed at once. The server has ended when the guard exits. This module does not poll.
-"""
+"""Launches, supervises, calls and stops one SGLang server, which runs under `process_guard`."""
 
 from __future__ import annotations
 
@@ -42,23 +38,23 @@ READY_LINE = "Uvicorn running on"
 BIND_FAILURE = "address already in use"
 BIND_ATTEMPTS = 3
 TAIL_LINES = 40
-SERVER_KEEP_ALIVE_S = 60  # the server closes a connection that is idle for so long; SGLang's default is 5
+SERVER_KEEP_ALIVE_S = 60  # limit of idle seconds; SGLang's default is 5
 DEATH_GRACE_S = 2.0
-# The client must close idle connections first, because a request is lost if the server closes its connection.
+# The client must close idle connections first. If the server closes one, a request on it is lost.
 CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
 _EVENT_END = b"\n\n"
 _EVENT_START = b"data: "
 _LAST_EVENT = b"data: [DONE]"
 CPU_KV_TOKENS = 32768
 COMMON_HEAD_DIMS = (64, 128, 256)
-"""Head sizes that all attention backends of SGLang support, FlashInfer included."""
+"""Head sizes that all attention backends of SGLang support."""
 COMPILE_CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
     "CUTE_DSL_CACHE_DIR": "cute_dsl",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash_attention_cute_dsl",
     "QUACK_CACHE_DIR": "quack",
 }
-"""Cache variables of compilers that use TMPDIR by default. Triton, FlashInfer, DeepGEMM and TVM use HOME."""
+"""Cache variables of compilers that use TMPDIR by default."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 GUARD = Path(__file__).with_name("process_guard.py")
 _LONGEST_SOCKET = "asyncrl-xxxxxxxx/tmpxxxxxxxx_64"
@@ -68,17 +64,17 @@ _LOGGING = {
     "formatters": {"plain": {"format": "[%(asctime)s %(process)d %(levelname)s] %(message)s"}},
     "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}},
     "root": {"level": "WARNING", "handlers": ["out"]},
-    # Without a warm-up, the server calls itself before it listens. It would log the failure of this call with three
-    # tracebacks.
+    # Without its warm-up, the server calls itself before it listens, and would log three tracebacks.
     "loggers": {"sglang.srt.entrypoints.http_server": {"level": "ERROR"}},
 }
 
 
 class SGLangServer:
-    """One server process group, reachable at `url` with `headers` after `start`.
+    """One server process group, reachable at `url` with `headers` after `start`. Its log is ``<name>-<rank>.log``.
 
-    The server's log is ``<name>-<rank>.log`` in ``log_dir``. ``head_dim`` is the field of `ModelFacts`. With
-    ``fp32_head`` the output layer computes in float32. None enables this on a GPU only.
+    Args:
+        head_dim: The field of `ModelFacts`.
+        fp32_head: Whether the output layer computes in float32. None: on a GPU only.
     """
 
     def __init__(
@@ -104,7 +100,7 @@ class SGLangServer:
         self._dtype = config.sglang.dtype_on(device)
         self._seed = seed
         self._port = 0
-        self._api_key = secrets.token_hex(24)  # hexadecimal, so that it cannot begin with a dash, as options do
+        self._api_key = secrets.token_hex(24)  # hexadecimal, because a leading dash would begin an option
         self._guard: Process | None = None
         self._scratch: Path | None = None
         self._log_task: asyncio.Task[None] | None = None
@@ -120,7 +116,7 @@ class SGLangServer:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that every request needs, because the server answers only requests with its key."""
+        """Headers with the server's key, which every request needs."""
         return {"Authorization": f"Bearer {self._api_key}"}
 
     @property
@@ -130,16 +126,13 @@ class SGLangServer:
 
     @property
     def weight_order(self) -> Path:
-        """The file that tells `server_hooks.load` which weights to load.
-
-        After the load, each rank of the server writes a report to the same folder.
-        """
+        """The file that tells `server_hooks.load` which weights to load. Reports are written to the same folder."""
         assert self._scratch is not None
         return self._scratch / "weights.json"
 
     @property
     def tp_size(self) -> int:
-        """Number of tensor-parallel ranks. Each rank loads weights and writes a report."""
+        """Number of tensor-parallel ranks."""
         return self._config.tp_size
 
     async def start(self) -> None:
@@ -179,7 +172,7 @@ class SGLangServer:
     async def stop(self) -> None:
         """Kill the server's process group. Returns when the guard has cleaned up."""
         self._stopping = True
-        async with self._launching:  # wait for a running launch to end
+        async with self._launching:  # waits for a running launch
             guard = self._guard
         if guard is None:
             return
@@ -194,14 +187,13 @@ class SGLangServer:
                 )
                 guard.kill()
                 await guard.wait()
-        if self._scratch is not None:  # a guard that was stopped during its start may have left the folder
+        if self._scratch is not None:  # the guard may have been stopped during its start
             shutil.rmtree(self._scratch, ignore_errors=True)
         if self._log_task is not None:
             await asyncio.wait([self._log_task], timeout=1.0)
             self._log_task.cancel()
 
     async def _launch(self) -> None:
-        """Start the guard with the server, on a free port."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
@@ -225,7 +217,7 @@ class SGLangServer:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
-                start_new_session=True,  # Ray kills the process group of a dead worker before the guard can clean up
+                start_new_session=True,  # because Ray kills the process group of a dead worker
             )
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -233,7 +225,6 @@ class SGLangServer:
         self._log_task = asyncio.create_task(self._keep_log(self._guard))
 
     async def _came_up(self) -> bool:
-        """Wait until the server listens (True) or ends (False)."""
         assert self._guard is not None
         assert self._log_task is not None
         ready = asyncio.create_task(self._ready.wait())
@@ -251,8 +242,7 @@ class SGLangServer:
     async def _keep_log(self, guard: Process) -> None:
         """Copy the server's output to its log file until it ends.
 
-        Output that cannot be written, for example on a full disk, is skipped, because an unread pipe would block the
-        server.
+        Output that cannot be written is dropped, because an unread pipe would block the server.
         """
         assert guard.stdout is not None
         log, lost = None, ""
@@ -295,8 +285,7 @@ class SGLangServer:
         }
         if config.max_total_tokens or on_cpu:
             arguments["--max-total-tokens"] = str(config.max_total_tokens or CPU_KV_TOKENS)
-        # SGLang's warm-up does not request log-probs, and it uses token ids that a small vocabulary lacks. So
-        # `SGLangEngine` has its own warm-up.
+        # SGLang's own warm-up does not request log-probs, and uses token ids that a small vocabulary lacks.
         flags = ["--skip-server-warmup", "--sleep-on-idle", "--incremental-streaming-output"]
         if not self._fleet.needs_server_tokenizer:
             flags.append("--skip-tokenizer-init")
@@ -307,9 +296,8 @@ class SGLangServer:
         if self.saves_memory:
             flags.append("--enable-memory-saver")
         if config.on_update is OnUpdate.keep:
-            # The prefix cache cannot be flushed while requests run, so it would give KV entries of old weights to new
-            # requests. With overlapped scheduling, the tokens of the last step before the update would carry the new
-            # version.
+            # The prefix cache cannot be flushed while requests run, so new requests would get KV entries of old
+            # weights. With overlapped scheduling, the last tokens before the update would carry the new version.
             flags += ["--disable-radix-cache", "--disable-overlap-schedule"]
         return [*(word for pair in arguments.items() for word in pair), *flags, *config.extra_args]
 
@@ -330,13 +318,13 @@ class SGLangServer:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._port),
         }
-        if others := os.environ.get("SGLANG_PLUGINS"):  # plugins that the user chose
+        if others := os.environ.get("SGLANG_PLUGINS"):
             environment["SGLANG_PLUGINS"] = f"{others},{PLUGIN}"
         if is_vision_model(self._model_path):
             environment[IMAGES_VARIABLE] = "1"
         if self._device is EngineDevice.cuda:
             environment |= self._compile_caches()
-            # Expandable segments break the memory saver. CUDA IPC cannot share them with another process either.
+            # Expandable segments break the memory saver, and CUDA IPC cannot share them with another process.
             for name in ALLOCATOR_VARIABLES:
                 environment.pop(name, None)
         if self._device is EngineDevice.cpu:
@@ -351,7 +339,6 @@ class SGLangServer:
         return environment
 
     def _compile_caches(self) -> dict[str, str]:
-        """Return environment variables for compile caches, with folders that outlive the server."""
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "asyncrl", "compile")
         try:
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -376,7 +363,7 @@ class SGLangServer:
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    """Read one line. Returns only a part if the line is longer than the buffer, and no bytes at the stream's end."""
+    """Read one line, or the beginning of a very long line. Returns no bytes at the stream's end."""
     try:
         return await stream.readuntil(b"\n")
     except asyncio.IncompleteReadError as error:
@@ -388,8 +375,8 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
 class SGLangClient:
     """A pool of connections to one running server. Call `open` when the server is up.
 
-    Every call raises `RequestRefused` for a status of 4xx, `EngineError` if a living server fails or cannot be reached,
-    and `WorkerDiedError` if the server died.
+    Every call raises `RequestRefused` for a status of 4xx, `EngineError` if the server fails or cannot be reached, and
+    `WorkerDiedError` if the server died.
     """
 
     def __init__(self, server: SGLangServer) -> None:
@@ -413,8 +400,7 @@ class SGLangClient:
     async def call(self, method: str, path: str, body: Any = None) -> Any:
         """Call the server. Returns the JSON answer, or None for an empty answer.
 
-        A call whose connection breaks is sent once more on another connection. Repeating is safe for all calls of this
-        method: the second call has the same result, or the server refuses it.
+        If the connection breaks, the call is sent once more, because it has the same result or is refused.
         """
         session = self._opened(method, path)
         try:
@@ -430,10 +416,9 @@ class SGLangClient:
         return self._decoded(content, method, path) if content else None
 
     async def stream(self, path: str, body: Any) -> AsyncIterator[list[Any]]:
-        """Post a request.
+        """Post a request, and yield lists of decoded server-sent events that arrived together.
 
-        Yields lists of decoded server-sent events that arrived together, until the stream ends. The request is not
-        repeated when the connection breaks. There is no deadline, because the caller watches for silence.
+        The request is sent only once, and there is no deadline.
         """
         session = self._opened("POST", path)
         try:
@@ -444,7 +429,6 @@ class SGLangClient:
                 async for data in response.content.iter_any():
                     *events, unread = (unread + data).split(_EVENT_END)
                     if found := [event.removeprefix(_EVENT_START) for event in events if event != _LAST_EVENT]:
-                        # decoding the events together is faster than one by one
                         yield self._decoded(b"[" + b",".join(found) + b"]", "POST", path)
         except aiohttp.ClientError as error:
             raise await self._unreachable("POST", path, error) from error
@@ -473,10 +457,7 @@ class SGLangClient:
         return EngineError(f"{self._server.name} could not be reached for {method} {path}: {error!r}")
 
     async def _raise_if_dead(self) -> None:
-        """Raise `WorkerDiedError` if the server exits soon.
-
-        The connections of a dying server break before its process is gone.
-        """
+        """Raise `WorkerDiedError` if the server exits soon, because a dying server first loses its connections."""
         try:
             async with asyncio.timeout(DEATH_GRACE_S):
                 await self._server.wait_exit()
@@ -485,7 +466,6 @@ class SGLangClient:
 
 
 async def _exchange(session: aiohttp.ClientSession, method: str, path: str, body: Any) -> tuple[int, bytes]:
-    """Send one HTTP request. Returns the status and the whole body of the answer."""
     async with session.request(method, path, data=None if body is None else _encoded(body)) as response:
         return response.status, await response.read()
 

@@ -1,9 +1,7 @@
 """The in-process engine: transformers' ``generate`` on batches of waiting samples.
 
-One task takes waiting samples, up to a budget of rows, and generates them in a thread, so that the event loop stays
-free. New samples wake the task. A batch is answered when its longest sample ends. Rows that end earlier are dropped
-from the computation. Weights are swapped between two batches. Log-probs are taken at each step, so that only one step's
-[B, V] is in memory.
+One task takes waiting samples and generates them in a thread. New samples wake the task. A batch is answered when its
+longest sample ends. Weights are loaded between two batches.
 """
 
 from __future__ import annotations
@@ -51,19 +49,20 @@ logger = logging.getLogger(__name__)
 
 _TRIED_LENGTHS = (3, 11, 11)
 _TRIED_TOKENS = 4
-TAIL_TOKENS = 8  # extra decoded tokens beyond a stop text's length, because a character may take several tokens
+TAIL_TOKENS = 8  # decoded tokens beyond a stop text's length, because a character may take several tokens
 
 
 class StepRecorder:
-    """Records, at every step of a batch, the log-probs before sampling and the tokens after it, and ends rows.
+    """Records the log-probs and tokens of a batch at every step, and ends rows.
 
-    A row ends with one of ``eos_ids`` or of its own stop tokens, with a stop text (found with ``decode``), or at its
-    ``max_new_tokens``. A row whose sample is aborted ends at the next token. In a row with a seed, the seed and the
-    position determine the draw of each token, unless the distribution is truncated. So the draws do not change if
-    another request continues the row. A batch is written in rounds (`begin_round`). Each round has the unfinished rows.
-    With ``drops_rows`` a round ends when half of its rows have ended. At temperature 0 (greedy) log-probs are those of
-    temperature 1. ``on_step`` is called after every step. The recorder itself is the logits processor, because
-    transformers inspects the signature of a plain function at every step.
+    - A row ends with one of ``eos_ids``, with its own stop token or stop text, or at its ``max_new_tokens``. An aborted
+      row ends at its next token.
+    - A batch is written in rounds. Each round has the unfinished rows. With ``drops_rows`` a round ends when half of
+      its rows have ended.
+    - In a row with a seed, the seed and the position determine each token, unless the distribution is truncated.
+    - At temperature 0 (greedy) log-probs are those of temperature 1.
+
+    ``on_step`` is called after every step. ``decode`` finds stop texts.
     """
 
     def __init__(
@@ -102,10 +101,7 @@ class StepRecorder:
         return len(self._token_ids)
 
     def begin_round(self) -> Tensor:
-        """Begin a round with the unfinished rows.
-
-        Returns [b] int64, the indices of these rows in the previous round.
-        """
+        """Begin a round with the unfinished rows. Returns [b] int64, their indices in the previous round."""
         is_left = self._is_left[self._rows]
         self._rows = self._rows[is_left]
         return is_left.nonzero().squeeze(1)
@@ -113,7 +109,7 @@ class StepRecorder:
     def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
         """Keep the log-probs under the temperature for `after_sampling`.
 
-        Returns the [b, V] logits. For a row with a seed, the token is drawn here, and the logits allow only this token.
+        Returns the [b, V] logits. In a row with a seed, they allow only the token that is drawn here.
         """
         scaled = logits.float() if self._temperature == 1.0 else logits.float() / self._temperature
         self._step_logprobs = scaled.log_softmax(-1)
@@ -134,7 +130,7 @@ class StepRecorder:
         logprobs = self._step_logprobs.gather(1, token_ids).squeeze(1).cpu()
         self._logprobs.append(logprobs.new_zeros(num_rows).index_copy_(0, rows, logprobs))
         self._on_step()
-        if self.num_steps == 1:  # all rows of a batch get their first token at the same time
+        if self.num_steps == 1:
             for sample in self._samples:
                 if sample.request.on_first_token is not None:
                     sample.request.on_first_token()
@@ -152,7 +148,6 @@ class StepRecorder:
         return ~is_left.to(token_ids.device)
 
     def _is_at_stop(self, rows: Sequence[int], new_ids: Sequence[int]) -> Tensor:
-        """Return [b] bool: whether each row ends with one of its own stop tokens or stop texts."""
         ends = [token in self._stop_ids[row] for row, token in zip(rows, new_ids, strict=True)]
         for place, row in enumerate(rows):
             stop = self._samples[row].request.sampling.stop
@@ -183,11 +178,14 @@ class StepRecorder:
 
 
 class GenerationModel:
-    """Holds the model and its weights, and generates batches. `load` reads the model.
+    """Holds the model and its weights, and generates batches. Call `load` first.
 
-    ``dtype`` is the name of a torch dtype, or ``auto`` for the dtype of the stored model. ``device`` is ``cpu`` or
-    ``cuda``. ``seed`` seeds torch in this process. ``reproducible`` is the option of `TransformersConfig`. The
-    generating thread calls ``on_step`` after every token of a batch.
+    Args:
+        dtype: Name of a torch dtype, or ``auto`` for the dtype of the stored model.
+        device: ``cpu`` or ``cuda``.
+        seed: Seeds torch in this process.
+        reproducible: The option of `TransformersConfig`.
+        on_step: Called by the generating thread after every token of a batch.
     """
 
     def __init__(
@@ -225,15 +223,14 @@ class GenerationModel:
         if self._facts.image_token_id is not None:
             kind, self._pixel_format = AutoModelForImageTextToText, PixelFormat.of(load_processor(self._model_path))
         model: Any = kind.from_pretrained(self._model_path, dtype=self._dtype)
-        # For options that a call does not set, transformers would use the model's own generation config, for example
-        # its top_k.
+        # for options that a call does not set, transformers would use the model's own generation config
         model.generation_config = GenerationConfig()
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._check_logprobs()
         self._eos_ids = self._facts.eos_ids
 
     def release(self) -> None:
-        """Free the memory of the parameters on the device. `load_weights` allocates and fills the memory again."""
+        """Free the memory of the parameters on the device, until `load_weights`."""
         for parameter in self._model.parameters():
             self._released.setdefault(parameter, parameter.shape)
             parameter.data = parameter.data.new_empty(0)
@@ -247,7 +244,10 @@ class GenerationModel:
         """Load offered weights and compare each write with its source.
 
         Frozen weights under adapters are loaded once. The adapters are not merged into the weights.
-        ``timeout_s`` is `RolloutFleetConfig.load_timeout_s`.
+
+        Args:
+            offer: The offered weights.
+            timeout_s: `RolloutFleetConfig.load_timeout_s`.
 
         Raises:
             WeightsError: tensors are missing, unknown, of another shape, or differ from the published digests.
@@ -264,7 +264,6 @@ class GenerationModel:
             self._adapted.load(adapter, offer.version, self._linear_layers())
 
     def _linear_layers(self) -> dict[str, torch.nn.Module]:
-        """Map the name of each linear layer's weight in a checkpoint to the layer."""
         layers = {
             (module.weight.data_ptr(), module.weight.shape): module
             for module in self._model.modules()
@@ -274,20 +273,12 @@ class GenerationModel:
         return {name: module for name, module in held.items() if module is not None}
 
     def _checkpoint(self) -> dict[str, Tensor]:
-        """Map the checkpoint's names to the parameters.
-
-        A checkpoint may fuse or split tensors in a different way than the model.
-        """
+        """Return the parameters by their names in a checkpoint, which may fuse or split tensors."""
         if not self._held:
             self._held = revert_weight_conversion(self._model, dict(self._model.named_parameters()))
         return self._held
 
     def _load_full(self, version: int, weights: WeightSource) -> None:
-        """Copy weights into the model's tensors.
-
-        Raises:
-            WeightsError: tensors are missing, unknown, of another shape, or differ from the published digests.
-        """
         while self._released:
             parameter, shape = self._released.popitem()
             parameter.data = parameter.data.new_empty(shape)
@@ -309,12 +300,10 @@ class GenerationModel:
 
     @torch.inference_mode()
     def generate(self, samples: Sequence[RunningSample], version: int) -> list[SampleOutput]:
-        """Generate new samples in one batch. All of them must have the same `distribution`.
+        """Generate samples of one `distribution`, and return the outputs in the same order.
 
-        The result is in the order of the samples. ``on_first_token`` is called in this thread. Every token carries
-        ``version``, the policy version of the weights. If padding changes the model's log-probs, prompts of each length
-        get their own batch. Even with a fixed seed, the samples also depend on which requests share a batch and when
-        each of them ends.
+        Every token carries ``version``. The samples depend on the requests in their batch, even with a fixed seed of
+        the engine. If padding changes the model's log-probs, prompts of each length get their own batch.
         """
         outputs: dict[int, SampleOutput] = {}
         for rows in self._batches([sample.request for sample in samples]):
@@ -324,8 +313,7 @@ class GenerationModel:
     def _batches(self, requests: Sequence[SampleRequest]) -> Iterator[list[int]]:
         """Yield indices of requests that may share a batch.
 
-        A row that has ended is still computed until its round ends. Such a row must not need a position beyond the
-        model's limit.
+        An ended row is still computed until its round ends. Therefore its positions must fit into the model until then.
         """
         if self._reproducible:
             yield from ([row] for row in range(len(requests)))
@@ -342,10 +330,6 @@ class GenerationModel:
                 rows = [row for row in rows if row not in fit] if fit else []
 
     def _generate_batch(self, samples: Sequence[RunningSample], version: int) -> list[SampleOutput]:
-        """Generate a batch.
-
-        If rows of the cache can be dropped, ended rows are dropped when half of the rows have ended.
-        """
         sampling = samples[0].request.sampling
         longest = max(sample.request.sampling.max_new_tokens for sample in samples)
         requests = [sample.request for sample in samples]
@@ -379,11 +363,9 @@ class GenerationModel:
         return recorder.outputs(version)
 
     def _seen(self, requests: Sequence[SampleRequest], mask: Tensor, *, is_first: bool) -> dict[str, Tensor]:
-        """Return the model arguments of a batch with images.
+        """Return the model arguments of a batch with images: positions [4, b, T], and at first also pixels.
 
-        These are positions [4, b, T], computed from ``mask`` [b, T], and at the first step also the pixels. The first
-        index of the positions is that of text. The positions are passed explicitly: otherwise transformers searches for
-        placeholders itself, and keeps the positions as state of the model.
+        The first of the four is the position in the text. Without positions, transformers would keep them in the model.
         """
         images = [placed.image for request in requests for placed in request.images]
         if not images or self._pixel_format is None:
@@ -398,7 +380,6 @@ class GenerationModel:
         return seen | (self._pixels(images) if is_first else {})
 
     def _pixels(self, images: Sequence[Image]) -> dict[str, Tensor]:
-        """Return the vision tower's input for images."""
         assert self._pixel_format is not None
         pixels = torch.from_numpy(np.concatenate([image.pixels for image in images])).to(self._device)
         grids = torch.tensor([image.grid for image in images], device=self._device)
@@ -413,8 +394,8 @@ class GenerationModel:
     def _check_logprobs(self) -> None:
         """Compare the log-probs of generated tokens with those of a forward pass, with padding and without.
 
-        Then make the same comparison with shared prefills and dropped rows. These are enabled if the log-probs agree.
-        Raises `EngineError` if generation without padding does not agree.
+        Shared prefills and dropped rows are enabled if they pass the comparison. Raises `EngineError` if generation
+        does not pass it.
         """
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, self._facts.vocab_size, length) for length in _TRIED_LENGTHS]
@@ -456,7 +437,6 @@ class GenerationModel:
             )
 
     def _tried_image(self, prompt: np.ndarray, rng: np.random.Generator) -> tuple[PlacedImage, ...]:
-        """Put a random image into a prompt that is long enough, if the model takes images."""
         token, form = self._facts.image_token_id, self._pixel_format
         if token is None or form is None:
             return ()
@@ -471,7 +451,6 @@ class GenerationModel:
         return (placed,)
 
     def _difference(self, requests: Sequence[SampleRequest]) -> float:
-        """Return the largest difference in nats between the log-probs of generation and those of a forward pass."""
         largest = 0.0
         outputs = self.generate([RunningSample(request) for request in requests], 0)
         for request, output in zip(requests, outputs, strict=True):
@@ -491,10 +470,7 @@ class GenerationModel:
         return largest
 
     def _can_cut_cache(self, request: SampleRequest) -> bool:
-        """Return whether rows of the model's cache can be dropped and copied.
-
-        This is true if the cache holds only keys and values.
-        """
+        """Return whether rows of the model's cache can be dropped and copied: it must hold only keys and values."""
         ids, mask = self._left_padded([request.prompt_ids])
         config = self._generation_config(request.sampling, 1)
         cache = self._model.generate(ids, attention_mask=mask, generation_config=config).past_key_values
@@ -517,8 +493,7 @@ class GenerationModel:
     def _shared_prefill(self, requests: Sequence[SampleRequest]) -> Cache | None:
         """Compute the KV cache of the prompts of [B] requests, without the last token of each.
 
-        Equal prompts are computed once. Returns None if this saves little, or if the model has a state other than keys
-        and values.
+        Equal prompts are computed once. Returns None if this saves little, or if the cache cannot be copied.
         """
         rows = {request.prompt_key: request for request in requests}
         shortest = min(len(request.prompt_ids) for request in requests)
@@ -555,7 +530,7 @@ class GenerationModel:
 
 
 def distribution(sampling: SamplingConfig) -> tuple[float, ...]:
-    """Return the options that all samples of a batch have in common: temperature, top-p, top-k and min-p."""
+    """Return the options that must be equal in a batch: temperature, top-p, top-k and min-p."""
     return (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
@@ -565,8 +540,6 @@ def _greedy(prompt: np.ndarray, max_new_tokens: int, *images: PlacedImage) -> Sa
 
 
 class _PendingSample(RunningSample):
-    """A sample that waits for a batch or is in a batch."""
-
     answers: Answers
 
 
@@ -618,7 +591,7 @@ class TransformersEngine(Engine):
     async def load_weights(self, offer: WeightOffer) -> float:
         """See `Engine.load_weights`.
 
-        This call waits for the running batch. The watch for silence bounds the duration of that batch.
+        Waits for the running batch without a deadline. The watch for silence bounds this wait.
         """
         self._check_up()
         return await self.unless_failed(self._load_when_idle(offer))
@@ -658,7 +631,6 @@ class TransformersEngine(Engine):
         return ()
 
     async def _run_batches(self) -> None:
-        """Generate waiting samples, batch after batch."""
         while True:
             await self._arrived.wait()
             async with self._idle_model:
@@ -679,7 +651,6 @@ class TransformersEngine(Engine):
                     sample.answers.put_nowait([(sample.request, output)])
 
     def _next_batch(self) -> list[_PendingSample]:
-        """Take the longest-waiting samples that may share a batch, up to the budget of rows."""
         kind = distribution(self._waiting[0].request.sampling)
         batch: list[_PendingSample] = []
         for sample in self._waiting:

@@ -1,7 +1,6 @@
 """Episodes: rollouts of several turns, with tools and environments between them.
 
-The names below are resolved at their first use. So a child process with another Python can import the parts of this
-package that need only the standard library.
+Each name in ``__all__`` is imported at its first use, because child processes may lack the packages of some modules.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Adapters that make agents and environments of other packages usable as environments of this project.
-
-Each adapter imports its package at its first use. `FunctionEnvironment` calls a function, and ``command`` runs a
-program. ``gym`` and ``openenv`` play a game with ``reset`` and ``step``. ``mcp`` gives the tools of MCP servers to the
-policy. ``verifiers`` runs an environment of that package. docs/agents.md has a section on each.
-"""
+"""Adapters that make agents and environments of other packages usable as environments of this project."""
 
 from __future__ import annotations
 
@@ -46,8 +41,7 @@ _MOST_OUTPUT = 1 << 20
 class FunctionEnvironment:
     """A function ``main(prompt, policy, **options)`` or ``main(prompt, base_url, api_key, **options)``.
 
-    The second form is for agents that use their own client, such as an unmodified ``openai`` client. A function
-    that is not async runs in a thread. The function may have an attribute ``replayable``, as `Environment` does.
+    A function that is not async runs in a thread. It may have an attribute ``replayable`` like `Environment`.
 
     Raises:
         ValueError: the function has other parameters.
@@ -80,19 +74,20 @@ class FunctionEnvironment:
 class CommandEnvironment:
     """A program in any language that acts as the agent. Each episode starts the program once.
 
-    The program finds ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY`` in its
-    environment, and the text of the last message on its standard input. ``ASYNCRL_PROMPT`` is the path of a JSON file
-    with ``messages``, ``ground_truth``, ``data_source`` and ``extra``. The program may write its outcome as JSON to the
-    path ``ASYNCRL_OUTCOME``: a reward as a number, or the fields of `Outcome`. Without an outcome, its standard output
-    is the answer, and the reward functions score it. The output is never read as a reward, because an agent prints text
-    of the policy. Only the last MiB of the output is read. An exit status other than 0 is a failure.
+    The program gets ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY`` in its
+    environment. Its standard input is the text of the last message. ``ASYNCRL_PROMPT`` is the path of a JSON file with
+    ``messages``, ``ground_truth``, ``data_source`` and ``extra``.
+
+    The program may write its outcome as JSON to the path ``ASYNCRL_OUTCOME``: a reward, or the fields of `Outcome`.
+    Otherwise reward functions score the last MiB of its standard output. This output is never read as a reward, because
+    it has text of the policy. An exit status other than 0 is a failure.
 
     Args:
-        command: The program and its arguments. Example: ``python agent.py --fast``.
-        cwd: Its working directory. Empty: an empty folder of the episode, which is removed at the end. A relative path
-            in ``command`` is looked up in the directory of the run.
+        command: The program and its arguments. Example: ``python agent.py --fast``. A relative path is looked up in the
+            directory of the run.
+        cwd: Its working directory. Empty: an empty folder, which is removed at the end.
         ground_truth: Whether the JSON file has ``ground_truth`` and ``extra``. Use false if the program runs commands
-            of the policy. Otherwise the policy can read the true answer in this file.
+            of the policy, because these could read the file.
     """
 
     replayable = False
@@ -110,10 +105,9 @@ class CommandEnvironment:
         self._fields = ("messages", "data_source", *(("ground_truth", "extra") if ground_truth else ()))
 
     async def run(self, prompt: Prompt, policy: Policy) -> Any:
-        """Run the program until it exits. Then kill the processes that the program started.
+        """Run the program until it exits, or until the episode is cancelled. Then kill all its processes.
 
-        If the episode is cancelled, kill the program and these processes at once. Standard input, output and error are
-        files and not pipes, because a pipe stays open as long as any child process holds it.
+        Standard input, output and error are files, because a pipe stays open as long as any child process holds it.
         """
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-episode-")))
@@ -155,7 +149,6 @@ class CommandEnvironment:
 
 
 def _last_text(prompt: Prompt) -> str:
-    """Return the text of a prompt's last message."""
     content = prompt.messages[-1].get("content") if prompt.messages else ""
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in content)
@@ -163,13 +156,11 @@ def _last_text(prompt: Prompt) -> str:
 
 
 def _read_end(stream: BinaryIO, most: int) -> str:
-    """Return the end of a file as text, at most ``most`` bytes."""
     stream.seek(max(0, os.fstat(stream.fileno()).st_size - most))
     return stream.read().decode(errors="replace")
 
 
 def _outcome_of(path: Path, output: str) -> Any:
-    """Read the outcome of a program from its outcome file. Without this file, the output is the answer."""
     if not path.exists():
         return Outcome(answer=output)
     written = path.read_text()
@@ -181,7 +172,7 @@ def _outcome_of(path: Path, output: str) -> Any:
 
 
 class _InvalidAction(Exception):
-    """The policy's text is not an action. The policy gets the message and answers again."""
+    """The policy's text is not an action. The policy gets this message and answers again."""
 
 
 Step = Callable[[str], Awaitable[tuple[Any, float, bool]]]
@@ -190,10 +181,7 @@ Step = Callable[[str], Awaitable[tuple[Any, float, bool]]]
 async def _play(
     prompt: Prompt, policy: Policy, observation: Any, step: Step, *, max_steps: int, turn_rewards: bool
 ) -> Outcome:
-    """Alternate between the policy and ``step``.
-
-    ``step`` maps the text of an action to an observation, a reward, and whether the game has ended.
-    """
+    """Alternate between the policy and ``step``, which returns observation, reward, and whether the game has ended."""
     messages = _with_observation(list(prompt.messages), observation)
     total, num_invalid, num_steps, done = 0.0, 0, 0, False
     rewards: dict[int, float] = {}
@@ -218,10 +206,7 @@ async def _play(
 
 
 def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
-    """Append an observation: chat messages, or text.
-
-    If the last message is the user's, the text extends that message.
-    """
+    """Append an observation, which is chat messages or text. Text extends the last message if it is the user's."""
     if isinstance(observation, (list, tuple)) and all(isinstance(part, Mapping) for part in observation):
         return [*messages, *observation]
     text = str(observation)
@@ -236,19 +221,19 @@ def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
 class GymEnvironment:
     """A game with ``reset`` and ``step``: Gymnasium's interface, in text or messages.
 
-    ``reset`` gets the prompt's ``group_id`` as ``seed``, so that all rollouts of a group start in the same state, and
-    the row's ``extra`` as ``options``. Both are passed only if ``reset`` has these parameters. ``reset`` returns the
-    observation, or ``(observation, info)``. ``step`` gets the policy's text, and returns ``(observation, reward,
-    terminated, truncated, info)``, or ``(observation, reward, done, info)``. In a discrete action space (with ``n``),
-    the last integer of the text is the action. ``reset`` and ``step`` may be async; otherwise they run in a thread.
+    - ``reset`` may have the parameters ``seed`` and ``options``. It gets the prompt's ``group_id`` as seed, so that all
+      rollouts of a group start in the same state, and the row's ``extra`` as options. It returns the observation, or
+      ``(observation, info)``.
+    - ``step`` gets the policy's text. In a discrete action space (with ``n``), it gets the last integer of the text. It
+      returns ``(observation, reward, terminated, truncated, info)``, or ``(observation, reward, done, info)``.
+    - Both may be async; otherwise they run in a thread.
 
     Args:
         env: Your class as ``file.py:Class`` or ``module:Class``, or the id of a registered environment of the package
             ``gymnasium``. Example: ``FrozenLake-v1``.
         kwargs: Its keyword arguments.
-        max_steps: The game ends after so many steps.
-        turn_rewards: Give the reward of each step to its turn. Otherwise the sum of the rewards is the reward of the
-            episode.
+        max_steps: The game ends after this many steps.
+        turn_rewards: Give the reward of each step to its turn. Otherwise the episode gets the sum of the rewards.
     """
 
     def __init__(
@@ -288,7 +273,6 @@ class GymEnvironment:
 
 
 def _action(game: Any, text: str) -> Any:
-    """Return the policy's text or, for a discrete action space, the last integer in the text."""
     space = getattr(game, "action_space", None)
     num_actions = getattr(space, "n", None)
     if num_actions is None:
@@ -334,7 +318,7 @@ class OpenEnvEnvironment:
         self._limits = {"max_steps": max_steps, "turn_rewards": turn_rewards}
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Play one session, which is a WebSocket. The server keeps one instance of the environment per session."""
+        """Play one session, which is a WebSocket."""
         async with AsyncExitStack() as stack:
             try:
                 client = await stack.enter_async_context(self._aiohttp.ClientSession())
@@ -398,10 +382,9 @@ async def use_tools(
     call: Callable[[str, Mapping[str, Any]], Awaitable[str]],
     **options: Any,
 ) -> list[Any]:
-    """Let the policy call tools until the policy answers without a call. Returns all messages.
+    """Let the policy call tools until it answers without a call. Returns all messages.
 
-    The calls of one message run in parallel. If a call cannot be made, or its tool raises an exception, the policy gets
-    the error and continues.
+    The calls of one message run in parallel. If a call fails, the policy gets the error and continues.
 
     Args:
         policy: The policy.
@@ -445,8 +428,8 @@ async def use_tools(
 class McpEnvironment:
     """Gives the tools of MCP servers to the policy. The environment needs the package ``mcp``.
 
-    The episode ends when the policy answers without a tool call. The reward comes from reward functions, which score
-    the last message. If two servers have tools of the same name, the policy sees them as ``SERVER__TOOL``.
+    The episode ends when the policy answers without a tool call. Reward functions score this last message. If two
+    servers have tools of the same name, the policy sees them as ``SERVER__TOOL``.
 
     Args:
         servers: Servers by name, in the format of other MCP clients. ``{command: …, args: […], env: {…}}``: a server
@@ -466,7 +449,7 @@ class McpEnvironment:
         self._servers = servers
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Connect to the servers, let the policy use their tools, and return its answer."""
+        """Connect to the servers, and let the policy use their tools."""
         try:
             return await self._use_servers(prompt, policy)
         except ExceptionGroup as group:  # the client of a URL sends and receives in its own tasks
@@ -504,7 +487,6 @@ class McpEnvironment:
         return Outcome(answer=messages[-1].text)
 
     async def _tools_of(self, session: Any) -> list[Any]:
-        """Return the tools of a server, from all pages of its list."""
         page = await session.list_tools()
         tools = list(page.tools)
         while cursor := page.model_dump(by_alias=True).get("nextCursor"):
@@ -534,7 +516,6 @@ class McpEnvironment:
 
 
 def _is_of_connection(error: BaseException) -> bool:
-    """Return whether an exception comes from the connection to an MCP server, and not from the policy or a tool."""
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _MCP_TRANSPORTS
 
 

@@ -64,11 +64,10 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
 
 
 def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the body without the field ``thread``.
+    """Return the body without ``thread``, with the messages and fields of the earlier request if the thread continues.
 
-    If the request continues a thread, the result also has the earlier messages of the thread. Fields that the request
-    leaves out come from the earlier request. ``stored`` maps the id of an answer to the result of `store_thread`.
-    Raises `ValueError` if ``thread`` is malformed or names an unknown answer.
+    ``stored`` maps the id of an answer to the result of `store_thread`. Raises `ValueError` if ``thread`` is malformed
+    or names an unknown answer.
     """
     alone = {name: value for name, value in body.items() if name != "thread"}
     match body.get("thread"):
@@ -85,10 +84,7 @@ def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
 
 
 def store_thread(body: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a later request of the thread inherits: the body without ``stream``.
-
-    The answer ``whole`` is appended to the messages.
-    """
+    """Return the body with the answer ``whole`` and without ``stream``, for later requests of the thread."""
     kept = {name: value for name, value in body.items() if name != "stream"}
     return {**kept, "messages": [*list_of(body, "messages"), {"role": "assistant", "content": whole["content"]}]}
 

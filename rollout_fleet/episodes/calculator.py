@@ -1,9 +1,8 @@
 """The task of ``experiment=tools``: write a number or the sum of two numbers. A calculator computes sums.
 
-The answer to a *number* (``57123``) is the number itself. A *sum* (``12+34``) is too hard for the tiny model, so it
-needs a call: ``?12+34``, which the calculator answers. A call for a number is unnecessary and costs half of the reward.
-The teacher's demonstrations show two wrong habits: they answer most sums with the first number, and they call the
-calculator for most numbers.
+A *sum* (``12+34``) is too hard for the tiny model, so it needs a call: ``?12+34``. A call for a *number* (``57123``)
+costs half of the reward. The teacher's wrong habits are to answer a sum with its first number, and to call the
+calculator for a number.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ CHAT_TEMPLATE = (
     "{%- else -%}{{ message.content }}<eos>{%- endif -%}"
     "{%- endfor -%}"
 )
-"""``12+34=`` asks, ``?12+34<eos>`` calls, ``>46=`` is the calculator's answer, ``46<eos>`` the policy's."""
+"""Example: prompt ``12+34=``, call ``?12+34<eos>``, the calculator's result ``>46=``, answer ``46<eos>``."""
 _SUM = re.compile(r"(\d{1,4})\+(\d{1,4})|(\d{1,8})")
 
 
@@ -41,10 +40,7 @@ def calculate(expression: str) -> str:
 
 
 class Calculator:
-    """The environment.
-
-    It answers calls until the policy writes a number. Its metric ``calls`` is the number of calls in the episode.
-    """
+    """The environment. It answers calls until the policy writes a number, and reports the number of ``calls``."""
 
     def __init__(self, max_calls: int = 2, needless_cost: float = 0.5) -> None:
         self._max_calls = max_calls
@@ -94,8 +90,7 @@ def make_demonstrations(
 ) -> list[tuple[str, str]]:
     """Return prompts and responses of a teacher with two wrong habits, each in a share ``habit_rate`` of the rows.
 
-    The teacher answers a sum with its first number, and calls the calculator for a number. Every sum also has a right
-    demonstration: the call, and the answer with its result.
+    Every sum also has a right demonstration.
     """
     shown = []
     for row in rows:

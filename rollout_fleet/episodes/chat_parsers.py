@@ -1,8 +1,4 @@
-"""Parse sampled tokens into an assistant message, for chat templates without a renderer in the library ``renderers``.
-
-Tool calls are read by a parser of that library, by a parser of SGLang (``sglang:NAME``), or as
-``<tool_call>{JSON}</tool_call>``.
-"""
+"""Parses sampled tokens into an assistant message, if the model's chat template renders."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from .chat_tokenizer import ChatTokenizer
 JSON_TAGS = "json"
 SGLANG = "sglang:"
 REASONING_BEGIN, REASONING_END = "<think>", "</think>"
-# number of tokens at the end of the prompt that can contain the template's opening tag of the reasoning
+# number of tokens at the end of the prompt that may contain the opening tag of the reasoning
 PROMPT_END = 16
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
@@ -73,7 +69,7 @@ class LibraryParser:
 
 
 class SGLangParser:
-    """A tool parser of SGLang, by its name in SGLang. Importing it takes seconds and loads torch."""
+    """A tool parser of SGLang, by its name in SGLang. The import takes seconds and loads torch."""
 
     def __init__(self, name: str, tokenizer: ChatTokenizer) -> None:
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -101,7 +97,7 @@ def make_tool_parser(name: str, tokenizer: ChatTokenizer) -> ToolCallParser:
     """Return the parser with this name: `JSON_TAGS`, ``sglang:NAME``, or a name of ``renderers.parsers``.
 
     Raises:
-        ValueError: there is no such parser.
+        ValueError: the parser does not exist.
     """
     if name == JSON_TAGS:
         return JsonTagParser(tokenizer)
@@ -120,7 +116,7 @@ def make_tool_parser(name: str, tokenizer: ChatTokenizer) -> ToolCallParser:
 def split_reasoning(
     tokenizer: ChatTokenizer, prompt_ids: Sequence[int], token_ids: Sequence[int]
 ) -> tuple[str, Sequence[int]]:
-    """Split an answer (without its stop token) at ``</think>``. Returns the reasoning and the rest.
+    """Split an answer without its stop token at ``</think>``. Returns the reasoning and the other tokens.
 
     The reasoning begins in the answer, or at the end of the prompt.
     """

@@ -1,7 +1,4 @@
-"""A model folder's tokenizer and chat template, without transformers' tokenizers and without torch.
-
-`ChatTokenizer` has the methods of a transformers tokenizer that the library ``renderers`` uses.
-"""
+"""A model folder's tokenizer and chat template, without transformers' tokenizers and without torch."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ PLAIN_TEMPLATE = """\
 {{- eos_token }}
 {%- endfor %}
 {{- "<|assistant|>" if add_generation_prompt }}"""
-"""The template of a model without one: a marker of the role, the message, the end-of-sequence token."""
+"""Chat template for a model without one: a marker of the role, the message, the end-of-sequence token."""
 
 PLAIN_ROLES = ("system", "user", "assistant", "tool")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -33,6 +30,8 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cl
 
 class ChatTokenizer:
     """The tokenizer of a model folder in Hugging Face layout.
+
+    It has the methods of a transformers tokenizer that the library ``renderers`` calls.
 
     Attributes:
         name_or_path: The model name by which ``renderers`` selects a renderer. Example: ``"Qwen/Qwen3-8B"``.
@@ -85,10 +84,7 @@ class ChatTokenizer:
         return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """Return the id of a token, or the ids of a list of tokens.
-
-        A token outside the vocabulary gives the unknown token's id, or None.
-        """
+        """Return the id of a token, or the ids of a list. A token outside the vocabulary gives `unk_token_id`."""
         if isinstance(tokens, str):
             found = self._fast.token_to_id(tokens)
             return self.unk_token_id if found is None else found
@@ -148,7 +144,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_template(folder: Path, settings: Mapping[str, Any]) -> str:
-    """Read the chat template from its file or from the tokenizer's settings."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

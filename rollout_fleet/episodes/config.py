@@ -8,7 +8,7 @@ from asyncrl.core.errors import check_bounds
 
 
 class OnFailure(StrEnum):
-    """Handling of a failed episode.
+    """What happens with a failed episode.
 
     ``retry``: the attempt at its prompt group fails. ``score``: the rewards score the sampled text. ``drop``: the
     learner trains on the group without the episode.
@@ -20,7 +20,7 @@ class OnFailure(StrEnum):
 
 
 class OnSamplingOption(StrEnum):
-    """Handling of a request with a temperature, top_p, ... that differs from ``rollout_fleet.sampling``."""
+    """What happens with a request for other sampling options than the run's, for example another temperature."""
 
     override = "override"
     refuse = "refuse"
@@ -28,7 +28,7 @@ class OnSamplingOption(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class OnFailureConfig:
-    """Handling of a failed episode by the kind of its failure: ``retry``, ``score`` or ``drop``.
+    """What happens with a failed episode, by the kind of its failure: ``retry``, ``score`` or ``drop``.
 
     Attributes:
         environment: The environment raised an exception, hung, or ended its process.
@@ -51,11 +51,11 @@ class RendererConfig:
 
     Attributes:
         name: ``auto`` selects the renderer of the library ``renderers`` if its tokens equal those of the model's chat
-            template. Otherwise it selects the template. ``template`` always selects the template. Any other name is a
-            renderer of that library. Example: ``qwen3``.
+            template, otherwise the template. ``template`` always selects the template. Any other name is a renderer of
+            that library. Example: ``qwen3``.
         tool_parser: The parser of tool calls if ``template`` renders: a parser of ``renderers``, ``sglang:NAME``, or
-        ``json`` for ``<tool_call>{JSON}</tool_call>``. Empty: ``json`` if the template writes these tags, otherwise
-        none.
+            ``json`` for ``<tool_call>{JSON}</tool_call>``. Empty: ``json`` if the template writes these tags, otherwise
+            none.
         keep_reasoning: Keep sampled reasoning in the context even if the template drops it. Then reasoning never causes
             a new branch, but the contexts differ from those of the template.
         options: Arguments of the renderer or the template. Example: ``{"enable_thinking": false}``.
@@ -72,32 +72,31 @@ class EnvironmentConfig:
     """The environment between the turns of an episode. Without a name, a rollout is a single answer.
 
     Attributes:
-        name: A built-in adapter (``gym``, ``command``, ``openenv``, ``mcp``, ``verifiers``), or your own class or
-            async function as ``file.py:Name`` or ``module:Name``. Empty: none, unless a row of the data names one.
+        name: A built-in adapter (``gym``, ``command``, ``openenv``, ``mcp``, ``verifiers``), or your own class or async
+            function as ``file.py:Name`` or ``module:Name``. Empty: none, unless a row of the data names one.
         options: Keyword arguments of the environment. Example: ``{max_guesses: 7}``.
         python: Interpreter of the environment's processes, Python 3.11 or later. It does not need asyncrl's packages.
             Empty: the interpreter of the run.
         processes: Child processes per rollout worker.
         episodes_per_process: Episodes that one process runs at once.
-        threads: Threads of numerical libraries per process (``OMP_NUM_THREADS`` and the like).
+        threads: Threads of numerical libraries per process, such as ``OMP_NUM_THREADS``.
         memory_limit_gb: A process that uses more memory (with its children) is killed, and its episodes fail.
         max_turns: Sampled turns per episode.
         max_tokens: Sampled tokens per episode; 0 is ``max_turns`` times ``sampling.max_new_tokens``.
         max_context: Tokens on any path of an episode, including prompt and answer. 0: the largest number that fits into
             the model's context and into a micro-batch of each learner role. SGLang reserves 6 positions of the context.
         max_tree_tokens: Tokens of all paths of an episode together, each path with its whole history; 0 is no limit. A
-            loss, weight or mask that reads whole trajectories needs a limit: the learner then reads all paths in one
-            micro-batch.
-        start_timeout_s: Deadline for a process to start, and for loading an environment in it.
+            loss, weight or mask that reads whole trajectories needs a limit, because the learner then reads all paths
+            in one micro-batch.
+        start_timeout_s: Deadline for a process to start, and for an environment to load.
         turn_timeout_s: Deadline of one request for a turn.
-        tool_timeout_s: Deadline of one call of a tool (`Policy.run_tool`, and the tools of the adapters).
+        tool_timeout_s: Deadline of one call of a tool.
         episode_timeout_s: Deadline of an episode, from its start in a process.
         blocked_timeout_s: A process whose event loop is blocked for this long is killed, and its episodes fail.
-        on_failure: Handling of failed episodes, by the kind of the failure.
-        sampling: The learner trains under one temperature and without top_p, top_k and the like. ``override``: other
-            values of a request are replaced by those of ``rollout_fleet.sampling``. If a request forces a tool call,
-            the policy still chooses freely. Tools that a provider's servers run are left out. Each case is counted and
-            named in a warning. ``refuse``: the request fails.
+        on_failure: What happens with failed episodes, by the kind of the failure.
+        sampling: What happens with sampling options of a request that differ from the run's. ``override``: the run's
+            values replace them, tool calls are not forced, and tools of a provider's servers are left out. Each case is
+            counted and named in a warning. ``refuse``: the request fails.
         renderer: How messages become tokens.
         max_groups: Prompt groups that a worker may hold while their environments work; 0 is twice
             ``rollout_fleet.groups_in_flight``.

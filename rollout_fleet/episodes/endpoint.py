@@ -1,9 +1,7 @@
-"""The policy's HTTP endpoint in a rollout worker.
+"""The policy's HTTP endpoint in a rollout worker, with OpenAI's and Anthropic's routes.
 
-It serves the sessions of its episodes under OpenAI's and Anthropic's routes. All episodes share one address. Each
-episode has its own key, and the key selects the session. An answer is sent when its turn has finished. Until then the
-endpoint sends comments into a stream, so that proxies and clients do not close the connection. Errors have the format
-of the called API.
+The key of a call selects its episode. An answer is sent when its turn has finished. Until then, comments are sent into
+a stream, so that proxies and clients do not close the connection.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from .session import ChatRequest, SampledAnswer, Session, TextRequest
 KEEP_ALIVE_S = 5.0
 MAX_BODY_BYTES = 64 << 20
 MAX_CLOSED_KEYS = 100_000
-RETRY_COUNT = "x-stainless-retry-count"  # headers that the clients of OpenAI and Anthropic send
+RETRY_COUNT = "x-stainless-retry-count"  # header of OpenAI's and Anthropic's clients
 _PREFIX = "asyncrl-"
 A = TypeVar("A", ChatRequest, TextRequest)
 logger = logging.getLogger(__name__)
@@ -38,11 +36,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """The address and key with which an environment reaches the policy.
+    """The address and key by which an environment reaches the policy.
 
     Attributes:
         base_url: OpenAI's base URL. Anthropic's is the same without ``/v1``. Example: ``"http://127.0.0.1:41001/v1"``.
-        api_key: Key of the episode.
     """
 
     base_url: str
@@ -54,8 +51,9 @@ class EndpointCounts:
     """Numbers of calls and errors of an endpoint.
 
     Attributes:
-        requests: Calls with a key of an episode.
-        unknown_keys: Calls with an unknown key. ``closed_keys``: calls with the key of an ended episode.
+        requests: Calls with a key of a running episode.
+        unknown_keys: Calls with an unknown key.
+        closed_keys: Calls with the key of an ended episode.
         lost: Answers whose client had disconnected.
         errors: Error answers by HTTP status.
     """
@@ -68,8 +66,6 @@ class EndpointCounts:
 
 
 class _Refused(Exception):
-    """A call that the endpoint refuses, because its key or its route is not valid."""
-
     def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)
         self.status, self.kind = status, kind
@@ -78,7 +74,7 @@ class _Refused(Exception):
 class Endpoint:
     """An HTTP server for the environments of a rollout worker.
 
-    ``keep_alive_s`` is the pause between comments in a stream.
+    ``keep_alive_s`` is the pause between comments in a stream, in seconds.
     """
 
     def __init__(self, *, keep_alive_s: float = KEEP_ALIVE_S) -> None:
@@ -91,7 +87,7 @@ class Endpoint:
         self._base_url = ""
 
     async def start(self, host: str = "127.0.0.1") -> None:
-        """Listen on a free port of an interface."""
+        """Listen on a free port of ``host``."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
@@ -128,10 +124,7 @@ class Endpoint:
         return Access(base_url=self._base_url, api_key=key)
 
     def close_session(self, api_key: str) -> None:
-        """Refuse later calls with this key.
-
-        The last `MAX_CLOSED_KEYS` closed keys are distinguished from unknown keys.
-        """
+        """Refuse later calls with this key."""
         self._sessions.pop(api_key, None)
         self._stored.pop(api_key, None)
         self._closed[api_key] = None
@@ -141,8 +134,6 @@ class Endpoint:
     def _route(
         self, handle: Callable[[web.Request, Session, str], Awaitable[web.StreamResponse]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Return a handler that finds the session of a call, and returns errors in the format of the API."""
-
         async def route(request: web.Request) -> web.StreamResponse:
             try:
                 key = self._key_of(request)
@@ -270,10 +261,6 @@ class Endpoint:
         whole: Callable[[list[SampledAnswer]], Mapping[str, Any]],
         stream: Callable[[list[SampledAnswer]], Iterable[bytes]] | None,
     ) -> web.StreamResponse:
-        """Wait for the turns and send them in one piece or as events.
-
-        If the client has disconnected, count the turns as lost.
-        """
         work = session.chat(asked) if isinstance(asked, ChatRequest) else session.complete(asked)
         try:
             if stream is not None:
@@ -293,7 +280,7 @@ class Endpoint:
         work: asyncio.Future[list[SampledAnswer]],
         stream: Callable[[list[SampledAnswer]], Iterable[bytes]],
     ) -> web.StreamResponse:
-        """Send events. An error before the first comment sets the HTTP status. A later error is sent as an event."""
+        """Send events. An error before the first comment sets the HTTP status. A later error is an event."""
         await asyncio.wait([work], timeout=self._keep_alive_s)
         if work.done():
             work.result()
@@ -304,7 +291,7 @@ class Endpoint:
             await asyncio.wait([work], timeout=self._keep_alive_s)
         try:
             answers = work.result()
-        except Exception as error:  # noqa: BLE001 - the status is sent already, so every failure is an event
+        except Exception as error:  # noqa: BLE001 - the status is sent already
             status, kind, message = _status_of(error)
             self.counts.errors[status] += 1
             shape = _error_shape(request)
@@ -316,7 +303,6 @@ class Endpoint:
 
 
 def _status_of(error: Exception) -> tuple[int, str, str]:
-    """Return the HTTP status, kind and message for a failure."""
     if isinstance(error, _Refused):
         return error.status, error.kind, str(error)
     if isinstance(error, EpisodeOverflow):
@@ -333,7 +319,6 @@ def _status_of(error: Exception) -> tuple[int, str, str]:
 
 
 def _error_shape(request: web.Request) -> Callable[[str, str], dict[str, Any]]:
-    """Return the function that builds an error's body in the format of the called API."""
     return anthropic_api.error if request.path.startswith("/v1/messages") else _openai_error
 
 
@@ -352,7 +337,6 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
 
 
 def _read(reader: Callable[..., A], body: Mapping[str, Any], request: web.Request) -> A:
-    """Read a body, and the headers that mark a repeated request."""
     retries = request.headers.get(RETRY_COUNT, "0")
     is_retry = retries.isdigit() and int(retries) > 0
     try:
@@ -373,7 +357,6 @@ def _json(content: Any, *, status: int = 200, headers: Mapping[str, str] | None 
 
 
 def _data(chunks: Iterable[Mapping[str, Any]]) -> Iterable[bytes]:
-    """Format chunks as OpenAI's server-sent events."""
     for chunk in chunks:
         yield b"data: " + orjson.dumps(chunk) + b"\n\n"
     yield b"data: [DONE]\n\n"

@@ -1,7 +1,6 @@
-"""The interface of environments (the user's code), and the client with which that code reaches the policy.
+"""The interface of environments, which are the user's code, and their client of the policy.
 
-An environment runs in a child process (`rollout_fleet.episodes.environment_processes`). It reaches the policy only over
-HTTP. This module needs only the standard library, because the child process may use another Python.
+An environment runs in a child process, which may use another Python. So this module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 OVERFLOW_CODE = "context_length_exceeded"
-"""Code of the endpoint's error when the episode's budget is used; OpenAI's own code."""
+"""Code of the endpoint's error when the episode's budget is used up. OpenAI's API uses it too."""
 OnTool = Callable[[int, str, bool], None]
-"""Called when a tool call begins and ends, with its number in the episode, the tool's name, and whether it runs now."""
+"""Called when a tool call begins and when it ends: its number in the episode, the tool's name, whether it begins."""
 _LARGEST = 3.4028234663852886e38  # of float32
 
 
 class FailureKind(StrEnum):
-    """The kind of an episode's failure. ``rollout_fleet.environment.on_failure`` sets the handling of each kind."""
+    """The kind of an episode's failure. ``rollout_fleet.environment.on_failure`` sets what happens for each kind."""
 
     environment = "environment"
     tool = "tool"
@@ -57,7 +56,7 @@ class EpisodeFailure(AsyncRLError):
 class ToolError(AsyncRLError):
     """A tool of an environment failed.
 
-    If the environment does not catch this error, the episode ends with a failure of kind ``tool``.
+    If the environment does not catch it, the episode fails with the kind ``tool``.
     """
 
 
@@ -105,7 +104,6 @@ class Outcome:
 
 
 def _number(value: Any) -> float:
-    """Convert a Python, numpy or torch scalar to a finite float."""
     if isinstance(value, (str, bytes)) or getattr(value, "ndim", 0) != 0:
         raise ValueError(f"{value!r} is not a number")
     number = float(value)
@@ -138,7 +136,7 @@ class AssistantMessage(dict[str, Any]):
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """The tool calls: ``{"id", "type", "function": {"name", "arguments"}}`` per call, with arguments as JSON."""
+        """The tool calls: ``{"id", "type", "function": {"name", "arguments"}}`` each, with arguments as JSON."""
         return self.get("tool_calls") or []
 
 
@@ -147,7 +145,7 @@ class SampledTurn:
     """The turn that `Policy.sample` returns.
 
     Attributes:
-        turn: Index of the turn in the episode. Pass it as ``parent`` for a following turn.
+        turn: Index of the turn in the episode. Pass it as ``parent`` to continue after this turn.
         token_ids: The sampled tokens.
         logprobs: One log-prob per token.
         finish_reason: ``stop`` or ``length``.
@@ -206,7 +204,7 @@ class Policy:
             **options: Further fields of the request. Example: ``max_tokens=64, stop=["END"]``.
 
         Raises:
-            EpisodeFailure: the episode's budget is used (kind ``overflow``), or the endpoint did not answer.
+            EpisodeFailure: the episode's budget is used up (kind ``overflow``), or the endpoint did not answer.
             ValueError: the endpoint refused the request.
         """
         body = {"model": "policy", "messages": list(messages), **({"tools": list(tools)} if tools else {}), **options}
@@ -219,7 +217,7 @@ class Policy:
     async def sample(self, tokens: Sequence[int], *, parent: int | None = 0, **options: Any) -> SampledTurn:
         """Sample a turn after the turn ``parent`` and the new ``tokens``.
 
-        The prompt is turn 0; None begins a new root. ``options`` and errors are those of `chat`.
+        The prompt is turn 0. None begins a new root. ``options`` and errors are those of `chat`.
         """
         body = {"parent": parent, "tokens": [int(token) for token in tokens], **options}
         answer = await self._post("/asyncrl/sample", body)
@@ -283,7 +281,6 @@ class Policy:
 
 
 async def _post_json(url: str, api_key: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Send one request on a new connection, using only the standard library. Returns the status and the answer."""
     place = urlsplit(url)
     payload = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(place.hostname, place.port or 80)
@@ -294,7 +291,7 @@ async def _post_json(url: str, api_key: str, body: Mapping[str, Any]) -> tuple[i
         )
         writer.write(head.encode() + payload)
         await writer.drain()
-        # HTTP/1.0, so the server closes the connection at the end
+        # HTTP/1.0: the server closes the connection at the end
         head, _, content = (await reader.read(-1)).partition(b"\r\n\r\n")
         status_line, _, lines = head.partition(b"\r\n")
         headers = http.client.parse_headers(io.BytesIO(lines + b"\r\n\r\n"))
@@ -310,18 +307,19 @@ async def _post_json(url: str, api_key: str, body: Mapping[str, Any]) -> tuple[i
 class Environment(Protocol):
     """The user's code between the turns of an episode.
 
-    This code controls the episode. One object serves all episodes of a process that have the same options, even at the
-    same time. So keep the state of an episode in `run`. With the class attribute ``replayable = False``, an episode
-    whose worker died starts again without its recorded turns. Set the attribute if `run` changes anything outside its
-    process.
+    One object serves all episodes of a process with the same options, also at the same time. So keep the state of an
+    episode in `run`.
+
+    If the worker of an episode dies, the episode runs again and gets its recorded turns. Set the class attribute
+    ``replayable = False`` to drop them, if `run` changes anything outside its process.
     """
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Run one episode.
 
         Raises:
-            Exception: the episode has failed. A `ToolError` gives a failure of kind ``tool``, and an `EpisodeFailure`
-                names its kind. Most other exceptions give ``environment``.
+            Exception: the episode has failed. A `ToolError` gives the kind ``tool``, an `EpisodeFailure` its own kind,
+                and most other exceptions give ``environment``.
         """
         ...
 

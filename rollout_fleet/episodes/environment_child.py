@@ -1,18 +1,17 @@
 """The process in which environments run: many episodes at once in one event loop.
 
-The parent (`rollout_fleet.episodes.environment_processes`) sends requests as pickled builtins. The process answers in
-JSON::
+The parent, `rollout_fleet.episodes.environment_processes`, sends pickled requests. This process answers in JSON::
 
-    {"run": 7, …} ──▶   "loading"                            its event loop may stand still until the next message
+    {"run": 7, …} ──▶   "loading"                            its event loop may be blocked until the next message
                         "beat"                               once per second
                         {"id": 7, "tool": [0, "search", true]}       its call 0 of a tool begins; false: it has ended
                         {"id": 7, "outcome": …, "num_left": 0, "num_stuck": 0}  or  {"id": 7, "failure": …, …}
     {"cancel": 7} ──▶   the answer to 7
 
-An episode is answered after it has been cleared up: its tasks are cancelled, and the programs that it started are
-killed. Some leftovers cannot be ended: a thread, or a task that ignores its cancellation. The process counts them, and
-the parent replaces the process when there are too many. This module needs only the standard library, because the
-process may use another Python than the run.
+At the end of an episode, its tasks are cancelled and its programs are killed. Threads may be left, and tasks that
+ignore their cancellation. If there are too many, the parent replaces the process.
+
+This module needs only the standard library, because the process may use another Python than the run.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 GRACE_S = 1.0
-"""How long the tasks of an ended episode may take to end after their cancellation."""
+"""Longest time for cancelled tasks of an ended episode to end."""
 MOST_NAMED = 80
-"""Longest tool name that is reported, in characters. The policy may have written the name."""
+"""Longest reported tool name, in characters. The policy may have written the name."""
 EPISODE = "ASYNCRL_EPISODE"
-"""Name of the environment variable that marks the programs of an episode."""
+"""Environment variable that marks the programs of an episode."""
 _ENVIRONMENTS_KEPT = 16
 _THREADS = 64
 _SHUTTING_DOWN = frozenset({410, 503})  # the endpoint's HTTP status for an episode that was cut off
@@ -71,7 +70,7 @@ class _Traces:
         self.has_programs = False
 
     async def clear_up(self, own_thread: ThreadPoolExecutor) -> int:
-        """Kill the programs and cancel the tasks that still run. Returns their number."""
+        """Kill the programs and cancel the tasks that still run. Return their number."""
         killed = sum(map(_kill_fork, self.forks))
         if self.has_programs:
             kill = functools.partial(kill_marked, EPISODE, self.episode, spare=(os.getpid(),))
@@ -99,16 +98,16 @@ def _kill_fork(pid: int) -> bool:
             return False
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    except (ChildProcessError, ProcessLookupError):  # the environment has already reaped the process
+    except (ChildProcessError, ProcessLookupError):  # the environment has reaped the process
         return False
     return True
 
 
 class _TracedThreads(ThreadPoolExecutor):
-    """The thread pool of ``asyncio.to_thread``; records the episode of each call."""
+    """The thread pool of ``asyncio.to_thread``, which records the episode of each call."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        traces, token = _current.get(), _current.set(None)  # the threads of the pool do not belong to one episode
+        traces, token = _current.get(), _current.set(None)  # the pool's threads do not belong to one episode
         try:
             call = super().submit(fn, *args, **kwargs)
         finally:
@@ -130,8 +129,6 @@ def _noting_pid(start: Callable[..., int]) -> Callable[..., int]:
 
 
 def _trace(loop: asyncio.AbstractEventLoop) -> None:
-    """Record the tasks, threads, forks and programs that each episode starts."""
-
     def make_task(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(coro, loop=loop, **options)
         if (traces := _current.get()) is not None:
@@ -210,7 +207,6 @@ class EnvironmentChild:
         write_frame(self._answers, answer)
 
     async def _run(self, question: Mapping[str, Any]) -> None:
-        """Run one requested episode and send its answer."""
         number, answer = question["run"], {}
         traces = _Traces(f"{os.getpid()}-{number}")
         context = contextvars.copy_context()
@@ -222,7 +218,7 @@ class EnvironmentChild:
             body = context.run(asyncio.create_task, _outcome(environment, prompt, policy))
             await asyncio.wait([body])
             answer["outcome"] = asdict(body.result())
-        except BaseException as error:  # the user's code raised this, or the parent has cancelled the task
+        except BaseException as error:  # from the user's code, or because the parent has cancelled the task
             failure = _failure(error)
             answer["failure"] = (failure.kind, str(failure))
             if not isinstance(error, (asyncio.CancelledError, EpisodeFailure)):
@@ -237,7 +233,6 @@ class EnvironmentChild:
         write_frame(self._answers, {"id": episode, "tool": [number, name[:MOST_NAMED], is_running]})
 
     def _environment(self, name: str, options: Mapping[str, Any]) -> Any:
-        """Return the environment with this name and these options. A cache keeps the latest environments."""
         key = json.dumps([name, options], sort_keys=True, default=repr)
         environment = self._kept.pop(key, None)
         if environment is None:
@@ -294,7 +289,7 @@ def _failure(error: BaseException) -> EpisodeFailure:
             return cause
         if isinstance(cause, ToolError):
             return EpisodeFailure(FailureKind.tool, str(cause))
-        if getattr(cause, "code", None) == OVERFLOW_CODE:  # exceptions of an OpenAI client have this code
+        if getattr(cause, "code", None) == OVERFLOW_CODE:  # an exception of an OpenAI client
             return EpisodeFailure(FailureKind.overflow, str(cause))
         if getattr(cause, "status_code", None) in _SHUTTING_DOWN:
             return EpisodeFailure(FailureKind.infrastructure, str(cause))
@@ -314,13 +309,13 @@ def main(parent_pid: int) -> None:
     """Run environments until the parent's pipe closes."""
     questions, answers = open_pipes(parent_pid)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # the parent requests the traceback of a blocked event loop
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # the parent asks for the traceback of a blocked event loop
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     serving = loop.create_task(EnvironmentChild(answers).serve(questions))
     while not serving.done():
         try:
             loop.run_until_complete(serving)
-        except SystemExit:  # a task of an environment raised this exception; the code that awaits the task gets it
+        except SystemExit:  # a task of an environment raised it
             logger.warning("a task of an environment called sys.exit, which ends the task only")
-    os._exit(0)  # ends the process without waiting for threads
+    os._exit(0)  # do not wait for threads

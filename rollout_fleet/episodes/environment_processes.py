@@ -1,10 +1,8 @@
-"""Runs environments in child processes: starts, watches and replaces the processes, and assigns episodes to them.
+"""Runs environments in child processes, and assigns episodes to them.
 
-An episode waits for a process with a free place. The episode's deadline starts when it gets the place.
-`EnvironmentProcesses` waits for the answers of `rollout_fleet.episodes.environment_child`. One task per process reads
-the answers and wakes the episodes. Another task looks at all processes twice per second, and kills those whose event
-loop is blocked or whose memory is too large. The episodes of a killed process fail. The next episode that needs the
-process starts a new one.
+An episode waits until a process has room, and its deadline starts then. One task per process reads the answers and
+wakes the episodes. Another task checks all processes twice per second. It kills those with a blocked event loop or too
+much memory, and their episodes fail.
 """
 
 from __future__ import annotations
@@ -50,20 +48,20 @@ main(int(sys.argv[1]))
 """
 _LIBRARY_THREADS = ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON")
 _FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-"""Variables that would lead another Python to the packages of this one."""
+"""Environment variables that would lead another Python to the packages of this Python."""
 WATCH_S = 0.5
 CANCEL_TIMEOUT_S = 10.0
-"""How long a process whose event loop is not blocked may take to clear up a cancelled episode."""
+"""Longest time to clear up a cancelled episode, in addition to ``blocked_timeout_s``."""
 MOST_STUCK = 16
-"""A process with more threads and tasks of ended episodes than this is replaced."""
+"""Largest number of threads and tasks of ended episodes. A process with more is replaced."""
 _TRACEBACK_S = 0.2
 _MAX_BACKOFF_S = 30.0
 _STEADY_S = 300.0
-"""A process that lived longer than this does not count as one that ended soon."""
+"""If a process lived longer than this, the pause before the next start is short again."""
 
 
 class HasAccess(Protocol):
-    """The policy's address and key for one episode. The worker's endpoint makes them."""
+    """The policy's address and key for one episode."""
 
     @property
     def base_url(self) -> str:
@@ -77,14 +75,7 @@ class HasAccess(Protocol):
 
 
 class _EnvironmentProcess:
-    """One child process and its episodes.
-
-    Attributes:
-        answers: One future per unanswered request, by the number of the request.
-        listeners: The callbacks for the tool calls of an episode, by the number of its request.
-        is_retiring: Whether the process gets no further episodes and is killed after its last one.
-        began: Time of its start on the monotonic clock.
-    """
+    """One child process and its episodes. ``answers`` and ``listeners`` have the number of the request as key."""
 
     def __init__(self, child: ChildProcess, config: RolloutFleetConfig) -> None:
         self.answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -107,12 +98,12 @@ class _EnvironmentProcess:
         answer.add_done_callback(lambda _: self.answers.pop(number, None))
         if self._end is not None:
             answer.set_result(self._lost())
-        with suppress(ConnectionError):  # the reading task answers the requests with a failure
+        with suppress(ConnectionError):  # the reading task then answers all requests with a failure
             await self._child.send(question)
         return await asyncio.shield(answer)
 
     async def cancel(self, number: int) -> None:
-        """Cancel an episode. A process that does not clear the episode up in time gets no further episodes."""
+        """Cancel an episode. If the process does not clear it up in time, kill the process."""
         answer = self.answers.get(number)
         if answer is None:
             return
@@ -124,9 +115,9 @@ class _EnvironmentProcess:
             await self.end(f"did not clear up a cancelled episode within {timeout_s:g} s")
 
     def check(self, late_s: float) -> str:
-        """Return why the process must be killed; empty if the process is healthy.
+        """Return why the process must be killed, or an empty text.
 
-        ``late_s``: seconds for which this worker's own event loop was blocked.
+        ``late_s``: seconds for which this worker was blocked itself.
         """
         self._quiet_until += late_s
         options = self._options
@@ -204,7 +195,7 @@ class EnvironmentProcesses:
         """Start the processes, and load the run's environment in one.
 
         Raises:
-            ValueError: there is no such environment, or its options do not fit.
+            ValueError: the environment does not exist, or its options do not fit.
             WorkerDiedError: a process ended before it was ready.
             DeadlineError: a process was not up in time.
         """
@@ -221,7 +212,7 @@ class EnvironmentProcesses:
             raise
 
     async def is_replayable(self, name: str, options: Mapping[str, Any] | None = None) -> bool:
-        """Return whether an episode of this environment may be answered from recorded turns.
+        """Return whether an episode of this environment may get recorded turns.
 
         Raises `EpisodeFailure` if the environment cannot be loaded.
         """
@@ -247,7 +238,7 @@ class EnvironmentProcesses:
         options: Mapping[str, Any] | None = None,
         on_tool: OnTool | None = None,
     ) -> Outcome:
-        """Run one episode in a process with a free place.
+        """Run one episode in a process with room for it.
 
         Cancelling this call also cancels the environment, and ends everything that the environment started.
 
@@ -256,9 +247,8 @@ class EnvironmentProcesses:
             access: Base URL and key of the episode.
             sample: Index of the rollout in its group, 0..G - 1.
             name: The environment. Empty: the environment of the run.
-            options: Options of the row. If the row uses the run's environment, each of them overrides the run's option
-                with the same name.
-            on_tool: Called at the beginning and the end of each call of `Policy.run_tool`.
+            options: Options of the row. They override the options of the run's environment.
+            on_tool: Called when a call of `Policy.run_tool` begins and when it ends.
 
         Raises:
             EpisodeFailure: the episode has no outcome.
@@ -330,7 +320,6 @@ class EnvironmentProcesses:
         return answer
 
     async def _clear(self, process: _EnvironmentProcess | None, number: int) -> None:
-        """Cancel an episode without an answer and free its place. Kill a retiring process after its last episode."""
         try:
             if process is not None:
                 process.listeners.pop(number, None)
@@ -342,7 +331,6 @@ class EnvironmentProcesses:
             self._retiring.discard(process)
 
     def _retire(self, process: _EnvironmentProcess) -> None:
-        """Stop giving episodes to the process, because it has too many threads and tasks that cannot be ended."""
         if process.is_retiring:
             return
         logger.warning("a process of environments is replaced: more than %d threads or tasks are left", MOST_STUCK)
@@ -352,11 +340,7 @@ class EnvironmentProcesses:
         self._slots[self._slots.index(process)] = None
 
     async def _process(self, slot: int) -> _EnvironmentProcess:
-        """Return the process of a slot.
-
-        A missing process is started, after a pause if earlier processes ended soon. Raises `EpisodeFailure` if the
-        process does not start.
-        """
+        """Return the process of a slot, and start it if it is missing. Pause first if earlier processes ended soon."""
         async with self._starting[slot]:
             process = self._slots[slot]
             if process is not None and not process.has_ended:
@@ -421,7 +405,6 @@ class EnvironmentProcesses:
 
 
 def _memory_bytes(pid: int) -> int:
-    """Return the resident memory of a process and its descendants, in bytes."""
     total = 0
     with suppress(psutil.Error):
         for process in (root := psutil.Process(pid), *root.children(recursive=True)):

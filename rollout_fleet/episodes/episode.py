@@ -6,15 +6,14 @@
                                                           └─sample──▶ answer (4)      a sibling
     summary (5) ──sample──▶ answer (6)                                                a new root: sample(ROOT, …)
 
-The life of a sampled turn::
+The states of a sampled turn::
 
     recorded ──sample──▶ running ──take──▶ finished          next_requests asks the engine for a running turn, again
         │                   └──abandon──▶ dropped            after each abort, with its tokens so far as prompt
         └──sample of another request──▶ dropped
 
-Turns are only added to the forest. A turn is named by its index, and a parent comes before its children. The engine's
-prompt for a turn is exactly the tokens on the path to the turn. No token is ever decoded and encoded again. The module
-is pure and synchronous: the caller sends the requests and runs the environment.
+The index of a turn names it, and a parent comes before its children. The engine's prompt for a turn is exactly the
+tokens on the path to the turn. Tokens are never decoded and encoded again.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ PROMPT = 0
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeBudget:
-    """The budget of one episode.
+    """The budget of one episode. A running turn counts with all tokens that it may still write.
 
     Attributes:
         max_turns: Sampled turns. Example: 32.
-        max_tokens: Sampled tokens of all turns. A running turn counts with all tokens that it may still write.
+        max_tokens: Sampled tokens of all turns.
         max_context: Tokens on any path, including prompt and answer; at most the model's context length.
         max_tree_tokens: Tokens of all paths together, each with its whole history. With a limit, the learner can train
-            on all paths at once. 0: no limit. A running turn counts with all tokens that it may still write.
+            on all paths at once. 0: no limit.
     """
 
     max_turns: int
@@ -60,12 +59,9 @@ class _Node:
 
     Attributes:
         turn: The turn. It has no finish reason until it is finished.
-        depth: Number of tokens on the path from the root to the end of this turn.
-        is_live: Whether the turn was given or requested in this attempt. Otherwise it is recorded and waits for its
-            replay.
-        is_dropped: Whether the recorded turn was dropped, because the environment made another request.
-        sampling: Sampling options of the turn; ``max_new_tokens`` bounds the whole turn. None until the turn is
-            requested.
+        depth: Number of tokens on the path to the end of this turn.
+        is_live: Whether the turn was given or requested in this attempt. Otherwise it is recorded.
+        sampling: Sampling options of the whole turn. None until the turn is requested.
     """
 
     turn: Turn
@@ -88,9 +84,9 @@ class _Node:
 class Episode:
     """One rollout of a prompt, turn by turn. The learner trains on exactly the sampled tokens.
 
-    ``recorded`` is the `progress` of an earlier attempt. The environment then runs again, and `sample` answers from the
-    recorded turns. This replay ends with the last recorded turn, or at the first request that differs. ``images`` are
-    the prompt's images.
+    With the ``recorded`` progress of an earlier attempt, the environment runs again, and `sample` returns the recorded
+    turns. This replay ends with the last recorded turn, or at the first request that differs. ``images`` are the
+    prompt's images.
 
     Attributes:
         name: Prefix of the ids of its requests; without ``/``. Example: ``"4711-0-3"``: group, attempt, sample.
@@ -140,15 +136,12 @@ class Episode:
 
     @property
     def num_held(self) -> int:
-        """Number of all recorded tokens and all sampled tokens of this attempt, including the dropped tokens."""
+        """Number of all recorded and sampled tokens, including the dropped tokens."""
         return self.num_tokens + self.num_waiting + self.num_dropped
 
     @property
     def num_waiting(self) -> int:
-        """Number of sampled tokens from an earlier attempt that wait for their replay.
-
-        The environment has not requested their turns again.
-        """
+        """Number of recorded tokens that no request of this attempt has used yet."""
         return sum(len(node.turn.token_ids) for node in self._nodes if self._waits(node))
 
     @property
@@ -182,13 +175,13 @@ class Episode:
         return 0 <= index < len(self._nodes) and self._nodes[index].is_live
 
     def forget(self) -> None:
-        """Drop the recorded turns that no request has used yet, because the environment cannot be replayed."""
+        """Drop the recorded turns that no request has used yet."""
         for node in filter(self._waits, self._nodes):
             node.is_dropped = True
             self.num_dropped += len(node.turn.token_ids)
 
     def turn(self, index: int) -> Turn:
-        """Return a turn. A turn without a finish reason is running or was given."""
+        """Return a turn. A running or given turn has no finish reason."""
         return self._nodes[index].turn
 
     def path(self, index: int) -> np.ndarray:
@@ -198,12 +191,12 @@ class Episode:
             parts.append(self._nodes[index].turn.token_ids)
             index = self._nodes[index].turn.parent
         parts = [part for part in parts[::-1] if len(part)]
-        if len(parts) == 1:  # all requests get the same array, so the engine can see that they share the prompt
+        if len(parts) == 1:  # the same array for all requests, so that the engine sees the shared prompt
             return parts[0]
         return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
 
     def images(self, index: int) -> tuple[PlacedImage, ...]:
-        """Return the images on the path from the root to the end of a turn, with their places on the path."""
+        """Return the images on the path from the root to the end of a turn, with their offsets on the path."""
         images: list[PlacedImage] = []
         while index != ROOT:
             node = self._nodes[index]
@@ -214,8 +207,8 @@ class Episode:
     def give(self, parent: int, tokens: Sequence[int] | np.ndarray, *, images: tuple[PlacedImage, ...] = ()) -> int:
         """Append tokens that the policy did not sample. Returns the turn.
 
-        Equal tokens with equal images below the same parent become one turn, so branches share it. ``parent`` is a turn
-        of this attempt, or `ROOT` for a new root.
+        Equal tokens with equal images below the same parent are one turn. ``parent`` is a turn of this attempt, or
+        `ROOT` for a new root.
 
         Raises:
             EpisodeOverflow: the path, or all paths together, would be longer than the budget. The forest does not
@@ -248,11 +241,10 @@ class Episode:
     ) -> int:
         """Start a turn that continues the path of ``parent`` with ``new_tokens``. Returns the running turn.
 
-        ``images`` belong to the placeholders in ``new_tokens``.
+        ``images`` belong to the placeholders in ``new_tokens``. Equal requests get separate turns.
 
-        If a recorded turn matches the request, this turn is returned. It is finished, or running with its recorded
-        tokens. Otherwise the recorded turns of other requests from this parent are dropped, with all turns below them.
-        Equal requests are siblings, so each gets its own turn.
+        If a recorded turn matches the request, it is returned, finished or still running. Otherwise the recorded turns
+        of other requests from this parent are dropped, with all turns below them.
 
         Raises:
             EpisodeOverflow: the budget has no turn, token, context or tree tokens left. The forest does not change.
@@ -336,10 +328,7 @@ class Episode:
         return index
 
     def abandon(self) -> None:
-        """Drop all running turns, because no caller waits for them.
-
-        Tokens that the engine still sends for them are counted.
-        """
+        """Drop all running turns. Tokens that the engine still sends for them are only counted."""
         self._abandon(self.running)
 
     def trajectory(
@@ -407,19 +396,13 @@ class Episode:
         return limits if limits["max_tree_tokens"] else {**limits, "max_tree_tokens": sys.maxsize}
 
     def _other_paths(self, extended: int) -> int:
-        """Return the number of tokens of all paths, each with its whole history.
-
-        A path that ends in the turn ``extended`` does not count.
-        """
+        """Return the number of tokens of all paths with their histories, except a path that ends in ``extended``."""
         live = {index: node for index, node in enumerate(self._nodes) if node.is_live and index != PROMPT}
         inner = {node.turn.parent for node in live.values()}
         return sum(node.reserved_depth for index, node in live.items() if index not in inner and index != extended)
 
     def _room(self, depth: int, above: int) -> int:
-        """Return the largest number of tokens of a new turn after a path of ``depth`` tokens below turn ``above``.
-
-        Raises `EpisodeOverflow` if the number is 0.
-        """
+        """Return the largest length of a new turn, after a path of ``depth`` tokens that ends in turn ``above``."""
         asked = [node for node in self._nodes if node.sampling is not None]
         spent = sum(
             node.sampling.max_new_tokens if node.is_running and node.sampling else len(node.turn.token_ids)
@@ -441,9 +424,8 @@ class Episode:
         return node.turn.sampled and not node.is_live and not node.is_dropped
 
     def _drop_others(self, parent: int, context: int) -> None:
-        """Drop the recorded turns that continue ``parent`` with other requests, and all recorded turns below them."""
         for node in filter(self._waits, self._nodes):
-            above = node.turn.parent  # climb to the parent of the request for this turn
+            above = node.turn.parent
             while above not in (ROOT, context) and not (self._nodes[above].turn.sampled or self._nodes[above].is_live):
                 above = self._nodes[above].turn.parent
             if above != ROOT and (above in (parent, context) or self._nodes[above].is_dropped):
@@ -451,7 +433,6 @@ class Episode:
                 self.num_dropped += len(node.turn.token_ids)
 
     def _end_if_full(self, index: int) -> None:
-        """Finish the turn if it has reached its maximum length. Remove a finished turn from the running turns."""
         node = self._nodes[index]
         assert node.sampling is not None
         if node.turn.finish_reason is None and len(node.turn.token_ids) >= node.sampling.max_new_tokens:
@@ -460,10 +441,7 @@ class Episode:
             self._running.discard(index)
 
     def _subforest(self, indices: Sequence[int]) -> tuple[tuple[Turn, ...], dict[int, int]]:
-        """Return these turns, the prompt and all turns above them.
-
-        Also returns the place of each turn, by its index.
-        """
+        """Return these turns with all turns above them, and the new index of each turn by its old index."""
         kept = {PROMPT}
         for index in indices:
             while index != ROOT and index not in kept:
@@ -483,7 +461,6 @@ def _at_most(sampling: SamplingConfig, max_new_tokens: int) -> SamplingConfig:
 
 
 def _given_key(parent: int, token_ids: np.ndarray, images: Sequence[PlacedImage]) -> tuple[int, bytes, tuple[str, ...]]:
-    """Return the key that identifies a turn that was not sampled."""
     return parent, token_ids.tobytes(), tuple(placed.image.digest for placed in images)
 
 

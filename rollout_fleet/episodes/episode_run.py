@@ -1,4 +1,4 @@
-"""One running episode. Calls of its environment wait for turns of the engine, across weight updates and aborts."""
+"""One running episode, whose turns continue across weight updates and aborts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ from .episode_times import TURN_TIMES, EpisodeTimes
 
 
 class Player(Protocol):
-    """Plays episodes (`rollout_fleet.episodes.player`).
-
-    A player starts the environments, and answers their requests.
-    """
+    """Starts environments, and plays episodes with them."""
 
     @property
     def budget(self) -> EpisodeBudget:
@@ -49,7 +46,7 @@ class Player(Protocol):
         ...
 
     async def start(self) -> None:
-        """Start everything that playing an episode needs. Raises the error of a part that does not start."""
+        """Start everything that playing an episode needs. Raises the first error."""
         ...
 
     async def close(self) -> None:
@@ -57,10 +54,7 @@ class Player(Protocol):
         ...
 
     async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
-        """Play one episode, and set the outcome or the failure of its run.
-
-        ``index`` is the episode's place in the group.
-        """
+        """Play one episode of a group, the one with this ``index``. Set the outcome or the failure of its run."""
         ...
 
 
@@ -84,7 +78,7 @@ class EpisodeRun:
     Attributes:
         episode: The forest of turns.
         outcome: The environment's result; None until there is one.
-        failure: The reason why there is no outcome.
+        failure: The reason why the episode has no outcome.
         metrics: Numbers of the session to report.
         times: The times of its turns and tools.
         later_prompts: Prompt tokens of all turns after the first one, if the engine reports its cache. Requests that
@@ -123,7 +117,7 @@ class EpisodeRun:
 
     @property
     def place(self) -> LevelName:
-        """What the episode does now: it samples turns, waits for a tool or its environment, or has ended (``tail``)."""
+        """What the episode does now: samples turns, waits for a tool or its environment, or has ended (``tail``)."""
         if self.is_over:
             return LevelName.tail
         if self.episode.num_running:
@@ -131,12 +125,12 @@ class EpisodeRun:
         return LevelName.tool if self.times.is_in_tool else LevelName.environment
 
     def called(self, names: Sequence[str]) -> None:
-        """Record the tools that an answer calls. The environment gets this answer now."""
+        """Record the tools that an answer calls. Call this when the environment gets the answer."""
         self.times.called(names)
         self._on_place()
 
     def tool(self, number: int, name: str, is_running: bool) -> None:
-        """See `EpisodeTimes.tool`."""
+        """Record a tool call as `EpisodeTimes.tool`."""
         self.times.tool(number, name, is_running)
         self._on_place()
 
@@ -148,10 +142,7 @@ class EpisodeRun:
         ]
 
     def sampled(self) -> SampleOutput:
-        """Return all tokens that the policy wrote in this attempt, turn after turn.
-
-        The result is unfinished if there is no answer.
-        """
+        """Return all tokens that the policy wrote in this attempt, turn after turn. They may be unfinished or none."""
         turns = [self.episode.turn(index) for index in self.episode.sampled]
         return SampleOutput(
             token_ids=np.concatenate([NOTHING.token_ids, *(turn.token_ids for turn in turns)]),
@@ -181,10 +172,11 @@ class EpisodeRun:
             rewards: Rewards of turns, by their indices.
 
         Returns:
-            ``failure`` and ``duration_s`` of the episode; its ``tools``, as `ToolTimes`; and its ``turns``: ``turn``,
-            ``parent`` (-1 for a root), ``is_sampled``, ``num_tokens``, ``pieces`` (policy version and text of each
-            stretch of tokens of one version, -1 for given tokens), ``reward``, ``finish_reason``, and the fields of
-            `TurnTimes`, None for given turns. Times are in seconds since the episode began.
+            ``failure`` and ``duration_s`` of the episode, its ``tools`` as `ToolTimes`, and its ``turns``. A turn has:
+
+            - ``turn``, ``parent`` (-1 for a root), ``is_sampled``, ``num_tokens``, ``reward`` and ``finish_reason``.
+            - ``pieces``: policy version and text of each stretch of tokens with one version; -1 for given tokens.
+            - The fields of `TurnTimes` in seconds since the episode began; None for given turns.
         """
         turns = []
         for index in self.episode.live:
@@ -244,7 +236,7 @@ class EpisodeRun:
         return index
 
     async def finished(self, index: int) -> None:
-        """Wait for the end of a turn. Raises the errors of `sample`."""
+        """Wait for the end of a turn. Raises the errors of `sample`. `take`, `refuse` and `end` wake this wait."""
         if index not in self.episode.running:
             self.times.ended(index)
             return
@@ -274,7 +266,7 @@ class EpisodeRun:
             _wake(waiting, error)
 
     def end(self, reason: str) -> None:
-        """End the episode. The first reason counts. Drop running turns if the environment has ended."""
+        """End the episode. Only the first reason counts. Drop running turns if the environment has ended."""
         self._end_reason = self._end_reason or reason
         self.times.end()
         if self.is_over:
@@ -289,7 +281,7 @@ class EpisodeRun:
 
 
 class DirectRun(EpisodeRun):
-    """An episode of an evaluation. It sends its requests directly to an engine. It has no lease, and is not counted."""
+    """An episode of an evaluation, which sends its requests directly to an engine. It has no lease."""
 
     def __init__(self, episode: Episode, engine: Engine) -> None:
         super().__init__(episode, ask=self._send, vocab_size=engine.vocab_size)
@@ -325,4 +317,4 @@ def _wake(waiting: asyncio.Future[None], error: Exception | None = None) -> None
         waiting.set_result(None)
     else:
         waiting.set_exception(error)
-        waiting.exception()  # marks the exception as retrieved, even without a caller
+        waiting.exception()

@@ -4,9 +4,8 @@
 
     asked ──queue──▶ first token ──generation──▶ ended ──tool or environment──▶ the next turn is asked for
 
-An episode is inside a tool while a call of `Policy.run_tool` runs, and from an answer that calls tools until the
-episode's next request. While neither is true and no turn runs, the episode is inside its environment. The module is
-pure; the clock is an argument.
+An episode waits for a tool while a call of `Policy.run_tool` runs, and from an answer with tool calls until its next
+request. Otherwise it waits for its environment while no turn runs.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ class TurnTimes:
     """The times of a sampled turn, in seconds since the episode began. A replayed turn takes no time.
 
     Attributes:
-        asked_s: The environment asked for the turn.
-        first_token_s: The first token came; None before that.
-        ended_s: The last token came; None while the turn runs.
+        asked_s: Time of the environment's request.
+        first_token_s: Time of the first token; None before it.
+        ended_s: Time of the last token; None while the turn runs.
     """
 
     asked_s: float
@@ -33,10 +32,7 @@ class TurnTimes:
 
 @dataclass(kw_only=True, slots=True)
 class ToolTimes:
-    """One call of a tool, or of several tools that an answer called at once.
-
-    Times are in seconds since the episode began.
-    """
+    """One call of a tool, or of several tools that an answer called at once, in seconds since the episode began."""
 
     name: str
     began_s: float
@@ -65,7 +61,7 @@ class EpisodeTimes:
 
     @property
     def is_in_tool(self) -> bool:
-        """Whether the worker knows of a running tool."""
+        """Whether a tool runs, as far as this worker knows."""
         return bool(self._running) or self._called is not None
 
     @property
@@ -110,12 +106,11 @@ class EpisodeTimes:
             running.ended_s = self.now_s
 
     def end(self) -> None:
-        """Record the end of the episode. The first call counts."""
+        """Record the end of the episode. Later calls have no effect."""
         self._end_calls()
         self._end_s = self.duration_s
 
     def _end_calls(self) -> None:
-        """Record that the tools of the last answer have ended, unless `tool` has recorded them one by one."""
         called, self._called = self._called, None
         has_noted = called is not None and bool(self.tools) and self.tools[-1].began_s >= called.began_s
         if called is not None and not has_noted:

@@ -1,9 +1,10 @@
 """Chat messages: converts a client's messages to the form that templates need, and compares messages.
 
-A client sends the whole history with every request, and client libraries normalize it. Images are compared by their
-content. Messages count as equal if they differ only in the following: ids of tool calls, the formatting of JSON
-arguments, white space around an assistant's content, the form of a content (a text, text parts or None), unknown
-fields, and reasoning that the client left out. Different reasoning makes messages different.
+Client libraries change the form of messages. So messages are equal if they differ only in:
+
+- ids of tool calls and the formatting of JSON arguments,
+- white space around an assistant's content, and the form of a content (a text, text parts or None),
+- unknown fields, and reasoning that the client left out.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 ReadImage = Callable[[Mapping[str, Any], str], str]
-"""Reads the image in a part of a content, and returns its digest. The text names the part in a `ValueError`."""
+"""Reads the image in a part of a content, and returns its digest. The string names the part in a `ValueError`."""
 
 
 def read_message(message: Any, where: str, read_image: ReadImage | None = None) -> dict[str, Any]:
     """Return a client's message with the fields that templates support.
 
-    The content is text. With images it is a list of parts ``{"type": "text", "text": …}`` and
-    ``{"type": "image", "digest": …}``.
+    The content is text. With images it is a list of parts ``{"type": "text", "text": …}`` and ``{"type": "image",
+    "digest": …}``. Only messages of the user and of tools may have images.
 
     Raises:
-        ValueError: the role is unknown, or a part or a field is not supported. Only messages of the user and of tools
-            may have images. ``where`` names the message in the error.
+        ValueError: the role is unknown, or a part or a field is not supported. ``where`` names the message in the
+            error.
     """
     role = _ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
     if role is None:
@@ -62,7 +63,7 @@ def read_message(message: Any, where: str, read_image: ReadImage | None = None) 
 
 
 def images_in(message: Message) -> list[str]:
-    """Return the digests of the images in a message that was read."""
+    """Return the digests of the images in a message that `read_message` returned."""
     content = message["content"]
     return [part["digest"] for part in content if part["type"] == "image"] if isinstance(content, list) else []
 
@@ -81,7 +82,7 @@ def _read_parts(content: Sequence[Any], role: str, where: str, read_image: ReadI
 
 
 def read_content(content: Any, where: str) -> str:
-    """Return the text of a content: a string, None, or a list of text parts. Raises `ValueError` for other parts."""
+    """Return the text of a string, None, or a list of text parts. Raises `ValueError` for other contents."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -116,10 +117,9 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def canonical(message: Message, call_places: Mapping[str, int]) -> bytes:
-    """Return a text that is the same for all messages that count as equal. Reasoning is left out.
+    """Return JSON that is the same for all equal messages. Reasoning is left out.
 
-    ``call_places`` maps the id of each earlier tool call to its place. The text identifies results by these places, not
-    by ids.
+    ``call_places`` maps the id of each earlier tool call to its position. The JSON has this position instead of the id.
     """
     content = message["content"]
     form: list[Any] = [message["role"], content.strip() if message["role"] == "assistant" else content]
@@ -156,10 +156,7 @@ def chain(messages: Sequence[Message]) -> list[bytes]:
 
 
 def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
-    """Return whether the client's reasoning equals that of the known messages.
-
-    Messages without reasoning from the client are skipped.
-    """
+    """Return whether the client's reasoning equals that of the known messages, or is left out."""
     for own, other in zip(sent, known, strict=True):
         reasoning = own.get("reasoning_content", "").strip()
         if reasoning and reasoning != other.get("reasoning_content", "").strip():
@@ -168,7 +165,7 @@ def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
 
 
 def with_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> list[Message]:
-    """Return the client's messages. Missing reasoning is taken from the known messages."""
+    """Return the client's messages, with missing reasoning from the known messages."""
     return [
         {**own, "reasoning_content": other["reasoning_content"]}
         if other.get("reasoning_content") and not own.get("reasoning_content")

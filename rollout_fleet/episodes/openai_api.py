@@ -1,8 +1,4 @@
-"""OpenAI's chat completions and completions: converts JSON to requests of a session, and answers to JSON.
-
-A field that the engine or the learner does not support is refused by name, or counted as overridden
-(`SampleOptions.other`). Fields that do not change the tokens are accepted.
-"""
+"""OpenAI's chat completions and completions: converts JSON to requests of a session, and answers to JSON."""
 
 from __future__ import annotations
 
@@ -99,10 +95,9 @@ def read_completion(body: Mapping[str, Any], *, key: str = "", is_retry: bool = 
 
 
 def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str = "") -> SampleOptions:
-    """Read the sampling options from a body with OpenAI's field names.
+    """Return the sampling options from a body with OpenAI's field names.
 
-    The caller adds the field ``hosted_tools``: the list of types that `split_tools` returns. Raises `ValueError` with
-    the field and its valid values.
+    ``hosted_tools`` are the types from `split_tools`. Raises `ValueError` with the field and its valid values.
     """
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
@@ -141,10 +136,9 @@ def check_fields(body: Mapping[str, Any], known: set[str]) -> None:
 
 
 def split_tools(body: Mapping[str, Any], own_type: str = "function") -> tuple[list[Mapping[str, Any]], list[str]]:
-    """Return the tools that the client runs, and the types of all other tools.
+    """Return the tools that the client runs, and the types of the other tools, which a provider's servers run.
 
-    The client runs the tools of the type ``own_type``, and tools without a type. A provider's servers would run the
-    other tools. Raises `ValueError` if a tool is not an object.
+    The client runs the tools of the type ``own_type`` or without a type. Raises `ValueError` for a wrong tool.
     """
     own, hosted = [], []
     for place, tool in enumerate(list_of(body, "tools")):
@@ -169,7 +163,6 @@ def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _read_format(value: Any) -> str:
-    """Return the JSON schema of a ``response_format``; empty for text."""
     kind = value.get("type") if isinstance(value, Mapping) else value
     if kind in (None, "text"):
         return ""
@@ -184,7 +177,7 @@ def _read_format(value: Any) -> str:
 
 
 def usage_of(answers: Sequence[SampledAnswer]) -> dict[str, Any]:
-    """Return the ``usage`` field of OpenAI's API. The prompt counts once, for any number of choices."""
+    """Return the ``usage`` field of OpenAI's API. The prompt counts once for all choices."""
     written = sum(len(answer.token_ids) for answer in answers)
     prompt = answers[0].num_prompt_tokens
     return {
@@ -215,7 +208,7 @@ def chat_completion(
 def chat_chunks(
     body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer
 ) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of a streamed answer: role, reasoning, content, each tool call, end, and usage if requested."""
+    """Yield the chunks of a streamed answer."""
     head = _head("chatcmpl", "chat.completion.chunk", body)
 
     def chunk(index: int, delta: Mapping[str, Any], finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
@@ -263,7 +256,6 @@ def completion(body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokeni
 
 
 def _chat_logprobs(answer: SampledAnswer, tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """Return the log-probs of all tokens of a turn, including reasoning, tool calls and the end token."""
     entries = []
     for token, logprob in zip(answer.token_ids.tolist(), answer.logprobs.tolist(), strict=True):
         text = tokenizer.decode([token])

@@ -1,7 +1,4 @@
-"""Plays the episodes of one rollout worker.
-
-Environments run in child processes. The sessions and the endpoint are in this process.
-"""
+"""Plays the episodes of one rollout worker. Environments run in child processes, sessions in this process."""
 
 from __future__ import annotations
 
@@ -24,10 +21,13 @@ from .session import Session, SessionCounts
 
 
 class EpisodePlayer:
-    """Implements `rollout_fleet.episodes.episode_run.Player`. The options and the rows name the environments.
+    """Plays episodes with the environments that the options and the rows name.
 
-    `start` starts the processes. `close` may be called at any time. ``max_context`` is as in `EpisodeBudget`.
-    ``images`` reads the images in messages; None if the model takes no images.
+    `close` may be called at any time.
+
+    Args:
+        max_context: As in `EpisodeBudget`.
+        images: Reads the images in messages; None if the model takes no images.
     """
 
     def __init__(
@@ -73,10 +73,7 @@ class EpisodePlayer:
         return Counter({str(name): self._processes.counts[name] for name in EpisodeCount} | of_endpoint)
 
     async def start(self) -> None:
-        """Choose the renderer, start the processes, and load the run's environment.
-
-        Raises the errors of these steps.
-        """
+        """Choose the renderer, start the processes, and load the run's environment. Raises their errors."""
         self._renderer = load_renderer(self._model_path, self._config.environment.renderer)
         await self._endpoint.start()
         await self._processes.start()
@@ -110,7 +107,7 @@ class EpisodePlayer:
 
 
 def session_metrics(run: EpisodeRun, counts: SessionCounts) -> dict[str, float]:
-    """Return the metrics ``episode.NAME`` of docs/metrics.md for one episode. A step reports their means."""
+    """Return the metrics ``episode.NAME`` of docs/metrics.md for one episode."""
     later = run.later_prompts
     return {
         **({"episode.prefix_hits": later.num_cached / later.num_tokens} if later.num_tokens else {}),
@@ -126,7 +123,6 @@ def session_metrics(run: EpisodeRun, counts: SessionCounts) -> dict[str, float]:
 
 
 def _check_turns(run: EpisodeRun, outcome: Outcome) -> None:
-    """Raise `EpisodeFailure` unless the rewarded turns are turns of this attempt after the prompt."""
     strange = sorted(turn for turn in outcome.turn_rewards if turn == PROMPT or not run.episode.is_known(turn))
     if strange:
         raise EpisodeFailure(

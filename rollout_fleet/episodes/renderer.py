@@ -1,9 +1,7 @@
 """Converts messages to tokens and back, with the model's chat template.
 
-`load_renderer` chooses the renderer of the model family in the library ``renderers``, if its tokens equal those of the
-model's own chat template. Otherwise the template itself renders, and `TemplateRenderer` finds the tokens that new
-messages append. A `ChatRenderer` never encodes sampled text again. `ChatRenderer.extend` returns only the tokens that
-follow the sampled tokens.
+`load_renderer` chooses a renderer of the library ``renderers`` if its tokens equal those of the chat template,
+otherwise the template. Sampled text is never encoded again.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ from .config import RendererConfig
 AUTO = "auto"
 TEMPLATE = "template"
 _SENTINEL = "asyncrl sentinel"
-_NAMED_TOOLS = ("gpt-oss",)  # these renderers write a tool's name only if the message has it
-# Each of these renderers downloads a vocabulary. The value is a token that only the renderer's models have.
+_NAMED_TOOLS = ("gpt-oss",)  # these renderers write a tool's name only if its message has it
+# Renderers that download a vocabulary, and a token that only their models have.
 _DOWNLOADS = {"gpt-oss": "<|channel|>"}
 logger = logging.getLogger(__name__)
 
@@ -86,13 +84,13 @@ class ChatRenderer(ABC):
 
         Args:
             prompt_ids: Tokens on the path before the turn.
-            sampled_ids: Tokens of the turn. If the turn lacks a stop token, the result begins with the end of the turn.
+            sampled_ids: Tokens of the turn. If the turn has no stop token, the result begins with the end of the turn.
             history: Messages of the path. The last message is the turn itself.
             new_messages: The messages after the turn.
             tools: As in `render`.
 
         Returns:
-            None if the template would render the path differently with the new messages.
+            The tokens, or None if the template would render the path differently with the new messages.
         """
 
     @abstractmethod
@@ -104,14 +102,14 @@ class ChatRenderer(ABC):
         """Return the tokens of an assistant's message in the template, with its stop token; for `self_test`."""
 
     def without_stop(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Return the tokens without the stop token at the end, if there is one."""
+        """Return the tokens without a stop token at the end."""
         return token_ids[:-1] if len(token_ids) and token_ids[-1] in self.stop_ids else token_ids
 
     def self_test(self) -> dict[str, str]:
         """Render a conversation of each kind. Returns the result for each kind.
 
-        ``continues``: the next turn only appends tokens. ``branches``: the template renders the history differently,
-        so that the session starts a new branch. ``refused``: the template does not accept such a conversation.
+        ``continues``: the next turn only appends tokens. ``branches``: the template renders the history differently, so
+        the session starts a new branch. ``refused``: the template does not accept such a conversation.
         """
         verdicts: dict[str, str] = {}
         for kind, (messages, answer, new, tools) in _TEST_TURNS.items():
@@ -119,7 +117,7 @@ class ChatRenderer(ABC):
                 prompt = self.render(messages, tools)
                 sampled = self.close(messages, answer, tools)
                 whole = self.render([*messages, answer, *new], tools)
-                self.parse(prompt, sampled or (), tools)  # also loads the imports of the renderer now
+                self.parse(prompt, sampled or (), tools)  # the first call imports modules
             except ValueError as error:
                 verdicts[kind] = f"refused: {error}"
                 continue
@@ -196,10 +194,7 @@ class LibraryRenderer(ChatRenderer):
 
 
 class _PromptTexts:
-    """The rendered texts of the latest prompts, by the tokens of the prompts.
-
-    All texts together have at most ``most_letters`` letters.
-    """
+    """The texts of the latest prompts, at most ``most_letters`` letters together."""
 
     def __init__(self, most_letters: int = 1 << 25) -> None:
         self._most_letters = most_letters
@@ -207,11 +202,10 @@ class _PromptTexts:
         self._texts: dict[int, str] = {}
 
     def of(self, token_ids: Sequence[int]) -> str:
-        """Return a prompt's text; empty if it is not kept. A hash may collide, so the caller compares the text."""
+        """Return a prompt's text, or an empty text. A hash may collide, so the caller compares the text."""
         return self._texts.get(hash(tuple(token_ids)), "")
 
     def keep(self, token_ids: Sequence[int], text: str) -> None:
-        """Keep the text of a prompt, and drop the oldest texts beyond the bound. An empty text is not kept."""
         if not text:
             return
         key = hash(tuple(token_ids))
@@ -222,13 +216,18 @@ class _PromptTexts:
 
 
 class TemplateRenderer(ChatRenderer):
-    """Renders with the model's chat template. ``tool_parser`` names the parser of tool calls.
+    """Renders with the model's chat template.
 
-    After each turn the whole conversation is rendered. If the text begins with the text of the turn's path, the rest is
-    encoded and gives the new tokens. Otherwise a short conversation is rendered with and without the new messages, and
-    the difference gives the new tokens. The whole text must then end with this difference and contain all reasoning.
-    ``keeps_reasoning`` skips the whole conversation: sampled reasoning stays in the context even if the template drops
-    it.
+    `extend` renders the whole conversation after each turn. If it begins with the text of the turn's path, the rest is
+    the text of the new messages. Otherwise `extend` renders a short conversation with and without the new messages, and
+    checks that the template appends the same text to the whole conversation.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        tool_parser: Name of the parser of tool calls.
+        keeps_reasoning: Skip the whole conversation, so that sampled reasoning stays in the context even if the
+            template drops it.
+        options: Arguments of the template.
     """
 
     def __init__(
@@ -284,7 +283,7 @@ class TemplateRenderer(ChatRenderer):
                 return None
             added = after[len(before) :]
             if whole:
-                # if the whole text begins with the prompt's text, the old messages need not be rendered alone
+                # the prompt's text is known, so the old messages need not be rendered again
                 if prompt and whole.startswith(prompt) and whole.endswith(added, len(prompt)):
                     old = whole.removesuffix(added)
                 else:
@@ -342,8 +341,7 @@ class TemplateRenderer(ChatRenderer):
     def _find_stop_texts(self) -> list[str]:
         """Return the special tokens that close an assistant's message.
 
-        Some templates (GLM) have no closing token. There the first token of the next message closes the previous
-        message.
+        Some templates (GLM) close it with the first token of the next message.
         """
         special = self.tokenizer.all_special_tokens
         found = [text for text in special if text in self._close]
@@ -360,7 +358,7 @@ class TemplateRenderer(ChatRenderer):
         return found
 
     def _after_stop(self, sampled_ids: Sequence[int], text: str) -> str | None:
-        """Return the part of ``text`` after the sampled tokens. ``text``: the end of the turn and the new messages."""
+        """Return ``text`` after the sampled tokens. ``text`` has the end of the turn and the new messages."""
         if not len(sampled_ids) or sampled_ids[-1] not in self.stop_ids:
             return text
         sampled = self.tokenizer.decode([int(sampled_ids[-1])])
@@ -372,7 +370,6 @@ class TemplateRenderer(ChatRenderer):
         return None if any(text.startswith(stop) for stop in self._stop_texts) else text
 
     def _num_reasoning_ends(self, path: list[int]) -> int:
-        """Return the number of end-of-reasoning tags on a path."""
         token = self.tokenizer.convert_tokens_to_ids(REASONING_END)
         if token not in (None, self.tokenizer.unk_token_id):
             return path.count(token)
@@ -406,9 +403,9 @@ def load_renderer(model_path: str, config: RendererConfig) -> ChatRenderer:
 
 
 def _choose(tokenizer: ChatTokenizer, config: RendererConfig, *, is_vision: bool) -> ChatRenderer:
-    """Choose the renderer by the options.
+    """Choose the renderer.
 
-    A model with images gets the template, because the session repeats the placeholders that the template writes.
+    A model with images gets the template, because the session repeats the template's placeholders.
     """
     if not tokenizer.chat_template:
         _check_markers(tokenizer)
@@ -434,7 +431,7 @@ def _choose(tokenizer: ChatTokenizer, config: RendererConfig, *, is_vision: bool
             )
         try:
             return LibraryRenderer(config.name, tokenizer, options)
-        except Exception as error:  # the tokenizer lacks the renderer's tokens, or the renderer does not know an option
+        except Exception as error:
             raise ValueError(
                 f"rollout_fleet.environment.renderer.name={config.name} does not fit {tokenizer.name_or_path}: "
                 f"{error!r}; {AUTO} and {TEMPLATE} follow the model's chat template"
@@ -456,7 +453,6 @@ def _choose(tokenizer: ChatTokenizer, config: RendererConfig, *, is_vision: bool
 
 
 def _check_markers(tokenizer: ChatTokenizer) -> None:
-    """Refuse the plain template for a tokenizer that has no tokens for its markers."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{tokenizer.name_or_path} has neither a chat template nor an eos_token; add a chat_template to its "
@@ -471,7 +467,6 @@ def _check_markers(tokenizer: ChatTokenizer) -> None:
 
 
 def _renders_like(renderer: ChatRenderer, own: ChatRenderer) -> bool:
-    """Return whether a renderer gives the same tokens as the model's chat template for all test conversations."""
     num_equal = 0
     for messages, answer, new, tools in _TEST_TURNS.values():
         for conversation in (messages, [*messages, answer, *new]):
@@ -483,7 +478,7 @@ def _renders_like(renderer: ChatRenderer, own: ChatRenderer) -> bool:
                 if renderer.render(conversation, tools) != expected:
                     return False
             except ValueError:
-                continue  # the renderer refuses such messages, so the session refuses them too
+                continue  # the session refuses such messages too
             num_equal += 1
     return num_equal >= len(_TEST_TURNS)
 
@@ -493,7 +488,6 @@ def _tools(tools: Sequence[Message]) -> list[Any] | None:
 
 
 def _prepared(messages: Sequence[Message], *, names: bool = False) -> list[dict[str, Any]]:
-    """Convert messages to the form for templates: content is a string, and arguments of tool calls are objects."""
     prepared: list[dict[str, Any]] = []
     called: dict[str, str] = {}
     for message in messages:
@@ -569,4 +563,4 @@ _TEST_TURNS: dict[str, tuple[list[Message], Message, list[Message], list[Message
         [_WEATHER],
     ),
 }
-"""Messages, the assistant's answer, the messages after it, and the tools of each kind of a turn."""
+"""By kind of turn: messages, the assistant's answer, the messages after it, and the tools."""

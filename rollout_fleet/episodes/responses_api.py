@@ -1,8 +1,6 @@
-"""The parts of OpenAI's responses API that agent loops use.
+"""OpenAI's responses API: converts items to requests of a session, and answers to items.
 
-The module converts the items of a body to a request of a session, and an answer to items. An item is a text, an image,
-reasoning, a function call, or the output of a call. In the policy's messages, a function of a namespace has the name
-``NAMESPACE__NAME``.
+A function of a namespace has the name ``NAMESPACE__NAME`` in the policy's messages.
 """
 
 from __future__ import annotations
@@ -200,7 +198,6 @@ def _full_name(namespace: str, name: str) -> str:
 
 
 def _without_namespaces(tools: Sequence[Any]) -> list[Any]:
-    """Return the tools. Each namespace is replaced by its functions, with their full names."""
     flat: list[Any] = []
     for tool in tools:
         if isinstance(tool, Mapping) and tool.get("type") == "namespace":

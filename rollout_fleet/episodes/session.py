@@ -6,9 +6,7 @@
                            └─ no such turn, or the template renders its path differently: render the whole request,
                               and branch at the first difference; counted by cause
 
-Sampled tokens never change: a path is continued only by the tokens of new messages. `Session.chat` waits for
-the engine, through `TurnSampler.sample`. If the caller is cancelled, the turn continues, and the same request gets it
-later.
+Sampled tokens never change: only the tokens of new messages continue a path.
 """
 
 from __future__ import annotations
@@ -77,12 +75,10 @@ class TurnSampler(Protocol):
         sampling: SamplingConfig,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Request a turn as `Episode.sample` does, and wait for its end.
-
-        Returns the turn. The call waits across weight updates, aborts and continuations.
+        """Request a turn as `Episode.sample`, wait for its end across weight updates and aborts, and return it.
 
         Raises:
-            EpisodeOverflow: the episode has used its budget.
+            EpisodeOverflow: the episode has used up its budget.
             EpisodeEnded: the group was cut off, and the environment is being cancelled.
         """
         ...
@@ -98,8 +94,8 @@ class SampleOptions:
             maximum.
         stop: Texts that end a turn.
         stop_token_ids: Tokens that end a turn, in addition to the renderer's tokens.
-        seed: See `SamplingConfig.seed`; the i-th of n turns gets ``seed + i``.
-        json_schema: See `SamplingConfig.json_schema`.
+        seed: As `SamplingConfig.seed`; the i-th of n turns gets ``seed + i``.
+        json_schema: As `SamplingConfig.json_schema`.
         reads_calls: Whether to read tool calls. Otherwise they stay in the content.
         other: Other options, by OpenAI's names. A value that differs from the run's value is overridden or refused.
             Example: ``{"temperature": 0.2}``. ``hosted_tools`` lists the types of tools that a provider's servers run.
@@ -124,7 +120,7 @@ class ChatRequest:
         tools: In OpenAI's form: ``{"type": "function", "function": …}``.
         options: Sampling options.
         key: Idempotency key. Requests with the same key are one request.
-        is_retry: The client's headers mark this request as repeated.
+        is_retry: Whether the client's headers mark this request as repeated.
     """
 
     messages: Sequence[Message]
@@ -136,7 +132,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class TextRequest:
-    """A request to continue a text, or token ids. ``key`` and ``is_retry``: as in `ChatRequest`."""
+    """A request to continue a text, or token ids. ``key`` and ``is_retry`` are as in `ChatRequest`."""
 
     prompt: str | Sequence[int]
     options: SampleOptions = field(default_factory=SampleOptions)
@@ -152,9 +148,11 @@ class SampledAnswer:
         turn: Index in the episode.
         message: The assistant's message in OpenAI's form. For a text request, its content is the text.
         finish_reason: ``stop``, ``length`` or ``tool_calls``.
-        num_prompt_tokens: Tokens on the path before the turn. ``num_reused_tokens`` of them were on the path before the
-            request.
-        token_ids: [R] int32 tokens of the turn; ``logprobs``: [R] float32; ``versions``: [R] int32.
+        num_prompt_tokens: Tokens on the path before the turn.
+        num_reused_tokens: Tokens of these that were on the path before the request.
+        token_ids: [R] int32 tokens of the turn.
+        logprobs: [R] float32 log-probs of these tokens.
+        versions: [R] int32 policy versions of these tokens.
     """
 
     turn: int
@@ -172,16 +170,17 @@ class SessionCounts:
     """The counts of a session.
 
     Attributes:
-        requests: Number of new requests. ``repeated``: number of requests that got the turns of an earlier request.
+        requests: Number of new requests.
+        repeated: Number of requests that got the turns of an earlier request.
         branches: Number of requests that could not continue their history, by cause. ``template``: the template renders
-            the history differently, for example without the reasoning. ``unparseable``: the same, after an answer that
-            could not be parsed. ``edited``: the history has other messages. ``tools``: the tools are other ones.
-            ``new_root``: no message is known, for example after a compaction or in a sub-agent.
+            the history differently. ``unparseable``: the same, after an answer that could not be parsed. ``edited``:
+            the history has other messages. ``tools``: the tools differ. ``new_root``: no message is known.
         overridden: Number of sampling options that differed from the run's, by name.
         malformed_calls: Tool calls that could not be read.
-        prompt_tokens: Number of tokens of all prompts. ``reused_tokens`` of them were on the path before their request.
-        retokenised_tokens: Sampled tokens of answers that a request contained without continuing their path. The text
-            of these answers was encoded again as context of the branch. The learner does not train on this context.
+        prompt_tokens: Number of tokens of all prompts.
+        reused_tokens: Number of these tokens that were on the path before their request.
+        retokenised_tokens: Sampled tokens of answers that were encoded again, as context of a branch. The learner does
+            not train on this context.
     """
 
     requests: int = 0
@@ -196,7 +195,7 @@ class SessionCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class _History:
-    """The messages on the path of a sampled turn. The last message is the turn itself."""
+    """The messages on the path of a sampled turn, up to the turn's own message."""
 
     turn: int
     messages: Sequence[Message]
@@ -207,8 +206,6 @@ class _History:
 
 @dataclass(kw_only=True)
 class _Call:
-    """A request: its task, the digest of its content, its number of callers, and how many of them got no answer."""
-
     task: asyncio.Task[list[SampledAnswer]]
     digest: str
     num_callers: int = 0
@@ -217,8 +214,6 @@ class _Call:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """The place in the forest where a request's turns begin."""
-
     parent: int
     new_tokens: Sequence[int]
     messages: Sequence[Message] = ()
@@ -228,9 +223,11 @@ class _Place:
 class Session:
     """The conversations of one episode.
 
-    ``sampling`` has the run's options. A request with other options is refused if ``refuses`` is true. Otherwise its
-    options are overridden. ``on_calls`` gets the names of the tools that an answer calls; most answers call none.
-    ``images`` reads the images in messages; None if the policy takes no images.
+    Args:
+        sampling: The run's options.
+        refuses: Whether to refuse requests with options other than the run's. Otherwise these options are overridden.
+        on_calls: Gets the names of the tools that an answer calls, which may be none.
+        images: Reads the images in messages; None if the policy takes no images.
     """
 
     def __init__(
@@ -270,19 +267,19 @@ class Session:
     async def chat(self, request: ChatRequest) -> list[SampledAnswer]:
         """Sample ``n`` answers to the messages. A repeated request gets the turns of the first request.
 
-        A request with the key of an earlier request is repeated. An equal request is repeated if the first one is still
-        running, if its answer was lost (`lose`), or if the client marks it as a retry. Any other equal request gets
-        siblings.
+        A request is repeated if it has the key of an earlier request. An equal request without a key is repeated if the
+        first one is still running, if the first answer was lost (`lose`), or if the client marks a retry. Otherwise it
+        gets siblings.
 
         Raises:
             ValueError: a message, a tool or an option is not supported.
-            EpisodeOverflow: the episode has used its budget.
+            EpisodeOverflow: the episode has used up its budget.
             EpisodeEnded: the group was cut off.
         """
         return await self._once(request, lambda: self._answer_chat(request))
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Count the tokens of the rendered messages and tools. Nothing is sampled, and the options are not checked.
+        """Return the number of tokens of the rendered messages and tools, without sampling.
 
         Raises `ValueError` if there are no messages, if one is not supported, or if the template refuses them.
         """
@@ -297,7 +294,7 @@ class Session:
     async def sample(self, parent: int, tokens: Sequence[int], options: SampleOptions) -> SampledAnswer:
         """Sample a turn that follows a turn (or `ROOT`) and new tokens.
 
-        Raises as `TurnSampler.sample`, and `ValueError` for an option that is not supported or as `Episode.sample`.
+        Raises as `TurnSampler.sample` and `Episode.sample`, and `ValueError` for an option that is not supported.
         """
         (answer,) = await self._sample(_Place(parent=parent, new_tokens=tokens), options, stops=False)
         return answer
@@ -376,7 +373,6 @@ class Session:
         return answers
 
     async def _read(self, sent: Sequence[Any]) -> list[dict[str, Any]]:
-        """Read a client's messages. Raises `ValueError` if there are none, or if one is not supported."""
         if not sent:
             raise ValueError("messages must hold at least one message, got none")
         read_image = None if self._reader is None else self._read_image
@@ -388,7 +384,7 @@ class Session:
     def _place(
         self, messages: Sequence[Message], tools: Sequence[Message], tools_digest: str, digests: Sequence[bytes]
     ) -> _Place:
-        """Find the place where the turns of a request begin. Count a request that cannot continue its history."""
+        """Find where the turns of a request begin. Count a request that cannot continue its history."""
         history, cause = self._longest_history(messages, tools_digest, digests)
         if history is not None:
             num_known = len(history.messages)
@@ -413,10 +409,7 @@ class Session:
         return _Place(parent=parent, new_tokens=tokens[num_shared:], messages=messages, images=new_images)
 
     def _count_retokenised(self, messages: Sequence[Message], parent: int) -> bool:
-        """Count the tokens of the answers in ``messages`` that the path of ``parent`` lacks.
-
-        Returns whether there are such answers.
-        """
+        """Count the tokens of answers in ``messages`` outside the path of ``parent``. Returns whether there are any."""
         on_path: set[int] = set()
         while parent != ROOT:
             on_path.add(parent)
@@ -425,13 +418,12 @@ class Session:
         for message in messages:
             turns = self._answers.get(canonical(message, {}), []) if message["role"] == "assistant" else []
             kept = on_path.intersection(turns)
-            on_path.difference_update([*kept][:1])  # a later equal answer is a different turn
+            on_path.difference_update([*kept][:1])  # a later equal answer is another turn
             num_tokens += len(self._sampler.episode.turn(turns[-1]).token_ids) if turns and not kept else 0
         self.counts.retokenised_tokens += num_tokens
         return num_tokens > 0
 
     def _with_images(self, tokens: list[int], messages: Sequence[Message]) -> tuple[list[int], tuple[PlacedImage, ...]]:
-        """Return the rendered tokens and the images. Each image gets as many placeholders as it has tokens."""
         images = [self._images[digest] for message in messages for digest in images_in(message)]
         if self._reader is None or not images:
             return tokens, ()
@@ -440,7 +432,6 @@ class Session:
         return tokens, place_images(np.asarray(tokens), images, token_id, where)
 
     def _read_image(self, part: Mapping[str, Any], where: str) -> str:
-        """Decode an image that is new to the session. Returns the digest of the image."""
         assert self._reader is not None
         content = read_bytes(source_of(part), where)
         key = hashlib.blake2b(content, digest_size=16).digest()
@@ -453,10 +444,7 @@ class Session:
     def _longest_history(
         self, messages: Sequence[Message], tools: str, digests: Sequence[bytes]
     ) -> tuple[_History | None, str]:
-        """Find the longest known history that the messages continue.
-
-        If there is none, also returns the cause of the new branch.
-        """
+        """Return the longest known history that the messages continue, or None and the cause of the new branch."""
         called = {str(message.get("tool_call_id")) for message in messages if message["role"] == "tool"}
         cause = ""
         for length in range(len(messages) - 1, 0, -1):
@@ -485,7 +473,6 @@ class Session:
         return parsed
 
     def _message(self, answer: SampledAnswer, parsed: ParsedAnswer, stop: Sequence[str]) -> dict[str, Any]:
-        """Return the assistant's message in OpenAI's form, cut at a stop text."""
         content = min((parsed.content.partition(text)[0] for text in stop), key=len, default=parsed.content)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if parsed.reasoning:
@@ -509,9 +496,9 @@ class Session:
         return message
 
     def _name_of(self, turn: int) -> str:
-        """Return a name for a sampled turn that stays the same in a replay, although its index may change there.
+        """Return a name for a sampled turn that stays the same in a replay.
 
-        The name is computed from the tokens of the path. Siblings with equal tokens get different names.
+        Siblings with equal tokens get different names.
         """
         episode = self._sampler.episode
         own = episode.turn(turn)
@@ -547,7 +534,7 @@ class Session:
     # Turns
 
     async def _sample(self, place: _Place, options: SampleOptions, *, stops: bool) -> list[SampledAnswer]:
-        """Sample turns at a place in the forest. With ``stops``, the renderer's stop tokens also end a turn."""
+        """Sample turns. With ``stops``, the renderer's stop tokens also end a turn."""
         sampling = self._sampling_of(options, stops=stops)
         episode = self._sampler.episode
         seeds = [None if options.seed is None else options.seed + i for i in range(options.n)]
@@ -586,19 +573,16 @@ class Session:
         return answers
 
     def _check_continues(self, context: int, place: _Place) -> None:
-        """Assert that a turn's prompt is the path of ``place.parent`` plus the new tokens.
-
-        So no sampled token was encoded again.
-        """
+        """Assert that no sampled token was encoded again: the prompt is the parent's path plus the new tokens."""
         tokens, given = place.new_tokens, self._sampler.episode.turn(context)
         is_given = given.parent == place.parent and np.array_equal(given.token_ids, tokens)
         continues = is_given if len(tokens) else context == place.parent
         assert continues, f"turn {context} is not turn {place.parent} and the tokens of its request"
 
     def _sampling_of(self, options: SampleOptions, *, stops: bool) -> SamplingConfig:
-        """Return the run's sampling options with the changes that a request may make.
+        """Return the run's sampling options with the permitted changes.
 
-        Other changes raise `ValueError`, or are counted and ignored.
+        Other changes raise `ValueError`, or are counted.
         """
         if options.n < 1:
             raise ValueError(f"n must be >= 1, got {options.n}")
@@ -628,7 +612,6 @@ class Session:
         )
 
     def _know(self, turn: int) -> None:
-        """Record a turn and the turns above it."""
         while turn != ROOT:
             parent = self._sampler.episode.turn(turn).parent
             self._children.setdefault(parent, {})[turn] = None
@@ -657,7 +640,6 @@ def _read_messages(messages: Sequence[Any], read_image: ReadImage | None) -> lis
 
 
 def _digest(request: ChatRequest | TextRequest) -> str:
-    """Return a digest of a request's content. The idempotency key is not part of the content."""
     kept = [value for name, value in vars(request).items() if name not in ("key", "is_retry")]
     content = orjson.dumps(kept, option=orjson.OPT_SORT_KEYS, default=repr)
     return hashlib.blake2b(content, digest_size=16).hexdigest()
