@@ -88,10 +88,10 @@ class EndedAttempt(Row, frozen=True):
 
     Attributes:
         owner: The client that held the lease.
-        owes_report: Whether the worker still has to report the tokens that it wrote.
-        num_counted: Saved tokens, which the account has counted already.
-        reason: The account drops the other tokens for this reason when they are reported.
-        refusal: The message of the refused put, which refuses a repeated put too.
+        owes_report: Whether the worker still has to report its tokens.
+        num_counted: Saved tokens. The account has counted these already.
+        reason: The account drops the other reported tokens for this reason.
+        refusal: The message that refuses the put, and each repetition of the put.
     """
 
     owner: bytes = b""
@@ -111,7 +111,7 @@ class AttemptHistory:
         self._reopened: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Number of records in memory: attempts, groups and ranges."""
+        """Number of records in memory."""
         return len(self._ended) + len(self._unusual) + len(self._reopened) + len(self.finished.ranges())
 
     def end(self, group_id: int, attempt: int, ended: EndedAttempt) -> None:
@@ -125,7 +125,7 @@ class AttemptHistory:
         return self._ended.get((group_id, attempt))
 
     def settle(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return and forget an attempt whose owed report has arrived. None if it owed no report."""
+        """Return and forget an attempt whose owed report has arrived; None if it owed no report."""
         ended = self._ended.get((group_id, attempt))
         if ended is None or not ended.owes_report:
             return None
@@ -149,7 +149,7 @@ class AttemptHistory:
         self.finished = finished
 
     def num_attempts(self, group_id: int) -> int:
-        """Return the number of attempts at a finished or reopened group: 1 if forgotten, 0 for any other group."""
+        """Return the number of attempts at a finished or reopened group; 1 if it was forgotten, 0 for other groups."""
         if group_id in self.finished:
             return self._unusual.get(group_id, (1, 0))[0]
         return self._reopened.get(group_id, 0)
@@ -268,7 +268,6 @@ class Account:
         """Drop the tokens of an unfinished attempt, except the ``num_counted`` tokens counted before.
 
         If ``num_counted`` is 0, the tokens enter the mean dropped length, as one group of the usual number of samples.
-        Otherwise the rest does not enter the mean, because it is not a whole response.
         """
         self._drop_tokens(num_tokens - num_counted, reason)
         if num_tokens > 0 and num_counted == 0:
@@ -301,7 +300,7 @@ class Account:
         self.tokens_buffered += summary.num_tokens
 
     def rewind(self, *, tokens_trained: int, tokens_reused: int, groups_reused: int, lags: Mapping[int, int]) -> None:
-        """Go back to these totals, and drop the tokens trained since. The mean lengths do not go back."""
+        """Go back to these totals, and drop the tokens trained since. The mean lengths stay."""
         self._drop_tokens(self.tokens_trained - tokens_trained, REWOUND)
         self.tokens_trained = tokens_trained
         self.tokens_reused, self.groups_reused = tokens_reused, groups_reused
@@ -332,7 +331,7 @@ class Account:
         self._dropped_samples[reason] += len(summary.response_lengths)
 
     def stats(self, groups: Mapping[str, int], **held: int) -> BufferStats:
-        """Return the totals, together with the current numbers in ``groups`` and ``held``."""
+        """Return the totals, with the current numbers in ``groups`` and ``held``."""
         lengths, samples = self._dropped_lengths, self._dropped_samples
         return BufferStats(
             groups={**groups, "consumed": self.groups_consumed, "dropped": self.groups_dropped.total()},

@@ -60,13 +60,7 @@ class Attempts:
             group.num_inherited = 0
 
     def settle_owed(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return the attempt that owed this report.
-
-        Returns None in two cases:
-
-        - The attempt owed no report.
-        - The attempt's owner is dead, so the account has counted its tokens already.
-        """
+        """Return the attempt that owed this report; None without such an attempt, and for dead owners."""
         owed = self._history.settle(group_id, attempt)
         return None if owed is None or owed.owner in self._account.buried else owed
 
@@ -116,7 +110,7 @@ class Attempts:
             self._groups.space.evict_prefix(group)
 
     def take_back(self, group: Group, lost: Mapping[int, str]) -> None:
-        """End the lease of a group and queue its prompt, or evict a group that has no lease.
+        """Evict a group without a lease. Else end the lease and queue the prompt.
 
         The tokens of a group in ``lost`` (group id to reason) are dropped.
         """

@@ -43,7 +43,7 @@ def store_part(number: int) -> str:
 
 
 class PartWriter:
-    """Writes a server's parts of checkpoints. ``journal`` is the server's own journal, if it has one."""
+    """Writes a server's parts of checkpoints. ``journal`` is the server's own journal, or None."""
 
     def __init__(self, journal: Journal | None) -> None:
         self._journal = journal
@@ -96,7 +96,6 @@ class PartWriter:
 def _write_part(
     path: Path, number: int, begin: Begin, copied: Iterable[tuple[int, Frames]], summary: Checkpointed
 ) -> Checkpointed:
-    """Write the frames and the log of a part, and wait until all its files are on the disk."""
     try:
         log, frames = (AppendOnlyFile(Path(f"{path}.{number}.{kind}")) for kind in ("log", "frames"))
         try:
@@ -148,7 +147,6 @@ class PendingWrites:
             self._settle()
 
     def _settle(self) -> None:
-        """Answer the requests of complete or failed writes."""
 
         def answer_to(request: Message) -> Answer | None:
             write = self._writes[request.body.key]
@@ -174,7 +172,7 @@ class CheckpointRequests:
     def __init__(self, shared: Collaborators, *, journal: Journal | None, links: StoreLinks | None) -> None:
         self._config, self._ledger, self._store = shared.config, shared.ledger, shared.store
         self._journal, self._links = journal, links
-        self._lineage = shared.config.lineage or shared.config.epoch  # the same name in every life of the run
+        self._lineage = shared.config.lineage or shared.config.epoch  # stays the same when the run resumes
         # A later server needs equal options to continue this server's journal or checkpoint.
         self._owner = {**self._ledger.options, "is_elsewhere": self._store.is_elsewhere}
         self._writer = PartWriter(journal)
@@ -235,7 +233,6 @@ class CheckpointRequests:
             self._journal.write(MARKS, keys)
 
     async def _write(self, checkpoint: commands.Checkpoint) -> Checkpointed:
-        """Write all parts and name the folder. Raises `ReplayBufferError` if the folder cannot be written."""
         folder = Path(checkpoint.folder)
         partial = folder.with_name(f".{folder.name}.partial")
         try:
@@ -249,10 +246,7 @@ class CheckpointRequests:
         return written
 
     async def _parts(self, folder: Path, checkpoint: commands.Checkpoint) -> Checkpointed:
-        """Write the parts of the ledger and of the stores.
-
-        The stores get their requests before the ledger's snapshot, so they write every group in the snapshot.
-        """
+        """Write all parts. Stores are asked before the ledger's snapshot, so they write every group in the snapshot."""
         stores: list[asyncio.Future[Checkpointed]] = []
         for number, link in () if self._links is None else self._links.connected():
             save = commands.SavePart(key=checkpoint.key, path=str(folder / store_part(number)))
@@ -275,7 +269,7 @@ class CheckpointRequests:
 
 
 async def _without_failure(part: Awaitable[Checkpointed]) -> Checkpointed:
-    """Await the part of a store server. If the server failed, return an empty `Checkpointed`."""
+    """Return an empty `Checkpointed` if the store server failed."""
     try:
         return await part
     except AsyncRLError as error:

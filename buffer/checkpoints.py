@@ -110,9 +110,9 @@ class Marks:
 def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, prefer: Preference) -> outcomes.Rewound:
     """Decide which groups stay when the learner goes back to ``version``.
 
-    Under unchanged options, every group without a token of a lost version can be consumed in time. A run may resume
-    with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then groups that cannot be consumed in time, or
-    have all their uses, are dropped. The earliest deadlines are chosen first, which keeps the most groups.
+    A run may resume with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then groups that cannot be
+    consumed in time, or have all their uses, are dropped. The earliest deadlines come first, which keeps the most
+    groups.
     """
     lost = [group for group in groups if group.newest_version > version]
     missing = [group for group in groups if group.is_missing]

@@ -115,7 +115,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection at once."""
-        self._socket.disable_monitor()  # first: otherwise ZMQ's thread waits until the monitor's last events are read
+        self._socket.disable_monitor()  # first, otherwise ZMQ's thread waits until the monitor's last events are read
         self._monitor.close()
         self._channel.close()
 
@@ -266,7 +266,7 @@ class ClientSocket:
         return unanswered.reply
 
     def _send(self, unanswered: _UnansweredRequest) -> None:
-        """Send a request if its connections are ready. Small requests of one iteration of the loop share a message."""
+        """Send a request if its connections are ready. Small requests of one loop iteration share a message."""
         if not self.is_connected or (unanswered.needs_bulk and not self._is_bulk_ready):
             return
         request = unanswered.request
@@ -367,7 +367,6 @@ class ClientSocket:
         )
 
     def _begin_with_newest_keys(self) -> bool:
-        """Connect again if this client's file of keys has changed. Return whether it has."""
         newest = self._keys and self._keys.newest()
         if newest == self._keys:
             return False
@@ -420,7 +419,6 @@ class ClientSocket:
             self._resend(needs_bulk=True)
 
     def _on_bulk_change(self, is_connected: bool) -> None:
-        """Send a greeting on the bulk socket. The socket is ready when the server answers the greeting."""
         self._is_bulk_ready = False
         self._sender.reset()
         self._receiver.reset()
@@ -428,7 +426,7 @@ class ClientSocket:
             self._send_bulk([b""])
 
     def _resend(self, *, needs_bulk: bool) -> None:
-        """Repeat every request without a reply, with a new deadline, because the request or its reply may be lost."""
+        """Repeat unanswered requests with new deadlines, because a request or its reply may be lost."""
         now = self._clock.time()
         for unanswered in list(self._unanswered.values()):
             if unanswered.needs_bulk == needs_bulk and not unanswered.reply.done():
@@ -481,9 +479,7 @@ class ClientSocket:
 
 
 class BufferClient:
-    """Sends requests to a buffer.
-
-    The client connects at the first call, and only the event loop of that call may use it.
+    """Sends requests to a buffer. The client connects at the first call, and only the loop of that call may use it.
 
     Args:
         address: Address of the server. Example: ``"ipc:///dev/shm/asyncrl-1f/sockets/buffer"``.
@@ -495,7 +491,7 @@ class BufferClient:
 
     Attributes:
         on_connected: Called each time that the client reaches the server.
-        on_push: By type of message: called with each message that does not answer a request.
+        on_push: Callback by message type, called with each message that does not answer a request.
     """
 
     def __init__(
@@ -598,9 +594,9 @@ class BufferClient:
         return await self.link.call(operation, payload)
 
     async def call_with_space(self, operation: Operation[Reply], payload: Sequence[Any]) -> Reply:
-        """Send a request, and send it again while the buffer is full.
+        """Send a request.
 
-        Each repetition waits until bytes have become free, at most half of ``timeout_s``.
+        While the buffer is full, repeat it when bytes become free, or after half of ``timeout_s``.
         """
         while True:
             space = self._space  # a push that arrives during the request counts too

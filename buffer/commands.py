@@ -78,10 +78,7 @@ class Connected(Answer, frozen=True):
 
 
 class Welcome(Answer, frozen=True):
-    """The server's settings for clients, and the clock of its host.
-
-    ``is_elsewhere``: store servers hold the payloads.
-    """
+    """The server's settings for clients, and its clock. ``is_elsewhere`` is true if store servers hold the payloads."""
 
     max_lag: int
     groups_per_step: int
@@ -178,7 +175,7 @@ class Names(Answer, frozen=True):
 
 
 class Number(Answer, frozen=True):
-    """A number: the oldest offered version after `Offer`, the tokens that the worker generated after `Bury`."""
+    """The answer to `Offer` (the oldest offered version) or to `Bury` (the worker's number of generated tokens)."""
 
     value: int
 
@@ -192,14 +189,14 @@ class Checkpointed(Answer, frozen=True, kw_only=True):
 
 
 class Missing(Answer, frozen=True):
-    """Groups that a store lacks. ``disk_bytes``: see `Removed`."""
+    """Groups that a store lacks. ``disk_bytes`` is as in `Removed`."""
 
     group_ids: tuple[int, ...]
     disk_bytes: int = 0
 
 
 class Removed(Answer, frozen=True):
-    """The payloads are dropped. ``disk_bytes`` of the other payloads are on disk and not in memory."""
+    """The payloads are dropped. ``disk_bytes`` is the size of the other payloads that are only on disk."""
 
     disk_bytes: int
 
@@ -250,7 +247,7 @@ class Enqueue(Command[Queued, Enqueued], frozen=True):
 class LeaseGroups(Command[Granted, Leased], frozen=True, kw_only=True):
     """Admit up to ``max_groups`` from the head of the queue on an engine that serves ``engine_version``.
 
-    ``incarnation`` is the learner's that made the engine's weights. The server sets ``request_id``.
+    ``incarnation`` is the learner incarnation that made the engine's weights. The server sets ``request_id``.
     """
 
     roles = _ROLLOUT
@@ -330,8 +327,8 @@ class Release(Command[Released, Released], frozen=True, kw_only=True):
         num_tokens: Tokens of the attempt, with the prefix that it continued.
         reason: The account drops the unsaved tokens for this reason.
         continued: As in `SavePrefix`.
-        max_failures: 0 if the attempt did not fail. Otherwise the group is dropped after this many failed attempts, and
-            queued again before.
+        max_failures: 0 if the attempt did not fail. Otherwise the group is dropped at this number of failed attempts,
+            and queued again below it.
     """
 
     roles = _ROLLOUT
@@ -350,8 +347,8 @@ class Expire(Command[TakenBack, Done], frozen=True):
 class TakeBack(Command[TakenBack, Done], frozen=True):
     """Revoke every lease of a silent or dead owner. A repetition has no effect.
 
-    ``num_generated`` is the number of tokens that a dead owner generated; None for a silent owner. Unreported tokens of
-    a dead owner are lost, and its later reports do not count.
+    ``num_generated`` is the number of tokens that a dead owner generated; None for a silent owner. A dead owner's
+    unreported tokens are lost, and its later reports do not count.
     """
 
     owner: bytes
@@ -500,7 +497,7 @@ class Loaded(Operation[Done], frozen=True, kw_only=True):
 
 
 class Beat(Operation[Welcome], frozen=True, kw_only=True):
-    """A producer's heartbeat, with the version that its engine serves and the number of generated tokens."""
+    """A producer's heartbeat, with the version that its engine serves and its number of generated tokens."""
 
     roles = _ROLLOUT
     serves: Loaded | None = None
@@ -592,7 +589,10 @@ class StoreWanted(Operation[Names], frozen=True):
 
 
 class Fetch(Operation[Payloads | Places], frozen=True):
-    """Fetch stored groups. A store server needs the ``attempts``. ``read`` is the request id of the last read fetch."""
+    """Fetch stored groups.
+
+    A store server needs ``attempts``. ``read`` is the id of the last fetch that the client has read.
+    """
 
     roles = _LEARNER | _CONTROLLER | _INSPECTOR
     has_large_answer = True
@@ -614,7 +614,7 @@ class PutPayload(Operation[Done], frozen=True):
 
 
 class Remove(Operation[Removed], frozen=True):
-    """Drop the payloads of finished groups, and of each attempt in ``ended`` with the earlier ones of its group."""
+    """Drop the payloads of finished groups, and of attempts up to those in ``ended``."""
 
     roles = _LEDGER
     group_ids: tuple[Int64, ...]
@@ -633,8 +633,8 @@ class SavePart(Operation[Checkpointed], frozen=True, kw_only=True):
 class Reconcile(Operation[Missing], frozen=True, kw_only=True):
     """Drop payloads as `Remove` does, and request which ``attempts`` the store lacks.
 
-    ``finished`` holds ranges of group ids. The store first loads missing attempts from ``part``, its part of a
-    checkpoint, if it is not empty.
+    ``finished`` holds ranges of group ids. If ``part`` names a part of a checkpoint, the store first loads missing
+    attempts from it.
     """
 
     roles = _LEDGER

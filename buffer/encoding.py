@@ -63,7 +63,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Message:
-    """A record and its frames. Not frozen, because that doubles the construction time.
+    """A record and its frames. Not frozen, because freezing doubles the construction time.
 
     Attributes:
         request_id: Chosen by the client, repeated in the answer; `PUSH_ID` in a push.
@@ -83,7 +83,7 @@ Send = Callable[[bytes, Message], None]
 
 
 def frames_of(epoch: str, messages: Sequence[Message]) -> list[Any]:
-    """Join messages into the frames of one message, which costs ZMQ and the event loops less."""
+    """Join messages into the frames of one message, because fewer messages cost less."""
     heads = [(message.request_id, len(message.payload), message.body) for message in messages]
     return [_encode((PROTOCOL_VERSION, epoch, heads)), *(frame for message in messages for frame in message.payload)]
 
@@ -347,7 +347,6 @@ def _split(part: memoryview, start: int, lengths: Sequence[int]) -> list[memoryv
 
 
 def _rejoined(piece: memoryview, others: Iterator[memoryview], length: int) -> Any:
-    """Join the pieces of a large frame. A single piece is not copied."""
     if piece.nbytes == length:
         return piece
     pieces = [piece]
@@ -361,7 +360,6 @@ def _rejoined(piece: memoryview, others: Iterator[memoryview], length: int) -> A
 
 
 def _lengths(header: memoryview) -> tuple[tuple[int, ...], int]:
-    """Return the lengths of the frames, and the end of the header."""
     if header[: len(_PACKED)] != _PACKED:
         raise WireError(f"a payload does not begin with its header but with {bytes(header[:4])!r}")
     try:

@@ -66,11 +66,11 @@ class ExportedGroup:
     """One unfinished group of a buffer.
 
     Attributes:
-        prompt: Its prompt.
+        prompt: Prompt of the group.
         state: ``queued``, ``leased``, ``stored`` or ``planned``.
         attempt: The current or last attempt; -1 before the first attempt.
         engine_version: Engine version u of the attempt.
-        deadline: u + max_lag: the last learner version that may consume the group.
+        deadline: u + max_lag, the last learner version that may consume the group.
         planned_for: The version whose batch holds the group; -1 if no batch does.
         num_uses: Number of learner steps that trained on the group.
         is_complete: Whether ``trajectories`` are finished and scored. Otherwise they are the saved prefix.
@@ -241,13 +241,13 @@ def _column_types(groups: Iterable[ExportedGroup]) -> dict[str, dict[str, pa.Dat
 
 
 def _storable(column: np.ndarray) -> np.ndarray:
-    """Return the column as a flat array of a type that parquet supports. A complex number becomes two floats."""
+    """Return a flat array of a type that parquet supports. A complex number becomes two floats."""
     flat = np.ascontiguousarray(column).reshape(-1)
     return flat.view(f"f{flat.itemsize // 2}") if flat.dtype.kind == "c" else flat
 
 
 def _lists(column: np.ndarray, lengths: np.ndarray) -> pa.Array:
-    """Return the column as lists. List i has ``lengths[i]`` rows of the column."""
+    """Return lists. List i has ``lengths[i]`` rows of the column."""
     flat = _storable(column)
     per_row = len(flat) // len(column) if len(column) else 1
     offsets = np.concatenate([[0], np.cumsum(lengths)]) * per_row
@@ -412,7 +412,7 @@ def _values(lists: pa.ChunkedArray) -> np.ndarray:
 def export_part(part: Path, folder: Path) -> BufferContents:
     """Export the buffer's files in the folder ``part`` of a checkpoint to ``folder``. Return the exported contents.
 
-    Raises the errors of `read_part` and `write_export`.
+    Raises as `read_part` and `write_export` do.
     """
     contents = read_part(part)
     write_export(contents, folder)

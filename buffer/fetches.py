@@ -84,7 +84,7 @@ class FetchWindow:
         """Record a reply of ``num_bytes`` before it is sent.
 
         ``read`` is the largest request id that the client has read. Raises `StoreFull` if the client would have more
-        than ``limit`` unread bytes. A client without unread replies may get a larger reply.
+        than ``limit`` unread bytes. A single reply may be larger.
         """
         replies = self._replies.setdefault(client, deque())
         self._replies.move_to_end(client)

@@ -13,7 +13,7 @@ from .records import Frames
 
 
 class Written(NamedTuple):
-    """The place of frames in a file.
+    """The position of frames in a file.
 
     Attributes:
         start: Offset of the first frame.
@@ -27,7 +27,7 @@ class Written(NamedTuple):
 
     @classmethod
     def without_head(cls, start: int, frames: Frames) -> Self:
-        """Return the place of frames without a head."""
+        """Return the position of frames without a head."""
         digest = xxhash.xxh3_64()
         for frame in frames:
             digest.update(frame)

@@ -33,10 +33,10 @@ class GroupState(StrEnum):
 
 
 class StorePlace(Struct, kw_only=True, array_like=True):
-    """The address and the host of a store that joined. Both are empty for a store that was there from the start.
+    """A store that joined. ``address`` and ``host`` are empty for a store that was there from the start.
 
-    A store that ``is_gone`` never returns. A place that ``is_awaited`` belonged to a store from before a resume. The
-    next store that joins gets this place, and loads the earlier store's groups from the checkpoint.
+    A store that ``is_gone`` never returns. A store that ``is_awaited`` joined before the run resumed. The next store
+    that joins takes its number, and loads its groups from the checkpoint.
     """
 
     address: str = ""
@@ -315,8 +315,7 @@ class StoreSpace:
         stores: Address and host of each store.
         stored_bytes: Bytes of trajectories per store, including reserved bytes.
         prefix_bytes: Bytes of saved prefixes.
-        expected_bytes: Expected size of a group's trajectories: the largest recent size, which decays over some dozens
-            of groups.
+        expected_bytes: Expected size of a group's trajectories: the largest recent size.
     """
 
     def __init__(self, num_stores: int) -> None:
@@ -337,7 +336,7 @@ class StoreSpace:
             self.stores[number] = StorePlace(address=address, host=host)
 
     def await_stores(self) -> None:
-        """Mark the joined stores as awaited after a resume. New stores take their places."""
+        """Mark the joined stores as awaited, because the run resumes."""
         for number, place in enumerate(self.stores):
             if place.address and not place.is_gone:
                 self.stores[number] = StorePlace(is_awaited=True)
@@ -393,8 +392,7 @@ class GroupTable:
         space: The stores and the bytes in them.
         open_by_deadline: Number of leased and stored groups that are not planned, by deadline.
         plans: Group ids of the batch of each planned version.
-        ended_attempts: Group id and attempt of ended attempts that a store may still hold. The service empties the
-            list.
+        ended_attempts: Ended attempts (group id, attempt) that a store may still hold. The service empties the list.
     """
 
     def __init__(self, *, num_stores: int = 1) -> None:
@@ -487,7 +485,7 @@ class GroupTable:
         """Return the first groups of the queue that an owner may lease.
 
         A group with ``suspect_deaths`` or more deaths is a suspect; with 0, no group is. An owner holds at most one
-        suspect, so that its death shows which group killed it.
+        suspect, so that the owner's death shows which suspect killed it.
         """
         queued = map(self._groups.__getitem__, self._queue)
         if not (suspect_deaths and self._present_at_deaths):
@@ -530,9 +528,9 @@ class GroupTable:
         self._head_place -= 1
 
     def evict(self, group: Group) -> None:
-        """Drop the trajectories of a stored group, and put the group at the head of the queue.
+        """Drop the trajectories of a stored group.
 
-        If a learner step trained on the group, the group is removed instead.
+        Put the group at the head of the queue, or remove it if it was used.
         """
         self.ready.remove(group.deadline, {group.group_id})
         self.num_stored -= 1

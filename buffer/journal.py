@@ -136,7 +136,7 @@ class AppendOnlyFile:
         self.cut(end)
 
     def _record_at(self, data: mmap.mmap, start: int) -> tuple[Any, int, int] | None:
-        """Return the head, the start of the frames and the end of the record at ``start``; None if it is incomplete."""
+        """Return the head, the start of the frames and the end of a record; None if it is incomplete or damaged."""
         if start + _HEADER.size > len(data):
             return None
         checksum, head_bytes, frames_bytes = _HEADER.unpack_from(data, start)
@@ -154,7 +154,10 @@ class AppendOnlyFile:
         return frames_at(self._descriptor, start, lengths, self.path)
 
     def append(self, records: Iterable[tuple[Any, Frames]]) -> list[Written]:
-        """Write all records, or none. Return the place of each record's frames. Raises `OSError` if the write fails."""
+        """Write all records, or none.
+
+        Return the position of each record's frames. Raises `OSError` if the write fails.
+        """
         parts: list[Any] = [] if self.num_bytes else [_MAGIC]
         size = sum(map(len, parts))
         written: list[Written] = []
@@ -222,14 +225,11 @@ def write_all(descriptor: int, parts: list[Any], offset: int) -> None:
 
 
 class _FramesInFile(NamedTuple):
-    """The location of unread frames."""
-
     file: AppendOnlyFile
     start: int
     lengths: Sequence[int]
 
     def held(self, place: int) -> FramesOnDisk:
-        """Return the frames for the server. They stay in the file."""
         read = self.file.frames_at(self.start, self.lengths)
         return FramesOnDisk(self.file.path, Written.without_head(self.start, read), self.lengths, place=place)
 
@@ -501,10 +501,7 @@ class Journal:
         return FramesOnDisk(self._log.path, written, map(len, read), place=self._places[kind, key])
 
     def _write_log(self, records: list[tuple[Head, Frames]]) -> Written:
-        """Write the waiting commands as one record, then the other records.
-
-        Return the place of the last record's frames.
-        """
+        """Write the waiting commands as one record, then the other records. Return the position of the last frames."""
         references: tuple[Reference, ...] = ()
         if self._later:
             references, inline = self._references(item for *_, frames in self._later for item in frames.items())
@@ -521,7 +518,6 @@ class Journal:
     def _references(
         self, frames: Iterable[tuple[tuple[str, int], Frames | int]]
     ) -> tuple[tuple[Reference, ...], list[Any]]:
-        """Return references to the frames, and the frames that the log itself must hold."""
         references: list[Reference] = []
         inline: list[Any] = []
         for (name, key), parts in frames:
@@ -592,7 +588,7 @@ class Journal:
     # A new pair of files
 
     def is_grown(self, *, is_urgent: bool = True) -> bool:
-        """Whether to `compact` now. ``is_urgent=False`` halves the threshold; pass it when compacting is cheap."""
+        """Whether to `compact` now. ``is_urgent=False`` halves the threshold, for a moment when compacting is cheap."""
         num_bytes = self._log.num_bytes + self._frames.num_bytes
         is_busy = self._is_compacting or (self._retiring is not None and self._retiring.is_alive())
         limit = (1 + is_urgent) * (2 * self._base_bytes + _COMPACT_BYTES)
@@ -633,8 +629,7 @@ class Journal:
     def _retire(self, meanwhile: Sequence[_Write], kept: Sequence[FramesOnDisk] | ReplayBufferError) -> None:
         """Delete the old files in a thread when the new files are on the disk.
 
-        ``meanwhile`` holds frames that were being written to the old files when the compaction began. The new files
-        have them too.
+        ``meanwhile`` holds frames that the thread was writing to the old files. The new files have them too.
         """
         self._is_compacting = False
         self._base_bytes = self._log.num_bytes + self._frames.num_bytes
@@ -649,9 +644,9 @@ class Journal:
         self._retiring.start()
 
     def _replace(self, old: Sequence[AppendOnlyFile], new: Sequence[AppendOnlyFile]) -> None:
-        """Delete the old files, in reverse order, when the new files are on the disk.
+        """Delete the old files when the new files are on the disk.
 
-        If this process dies in between, the next server finds the remaining files by the log.
+        The order is reversed: if this process dies in between, the next server finds the remaining files by the log.
         """
         try:
             for file in new:
@@ -691,7 +686,7 @@ def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> I
 
 
 def _write(file: AppendOnlyFile, writes: Sequence[_Write]) -> list[OSError | None]:
-    """Write frames in one call; if it fails, each write on its own. Return the error of each write, or None.
+    """Write frames in one call, or each write on its own if the call fails. Return the error of each write, or None.
 
     Frames on disk are copied one by one, so that only one of them is in memory.
     """
@@ -706,7 +701,6 @@ def _write(file: AppendOnlyFile, writes: Sequence[_Write]) -> list[OSError | Non
 
 
 def _copied(file: AppendOnlyFile, write: _Write) -> OSError | None:
-    """Copy the frames that are on disk. Return the error if they cannot be written."""
     try:
         for place, frames in write.frames:
             if _is_on_disk(frames):
@@ -721,10 +715,7 @@ def _is_on_disk(frames: Frames) -> TypeGuard[FramesOnDisk]:
 
 
 def _copy(file: AppendOnlyFile, frames: FramesOnDisk, place: int) -> None:
-    """Copy frames to another file.
-
-    Frames that cannot be read are logged as lost. Raises `OSError` for a failed write.
-    """
+    """Copy frames to another file. Unreadable frames are logged as lost."""
     try:
         read = frames.read()
     except OSError as error:

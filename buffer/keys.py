@@ -105,10 +105,9 @@ def _plain(keys: ClientKeys) -> dict[str, str]:
 
 
 def add_keys(directory: Path) -> dict[str, ClientKeys]:
-    """Make new keys for all roles. The servers' files then accept the new and the present keys.
+    """Make new keys for all roles, which the servers' files then accept too. Return the new keys by role.
 
-    Returns the new keys by role. The servers must read their files again before you call `put_keys`. Raises as
-    `server_keys` does.
+    The servers must read their files again before you call `put_keys`. Raises as `server_keys` does.
     """
     new = {role.value: _pair() for role in BufferRole}
     server, store = server_keys(directory), store_keys(directory)

@@ -223,7 +223,7 @@ class Ledger:
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
     def cannot_hold_batch(self, group_id: int) -> bool:
-        """Whether the stores are too small for the groups that are due first, among them the refused ``group_id``."""
+        """Whether the stores are too small for the groups that are due first, including the refused ``group_id``."""
         group = self.groups.get(group_id)
         others = [other for other in self.groups.leases.all() if other is not group]
         if group is None or any(other.num_bytes or other.deadline < group.deadline for other in others):
@@ -518,7 +518,6 @@ def _enact_put(ledger: Ledger, command: commands.Put, outcome: outcomes.PutOutco
 
 
 def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: outcomes.PutOutcome) -> None:
-    """Store the put of a running group, drop the group because of a filter, or refuse the put."""
     summary, account = command.summary, ledger.account
     ledger.attempts.settle_prefix(group, summary.num_tokens + command.num_left_out, command.continued)
     account.leave_out(command.num_left_out)
@@ -583,7 +582,6 @@ def _enact_add_store(ledger: Ledger, command: commands.AddStore, outcome: outcom
 
 
 def _decide_drop_store(ledger: Ledger, command: commands.DropStore, call: Call) -> outcomes.DroppedStore:
-    """Decide which groups of a lost store are queued again, and which need a new reservation."""
     if ledger.groups.space.stores[command.store].is_gone:
         return outcomes.DroppedStore(is_new=False)
     there = [group for group in ledger.groups if group.store == command.store and group.num_bytes]
@@ -662,9 +660,9 @@ def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outc
 
 
 def _admitted_again(ledger: Ledger, group_ids: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """Return the groups of a committed batch that stay for a further use, with their new ranks.
+    """Return the groups of a committed batch that stay for a further use, with new ranks.
 
-    The admission rule decides, because a further use counts as one more open group.
+    A use counts as an open group.
     """
     rule, again = ledger.rule, []
     if rule.max_uses == 1:
@@ -732,7 +730,6 @@ def _enact_rewind(ledger: Ledger, command: commands.Rewind, outcome: outcomes.Re
 
 
 def _decide_resume(ledger: Ledger, command: commands.Resume, call: Call) -> outcomes.Rewound:
-    """Decide what a resumed run keeps."""
     if ledger.marks.at(command.version).key != command.key:
         raise ReplayBufferError(
             f"the ledger's checkpoint of version {command.version} is not the one to resume; resume both parts of one "
@@ -742,7 +739,6 @@ def _decide_resume(ledger: Ledger, command: commands.Resume, call: Call) -> outc
 
 
 def _enact_resume(ledger: Ledger, command: commands.Resume, outcome: outcomes.Rewound) -> None:
-    """Resume the run. Tokens that were generated and never reported are lost with their workers."""
     _go_back(ledger, command.version, outcome)
     ledger.groups.space.await_stores()
     ledger.incarnation = 0
@@ -750,7 +746,6 @@ def _enact_resume(ledger: Ledger, command: commands.Resume, outcome: outcomes.Re
 
 
 def _go_back(ledger: Ledger, version: int, outcome: outcomes.Rewound) -> None:
-    """Go back to ``version``: dissolve every batch, end every lease, and drop the lost groups of ``outcome``."""
     ledger.groups.dissolve(tuple(ledger.groups.plans))
     ledger.attempts.forget_uses(version)
     lost = dict.fromkeys(outcome.unfit, STALE) | dict.fromkeys(outcome.missing, STORE_LOST)

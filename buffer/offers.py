@@ -156,7 +156,7 @@ class OfferLog:
     def served(self, num_engines: int) -> tuple[int, float] | None:
         """Return the oldest served version, and the seconds of its slowest load.
 
-        None until ``num_engines`` have loaded.
+        Returns None until ``num_engines`` engines have loaded.
         """
         if not self._serving or len(self._serving) < num_engines:
             return None
@@ -203,7 +203,7 @@ class OfferRequests:
             self._log.restore(values)
 
     def close(self) -> None:
-        """Cancel every held request and timer."""
+        """Cancel all held requests and timers."""
         self._untold.clear()
         if self._next_turn is not None:
             self._next_turn.cancel()
@@ -272,7 +272,6 @@ class OfferRequests:
         return commands.Number(self._log.oldest())
 
     def _write(self) -> None:
-        """Write the log to the journal. Raises `ReplayBufferError` if the write fails."""
         if self._journal is not None:
             self._journal.write(_JOURNALED_AS, [self._ledger.incarnation, self._log.snapshot()])
 

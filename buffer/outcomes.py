@@ -102,7 +102,7 @@ class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Released(LedgerOutcome, frozen=True, kw_only=True):
-    """Whether a release ended a running lease, or was the owed report of a revoked attempt.
+    """The effect of a release: it ended a running lease, or was the owed report of a revoked attempt.
 
     ``is_dropped`` is true if the group had too many failures.
     """

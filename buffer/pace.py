@@ -38,7 +38,7 @@ _PLACE_KEPT_S = 1.0
 
 @dataclass(kw_only=True, slots=True)
 class _Worker:
-    """One worker.
+    """The measured pace and the groups of a worker.
 
     Attributes:
         since: Time when the worker last ended a group, or got a group while it had none.
@@ -137,16 +137,13 @@ class WorkerPaces:
         self._look_later(lease.owner, worker)
 
     def saved(self, group_id: int, attempt: int, num_tokens: int) -> None:
-        """Record that a worker saved a prefix. ``num_tokens`` is the length of its longest sample."""
+        """Record that a worker saved a prefix. Its longest sample has ``num_tokens`` tokens."""
         running = self._running.get(group_id)
         if running is not None and running.attempt == attempt:
             running.num_saved = self._num_saved[group_id] = num_tokens
 
     def ended(self, group_id: int, attempt: int, now: float, *, num_tokens: int | None = None) -> None:
-        """Record that a worker stored or released a group.
-
-        ``num_tokens`` is the length of the longest sample; None for a release.
-        """
+        """Record that a worker stored or released a group. ``num_tokens`` is its longest sample; None for a release."""
         running = self._running.get(group_id)
         if running is None or running.attempt != attempt:
             return
@@ -232,8 +229,8 @@ class WorkerPaces:
     def usual_pace(self, name: bytes, now: float) -> float:
         """Return a worker's median seconds per token.
 
-        An unknown worker gets the fastest worker's pace, or 0 if no pace is known. A worker without a group becomes
-        unknown again after a long time, so that a slow worker is measured again.
+        An unknown worker gets the fastest worker's pace, or 0 if no pace is known. The pace of an idle worker is
+        forgotten after a long time, so that a slow worker is measured again.
         """
         worker = self._workers.get(name)
         if worker is None or not worker.paces:
@@ -333,18 +330,13 @@ class WorkerPaces:
 
 @dataclass(kw_only=True, slots=True)
 class _Producer:
-    """A client that takes leases."""
-
     last_heard: float
     num_puts: int = 0
     num_tokens: int = 0
 
 
 class Heartbeats:
-    """Producers by client id. A producer that is silent for ``silent_s`` seconds counts as gone.
-
-    The number of tokens in a producer's last heartbeat is kept until `leave`.
-    """
+    """Producers by client id. A producer that is silent for ``silent_s`` seconds counts as gone."""
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s

@@ -88,7 +88,7 @@ class BufferProcess:
 
         Raises:
             DeadlineError: The address did not come in time.
-            WorkerDiedError: The server ended before.
+            WorkerDiedError: The server ended before that.
         """
         try:
             self.address = self._read_line(self._start_timeout_s)
@@ -143,7 +143,6 @@ class BufferProcess:
         return f"died with status {status}"
 
     async def _silence(self, role: BufferRole) -> None:
-        """Wait until the server fails to answer."""
         timeout_s = self._config.request_timeout_s
         keys = client_keys(Path(self._config.keys), role) if self._config.keys else None
         if keys is not None and self._is_store:
@@ -166,7 +165,7 @@ class BufferProcess:
         return last_lines(str(self._log_path))
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """Stop the server by SIGUSR1, because a run's server blocks SIGTERM; after ``timeout_s`` by SIGKILL."""
+        """Stop the server with SIGUSR1, because a run's server blocks SIGTERM. Kill it after ``timeout_s``."""
         self.process.send_signal(signal.SIGUSR1)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
@@ -192,8 +191,10 @@ class BufferSupervisor:
     """A buffer server that `keep_up` restarts, at most ``buffer.restarts`` times.
 
     A restarted server keeps its address and continues its journal. Its clients reconnect and repeat unacknowledged
-    requests. A server without a journal is not restarted, except a store server, which is then empty. Make this object
-    on a thread that ends after the server, because the kernel kills a server when the thread that started it ends.
+    requests. The ledger's server is restarted only with a journal. A store server without a journal is then empty.
+
+    Make this object on a thread that ends after the server, because the kernel kills a server with the thread that
+    started it.
 
     Args:
         config: Options of the server. Undocumented arguments are as in `BufferProcess`.

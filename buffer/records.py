@@ -94,4 +94,4 @@ def leaves(base: type) -> list[Any]:
 Frames = Sequence[Any]
 """The encoded bytes of a prompt, a saved prefix or a trajectory group, in memory or as `FramesOnDisk`."""
 LoggedFrames = Mapping[tuple[str, int], Frames | int]
-"""Maps kind and group id to the frames of a command, or to their position in the journal. Position 0 removes them."""
+"""Maps kind and group id to the frames of a command, or to their place in the journal. Place 0 removes them."""

@@ -193,7 +193,6 @@ class WorkerClient:
         return (await self._report(release, key)).is_dropped
 
     async def _report(self, command: commands.Command[Any, Reply], key: Key, payload: Sequence[Any] = ()) -> Reply:
-        """Send the request that ends an attempt, and forget the attempt when the answer is final."""
         try:
             answer = await self._client.call_with_payload(command, payload, key)
         except (LeaseExpired, VersionTooOld, UnknownGroup):
@@ -305,8 +304,8 @@ class LearnerClient:
         """Fetch stored groups in the order of ``group_ids``. Arrays are read-only views of the received bytes.
 
         One fetch runs at a time, because the server bounds a client's unread bytes. Several requests share the groups,
-        so some groups are decoded while others are transferred. The first and the last request are small, because
-        nothing overlaps with them. Example: 40 groups are fetched as 4, 12, 16, 4 and 4.
+        so that groups are decoded while others are transferred. Nothing overlaps with the first and the last request,
+        so they are small. Example: 40 groups are fetched as 4, 12, 16, 4 and 4.
         """
         if len(set(group_ids)) != len(group_ids):
             raise WireError("a fetch must name each group once")
@@ -370,7 +369,6 @@ async def _fetch_from(link: ClientSocket, fetch: commands.Fetch) -> Message:
 
 
 def _payloads_in(answer: Message) -> Iterator[Sequence[Any]]:
-    """Return the frames of each group in the answer to a fetch."""
     frames = iter(answer.payload)
     counts = answer.body.counts if isinstance(answer.body, commands.Payloads) else ()
     if sum(counts) != len(answer.payload):

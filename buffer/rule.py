@@ -106,7 +106,7 @@ class StalenessRule:
         """Return how many running groups the plan of ``version`` must take by each deadline.
 
         ``ready_by_deadline`` counts the stored groups in ``open_by_deadline``. Returns ``max_lag + 1`` numbers. Entry k
-        counts groups due at w + k or earlier that no earlier entry counts.
+        counts the groups due at w + k or earlier that earlier entries do not count.
         """
         num_ready = num_missing = 0
         missing = []
@@ -120,8 +120,8 @@ class StalenessRule:
 class Room:
     """The free bytes of each store under the bound ``max_bytes``; 0 means no bound.
 
-    The saved prefixes of running groups take space too. A single store shares its bound with them. With several stores,
-    they have a bound of their own.
+    Saved prefixes take space too. A single store shares its bound with them. With several stores, they have a bound of
+    their own.
 
     Attributes:
         is_shared: Whether the saved prefixes share the bound of the store.
@@ -142,11 +142,8 @@ class Room:
         """Whether one more group fits beside the held bytes and the expected bytes of the running groups.
 
         One group may always begin if no group runs, no batch is planned, and too few groups are stored for a batch.
-        Otherwise nothing would free bytes.
-
-        Args:
-            num_granted: Number of other leases that the caller will grant.
-            num_freed_bytes: Bytes of saved prefixes that these leases free.
+        Nothing else would free bytes then. The caller will also grant ``num_granted`` leases, which free
+        ``num_freed_bytes``.
         """
         groups = self._groups
         if not self._max_bytes:
@@ -307,7 +304,7 @@ def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
 
 
 class Window:
-    """The deadlines that a batch may still take while it is filled.
+    """The deadlines of the groups that a batch may still take while it is filled.
 
     The batch may take a group due at w + k only if enough places remain for the required groups due earlier than w + k.
     A closed deadline stays closed, so filling a batch costs O(B·max_lag).
@@ -335,11 +332,8 @@ def choose_batch(
 ) -> list[int]:
     """Choose ``seats`` groups for a batch. Each choice is the most preferred group that the `Window` allows.
 
-    Args:
-        ready: Stored groups by deadline, sorted by rank. They must suffice for ``required``.
-        required: Result of `StalenessRule.required`.
-        version: The planned version w.
-        seats: Number of groups.
+    ``ready`` holds the stored groups by deadline, sorted by rank. They must suffice for ``required``, the result of
+    `StalenessRule.required`.
     """
     window = Window(required, seats)
     tops = [(entries[0], deadline, 0) for deadline, entries in ready.items() if entries]

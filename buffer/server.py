@@ -271,7 +271,6 @@ class ServerSocket:
             self._receive(client, self._role_of(frames[-1]), frames[1:], MAX_FRAMES)
 
     def _on_chunk(self, frames: list[zmq.Frame]) -> None:
-        """Handle a chunk, an acknowledgement, or the greeting of a new connection."""
         if self._listeners:
             self._listeners["bulk_address"].received(frames[-1])
         client = frames[0].bytes
@@ -309,7 +308,6 @@ class ServerSocket:
         return peer
 
     def _forget_idle_peers(self) -> None:
-        """Forget peers without incomplete messages, and peers that were silent for a long time."""
         now = time.monotonic()
         if now - self._swept_at < 1.0:
             return
@@ -339,7 +337,6 @@ class ServerSocket:
         return is_accepted
 
     def _renew_keys(self) -> None:
-        """Read the clients' keys again. Raises `ReplayBufferError` if there are none, or they cannot be read."""
         if self._gate is None:
             raise ReplayBufferError("this buffer has no keys, see buffer.keys; there is nothing to replace")
         try:
@@ -362,7 +359,6 @@ class ServerSocket:
             self._flush()  # the producer can prepare its next batch while the server reads the following one
 
     def _handle(self, role: str | None, request: Message, epoch: str) -> None:
-        """Check the epoch, the role and the rate of a request, then pass the request to the service."""
         name = "a request"
         try:
             self._limit.check(request.client, 1)
@@ -446,7 +442,7 @@ class ServerSocket:
             return frames_of(self.epoch, [_failed(a, failure) for a in answers if a.request_id != PUSH_ID])
 
     def _write_journal(self) -> ReplayBufferError | None:
-        """Write the journal before replies are sent. If the write fails, return the error that replaces the replies."""
+        """Write the journal before replies are sent. Return an error that replaces the replies if the write fails."""
         try:
             if self._journal is not None:
                 self._journal.flush()
@@ -460,7 +456,7 @@ class ServerSocket:
         self._send_by(self._bulk, [client, *frames])
 
     def _send_by(self, channel: Channel, frames: list[Any]) -> None:
-        """Send frames. They are lost if the client has disconnected or does not read. It repeats its request later."""
+        """Send frames. They are lost if the client has disconnected or does not read. It then repeats its request."""
         try:
             channel.send(frames)
         except zmq.ZMQError as error:

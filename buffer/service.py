@@ -131,7 +131,7 @@ class BufferService:
         self._replies.fail(request, error)
 
     def _is_written_first(self, num_bytes: int) -> bool:
-        """Whether a payload is large or does not fit into memory. The journal writes it before its command then."""
+        """Whether the payload is large or does not fit into memory. The journal then writes it before its command."""
         if self._journal is None:
             return False
         return num_bytes >= JOIN_BELOW_BYTES or not self._store.fits_in_memory(num_bytes)
@@ -244,7 +244,7 @@ class BufferService:
             reserved: Groups and attempts that had reserved bytes then.
 
         Returns:
-            Whether the caller must ask the store again: a reserved group was stored in the meantime.
+            True if a reserved group was stored in the meantime. Then the caller must ask the store again.
         """
         ledger, missing = self.ledger, set(group_ids)
         was_reserved = {key for key in reserved if key[0] in missing}
@@ -259,7 +259,6 @@ class BufferService:
         return not was_reserved.isdisjoint(now_stored)
 
     def _forget_finished(self) -> None:
-        """Drop the frames of finished groups, and notify clients that were refused for lack of bytes."""
         finished = self.ledger.attempts.drain_finished()
         self._admission.finished(finished)
         groups = self.ledger.groups
@@ -274,7 +273,6 @@ class BufferService:
         clients.clear()
 
     def _compact(self, *, is_urgent: bool = True) -> None:
-        """Replace the journal's commands by a snapshot if the journal is long."""
         if self._journal is not None and self._journal.is_grown(is_urgent=is_urgent):
             try:
                 self._journal.compact(self.ledger.snapshot(), self._store.frames())
@@ -322,7 +320,7 @@ class BufferService:
     def _make_room(self, client: bytes, command: commands.Reserve) -> int:
         """Reserve bytes for a group, and return its store.
 
-        Raises `StoreFull` if the bytes do not fit. Then fails the plans that can never be made.
+        If they do not fit, fail the plans that can never be made.
         """
         group_id = command.group_id
         try:
@@ -412,10 +410,7 @@ class BufferService:
         self._offers.show()  # comes after the reply to the controller, because many engines may wait
 
     def on_lose_groups(self, request: Message, lose: commands.LoseGroups) -> Answer:
-        """Plan a batch again, because the learner's ranks did not find some of its groups.
-
-        No rank has trained on it.
-        """
+        """Plan a batch again, because the learner's ranks did not find some of its groups."""
         self._lose(filter(self.ledger.groups.is_planned, lose.group_ids))
         return Done()
 
@@ -518,7 +513,10 @@ class WorkerRequests:
         return commands.Welcome(rule.max_lag, rule.groups_per_step, self._heartbeat_s, self._store.is_elsewhere, *clock)
 
     def on_loaded(self, request: Message, loaded: commands.Loaded) -> Answer:
-        """Record that an engine serves a version. Waiting requests for leases at this version become valid."""
+        """Record that an engine serves a version.
+
+        Its waiting requests at this version then count for the current learner.
+        """
         if self._offers.is_current(loaded):
             self._ledger.check_engine_version(loaded.version)
             self._offers.note_loaded(request.client, loaded)
@@ -627,10 +625,6 @@ class LedgerNotes:
         self._recorder.stamp(event, of.group_id, attempt=of.attempt, version=version, lane=_LANE, **details)
 
     def _stamp_requeued(self, group_ids: Iterable[int], *, reason: str) -> None:
-        """Stamp groups that lost their trajectories or prefix.
-
-        A used group is not queued again, so it gets no stamp.
-        """
         queued = [group_id for group_id in group_ids if group_id in self._ledger.groups]
         self._stamp_all(GroupEvent.requeued, queued, reason=reason)
 

@@ -67,9 +67,7 @@ class LoopClock:
     """The running loop's monotonic clock (or a test's clock), minus the time that the loop stalled.
 
     After a stall, the loop fires its timers before it reads the messages that have arrived. Without the correction, all
-    clients would then count as silent.
-
-    ``stalled_s`` is the total length of the stalls in seconds.
+    clients would then count as silent. ``stalled_s`` is the total length of the stalls in seconds.
     """
 
     def __init__(self, time: Callable[[], float] | None = None) -> None:
@@ -110,8 +108,8 @@ class LoopClock:
 class Deadline:
     """One timer for the earliest of many changing deadlines.
 
-    The timer does not move when the earliest deadline moves later. It then fires early, ``on_due`` finds nothing due,
-    and the owner calls `at` again. So it costs nothing to move a deadline with every message.
+    The timer does not move when the earliest deadline moves later, so it costs nothing to move a deadline with every
+    message. The timer then fires early, ``on_due`` finds nothing due, and the owner calls `at` again.
     """
 
     def __init__(self, on_due: Callable[[], None], clock: LoopClock) -> None:
@@ -192,7 +190,6 @@ class Channel:
             self._schedule()
 
     def _read_burst(self) -> int:
-        """Receive at most one burst of messages. Return their number."""
         for num_read in range(_BURST):
             if self._socket.closed:
                 return 0
@@ -297,8 +294,6 @@ class ChunkSender:
 
 @dataclass(kw_only=True, slots=True)
 class _IncompleteMessage:
-    """The received chunks of an incomplete message."""
-
     frames: list[Any] = field(default_factory=list)
     num_chunks: int = 0
     num_bytes: int = 0

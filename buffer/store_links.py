@@ -73,15 +73,11 @@ class StoreLinks:
             link.close()
 
     def remove(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> None:
-        """Tell every store to drop finished groups and ended attempts.
-
-        An attempt that was sent twice may be on two stores.
-        """
+        """Tell every store to drop finished groups and ended attempts. One attempt may be on two stores."""
         for number, link in self.connected():
             link.post(commands.Remove(tuple(finished), tuple(ended)), partial(self._note, number, link))
 
     def _note(self, number: int, link: ClientSocket, answer: commands.Removed | commands.Missing) -> None:
-        """Keep a store's report, unless the store was lost or replaced."""
         if self._links[number] is link:
             self.disk_bytes[number] = answer.disk_bytes
 

@@ -96,7 +96,6 @@ class StoreService:
             logger.warning("the journal was not compacted: %s", error)
 
     def _held_bytes(self, key: Key) -> int:
-        """Return the bytes stored and reserved, except the reservation of this attempt."""
         return self._payloads.num_bytes + sum(self._reserved.values()) - self._reserved.get(key, 0)
 
     def on_hello(self, request: Message, hello: commands.Hello) -> Answer:
@@ -142,7 +141,6 @@ class StoreService:
         return not is_over and key not in self._payloads
 
     def _store(self, request: Message, key: Key, kept: Frames | ReplayBufferError) -> None:
-        """Store a payload. ``kept`` is the payload, on disk if the journal's thread wrote it, or the failure."""
         self._reserved.pop(key, None)
         try:
             if isinstance(kept, ReplayBufferError):
@@ -191,7 +189,6 @@ class StoreService:
         return commands.Missing(lacked, self._payloads.disk_bytes)
 
     def _load(self, part: Path, keys: Iterable[Key]) -> None:
-        """Load payloads from a checkpoint. Raises `ReplayBufferError` if its files cannot be read."""
         payloads = read_contents(part).recovered.frames.get("payload", {})
         for key in keys:
             if (payload := payloads.get(number_of(key))) is not None:

@@ -80,10 +80,9 @@ class PayloadStore:
     """All frames of the ledger's server.
 
     Args:
-        max_prompt_bytes: Bound on prompts, until their groups are stored. A stored group contains its prompt, and does
-            not delay other prompts.
+        max_prompt_bytes: Bound on the prompts of groups that are not stored yet.
         remove_elsewhere: Called with the arguments of `forget` if store servers hold the trajectories.
-        max_memory_bytes: Trajectories that do not fit into this size stay on disk; 0 means no limit.
+        max_memory_bytes: Bound on trajectories in memory; others stay on disk. 0 means no bound.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class PayloadStore:
         return self._remove_elsewhere is not None
 
     def trajectories(self, group_id: int) -> Frames:
-        """Return the trajectories of a group. Raises `UnknownGroup` if they are not here."""
+        """Return the trajectories of a group. Raises `UnknownGroup` if this server does not hold them."""
         if group_id not in self.payloads:
             raise UnknownGroup(
                 f"no trajectories of group {group_id} are stored; fetch only groups of a plan, before its commit"
@@ -174,9 +173,9 @@ class PayloadStore:
             self._stored_prompts.move_to(self.prompts, group_id)
 
     def forget(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> bool:
-        """Drop all frames of finished groups, also on store servers, and there the frames of ended attempts.
+        """Drop all frames of finished groups. Store servers also drop the ``ended`` attempts (group id, attempt).
 
-        ``ended`` holds pairs of group id and attempt. Returns whether bytes may have become free.
+        Returns whether bytes may have become free.
         """
         self.evict(finished)
         for group_id in finished:

@@ -77,7 +77,7 @@ class HeldRequests:
     Args:
         replies: Sends the answers.
         hold_s: Longest time in seconds that a request waits.
-        late: Returns the answer after this time, or raises an error for it.
+        late: Returns the answer after this time, or raises an error.
     """
 
     def __init__(
@@ -166,7 +166,10 @@ class HeldRequests:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class WaitingWorker(Message):
-    """A held request for leases, and the leases granted so far. ``incarnation`` made the engine's weights."""
+    """A held request for leases, with the leases granted so far.
+
+    The learner's ``incarnation`` made the engine's weights.
+    """
 
     body: commands.LeaseGroups
     incarnation: int
@@ -397,7 +400,6 @@ class Admission:
         )
 
     def _admitted(self, versions: Iterable[int]) -> set[int]:
-        """Return the engine versions at which a queued group may begin."""
         if not self._ledger.groups.num_queued or not self._ledger.room.has_room():
             return set()
         return {version for version in versions if self._ledger.admits(version)}
@@ -464,7 +466,6 @@ class Admission:
         return request.body.max_groups - len(request.granted) - self._paces.num_kept(request.client, now)
 
     def _take_over(self, admitted: set[int], now: float) -> None:
-        """Ask slow workers to hand over running groups while faster workers wait."""
         while (group := self._paces.first_on_offer()) is not None and self._ledger.room.has_room():
             is_due = group.deadline <= self._ledger.next_plan
             takers = [
@@ -604,10 +605,7 @@ class Admission:
 
 
 class BatchRequests:
-    """The operation `PlanBatch`.
-
-    Plans fail when filters have dropped ``buffer.max_filtered_steps`` batches in a row.
-    """
+    """The operation `PlanBatch`. Plans fail when filters have dropped the groups of ``max_filtered_steps`` in a row."""
 
     def __init__(self, shared: Collaborators) -> None:
         self._ledger = shared.ledger
