@@ -10,13 +10,7 @@ from .groups import Group, GroupState, GroupTable
 
 
 class Attempts:
-    """Ends attempts and groups in a `GroupTable`, and counts their tokens in an `Account`.
-
-    Args:
-        groups: Every unfinished group.
-        history: Attempts and groups that ended.
-        account: Where every token went.
-    """
+    """Ends attempts and groups in a `GroupTable`, and counts their tokens in an `Account`."""
 
     def __init__(self, groups: GroupTable, history: AttemptHistory, account: Account) -> None:
         self._groups, self._history, self._account = groups, history, account

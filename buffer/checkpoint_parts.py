@@ -2,10 +2,8 @@
 
 The folder ``v00000012/`` holds the part ``journal`` of the ledger's server, and a part ``storeN`` per store server.
 Each part is a journal that begins with a snapshot, so a server opens it like its own journal. A server with a journal
-on the same disk makes hard links to its files; other servers copy their frames on a thread.
-
-The folder is named ``.v00000012.partial`` until all parts are on the disk. The part of a failed store server is left
-out.
+on the same disk makes hard links to its files; other servers copy their frames on a thread. The folder is named
+``.v00000012.partial`` until all parts are on the disk. A failed store server has no part.
 """
 
 import asyncio

@@ -28,7 +28,6 @@ class Mark(Row, frozen=True, kw_only=True):
     """The ledger's totals at a checkpoint.
 
     Attributes:
-        version: Learner version of the checkpoint.
         key: Name of the checkpoint; empty for the beginning of the run.
         is_reached: Whether the steps before ``version`` are committed. Otherwise the totals are not valid.
         finished: Groups that were consumed or dropped, as sorted ranges [start, end).

@@ -143,8 +143,7 @@ class ClientSocket:
 
     Attributes:
         is_connected: Whether the server can be reached now.
-        num_read: Largest request id of a fetch whose reply has arrived. Cancelled fetches count too.
-        loop: The event loop of the connections.
+        num_read: Largest request id of a fetch whose reply has arrived, even if the fetch was cancelled.
         identity: The identity of this client on the server.
     """
 
@@ -266,7 +265,6 @@ class ClientSocket:
         return unanswered.reply
 
     def _send(self, unanswered: _UnansweredRequest) -> None:
-        """Send a request if its connections are ready. Small requests of one loop iteration share a message."""
         if not self.is_connected or (unanswered.needs_bulk and not self._is_bulk_ready):
             return
         request = unanswered.request

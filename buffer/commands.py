@@ -300,7 +300,6 @@ class Put(Command[PutOutcome, Done], frozen=True, kw_only=True):
     """Store a finished group. A repetition has no effect.
 
     Attributes:
-        summary: Metadata of the group.
         continued: As in `SavePrefix`.
         num_bytes: Size of the trajectories. The server sets it if no store server holds them.
         digest: Digest of the trajectories if a store server holds them.
@@ -341,7 +340,7 @@ class Release(Command[Released, Released], frozen=True, kw_only=True):
 
 
 class Expire(Command[TakenBack, Done], frozen=True):
-    """Revoke every expired lease."""
+    """Revoke every expired lease. The server applies it at the next expiry of a lease."""
 
 
 class TakeBack(Command[TakenBack, Done], frozen=True):
@@ -407,9 +406,7 @@ class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
     The ledger revokes every running attempt. Stored groups and saved prefixes stay unless they have a token of a lost
     version. Batches are planned again. Prompts that finished after ``version`` may be queued again.
 
-    Attributes:
-        version: Learner version to continue from; at most the current version.
-        incarnation: Number of the learner's new incarnation; the first rewind has 1.
+    ``incarnation`` is the number of the learner's new incarnation; the first rewind has 1.
     """
 
     roles = _CONTROLLER
@@ -437,7 +434,7 @@ class Checkpoint(Command[Marked, Checkpointed], frozen=True, kw_only=True):
     """Write everything that a resumed run needs into ``folder``. The answer comes when the folder is complete.
 
     Attributes:
-        folder: Every store server must see the folder under this path. It gets this name when it is complete. Example:
+        folder: Every store server must see the folder under this path. Example:
             ``/runs/a/checkpoints/buffer/v00000012``.
         version: Learner version of the ranks' checkpoint. The steps before it are planned or committed.
         key: A random name of this checkpoint. A repeated request with the same key does not write it again.

@@ -1,14 +1,12 @@
 """The encoding of messages, and of prompts and trajectory groups as payloads.
 
 A message is a msgpack header ``[PROTOCOL_VERSION, epoch, [[request_id, number of frames, record], …]]`` and the frames
-of its records (`buffer.commands`). The epoch names the run. Request id 0 is a push. The server does not decode frames.
+of its records (`buffer.commands`). The epoch names the run. Request id 0 is a push.
 
 A prompt is encoded by the project's codec. A group is encoded as a head with the schema of its columns, then one buffer
-per column, in a third of the codec's time.
-
-`pack` joins small frames, because ZMQ has a fixed cost per part, and cuts large frames into parts. The first part
-begins with ``b"prcl"``, the number of frames and their lengths as uint64. Inside a joined part every frame starts at a
-multiple of 16, so arrays can be read in place.
+per column, in a third of the codec's time. `pack` joins small frames, because ZMQ has a fixed cost per part, and cuts
+large frames into parts. The first part begins with ``b"prcl"``, the number of frames and their lengths as uint64.
+Inside a joined part every frame starts at a multiple of 16, so arrays can be read in place.
 """
 
 import struct

@@ -49,8 +49,6 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
     """One unfinished prompt group.
 
     Attributes:
-        group_id: Id of the prompt.
-        state: State of the group.
         place: Position among the groups of the same state: in the queue, in the order of leasing or storing, or in the
             batch.
         num_attempts: Attempts leased so far. The current or last attempt is ``num_attempts - 1``.
@@ -72,8 +70,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         is_missing: Whether a batch holds the group, but no store has its trajectories.
         prefix_bytes: Size of the saved prefix's frames.
         is_evicted: Whether the saved prefix was evicted. Its tokens stay counted, but no attempt can continue it.
-        uses: Versions whose committed steps trained on the group. A used group counts as finished, and waits for a
-            further use.
+        uses: Versions whose steps trained on the group. A used group counts as finished, and waits for a further use.
     """
 
     group_id: int
@@ -387,9 +384,7 @@ class GroupTable:
     """Unfinished groups by id, in their queue and in their batches.
 
     Attributes:
-        leases: The leased groups.
         ready: The stored groups that no batch holds.
-        space: The stores and the bytes in them.
         open_by_deadline: Number of leased and stored groups that are not planned, by deadline.
         plans: Group ids of the batch of each planned version.
         ended_attempts: Ended attempts (group id, attempt) that a store may still hold. The service empties the list.

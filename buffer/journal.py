@@ -412,7 +412,7 @@ class Journal:
         self.compact(None, ())
 
     def begin_from(self, recovered: Recovered) -> None:
-        """Begin with a copy of another journal's state and frames, and wait until the copy is on the disk.
+        """Begin with a copy of another journal, and wait until the copy is on the disk.
 
         Raises `ReplayBufferError` if the copy cannot be written.
         """
@@ -676,7 +676,6 @@ class Journal:
 
 
 def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> Iterator[Any]:
-    """Yield the heads of a file's records. Add the locations of their frames to ``by_place``."""
     for head, start in file.read():
         for _, _, place, lengths in head.references:
             if lengths:

@@ -1,9 +1,9 @@
 """The CURVE keys of a run, one per role. The run makes them at its start, and only their owner can read them.
 
-A directory holds ``server.json``, ``store.json`` for the store servers, and one file per role: ``rollout.json``,
-``learner.json``, ``controller.json``, ``inspector.json`` and ``ledger.json``. Copy to each host only the files of
-the roles that run there. The server refuses unknown keys, and operations that do not belong to a key's role. The
-roles' keys can be replaced while the servers run. The servers' own keys stay, because they never leave their hosts.
+A directory holds ``server.json``, ``store.json`` for the store servers, and one file per role, such as
+``rollout.json``. Copy to each host only the files of the roles that run there. The server refuses unknown keys, and
+operations that do not belong to a key's role. The roles' keys can be replaced while the servers run. The servers' own
+keys stay, because they never leave their hosts.
 """
 
 import json

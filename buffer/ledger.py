@@ -4,8 +4,6 @@ A group moves ``queued → leased → stored → planned → consumed``. It can 
 head of the queue. A consumed group can be stored again for a further use. Each operation is a pair of functions:
 ``_decide_*`` computes the outcome of a command and changes nothing, ``_enact_*`` applies the outcome. A restarted
 server only enacts the outcomes in its journal.
-
-The caller applies `Expire` at ``ledger.groups.leases.next_expiry()``, and sends `Revoked` messages to the owners.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -65,22 +63,18 @@ class Ledger:
         on_stale: Handling of a running group that blocks a plan.
         order: Selection order of stored groups: a name from `buffer.rule`, or ``module:function``.
         lease_s: A lease that is not renewed for this many seconds expires.
-        filters: Names from `buffer.rule`, or ``module:function``; a group that a filter drops is never stored.
+        filters: Names from `buffer.rule`, or ``module:function``. A group that a filter drops is never stored.
         first_version: First learner version.
-        max_bytes: Bytes per store; 0 means no bound. The ledger's own server holds the saved prefixes.
-        num_stores: Number of stores at the beginning; 0 if every store joins later.
+        max_bytes: Bytes per store; 0 means no bound.
+        num_stores: Number of stores at the beginning.
         max_deaths: A group is dropped when this many workers have died while they held it; 0 drops no group.
 
     Attributes:
         learner_version: v, the number of committed steps.
         incarnation: How often the learner went back to a checkpoint.
-        groups: Every unfinished group.
         history: Attempts and groups that ended.
-        account: Where every token went.
-        attempts: Ends attempts and groups.
         marks: The checkpoints that the learner may go back to.
-        room: The bound on bytes.
-        options: Options that must be the same when a server continues a journal.
+        options: Options that must stay the same when a server continues a journal.
         log: Records every command that has an effect, before the effect; None records nothing.
         on_applied: Called with every command and its outcome after the effect.
     """
@@ -132,7 +126,7 @@ class Ledger:
         sender: bytes | None = None,
         frames: LoggedFrames | None = None,
     ) -> Result:
-        """Decide a command, record it in the log, and apply the outcome. Return the outcome.
+        """Decide a command, record it in the log, apply the outcome, and return it.
 
         Args:
             command: The command.

@@ -7,11 +7,9 @@ pin a few engines to a version. The buffer does not show newer offers to these e
 - A controller's request waits until enough engines have loaded, or until the set of pinned engines changes.
 - A timer ends each wait after half of ``buffer.request_timeout_s``.
 
-Every offer names its learner's incarnation. When the learner goes back to a checkpoint, the buffer withdraws all
-offers. It then shows the next offer to every engine, because the same version number may now mean other weights.
-
-A journal keeps the offers, but not which version each engine serves. Clients report this in the heartbeat that they
-send as soon as they reach a restarted server.
+When the learner goes back to a checkpoint, the buffer withdraws all offers. It then shows the next offer to every
+engine, because the same version number may now mean other weights. A journal keeps the offers. A restarted server
+learns from heartbeats which version each engine serves.
 """
 
 import asyncio

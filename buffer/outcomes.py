@@ -36,7 +36,6 @@ class GrantedLease(Row, frozen=True, kw_only=True):
     """A granted lease.
 
     Attributes:
-        group_id: The group.
         attempt: Number of the attempt. Messages of earlier attempts have no effect.
         engine_version: u, the version of the engine, or of the oldest token in the continued prefix.
         deadline: u + max_lag.
@@ -89,7 +88,6 @@ class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
     """The result of a put.
 
     Attributes:
-        result: Result of the put.
         rank: Position of a stored group in the selection order; smallest first.
         reason: The filter that dropped the group.
         refusal: Why the put was refused, as a message to the sender.

@@ -9,8 +9,7 @@ A worker with a free place takes over a slow worker's group in two cases:
 - No new prompt may begin on the faster worker.
 - The next plan waits for that group, and a new prompt would be due later.
 
-A group changes workers at most twice, so wrong measurements cost at most two interruptions per group. A slow worker
-still gets new groups. A call costs O(log n) in groups and workers.
+A group changes workers at most twice. A slow worker still gets new groups. A call costs O(log n) in groups and workers.
 """
 
 from bisect import bisect_left, insort
@@ -43,8 +42,7 @@ class _Worker:
     Attributes:
         since: Time when the worker last ended a group, or got a group while it had none.
         paces: Seconds per token of its last groups.
-        took: Seconds of each of these groups. For a continued group, this is an estimate for the whole group.
-        groups: Granted groups that have not ended.
+        took: Seconds of each of these groups; an estimate for a continued group.
         is_watched: Whether `WorkerPaces.look` will check the worker again.
         slowdown: Time since it last ended a group, as a multiple of its longest group, if 2 or more; else 1.
     """
@@ -68,8 +66,6 @@ class RunningGroup:
     """A group on a worker.
 
     Attributes:
-        worker: The worker that holds the lease.
-        group_id, attempt: The group and its current attempt.
         began: Time when the worker got the group.
         engine_version: Engine version u of the lease. The group's tokens are not older.
         deadline: The last version that may consume the group.
@@ -204,7 +200,7 @@ class WorkerPaces:
             self._num_changes.pop(group_id, None)
 
     def look(self, now: float) -> None:
-        """Find slow workers. A worker that ends no group for twice the time of its longest group is slow too."""
+        """Find slow workers, also those that end no group for twice the time of their longest group."""
         while self._looks and self._looks[0][0] <= now:
             _, name = heappop(self._looks)
             worker = self._workers.get(name)
@@ -220,7 +216,7 @@ class WorkerPaces:
     # Decisions
 
     def next_look(self, now: float) -> float | None:
-        """Return the next time when `look` may find a slow worker, or when a kept place becomes free; None if never."""
+        """Return the next time when `look` may find a slow worker or a kept place becomes free; None if never."""
         moments = [until for kept in self._kept.values() for _, until in kept if until > now]
         if self._looks:
             moments.append(self._looks[0][0])

@@ -297,13 +297,10 @@ class StoreServers:
     """``num_store_servers`` processes that hold the payloads, on the host of the ledger's server.
 
     Make this object on a running loop. A store server that dies or hangs is restarted at its address, up to
-    ``buffer.restarts`` times. Without a journal it is then empty. ``on_lost`` is called when a server cannot be
-    restarted.
+    ``buffer.restarts`` times. ``on_lost`` is called when a server cannot be restarted. ``addresses`` is ordered by the
+    ledger's store numbers.
 
     Raises `AsyncRLError` if a server does not start.
-
-    Attributes:
-        addresses: Addresses of the servers, by the ledger's store number.
     """
 
     def __init__(

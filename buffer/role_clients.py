@@ -448,10 +448,10 @@ class ControlClient:
         self._client = client
 
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> list[GroupSummary]:
-        """Queue prompts, in requests of at most one chunk.
+        """Queue prompts. While the store is full, wait until groups leave.
 
-        While the store is full, the call waits until groups leave. Returns the groups that were finished since the last
-        call with ``wants_outcomes``. Without prompts, the call returns at once.
+        Returns the groups that were finished since the last call with ``wants_outcomes``. Without prompts, the call
+        returns at once.
         """
         outcomes: list[GroupSummary] = []
 

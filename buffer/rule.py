@@ -90,8 +90,8 @@ class StalenessRule:
     def required(self, open_by_deadline: Mapping[int, int], *, version: int) -> list[int]:
         """Return how many open groups the plan of ``version`` must take by each deadline.
 
-        Returns ``max_lag + 1`` numbers. Entry k counts the groups due at w + k or earlier, minus k·B, because the steps
-        w + 1 … w + k consume k·B. Entries are at most B if `admits` admitted every group.
+        Returns ``max_lag + 1`` numbers. Entry k counts the groups due at w + k or earlier, minus the k·B groups that
+        the steps w + 1 … w + k consume. Entries are at most B if `admits` admitted every group.
         """
         due = 0
         required = []

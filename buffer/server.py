@@ -127,7 +127,7 @@ class ServerSocket:
         config: Options.
         make_service: Builds the service that answers the requests.
         journal: Remembers epoch and addresses, so a restarted server has the same address.
-        store: Number of this store server; None for the ledger's server. Store servers have other keys.
+        store: Number of this store server; None for the ledger's server.
 
     Attributes:
         address: Address of the control socket.
@@ -185,7 +185,6 @@ class ServerSocket:
         self._bulk = Channel(bulk, self._on_chunk, self._on_burst_end)
 
     def _router(self, keys: ServerKeys | None, *, silent_s: float) -> zmq.Socket[bytes]:
-        """Make a socket that closes a connection without a complete frame for ``silent_s`` seconds."""
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -200,7 +199,6 @@ class ServerSocket:
         return socket
 
     def _bind_unix(self, control: zmq.Socket[bytes], bulk: zmq.Socket[bytes], name: str) -> str:
-        """Bind both sockets in the configured folder, else the folder of an earlier server, else a new folder."""
         known_address = (self._journal.read("address") or "") if self._journal is not None else ""
         known = folder_of(known_address)
         folder = self._config.socket_folder or known
@@ -471,8 +469,6 @@ def _failed(answer: Message, failure: Failure) -> Message:
 
 class BufferServer:
     """The ledger's server. Make an object on a running loop.
-
-    The payloads are in this process, in ``num_store_servers`` other processes, or on stores that join.
 
     Attributes:
         address: Address of the server.

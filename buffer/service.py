@@ -51,8 +51,8 @@ class BufferService:
         groups_per_step: B.
         send: Sends one message to one client.
         on_rewound: Called after a rewind of the learner, because finished groups may be queued again.
-        counters: Returns the server's own counters, for `buffer.inspect`.
-        links: Connections to the store servers that hold the payloads. None keeps the payloads in this process.
+        counters: Returns the server's own counters.
+        links: Connections to the store servers. None keeps the payloads in this process.
         journal: The journal that this server continues; None keeps nothing on disk.
         clock: Measures deadlines. None takes the clock of the running loop.
     """
@@ -240,8 +240,8 @@ class BufferService:
         Args:
             store: Number of the store.
             group_ids: Groups that the store lacks.
-            stored: Groups and attempts that the ledger had in this store when it asked.
-            reserved: Groups and attempts that had reserved bytes then.
+            stored: Groups and attempts that the store had when it was asked.
+            reserved: Groups and attempts with reserved bytes then.
 
         Returns:
             True if a reserved group was stored in the meantime. Then the caller must ask the store again.

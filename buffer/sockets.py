@@ -206,8 +206,7 @@ class Channel:
 def monitor_of(socket: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
     """Return the socket that reports ``events`` of another socket.
 
-    Its address is unique. ZMQ's default address contains the socket's descriptor, so it may still belong to an earlier
-    socket.
+    Its address is unique, because ZMQ's default address may still belong to an earlier socket.
     """
     return socket.get_monitor_socket(events, f"inproc://monitor-{next(_monitors)}")
 
@@ -480,8 +479,7 @@ class _Connections:
     """Closes a connection when its incomplete message exceeds ``max_bytes``.
 
     ZMQ limits the size of a frame, but not the number of frames in an incomplete message. So this class reads, each
-    second, how many bytes the kernel has received on each connection. A connection exceeds the limit at most by the
-    bytes of two seconds.
+    second, how many bytes the kernel has received on each connection.
     """
 
     def __init__(self, address: str, max_bytes: int, on_closed: Callable[[], None]) -> None:

@@ -30,11 +30,11 @@ class StoreLinks:
     Args:
         config: Options of the buffer.
         on_connected: Called with the store's number each time that a store is reached.
-        may_join: Whether stores may be added while the buffer serves.
+        may_join: Whether stores may join while the buffer serves.
 
     Attributes:
         addresses: Addresses of the stores, by number; empty for a lost store.
-        disk_bytes: Bytes of payloads that each store has on disk only, by number, as last reported.
+        disk_bytes: Bytes of payloads that each store has only on disk, by number, as last reported.
     """
 
     def __init__(self, config: BufferConfig, *, on_connected: Callable[[int], None], may_join: bool) -> None:

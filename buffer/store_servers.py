@@ -1,8 +1,8 @@
 """A server that holds payloads. It runs beside the ledger's server, or on a host of rollout workers.
 
-A worker stores a payload before it reports the put to the ledger. The ledger tells the store which payloads to remove,
-also if the worker died before its report. A restarted store may lack acknowledged payloads, or hold removed payloads.
-So the ledger sends each store that it reaches the finished groups, and asks which other groups the store lacks.
+A worker stores a payload before it reports the put to the ledger. The ledger tells the store which payloads to remove.
+A restarted store may lack acknowledged payloads, or hold removed payloads. So the ledger sends each store that it
+reaches the finished groups, and asks which other groups the store lacks.
 """
 
 import logging

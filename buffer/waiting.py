@@ -218,7 +218,7 @@ class FairQueue:
     """The order of workers when more workers wait than groups can begin.
 
     Start-time fair queueing (Goyal et al., SIGCOMM 1996): each grant moves a worker's turn by one, and the lowest turn
-    comes first. A worker that returns continues at the current turn, so it does not delay other workers.
+    comes first. A worker that returns continues at the current turn.
     """
 
     def __init__(self) -> None:
@@ -408,7 +408,7 @@ class Admission:
         """Let faster workers take groups over, then grant leases until no more group is admitted.
 
         Faster workers come before slow workers. Among them, the worker with the fewest groups comes first. Workers with
-        equally many groups take turns. The call costs little while all engines are too far behind.
+        equally many groups take turns.
         """
         now = self.clock.time()
         self._paces.look(now)
