@@ -102,7 +102,7 @@ class EndedAttempt(Row, frozen=True):
 
 
 class AttemptHistory:
-    """Attempts and groups that have ended."""
+    """Attempts and groups that have ended. Its length is the number of records in memory."""
 
     def __init__(self) -> None:
         self.finished = IdSet()
@@ -111,7 +111,6 @@ class AttemptHistory:
         self._reopened: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Number of records in memory."""
         return len(self._ended) + len(self._unusual) + len(self._reopened) + len(self.finished.ranges())
 
     def end(self, group_id: int, attempt: int, ended: EndedAttempt) -> None:
@@ -178,11 +177,9 @@ class AttemptHistory:
 class Account:
     """Running totals. Each policy token that a worker reports or saves counts once: as buffered, trained or dropped.
 
-    A saved prefix counts as buffered from the end of its attempt until the next attempt reports it, or until it is
-    dropped. When a worker dies, its generated but unreported tokens count as lost.
-
-    Attributes:
-        buried: Number of generated tokens of each dead worker. Later reports of these workers do not count.
+    A saved prefix counts as buffered from the end of its attempt until the next report. When a worker dies, its
+    generated but unreported tokens count as lost. ``buried`` is the number of generated tokens of each dead worker,
+    whose later reports do not count.
     """
 
     def __init__(self) -> None:

@@ -55,9 +55,7 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class Connection:
-    """A DEALER socket that reconnects by itself.
-
-    Raises `ValueError` if the address is malformed.
+    """A DEALER socket that reconnects by itself. Raises `ValueError` if the address is malformed.
 
     Args:
         on_message: Called with the frames of each message.
@@ -384,7 +382,6 @@ class ClientSocket:
         self._control = self._connect()
 
     def _refuse(self, refusal: Exception) -> None:
-        """Fail every request, now and until another server answers."""
         self._refusal = refusal
         self.fail_all(refusal)
 

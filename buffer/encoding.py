@@ -255,7 +255,6 @@ def _schema_of(data: bytes) -> list[list[tuple[str, np.dtype, tuple[int, ...], i
 
 
 def _array(dtype: np.dtype, shape: tuple[int, ...], row_bytes: int, buffer: memoryview) -> np.ndarray:
-    """Return a [rows, …] view of a buffer."""
     num_rows, rest = divmod(len(buffer), row_bytes)
     if rest:
         raise WireError(f"a column of {dtype}{list(shape)} does not fit {len(buffer)} bytes")
@@ -333,7 +332,6 @@ def _joined(header: bytes, frames: Sequence[Any], lengths: Sequence[int]) -> byt
 
 
 def _split(part: memoryview, start: int, lengths: Sequence[int]) -> list[memoryview]:
-    """Return the frames of a joined part. The first frame begins at ``start``."""
     views = []
     for length in lengths:
         start += -start % _ALIGN

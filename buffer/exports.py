@@ -94,7 +94,6 @@ class BufferContents:
 
     Attributes:
         learner_version: The ledger's version when the checkpoint was written.
-        max_lag, groups_per_step: Options of the buffer.
         groups: The unfinished groups, by id.
         tokens_dropped: Number of dropped policy tokens by reason, since the start of the run.
         groups_dropped: Number of dropped groups by reason.
@@ -224,7 +223,6 @@ def _scopes(group: TrajectoryGroup) -> dict[str, Mapping[str, np.ndarray]]:
 
 
 def _column_types(groups: Iterable[ExportedGroup]) -> dict[str, dict[str, pa.DataType]]:
-    """Return the value type of each column, by scope and name. Raises `ValueError` if two groups differ."""
     kinds: dict[str, dict[str, pa.DataType]] = {scope: {} for scope in _SCOPES}
     for group in groups:
         if group.trajectories is None:

@@ -405,7 +405,6 @@ class GroupTable:
         self._present_at_deaths: set[int] = set()
 
     def __len__(self) -> int:
-        """Number of records in memory: groups and expiries."""
         return len(self._groups) + self.leases.num_expiries
 
     def __contains__(self, group_id: int) -> bool:

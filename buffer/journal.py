@@ -597,8 +597,8 @@ class Journal:
     def compact(self, snapshot: dict[str, Any] | None, frames: Iterable[tuple[str, int, Frames]]) -> None:
         """Begin new files with a snapshot (plain values) instead of all commands, and with the held frames.
 
-        The thread writes the frames later. The old files stay until the frames are on the disk. Raises
-        `ReplayBufferError` if the write fails. Then the journal continues with the old files.
+        The thread writes the frames later. Until then the old files stay. If a write fails, the journal continues with
+        the old files, and `ReplayBufferError` is raised.
         """
         self.flush()
         held = {

@@ -216,8 +216,8 @@ def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
 class KeyGate:
     """Answers ZMQ's authentication requests (ZAP, RFC 27) with the client's public key, or refuses an unknown key.
 
-    Make this object before the sockets of ``context`` are bound. ``on_refused`` is called for each refused key. ZMQ
-    asks once per connection, so the server checks each message by `role_of`.
+    Make this object before the sockets of ``context`` are bound. ZMQ asks once per connection, so the server checks
+    each message by `role_of`.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: ServerKeys, on_refused: Callable[[], None]) -> None:

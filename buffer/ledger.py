@@ -478,7 +478,6 @@ def _decide_put(ledger: Ledger, command: commands.Put, call: Call) -> outcomes.P
 
 
 def _decide_put_without_lease(ledger: Ledger, command: commands.Put) -> outcomes.PutOutcome:
-    """Acknowledge a group that was stored before; refuse a late group."""
     group_id, attempt = command.summary.group_id, command.summary.attempt
     ledger.attempts.check_was_leased(group_id, attempt, "put only leased groups")
     group = ledger.groups.get(group_id)
@@ -600,7 +599,7 @@ def _enact_drop_store(ledger: Ledger, command: commands.DropStore, outcome: outc
 
 
 def _decide_plan_batch(ledger: Ledger, command: commands.PlanBatch, call: Call) -> outcomes.Planned:
-    """Decide a batch. A planned batch stays unchanged. The outcome is empty if no batch can be made yet."""
+    """Decide a batch. The outcome is empty if no batch can be made yet."""
     version, groups = command.version, ledger.groups
     ledger.check_plan(version)
     if version in groups.plans:

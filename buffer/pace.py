@@ -299,7 +299,6 @@ class WorkerPaces:
             del self._by_usual[bisect_left(self._by_usual, (worker.usual, name))]
 
     def _judge(self, worker: _Worker) -> None:
-        """Update ``is_slow``. Offer the groups of a worker that has become slow."""
         was_slow, fastest = worker.is_slow, self._fastest()
         worker.is_slow = fastest is not None and self._best(worker) >= _SLOWER * fastest
         if worker.is_slow and not was_slow:

@@ -98,8 +98,6 @@ class RateLimit:
 
 @dataclass(kw_only=True, slots=True)
 class _BulkPeer:
-    """Incomplete messages from and to one client on the bulk socket."""
-
     sender: ChunkSender
     receiver: ChunkReceiver
     last_heard: float = field(default_factory=time.monotonic)
@@ -213,7 +211,6 @@ class ServerSocket:
         return address
 
     def _bind_port(self, socket: zmq.Socket[bytes], name: str, port: int) -> str:
-        """Bind the configured port, else the port of an earlier server, else a free port."""
         known = (self._journal.read(name) or "") if self._journal is not None else ""
         if not port and not folder_of(known):
             port = int(known.rpartition(":")[2] or 0)
@@ -550,7 +547,7 @@ class BufferServer:
 
 
 class StoreServer:
-    """Store server ``number``. It has the attributes of `BufferServer`, except ``bulk_port``. Needs a running loop."""
+    """Store server ``number``, with the attributes of `BufferServer` except ``bulk_port``. Needs a running loop."""
 
     def __init__(self, config: BufferConfig, *, number: int) -> None:
         journal = _open_journal(config, f"store{number}")

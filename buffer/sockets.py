@@ -427,11 +427,7 @@ class PortListener:
     - ``no_files``: this process may not open more files.
     - ``endless``: an incomplete message exceeds ``max_incomplete_bytes``.
 
-    Raises `OSError` if the port cannot be bound.
-
-    Attributes:
-        address: Address of the socket.
-        received: The owner calls it with the last frame of each message.
+    Raises `OSError` if the port cannot be bound. The owner calls ``received`` with the last frame of each message.
     """
 
     def __init__(

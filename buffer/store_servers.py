@@ -220,7 +220,6 @@ class StoreService:
         return commands.Removed(self._payloads.disk_bytes)
 
     def _forget(self, group_id: int, *, last: float = math.inf) -> None:
-        """Drop the payloads and the reservations of a group's attempts up to and including ``last``."""
         for key in [key for key in self._by_group.get(group_id, ()) if key[1] <= last]:
             self._payloads.remove(key)
             self._by_group[group_id].discard(key)

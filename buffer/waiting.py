@@ -517,7 +517,6 @@ class Admission:
         self._paces.finished(group_ids)
 
     def _grant_one(self, request: WaitingWorker, served: list[WaitingWorker], now: float) -> bool:
-        """Grant a group if the engine is admitted. Return whether the worker may get another group."""
         granted = request.granted
         command = commands.LeaseGroups(engine_version=request.version, max_groups=1, request_id=request.request_id)
         new = self._ledger.apply(command, now, sender=request.client).leases
