@@ -32,7 +32,7 @@ class Mark(Row, frozen=True, kw_only=True):
         is_reached: Whether the steps before ``version`` are committed. Otherwise the totals are not valid.
         finished: Groups that were consumed or dropped, as sorted ranges [start, end).
         tokens_trained: Policy tokens of the consumed groups.
-        lags: Pairs (lag in learner steps, number of consumed groups with this lag).
+        lags: Pairs (lag in learner steps, number of uses of groups at this lag).
         tokens_reused: Policy tokens of second and later uses of groups.
         groups_reused: Number of second and later uses of groups.
     """

@@ -212,7 +212,7 @@ class AppendOnlyFile:
 
 
 def write_all(descriptor: int, parts: list[Any], offset: int) -> None:
-    """Write all buffers consecutively from ``offset``. Raises `OSError` after a failed or partial write."""
+    """Write all buffers consecutively from ``offset``. Raises `OSError` if a write fails, possibly after some bytes."""
     first = 0
     while first < len(parts):
         written = os.pwritev(descriptor, parts[first : first + _MAX_PARTS], offset)

@@ -200,7 +200,7 @@ class WorkerPaces:
             self._num_changes.pop(group_id, None)
 
     def look(self, now: float) -> None:
-        """Find slow workers, also those that end no group for twice the time of their longest group."""
+        """Find workers that have ended no group for twice the time of their longest group. They count as slow."""
         while self._looks and self._looks[0][0] <= now:
             _, name = heappop(self._looks)
             worker = self._workers.get(name)

@@ -1,7 +1,7 @@
 """Holds requests until the buffer can answer them: for leases, for places in the queue, and for batches.
 
-The service checks all held requests after each burst of messages. A commit answers the requests of workers with too old
-weights. A timer ends each wait with `NothingYet`.
+The service checks all held requests after each burst of messages. A commit answers the workers with weights that are too
+old for any group. A timer ends each wait with `NothingYet`.
 """
 
 import asyncio
@@ -407,8 +407,8 @@ class Admission:
     def grant(self) -> None:
         """Let faster workers take groups over, then grant leases until no more group is admitted.
 
-        Faster workers come before slow workers. Among them, the worker with the fewest groups comes first. Workers with
-        equally many groups take turns.
+        Slow workers come last. Otherwise the worker with the fewest groups comes first, and workers with equally many
+        groups take turns.
         """
         now = self.clock.time()
         self._paces.look(now)
