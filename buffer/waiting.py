@@ -1,7 +1,7 @@
 """Holds requests until the buffer can answer them: for leases, for places in the queue, and for batches.
 
-The service checks all held requests after each burst of messages. A commit answers the workers with weights that are too
-old for any group. A timer ends each wait with `NothingYet`.
+The service checks all held requests after each burst of messages. A commit answers the workers with weights that are
+too old for any group. A timer ends each wait with `NothingYet`.
 """
 
 import asyncio
