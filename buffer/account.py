@@ -1,6 +1,6 @@
 """The ledger's account: the fate of every token, the attempts that still owe a report, and the finished groups.
 
-Each attempt is settled once, even if its messages are repeated. The memory for past attempts and groups is bounded.
+A repeated message settles an attempt only once. The memory for past attempts and groups is bounded.
 """
 
 from bisect import bisect_right
@@ -28,11 +28,12 @@ REWARD = "reward"
 RESUME = "resume"
 
 MAX_REMEMBERED = 4096
-"""Bound on remembered ended attempts, and on finished groups with several attempts. The oldest are forgotten first."""
+"""Largest number of remembered ended attempts, and of finished groups with several attempts. The oldest are forgotten
+first."""
 
 
 class IdSet:
-    """A set of integers, kept as disjoint sorted ranges ``[start, end)``. Memory grows with the number of gaps."""
+    """A set of integers, kept as disjoint sorted ranges ``[start, end)``."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._starts: list[int] = []
@@ -49,7 +50,7 @@ class IdSet:
         return sum(end - start for start, end in self.ranges())
 
     def add(self, value: int) -> None:
-        """Add one integer. Adding it again has no effect."""
+        """Add an integer."""
         i = bisect_right(self._starts, value)
         if i > 0 and value < self._ends[i - 1]:
             return
@@ -87,10 +88,10 @@ class EndedAttempt(Row, frozen=True):
 
     Attributes:
         owner: The client that held the lease.
-        owes_report: Whether the worker still has to report the tokens that it wrote.
-        num_counted: Tokens that are counted already because they were saved.
-        reason: The account drops the other tokens for this reason when they are reported.
-        refusal: The message of the refused put. A repeated put is refused with the same message.
+        owes_report: Whether the worker still has to report its tokens.
+        num_counted: Saved tokens. The account has counted these already.
+        reason: The account drops the other reported tokens for this reason.
+        refusal: The message that refuses the put, and each repetition of the put.
     """
 
     owner: bytes = b""
@@ -101,7 +102,7 @@ class EndedAttempt(Row, frozen=True):
 
 
 class AttemptHistory:
-    """Attempts and groups that have ended."""
+    """Attempts and groups that have ended. Its length is the number of records in memory."""
 
     def __init__(self) -> None:
         self.finished = IdSet()
@@ -110,7 +111,6 @@ class AttemptHistory:
         self._reopened: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Number of records in memory: attempts, groups and ranges."""
         return len(self._ended) + len(self._unusual) + len(self._reopened) + len(self.finished.ranges())
 
     def end(self, group_id: int, attempt: int, ended: EndedAttempt) -> None:
@@ -120,11 +120,11 @@ class AttemptHistory:
             self._ended.popitem(last=False)
 
     def of(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return an attempt that ended without a stored result. None if the attempt is unknown or forgotten."""
+        """Return an attempt that ended without a stored result; None if it is unknown or forgotten."""
         return self._ended.get((group_id, attempt))
 
     def settle(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Forget and return an attempt whose owed report has arrived. None if the attempt owed no report."""
+        """Return and forget an attempt whose owed report has arrived; None if it owed no report."""
         ended = self._ended.get((group_id, attempt))
         if ended is None or not ended.owes_report:
             return None
@@ -132,7 +132,7 @@ class AttemptHistory:
         return ended
 
     def finish(self, group_id: int, *, num_attempts: int, stored: bool) -> None:
-        """Remember a consumed or dropped group. ``stored`` is true if the put of its last attempt was accepted."""
+        """Remember a consumed or dropped group. ``stored`` tells whether the put of its last attempt was accepted."""
         self.finished.add(group_id)
         self._reopened.pop(group_id, None)
         if num_attempts != 1 or not stored:
@@ -141,17 +141,14 @@ class AttemptHistory:
                 self._unusual.popitem(last=False)
 
     def reopen(self, finished: IdSet) -> None:
-        """Allow every group that is not in ``finished`` to be queued again. Its attempt numbers continue."""
+        """Allow the groups that are not in ``finished`` to be queued again. Their attempt numbers continue."""
         self._reopened.update((group_id, self.num_attempts(group_id)) for group_id in self.finished.minus(finished))
         for group_id in self._reopened:
             self._unusual.pop(group_id, None)
         self.finished = finished
 
     def num_attempts(self, group_id: int) -> int:
-        """Return the number of attempts at a finished or reopened group.
-
-        1 if the number was forgotten, and 0 for any other group.
-        """
+        """Return the number of attempts at a finished or reopened group; 1 if it was forgotten, 0 for other groups."""
         if group_id in self.finished:
             return self._unusual.get(group_id, (1, 0))[0]
         return self._reopened.get(group_id, 0)
@@ -180,12 +177,9 @@ class AttemptHistory:
 class Account:
     """Running totals. Each policy token that a worker reports or saves counts once: as buffered, trained or dropped.
 
-    A saved prefix counts as buffered from the end of its attempt until the next attempt reports it, or until it is
-    dropped. The account also counts the settled tokens of each owner of leases. When a worker dies, the tokens that the
-    worker generated and never reported count as lost.
-
-    Attributes:
-        buried: Maps each dead worker to the number of tokens that the worker generated. Its later reports do not count.
+    A saved prefix counts as buffered from the end of its attempt until the next report. When a worker dies, its
+    generated but unreported tokens count as lost. ``buried`` is the number of generated tokens of each dead worker,
+    whose later reports do not count.
     """
 
     def __init__(self) -> None:
@@ -219,18 +213,18 @@ class Account:
             self._settled[owner] += settled
 
     def settled_by(self, owner: bytes) -> int:
-        """Return the number of tokens that are attributed to ``owner``."""
+        """Return the number of tokens attributed to ``owner``."""
         return self._settled[owner]
 
     def bury(self, owner: bytes, num_lost: int) -> None:
-        """Count ``num_lost`` unreported tokens of an owner that died. Its later reports do not count."""
+        """Count ``num_lost`` unreported tokens of an owner that died."""
         self._drop_tokens(num_lost, LOST)
         self.buried[owner] = self._settled.pop(owner, 0) + num_lost
         if len(self.buried) > MAX_REMEMBERED:
             del self.buried[next(iter(self.buried))]
 
     def store(self, summary: GroupSummary, *, num_inherited: int) -> None:
-        """Count an accepted put. The put contains the prefix that its attempt continued."""
+        """Count an accepted put. The put contains the inherited prefix."""
         self.tokens_buffered += summary.num_tokens - num_inherited
         self.filtered_in_a_row = 0
         self._samples_per_group = max(1, len(summary.response_lengths))
@@ -240,7 +234,7 @@ class Account:
         self._drop_tokens(num_tokens, REWARD)
 
     def consume(self, summary: GroupSummary, version: int) -> None:
-        """Count a stored group that the learner consumed at ``version``. Its tokens are trained at its first use."""
+        """Count a group that the learner consumed at ``version``. Its tokens are trained at its first use."""
         self.lags[version - summary.oldest_version] += 1
         if summary.num_uses:
             self.tokens_reused += summary.num_tokens
@@ -253,7 +247,7 @@ class Account:
         self._kept_samples += len(summary.response_lengths)
 
     def filter(self, summary: GroupSummary, reason: str, *, num_inherited: int) -> None:
-        """Count a finished group that a filter dropped. The count includes the prefix that the attempt continued."""
+        """Count a finished group that a filter dropped. The group contains the inherited prefix."""
         self.tokens_buffered -= num_inherited
         self.groups_dropped[reason] += 1
         self.filtered_in_a_row += 1
@@ -261,17 +255,16 @@ class Account:
         self._drop_lengths(summary, reason)
 
     def refuse(self, summary: GroupSummary, reason: str, *, num_counted: int) -> None:
-        """Drop the uncounted tokens of a finished group that came too late or is too old."""
+        """Drop the uncounted tokens of a finished group that is late or too old."""
         self.puts_refused[reason] += 1
         self._drop_tokens(summary.num_tokens - num_counted, reason)
         if num_counted == 0:
             self._drop_lengths(summary, reason)
 
     def abandon(self, num_tokens: int, reason: str, *, num_counted: int) -> None:
-        """Drop the tokens of an attempt that ended unfinished, except for the ``num_counted`` tokens counted before.
+        """Drop the tokens of an unfinished attempt, except the ``num_counted`` tokens counted before.
 
-        If no token was counted before, the tokens also enter the mean dropped length, as one group of the usual number
-        of samples. Otherwise the dropped rest does not enter the mean, because it is not a whole response.
+        If ``num_counted`` is 0, the tokens enter the mean dropped length, as one group of the usual number of samples.
         """
         self._drop_tokens(num_tokens - num_counted, reason)
         if num_tokens > 0 and num_counted == 0:
@@ -279,35 +272,32 @@ class Account:
             self._dropped_samples[reason] += self._samples_per_group
 
     def give_up(self, reason: str, *, num_saved: int, num_inherited: int) -> None:
-        """Drop the tokens of a running group that was revoked without keeping its prefix."""
+        """Drop the tokens of a revoked group, including its prefix."""
         self.tokens_buffered -= num_inherited
         self.abandon(num_saved, reason, num_counted=0)
 
     def hand_on(self, *, num_saved: int, num_inherited: int) -> None:
-        """Count the saved prefix of an ended attempt as buffered. The next attempt may continue the prefix."""
+        """Count the saved prefix of an ended attempt as buffered."""
         self.tokens_buffered += num_saved - num_inherited
 
     def evict(self, summary: GroupSummary, reason: str) -> None:
-        """Drop the tokens of a stored group.
-
-        The group was lost, or was evicted for a group with an earlier deadline.
-        """
+        """Drop the tokens of a stored group that was lost or evicted."""
         self.tokens_buffered -= summary.num_tokens
         self._drop_tokens(summary.num_tokens, reason)
         self._drop_lengths(summary, reason)
 
     def drop_prefix(self, num_tokens: int, reason: str) -> None:
-        """Drop the tokens of a saved prefix that was too old, or that the next worker did not continue."""
+        """Drop the tokens of a saved prefix."""
         self.tokens_buffered -= num_tokens
         self._drop_tokens(num_tokens, reason)
 
     def unlearn(self, summary: GroupSummary) -> None:
-        """Count the tokens of a stored group as buffered again, because its first use was lost."""
+        """Count the tokens of a stored group as buffered again, because its only use was lost."""
         self.tokens_trained -= summary.num_tokens
         self.tokens_buffered += summary.num_tokens
 
     def rewind(self, *, tokens_trained: int, tokens_reused: int, groups_reused: int, lags: Mapping[int, int]) -> None:
-        """Go back to these totals, and drop the tokens that were trained since. The mean lengths still count them."""
+        """Go back to these totals, and drop the tokens trained since. The mean lengths stay."""
         self._drop_tokens(self.tokens_trained - tokens_trained, REWOUND)
         self.tokens_trained = tokens_trained
         self.tokens_reused, self.groups_reused = tokens_reused, groups_reused
@@ -315,15 +305,12 @@ class Account:
         self.groups_consumed = self.lags.total() - groups_reused
 
     def begin_life(self, tokens_generated: int) -> None:
-        """Drop the tokens that the earlier lives of the run generated and never reported, and forget their workers."""
+        """Drop the tokens that were generated before a resume and never reported. Forget the earlier workers."""
         self._drop_tokens(tokens_generated - self.num_tokens, RESUME)
         self.buried, self._settled = {}, Counter()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return every total as plain values, except ``filtered_in_a_row``.
-
-        Each server counts that one again from 0.
-        """
+        """Return every total as plain values, except ``filtered_in_a_row``, which each server counts from 0."""
         totals = {name: value for name, value in vars(self).items() if name != "filtered_in_a_row"}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in totals.items()}
 
@@ -341,7 +328,7 @@ class Account:
         self._dropped_samples[reason] += len(summary.response_lengths)
 
     def stats(self, groups: Mapping[str, int], **held: int) -> BufferStats:
-        """Return the totals, and the current contents of the ledger and of the server."""
+        """Return the totals, with the current numbers in ``groups`` and ``held``."""
         lengths, samples = self._dropped_lengths, self._dropped_samples
         return BufferStats(
             groups={**groups, "consumed": self.groups_consumed, "dropped": self.groups_dropped.total()},

@@ -1,4 +1,4 @@
-"""Ends attempts at prompt groups, and the groups themselves. Several operations of the ledger use these steps."""
+"""The steps that end attempts at prompt groups, and that end the groups themselves."""
 
 from collections.abc import Mapping
 
@@ -10,13 +10,7 @@ from .groups import Group, GroupState, GroupTable
 
 
 class Attempts:
-    """Ends attempts and groups of a table, and counts their tokens in the account.
-
-    Args:
-        groups: Every unfinished group.
-        history: Attempts and groups that ended.
-        account: Where every token went.
-    """
+    """Ends attempts and groups in a `GroupTable`, and counts their tokens in an `Account`."""
 
     def __init__(self, groups: GroupTable, history: AttemptHistory, account: Account) -> None:
         self._groups, self._history, self._account = groups, history, account
@@ -24,7 +18,7 @@ class Attempts:
         self._newly_finished: list[int] = []
 
     def held(self, group_id: int, attempt: int, sender: bytes | None) -> Group | None:
-        """Return the group if this attempt is running.
+        """Return the group if this attempt is running, else None.
 
         Raises `NotLeaseOwner` if ``sender`` does not hold the lease.
         """
@@ -46,7 +40,7 @@ class Attempts:
             raise UnknownGroup(f"group {group_id} attempt {attempt} was never leased; {remedy}")
 
     def hand_on(self, group: Group) -> None:
-        """Queue the prompt of a lease that ended, with its saved prefix unless the prefix was evicted."""
+        """Queue the prompt of a lease that ended. Its saved prefix is kept unless it was evicted."""
         if group.is_evicted:
             self._account.give_up(NO_ROOM, num_saved=group.num_saved, num_inherited=group.num_inherited)
         else:
@@ -54,17 +48,13 @@ class Attempts:
         self._groups.requeue(group, keeps_progress=not group.is_evicted)
 
     def settle_prefix(self, group: Group, num_tokens: int, continued: bool) -> None:
-        """Count the inherited prefix of a lease as dropped, unless the worker's report contains it."""
+        """Count the inherited prefix of a lease as dropped, unless the worker's report contains the prefix."""
         if not continued or num_tokens < group.num_inherited:
             self._account.drop_prefix(group.num_inherited, DISCARDED_PREFIX)
             group.num_inherited = 0
 
     def settle_owed(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return the attempt whose owed report has arrived.
-
-        Returns None if the attempt owed no report. Also returns None if its owner is dead, because the tokens of a dead
-        owner are already counted.
-        """
+        """Return the attempt that owed this report; None without such an attempt, and for dead owners."""
         owed = self._history.settle(group_id, attempt)
         return None if owed is None or owed.owner in self._account.buried else owed
 
@@ -75,7 +65,7 @@ class Attempts:
         self._revocations.append((group.owner, commands.Revoked(group.group_id, group.attempt)))
 
     def give_up(self, group: Group, *, is_dropped: bool, reason: str) -> None:
-        """Revoke a running group and drop its tokens. Its prompt is dropped or queued."""
+        """Revoke a running group and drop its tokens. Drop its prompt if ``is_dropped``, else queue it."""
         self.revoke(group, reason)
         with self._account.settling(group.owner):
             self._account.give_up(reason, num_saved=group.num_saved, num_inherited=group.num_inherited)
@@ -91,7 +81,7 @@ class Attempts:
         self.finish(group, stored=stored)
 
     def finish(self, group: Group, *, stored: bool, is_kept: bool = False) -> None:
-        """Remember a group that was consumed or dropped. Its frames stay if it ``is_kept`` for a further use."""
+        """Remember a group that was consumed or dropped. If ``is_kept``, its frames stay for a further use."""
         self._history.finish(group.group_id, num_attempts=group.num_attempts, stored=stored)
         if not is_kept:
             self._newly_finished.append(group.group_id)
@@ -99,8 +89,7 @@ class Attempts:
     def evict(self, group: Group, reason: str) -> None:
         """Drop the trajectories of a stored group, or the saved prefix of a queued or running group.
 
-        If the learner has used the group, its tokens are trained and its prompt is finished. Then only the further uses
-        are lost.
+        If the learner has already trained on the group, only its further uses are lost.
         """
         if group.uses:
             self._groups.evict(group)
@@ -115,7 +104,7 @@ class Attempts:
             self._groups.space.evict_prefix(group)
 
     def take_back(self, group: Group, lost: Mapping[int, str]) -> None:
-        """End the lease of a group and queue its prompt, or evict a group that has no lease.
+        """Evict a group without a lease. Else end the lease and queue the prompt.
 
         The tokens of a group in ``lost`` (group id to reason) are dropped.
         """
@@ -129,7 +118,7 @@ class Attempts:
                 self.hand_on(group)
 
     def forget_uses(self, version: int) -> None:
-        """Forget the uses of stored groups at ``version`` and later. A group that has no use left is buffered again."""
+        """Forget the uses of stored groups at ``version`` and later."""
         for group in self._groups:
             kept = tuple(use for use in group.uses if use < version)
             if len(kept) < len(group.uses):
@@ -138,14 +127,11 @@ class Attempts:
                     self._account.unlearn(group.result)
 
     def drain_revocations(self) -> list[tuple[bytes, commands.Revoked]]:
-        """Return the leases that were revoked since the last call, each with its owner."""
+        """Return the leases revoked since the last call, each with its owner."""
         revocations, self._revocations = self._revocations, []
         return revocations
 
     def drain_finished(self) -> list[int]:
-        """Return the groups that were finished since the last call.
-
-        The caller may delete their prompts and trajectories.
-        """
+        """Return the groups finished since the last call. The caller may delete their prompts and trajectories."""
         finished, self._newly_finished = self._newly_finished, []
         return finished

@@ -1,10 +1,9 @@
-"""Writes the buffer's part of a checkpoint while training and generation continue.
+"""Writes the buffer's checkpoint while training and generation continue.
 
-The folder ``v00000012/`` holds the part ``journal`` of the ledger's server, and a part ``storeN`` of each store server.
-Each part is a journal that begins with a snapshot, so a server opens it like its own journal (`buffer.journal`). A
-server with a journal on the same disk makes hard links to the files of its frames. Any other server writes its frames
-on a thread. The folder is written as ``.v00000012.partial``. The folder gets its final name when the parts are on the
-disk. The part of a failed store server is left out.
+The folder ``v00000012/`` holds the part ``journal`` of the ledger's server, and a part ``storeN`` per store server.
+Each part is a journal that begins with a snapshot, so a server opens it like its own journal. A server with a journal
+on the same disk makes hard links to its files; other servers copy their frames on a thread. The folder is named
+``.v00000012.partial`` until all parts are on the disk. A failed store server has no part.
 """
 
 import asyncio
@@ -32,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 LEDGER_PART = "journal"
 MARKS = "checkpoints"
-"""The name of the journal's value that holds the keys of the ledger's marks."""
+"""The journal's key for the keys of the ledger's marks."""
 _MAX_REMEMBERED = 4
 
 
 def store_part(number: int) -> str:
-    """Return the name of the part of store server ``number``."""
+    """Return the name of the part of a store server."""
     return f"store{number}"
 
 
 class PartWriter:
-    """Writes parts of checkpoints of one server. ``journal`` is the server's own journal, if it has one."""
+    """Writes a server's parts of checkpoints. ``journal`` is the server's own journal, or None."""
 
     def __init__(self, journal: Journal | None) -> None:
         self._journal = journal
@@ -58,9 +57,8 @@ class PartWriter:
     ) -> Awaitable[Checkpointed]:
         """Begin to write a part. Its files are ``PATH.N.log`` and ``PATH.N.frames``.
 
-        The result is set when the files are on the disk. ``frames`` has the kind, the group id and the frames of each
-        item. The frames must not change until they are written. The result raises `ReplayBufferError` if a file cannot
-        be written.
+        Returns an awaitable that is done when the files are on the disk. It raises `ReplayBufferError` if a file cannot
+        be written. ``frames`` holds the kind, the group id and the frames of each item; they must not change meanwhile.
         """
         held = list(frames)
         number, references = self._linked(path)
@@ -78,10 +76,7 @@ class PartWriter:
         return asyncio.get_running_loop().run_in_executor(self._pool, _write_part, path, number, begin, copied, summary)
 
     def _linked(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
-        """Make hard links to the journal's files.
-
-        Returns the values of `Journal.link_to`, or 1 and no references if there is no journal or a link failed.
-        """
+        """Make hard links to the journal's files. Return the result of `Journal.link_to`, or (1, ()) without links."""
         if self._journal is not None:
             try:
                 return self._journal.link_to(path)
@@ -92,14 +87,13 @@ class PartWriter:
         return 1, ()
 
     def close(self) -> None:
-        """Wait for the part that is being written."""
+        """Wait until the current part is written."""
         self._pool.shutdown(cancel_futures=True)
 
 
 def _write_part(
     path: Path, number: int, begin: Begin, copied: Iterable[tuple[int, Frames]], summary: Checkpointed
 ) -> Checkpointed:
-    """Write the frames and the log of a part, and wait until the disk has every file of the part."""
     try:
         log, frames = (AppendOnlyFile(Path(f"{path}.{number}.{kind}")) for kind in ("log", "frames"))
         try:
@@ -124,7 +118,6 @@ def _write_part(
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file or a folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -133,14 +126,14 @@ def _sync(path: Path) -> None:
 
 
 class PendingWrites:
-    """Requests that wait for a write. A repeated request waits for the same write, which its ``key`` names."""
+    """Requests that wait for a write. A repeated request, with the same ``key``, waits for the same write."""
 
     def __init__(self, held: HeldRequests) -> None:
         self._held = held
         self._writes: dict[str, asyncio.Task[Checkpointed]] = {}
 
     def wait(self, request: Message, begin: Callable[[], Coroutine[Any, Any, Checkpointed]]) -> None:
-        """Hold a request until its write is complete. ``begin`` starts the write, unless the write has begun."""
+        """Hold a request until its write is complete. Call ``begin`` unless the write has begun."""
         key = request.body.key
         if key not in self._writes:
             self._writes[key] = write = asyncio.get_running_loop().create_task(begin())
@@ -152,7 +145,6 @@ class PendingWrites:
             self._settle()
 
     def _settle(self) -> None:
-        """Answer the requests whose write is complete, or failed."""
 
         def answer_to(request: Message) -> Answer | None:
             write = self._writes[request.body.key]
@@ -178,7 +170,7 @@ class CheckpointRequests:
     def __init__(self, shared: Collaborators, *, journal: Journal | None, links: StoreLinks | None) -> None:
         self._config, self._ledger, self._store = shared.config, shared.ledger, shared.store
         self._journal, self._links = journal, links
-        self._lineage = shared.config.lineage or shared.config.epoch  # the same name in every life of the run
+        self._lineage = shared.config.lineage or shared.config.epoch  # stays the same when the run resumes
         # A later server needs equal options to continue this server's journal or checkpoint.
         self._owner = {**self._ledger.options, "is_elsewhere": self._store.is_elsewhere}
         self._writer = PartWriter(journal)
@@ -186,10 +178,9 @@ class CheckpointRequests:
         self._turn = asyncio.Lock()
 
     def continue_earlier(self) -> Recovered | None:
-        """Claim the journal. Returns the state that an earlier server or the checkpoint left.
+        """Claim the journal, and return the state of an earlier server or of the checkpoint; None without either.
 
-        Returns None without a journal and a checkpoint. A new journal begins with a copy of the checkpoint. A new life
-        of the run takes over the journal of ``earlier_epoch``.
+        A new journal begins with a copy of the checkpoint. A resumed run takes over the journal of ``earlier_epoch``.
 
         Raises:
             ReplayBufferError: The checkpoint cannot be read, prompts are lost, or the journal cannot be written.
@@ -229,27 +220,17 @@ class CheckpointRequests:
                 )
 
     def on_checkpoint(self, request: Message, checkpoint: commands.Checkpoint) -> None:
-        """Begin to write a checkpoint, unless a repeated request began it.
-
-        The answer follows when the checkpoint is complete.
-        """
+        """Begin to write a checkpoint, unless a repeated request began it. The answer follows when it is complete."""
         self._ledger.apply(checkpoint)
         self.note_marks()
         self._pending.wait(request, lambda: self._write(checkpoint))
 
     def note_marks(self) -> None:
-        """Record in the journal which checkpoints the ledger can go back to.
-
-        The next life of the run reads this record.
-        """
+        """Record in the journal, for a resumed run, which checkpoints the ledger can go back to."""
         if self._journal is not None and self._journal.read(MARKS) != (keys := self._ledger.marks.keys()):
             self._journal.write(MARKS, keys)
 
     async def _write(self, checkpoint: commands.Checkpoint) -> Checkpointed:
-        """Write every part, then rename the folder to its final name.
-
-        Raises `ReplayBufferError` if the folder cannot be written. The part of a failed store is left out.
-        """
         folder = Path(checkpoint.folder)
         partial = folder.with_name(f".{folder.name}.partial")
         try:
@@ -263,10 +244,7 @@ class CheckpointRequests:
         return written
 
     async def _parts(self, folder: Path, checkpoint: commands.Checkpoint) -> Checkpointed:
-        """Write the parts of the ledger and of the stores.
-
-        The stores get their requests before the ledger's snapshot is taken, so they write every group of the snapshot.
-        """
+        """Write all parts. Stores are asked before the ledger's snapshot, so they write every group in the snapshot."""
         stores: list[asyncio.Future[Checkpointed]] = []
         for number, link in () if self._links is None else self._links.connected():
             save = commands.SavePart(key=checkpoint.key, path=str(folder / store_part(number)))
@@ -283,16 +261,13 @@ class CheckpointRequests:
         )
 
     def close(self) -> None:
-        """Abandon the checkpoint that is being written. Its folder keeps the name of an incomplete checkpoint."""
+        """Cancel the current checkpoint. Its folder keeps the name of an incomplete checkpoint."""
         self._pending.close()
         self._writer.close()
 
 
 async def _without_failure(part: Awaitable[Checkpointed]) -> Checkpointed:
-    """Await the part of a store server. If the server failed, return an empty `Checkpointed`.
-
-    A resumed run generates the groups of the missing part again.
-    """
+    """Return an empty `Checkpointed` if the store server failed."""
     try:
         return await part
     except AsyncRLError as error:
@@ -301,7 +276,7 @@ async def _without_failure(part: Awaitable[Checkpointed]) -> Checkpointed:
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Rename a complete folder to its final name. An earlier folder with this name stays until then."""
+    """Rename a complete folder to its final name. An earlier folder with this name exists until then."""
     _sync(partial)
     replaced = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)

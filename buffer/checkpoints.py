@@ -1,9 +1,8 @@
-"""The ledger's memory of the learner's checkpoints, and the return of the ledger to one of them.
+"""The learner's checkpoints that the ledger remembers, and the return of the ledger to one of them.
 
-A *mark* holds the totals of the ledger at the commit of a checkpoint's last step. The ledger goes back to a mark when
-the learner's ranks have died (`Rewind`), and when a new life of the run begins from a checkpoint (`Resume`). In both
-cases the ledger drops each group and each saved prefix with a token of a lost version. `decide_return` decides which of
-the other groups stay. ``docs/staleness.md`` proves the bound.
+A *mark* holds the ledger's totals at the commit of a checkpoint's last step. The ledger goes back to a mark when the
+learner's ranks have died (`Rewind`), and when the run resumes (`Resume`). It drops each group and each saved prefix
+with a token of a lost version. ``docs/staleness.md`` proves the bound.
 """
 
 from collections.abc import Sequence
@@ -20,23 +19,22 @@ from .records import Key, Row
 from .rule import Preference, StalenessRule, rank_of
 
 MAX_MARKS = 8
-"""Marks that the ledger remembers."""
+"""Largest number of remembered marks."""
 MAX_WRITING = 2
-"""Checkpoints that a run lets the buffer write at a time, so that the newest complete one has a mark."""
+"""Largest number of checkpoints that a run writes at a time. The newest complete checkpoint then has a mark."""
 
 
 class Mark(Row, frozen=True, kw_only=True):
     """The ledger's totals at a checkpoint.
 
     Attributes:
-        version: Learner version of the checkpoint.
-        key: Names this checkpoint; empty for the beginning of the run.
-        is_reached: Whether the steps before ``version`` are committed. The totals are valid only if this is true.
+        key: Name of the checkpoint; empty for the beginning of the run.
+        is_reached: Whether the steps before ``version`` are committed. Otherwise the totals are not valid.
         finished: Groups that were consumed or dropped, as sorted ranges [start, end).
         tokens_trained: Policy tokens of the consumed groups.
-        lags: Pairs (lag in learner steps, how often a group of this lag was in a batch).
-        tokens_reused: Policy tokens of groups in a second or later batch, counted once per such batch.
-        groups_reused: How often a group was in a second or later batch.
+        lags: Pairs (lag in learner steps, number of uses of groups at this lag).
+        tokens_reused: Policy tokens of second and later uses of groups.
+        groups_reused: Number of second and later uses of groups.
     """
 
     version: int
@@ -50,7 +48,7 @@ class Mark(Row, frozen=True, kw_only=True):
 
 
 class Marks:
-    """The ledger's totals at the newest checkpoints, by version. The first entry is the beginning of the run."""
+    """The marks of the newest checkpoints, by version. The first mark is the beginning of the run."""
 
     def __init__(self, first_version: int) -> None:
         self._by_version = {first_version: Mark(version=first_version, is_reached=True)}
@@ -70,7 +68,7 @@ class Marks:
             del self._by_version[old]
 
     def reach(self, version: int, history: AttemptHistory, account: Account) -> None:
-        """Set the totals of the checkpoint of ``version``, if there is such a checkpoint without totals."""
+        """Set the totals of the mark of ``version``, if there is a mark without totals."""
         mark = self._by_version.get(version)
         if mark is not None and not mark.is_reached:
             self._by_version[mark.version] = Mark(
@@ -85,7 +83,7 @@ class Marks:
             )
 
     def at(self, version: int) -> Mark:
-        """Return the mark of a version. Raises `ReplayBufferError` if no mark of this version has totals."""
+        """Return the mark of a version. Raises `ReplayBufferError` if there is none with totals."""
         mark = self._by_version.get(version)
         if mark is None or not mark.is_reached:
             known = sorted(mark.version for mark in self._by_version.values() if mark.is_reached)
@@ -96,7 +94,7 @@ class Marks:
         return mark
 
     def forget_after(self, version: int) -> None:
-        """Forget the checkpoints of lost versions."""
+        """Forget the marks of versions after ``version``."""
         self._by_version = {known: mark for known, mark in self._by_version.items() if known <= version}
 
     def snapshot(self) -> list[Any]:
@@ -111,10 +109,9 @@ class Marks:
 def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, prefer: Preference) -> outcomes.Rewound:
     """Decide which groups stay when the learner goes back to ``version``.
 
-    With the options that the groups were admitted under, every group without a token of a lost version can be consumed
-    in time. A run may resume with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then the groups that
-    cannot be consumed in time, or have all their uses, are dropped. Choosing by the earliest deadline keeps as many
-    groups as possible.
+    A run may resume with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then groups that cannot be
+    consumed in time, or have all their uses, are dropped. The earliest deadlines come first, which keeps the most
+    groups.
     """
     lost = [group for group in groups if group.newest_version > version]
     missing = [group for group in groups if group.is_missing]

@@ -1,9 +1,7 @@
 """The connections of one process to the buffer, on asyncio: requests, deadlines, resending after a reconnect.
 
-The control socket requests the run's epoch and the bulk port. Then the bulk socket connects and sends a greeting, and
-the server answers it. A small request waits only for the control socket. A request that is large, or whose reply may be
-large, waits for both sockets. A request waits within its own deadline. Each transferred chunk of a request or a reply
-restarts the deadline.
+A client has a control socket and a bulk socket. Requests that are large, or that may have a large answer, wait for both
+sockets. Other requests wait only for the control socket. Each transferred chunk restarts the deadline of its request.
 """
 
 import asyncio
@@ -49,19 +47,21 @@ _RECONNECT_MAX_MS = 2000
 _HEARTBEAT_MS = 5000
 _BATCH = 16
 _HELD_FACTOR = 1.5
-"""A server may hold some requests for half of the deadline, so their deadline is 1.5 times as long. If a server dies at
-the end of the hold, the restarted server then has the usual time to answer."""
+"""Factor on the deadline of requests that a server may hold for half of the deadline. If a server dies at the end of
+the hold, the restarted server then has the usual time to answer."""
 _MAX_REPLY_BYTES = 1 << 40
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-"""The server does not know the key, or only one side has keys."""
+"""The server does not know the key, or only one of the two has keys."""
 
 
 class Connection:
-    """A DEALER socket that reconnects by itself. The server recognizes it by ``identity``.
+    """A DEALER socket that reconnects by itself. Raises `ValueError` if the address is malformed.
 
-    ``on_message`` gets the frames of each message. ``on_change`` gets True if the connection was made, False if it was
-    lost. A connection that delivers no complete frame for ``silent_s`` seconds counts as lost. ``on_refused`` is called
-    if the server refuses the keys; ZMQ does not retry then. Raises `ValueError` if the address is malformed.
+    Args:
+        on_message: Called with the frames of each message.
+        on_change: Called with True when the connection is made, and with False when it is lost.
+        on_refused: Called when the server refuses the keys. ZMQ does not retry then.
+        silent_s: A connection without a complete frame for this many seconds counts as lost.
     """
 
     def __init__(
@@ -108,23 +108,19 @@ class Connection:
         self._monitor = Channel(monitor, on_event)
 
     def send(self, frames: Sequence[Any]) -> None:
-        """Hand a message to ZMQ."""
+        """Pass a message to ZMQ."""
         self._channel.send(frames)
 
     def close(self) -> None:
         """Close the connection at once."""
-        self._socket.disable_monitor()  # first: otherwise ZMQ's thread waits until the monitor's last events are read
+        self._socket.disable_monitor()  # first, otherwise ZMQ's thread waits until the monitor's last events are read
         self._monitor.close()
         self._channel.close()
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _UnansweredRequest:
-    """A request without a reply yet.
-
-    Its deadline ``due`` is ``seconds`` after the last progress. Errors name ``caller``. A request that ``is_large`` is
-    sent in chunks. ``needs_bulk`` is true if the request or its reply may use the bulk socket.
-    """
+    """A request without a reply yet. ``due`` is its deadline, ``seconds`` after its last progress."""
 
     caller: str
     request: Message
@@ -136,15 +132,16 @@ class _UnansweredRequest:
 
 
 class ClientSocket:
-    """The connections to one server. Make them on a running loop, and use them only on that loop.
+    """The connections to one server. Make an object on a running loop, and use it only on that loop.
 
-    ``timeout_s`` is the deadline of each request, counted from its last progress. ``on_push`` gets each message that
-    does not answer a request. ``on_connected`` is called each time that the server is reached.
+    Args:
+        timeout_s: Deadline of each request, in seconds after its last progress.
+        on_push: Called with each message that does not answer a request.
+        on_connected: Called each time that the client reaches the server.
 
     Attributes:
         is_connected: Whether the server can be reached now.
-        num_read: Largest request id of a fetch whose reply has arrived. Cancelled fetches count too.
-        loop: The event loop of the connections.
+        num_read: Largest request id of a fetch whose reply has arrived, even if the fetch was cancelled.
         identity: The identity of this client on the server.
     """
 
@@ -196,13 +193,13 @@ class ClientSocket:
         )
 
     def next_id(self) -> int:
-        """Return a new request id. A caller needs the id if it may cancel the request later."""
+        """Return a new request id. A caller that may cancel the request needs its id."""
         return next(self._ids)
 
     async def request(
         self, operation: Operation[Any], payload: Sequence[Any] = (), *, request_id: int | None = None, caller: str = ""
     ) -> Message:
-        """Send a request and wait for its answer. Errors name ``caller``; by default this is the operation.
+        """Send a request and return its answer. Errors name ``caller``, by default the operation.
 
         Raises:
             DeadlineError: No answer came in time.
@@ -221,19 +218,16 @@ class ClientSocket:
         return answer
 
     async def call(self, operation: Operation[Reply], payload: Sequence[Any] = (), *, caller: str = "") -> Reply:
-        """Send a request, and repeat it while the server answers `NothingYet`.
-
-        Returns the answer. Raises as `request`.
-        """
+        """Send a request, and repeat it while the server answers `NothingYet`. Raises as `request` does."""
         while isinstance(answer := (await self.request(operation, payload, caller=caller)).body, NothingYet):
             if answer.warning:
                 logger.warning("waiting for the next batch: %s", answer.warning)
         return answer
 
     def post(self, operation: Operation[Any], on_answer: Callable[[Any], None] = lambda answer: None) -> None:
-        """Send a request without waiting for its answer. Like every request, it is repeated after a reconnect.
+        """Send a request without waiting for its answer. It is repeated after a reconnect.
 
-        ``on_answer`` gets the answer unless it is an error.
+        ``on_answer`` is called with the answer unless the answer is an error.
         """
         if self._closed:
             return
@@ -269,10 +263,6 @@ class ClientSocket:
         return unanswered.reply
 
     def _send(self, unanswered: _UnansweredRequest) -> None:
-        """Send a request if its connections are ready.
-
-        Small requests of one iteration of the event loop share a message.
-        """
         if not self.is_connected or (unanswered.needs_bulk and not self._is_bulk_ready):
             return
         request = unanswered.request
@@ -302,7 +292,6 @@ class ClientSocket:
     # Deadlines
 
     def _miss_deadlines(self) -> None:
-        """Fail overdue requests."""
         now = self._clock.time()
         earliest: float | None = None
         for unanswered in self._unanswered.values():
@@ -321,11 +310,7 @@ class ClientSocket:
         self._deadline.at(earliest)
 
     def _note_progress(self, request_id: int | None = None) -> None:
-        """Record progress, which restarts deadlines.
-
-        A chunk of a reply arrived, or a chunk was acknowledged. An acknowledged chunk is progress for all queued
-        requests.
-        """
+        """Restart the deadline of a request. Without ``request_id``, restart the deadlines of all large requests."""
         due = self._clock.time() + self._timeout_s
         if request_id is None:
             for unanswered in self._unanswered.values():
@@ -341,7 +326,7 @@ class ClientSocket:
                 unanswered.reply.set_exception(error)
 
     def close(self) -> None:
-        """Close the connections. Pending requests raise at once."""
+        """Close the connections. Pending requests raise `ReplayBufferError` at once."""
         if self._closed:
             return
         self._closed = True
@@ -360,7 +345,6 @@ class ClientSocket:
     # Connecting
 
     def _on_control_change(self, is_connected: bool) -> None:
-        """After a connect, send a greeting. The client repeats pending requests when the server has answered it."""
         self.is_connected = False
         if is_connected:
             self._refusal = None
@@ -368,7 +352,7 @@ class ClientSocket:
             self._control.send(frames_of(self._epoch, [Message(request_id=self._connect_id, body=commands.Connect())]))
 
     def _on_refused(self, used: ClientKeys | None) -> None:
-        """Connect again if there are newer keys than ``used``, the keys of the refused connection."""
+        """Connect again if there are newer keys than ``used``. Else fail all requests."""
         if used != self._keys or self._begin_with_newest_keys():
             return
         self._refuse(
@@ -379,10 +363,6 @@ class ClientSocket:
         )
 
     def _begin_with_newest_keys(self) -> bool:
-        """Connect again with the keys that this client's file holds now. Returns whether the keys have changed.
-
-        Requests without a reply are repeated on the new connections.
-        """
         newest = self._keys and self._keys.newest()
         if newest == self._keys:
             return False
@@ -402,12 +382,10 @@ class ClientSocket:
         self._control = self._connect()
 
     def _refuse(self, refusal: Exception) -> None:
-        """Fail every request until another server answers."""
         self._refusal = refusal
         self.fail_all(refusal)
 
     def _on_connected(self, answer: Answer) -> None:
-        """Record the run and the bulk port of the server."""
         if not isinstance(answer, commands.Connected):
             self._refuse(
                 error_of(answer) if isinstance(answer, commands.Failure) else WireError(f"{answer} names no run")
@@ -436,7 +414,6 @@ class ClientSocket:
             self._resend(needs_bulk=True)
 
     def _on_bulk_change(self, is_connected: bool) -> None:
-        """Send a greeting on the bulk socket. The server answers when it can reach this client on this socket."""
         self._is_bulk_ready = False
         self._sender.reset()
         self._receiver.reset()
@@ -444,10 +421,7 @@ class ClientSocket:
             self._send_bulk([b""])
 
     def _resend(self, *, needs_bulk: bool) -> None:
-        """Repeat every request without a reply, because the request or the reply may be lost.
-
-        The deadlines start again, because a restarted server may hold a repeated request as long as a new request.
-        """
+        """Repeat unanswered requests with new deadlines, because a request or its reply may be lost."""
         now = self._clock.time()
         for unanswered in list(self._unanswered.values()):
             if unanswered.needs_bulk == needs_bulk and not unanswered.reply.done():
@@ -500,23 +474,19 @@ class ClientSocket:
 
 
 class BufferClient:
-    """Sends requests to a buffer.
-
-    The client connects at the first call, and only the event loop of that call may use it.
+    """Sends requests to a buffer. The client connects at the first call, and only the loop of that call may use it.
 
     Args:
         address: Address of the server. Example: ``"ipc:///dev/shm/asyncrl-1f/sockets/buffer"``.
-        request_timeout_s: Deadline of each request. The server answers a waiting request after at most half of this
-            time.
+        request_timeout_s: Deadline of each request, in seconds. The server holds a request for at most half of it.
         keys: CURVE keys, if the server has them.
-        epoch: The run that this client belongs to. Empty: the run that the server names first.
-        incarnation: The learner's incarnation that this client belongs to.
+        epoch: The run of this client. If empty, the run that the server names first.
+        host: Host of this client, as passed to `ControlClient.add_store`. Puts prefer the store on this host.
+        incarnation: The learner's incarnation of this client.
 
     Attributes:
-        host: Host of this client, as `ControlClient.add_store` names it. Its puts go to the store on this host, if that
-            store has room.
-        on_connected: Called each time that the server is reached.
-        on_push: Called with each message of this type that does not answer a request.
+        on_connected: Called each time that the client reaches the server.
+        on_push: Callback by message type, called with each message that does not answer a request.
     """
 
     def __init__(
@@ -544,14 +514,14 @@ class BufferClient:
         self._space = asyncio.Event()
 
     async def connect(self) -> None:
-        """Open the connection now, without waiting for the server. Raises `ValueError` if the address is malformed."""
+        """Open the connection without waiting for the server. Raises `ValueError` if the address is malformed."""
         _ = self.link
 
     @property
     def link(self) -> ClientSocket:
         """The connection to the buffer's server.
 
-        Raises `ReplayBufferError` if it is closed or belongs to another loop.
+        Raises `ReplayBufferError` if the client is closed or belongs to another loop.
         """
         if self.is_closed:
             raise self.closed_error()
@@ -592,13 +562,13 @@ class BufferClient:
             on_push(push)
 
     def closed_error(self) -> ReplayBufferError:
-        """Return the error that calls on a closed client raise."""
+        """Return the error of calls on a closed client."""
         return ReplayBufferError(f"the client of the buffer at {self.address} is closed")
 
     async def close(self, goodbye: Callable[[ClientSocket], Awaitable[None]] | None = None) -> None:
-        """Close the connections.
+        """Close the connections. Pending calls raise `ReplayBufferError`.
 
-        Pending calls raise `ReplayBufferError`. ``goodbye`` is awaited first, and may send a last request.
+        ``goodbye`` is awaited first, and may send a last request.
         """
         if self.is_closed:
             return
@@ -615,13 +585,13 @@ class BufferClient:
     # Requests
 
     async def call(self, operation: Operation[Reply], payload: Sequence[Any] = ()) -> Reply:
-        """Send a request to the server and return its answer. Raises as `ClientSocket.request`."""
+        """Send a request to the server and return its answer. Raises as `ClientSocket.request` does."""
         return await self.link.call(operation, payload)
 
     async def call_with_space(self, operation: Operation[Reply], payload: Sequence[Any]) -> Reply:
-        """Repeat a request while the buffer is full.
+        """Send a request.
 
-        The client sends the request again when bytes have become free, at the latest after half of ``timeout_s``.
+        While the buffer is full, repeat it when bytes become free, or after half of ``timeout_s``.
         """
         while True:
             space = self._space  # a push that arrives during the request counts too
@@ -635,10 +605,9 @@ class BufferClient:
     async def call_with_payload(
         self, operation: Operation[Reply], payload: Sequence[Any], key: Key, *, link: ClientSocket | None = None
     ) -> Reply:
-        """Send a request with a payload. Reserve bytes first if the payload is large.
+        """Send a request with a payload. Reserve bytes first if the payload is large, or after `StoreFull`.
 
-        A small payload needs a reservation only after the server refused it (`StoreFull`). If the worker has lost the
-        lease, the request is sent without its payload, and the server answers it by the state of the lease.
+        If the worker has lost its lease, the request is sent without the payload.
         """
         is_reserved = sum(map(len, payload)) < JOIN_BELOW_BYTES
         while True:
@@ -652,28 +621,25 @@ class BufferClient:
     async def reserve(
         self, key: Key, payload: Sequence[Any], *, link: ClientSocket | None = None
     ) -> commands.Reservation:
-        """Wait until a server has reserved the bytes of a payload, on the store of this host if possible."""
+        """Wait until a server has reserved bytes for a payload, on the store of this host if possible."""
         num_bytes, host = sum(map(len, payload)), "" if link is not None else self.host
         reserve = commands.Reserve(group_id=key[0], attempt=key[1], num_bytes=num_bytes, host=host)
         return await (link or self.link).call(reserve, caller="put")
 
     async def hello(self, hello: commands.Hello, caller: str) -> commands.Welcome:
-        """Send a greeting to the server.
-
-        Returns the server's settings for clients. ``caller`` is the call that an error names.
-        """
+        """Send a greeting, and return the server's settings for clients. Errors name ``caller``."""
         sent_ns = time.monotonic_ns()
         welcome = await self.link.call(hello, caller=caller)
         self.note_clock(sent_ns, welcome)
         return welcome
 
     async def hello_for_clock(self, caller: str) -> None:
-        """Compare this host's clock with the server's, if this process records and the clocks differ."""
+        """Measure the server's clock if this process records and the server may run on another host."""
         if record.current() is not None and self._has_other_clock is not False:
             await self.hello(commands.Hello(), caller)
 
     def note_clock(self, sent_ns: int, welcome: commands.Welcome) -> None:
-        """Record the offset of this host's clock from the server's, if they are on different hosts."""
+        """Record the offset between this host's clock and the server's if they differ."""
         self._has_other_clock = welcome.clock != record.clock_id()
         if self._has_other_clock:
             now_ns = time.monotonic_ns()

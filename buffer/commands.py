@@ -1,8 +1,7 @@
-"""Every record that clients and servers exchange: operations (including the ledger's commands), answers and pushes.
+"""Every message between clients and servers: operations (with the ledger's commands), answers and pushes.
 
-An operation is one record. A client sends the record, and the server checks that the client's role is in ``roles``. The
-ledger decides a `Command`, and `buffer.journal` keeps it with its outcome (`buffer.outcomes`). A new operation is a
-record here, a method ``on_<name>`` of the service, and its caller.
+The server checks the client's role against ``roles`` of an operation. The ledger decides a `Command`. For a new
+operation, add a record here, a method ``on_<name>`` of the service, and its caller.
 """
 
 from typing import Annotated, Any
@@ -59,13 +58,13 @@ class Done(Answer, frozen=True):
 
 
 class NothingYet(Answer, frozen=True):
-    """The operation must wait longer. The client repeats the request, and logs the warning if there is one."""
+    """The operation must wait longer. The client repeats the request, and logs ``warning`` if it is not empty."""
 
     warning: str = ""
 
 
 class Failure(Answer, frozen=True):
-    """A failure. The client raises the error of `asyncrl.core.errors` that has this name."""
+    """A failure. The client raises the error of `asyncrl.core.errors` with this name."""
 
     name: str
     message: str
@@ -79,10 +78,7 @@ class Connected(Answer, frozen=True):
 
 
 class Welcome(Answer, frozen=True):
-    """The server's settings for clients, and the clock of the server's host.
-
-    ``is_elsewhere`` is true if store servers hold the payloads.
-    """
+    """The server's settings for clients, and its clock. ``is_elsewhere`` is true if store servers hold the payloads."""
 
     max_lag: int
     groups_per_step: int
@@ -93,9 +89,9 @@ class Welcome(Answer, frozen=True):
 
 
 class LeasedGroup(Row, frozen=True):
-    """A lease. The frames of its prompt and of its saved prefix follow the record, which counts the frames of each.
+    """A lease. The frames of its prompt and of its saved prefix follow the record.
 
-    ``num_prefix_frames`` is -1 if the prefix was evicted or lost after the grant. Then the worker must start again.
+    ``num_prefix_frames`` is -1 if the prefix was evicted or lost. Then the worker must start again.
     """
 
     group_id: int
@@ -120,8 +116,8 @@ class Leased(Answer, frozen=True):
 class Reservation(Answer, frozen=True):
     """The answer to a reservation.
 
-    ``address`` is the store server with the reserved bytes, if the run has store servers. ``is_held`` is false if the
-    sender has lost the lease. Then nothing is reserved.
+    ``address`` is the store server with the reserved bytes, if the run has store servers. If the sender has lost the
+    lease, ``is_held`` is false and nothing is reserved.
     """
 
     is_held: bool = True
@@ -141,7 +137,7 @@ class Totals(Answer, frozen=True):
 
 
 class Report(Answer, frozen=True):
-    """The report of a server for `buffer.inspect`."""
+    """A server's report for `buffer.inspect`."""
 
     values: dict[str, Any]
 
@@ -153,7 +149,7 @@ class Payloads(Answer, frozen=True):
 
 
 class Places(Answer, frozen=True):
-    """For each group: the index of its store in ``addresses``, the attempt, and the digest of the trajectories."""
+    """Each group's store (an index of ``addresses``), attempt, and digest of the trajectories."""
 
     addresses: tuple[str, ...]
     groups: tuple[tuple[int, int, bytes], ...]
@@ -166,7 +162,7 @@ class Offered(Answer, frozen=True):
 
 
 class Serving(Answer, frozen=True):
-    """The oldest version that an engine serves, and the duration of the slowest load of that version, in seconds."""
+    """The oldest served version, and the seconds of its slowest load."""
 
     version: int
     seconds: float
@@ -179,16 +175,13 @@ class Names(Answer, frozen=True):
 
 
 class Number(Answer, frozen=True):
-    """A number.
-
-    For `Offer`: the oldest version that may still be offered. For `Bury`: the tokens that the worker generated.
-    """
+    """The answer to `Offer` (the oldest offered version) or to `Bury` (the worker's number of generated tokens)."""
 
     value: int
 
 
 class Checkpointed(Answer, frozen=True, kw_only=True):
-    """A complete checkpoint or part: numbers of groups with trajectories and of saved prefixes, and bytes of frames."""
+    """The contents of a checkpoint or part: groups with trajectories, saved prefixes, and bytes of frames."""
 
     num_groups: int = 0
     num_prefixes: int = 0
@@ -196,20 +189,20 @@ class Checkpointed(Answer, frozen=True, kw_only=True):
 
 
 class Missing(Answer, frozen=True):
-    """Groups that a store does not hold. ``disk_bytes``: see `Removed`."""
+    """Groups that a store lacks. ``disk_bytes`` is as in `Removed`."""
 
     group_ids: tuple[int, ...]
     disk_bytes: int = 0
 
 
 class Removed(Answer, frozen=True):
-    """The payloads are dropped. ``disk_bytes`` of the store's other payloads are on disk and not in memory."""
+    """The payloads are dropped. ``disk_bytes`` is the size of the other payloads that are only on disk."""
 
     disk_bytes: int
 
 
 class Revoked(Push, frozen=True):
-    """The client no longer holds this lease."""
+    """The client has lost this lease."""
 
     group_id: int
     attempt: int
@@ -222,7 +215,7 @@ class HandOn(Push, frozen=True):
 
 
 class NewKeys(Push, frozen=True):
-    """The client's key was replaced. The client must read its keys again and connect again."""
+    """The client's key was replaced. The client reads its keys and connects again."""
 
 
 class Space(Push, frozen=True):
@@ -233,18 +226,15 @@ class Space(Push, frozen=True):
 
 
 class Enqueued(Answer, frozen=True):
-    """The prompts are queued.
-
-    ``outcomes`` has the groups that were finished since the last answer, if the request asked for them.
-    """
+    """The prompts are queued. ``outcomes`` has the groups finished since the last answer, if they were requested."""
 
     outcomes: tuple[GroupSummary, ...] = ()
 
 
 class Enqueue(Command[Queued, Enqueued], frozen=True):
-    """Queue prompts. Known prompts are ignored. ``counts`` has the number of frames of each prompt in the message.
+    """Queue prompts. Known prompts are ignored. ``counts`` has the number of frames of each prompt.
 
-    From the first request with ``wants_outcomes`` on, the server keeps the newest finished groups for the answer.
+    After the first request with ``wants_outcomes``, the server keeps the newest finished groups for the answers.
     """
 
     roles = _CONTROLLER
@@ -257,7 +247,7 @@ class Enqueue(Command[Queued, Enqueued], frozen=True):
 class LeaseGroups(Command[Granted, Leased], frozen=True, kw_only=True):
     """Admit up to ``max_groups`` from the head of the queue on an engine that serves ``engine_version``.
 
-    ``incarnation`` is the incarnation of the learner that made the engine's weights. The server sets ``request_id``.
+    ``incarnation`` is the learner incarnation that made the engine's weights. The server sets ``request_id``.
     """
 
     roles = _ROLLOUT
@@ -277,11 +267,11 @@ class Renew(Command[Renewed, Done], frozen=True):
 
 
 class SavePrefix(Command[Saved, Done], frozen=True, kw_only=True):
-    """Save the prefix of a running group. The next attempt at the group may continue the prefix.
+    """Save the prefix of a running group. The next attempt may continue the prefix.
 
     Attributes:
-        progress: Token count and versions of the whole prefix, including the prefix that the attempt inherited.
-        continued: False if the worker started again instead of continuing the inherited prefix.
+        progress: Token count and versions of the whole prefix, with the inherited prefix.
+        continued: False if the worker started again without the inherited prefix.
         num_bytes: Size of the prefix's frames; the server sets it.
         longest_response: Tokens of the longest sample; -1 if unknown.
     """
@@ -296,7 +286,7 @@ class SavePrefix(Command[Saved, Done], frozen=True, kw_only=True):
 
 
 class Reserve(Command[Reserved, Reservation], frozen=True, kw_only=True):
-    """Reserve bytes for the trajectories of a running group before they are sent, on ``host`` if possible."""
+    """Reserve bytes for the trajectories of a running group, on ``host`` if possible."""
 
     roles = _ROLLOUT
     is_held = True
@@ -307,12 +297,11 @@ class Reserve(Command[Reserved, Reservation], frozen=True, kw_only=True):
 
 
 class Put(Command[PutOutcome, Done], frozen=True, kw_only=True):
-    """Store a finished group. A repeated put has no further effect.
+    """Store a finished group. A repetition has no effect.
 
     Attributes:
-        summary: Metadata of the group.
         continued: As in `SavePrefix`.
-        num_bytes: Size of the trajectories. The server sets it, unless a store server holds the trajectories.
+        num_bytes: Size of the trajectories. The server sets it if no store server holds them.
         digest: Digest of the trajectories if a store server holds them.
         num_left_out: Tokens in trajectories that the group omits because their reward failed.
     """
@@ -334,11 +323,11 @@ class Release(Command[Released, Released], frozen=True, kw_only=True):
     """Return an unfinished lease, or report the tokens of a revoked attempt. Each attempt is counted once.
 
     Attributes:
-        num_tokens: Tokens that the attempt wrote, including the prefix that it continued.
+        num_tokens: Tokens of the attempt, with the prefix that it continued.
         reason: The account drops the unsaved tokens for this reason.
         continued: As in `SavePrefix`.
-        max_failures: 0 if the attempt did not fail. Otherwise the prompt is queued again, until this many attempts have
-            failed on any workers. Then the group is dropped with all of its tokens.
+        max_failures: 0 if the attempt did not fail. Otherwise the group is dropped at this number of failed attempts,
+            and queued again below it.
     """
 
     roles = _ROLLOUT
@@ -351,14 +340,14 @@ class Release(Command[Released, Released], frozen=True, kw_only=True):
 
 
 class Expire(Command[TakenBack, Done], frozen=True):
-    """Revoke every expired lease."""
+    """Revoke every expired lease. The server applies it at the next expiry of a lease."""
 
 
 class TakeBack(Command[TakenBack, Done], frozen=True):
-    """Revoke every lease of an owner that is silent or dead.
+    """Revoke every lease of a silent or dead owner. A repetition has no effect.
 
-    ``num_generated`` is the number of tokens that a dead owner generated. The tokens that it did not report are lost,
-    and its later reports do not count. None means that the owner is only silent. Repeating the command has no effect.
+    ``num_generated`` is the number of tokens that a dead owner generated; None for a silent owner. A dead owner's
+    unreported tokens are lost, and its later reports do not count.
     """
 
     owner: bytes
@@ -366,11 +355,13 @@ class TakeBack(Command[TakenBack, Done], frozen=True):
 
 
 class LoseGroups(Command[Lost, Done], frozen=True, kw_only=True):
-    """The trajectories of stored or planned groups, or saved prefixes, are lost. Their prompts are queued again.
+    """Queue the prompts of groups again, because their trajectories or saved prefixes are lost.
 
-    ``unsent`` names running groups and attempts whose store does not have their trajectories; the workers send these
-    again. ``missing`` names planned groups that their store does not have. Their batch stays, because the learner's
-    ranks may already have the groups. Clients name planned groups in ``group_ids`` only.
+    Clients name only planned groups, in ``group_ids``.
+
+    Attributes:
+        unsent: Running groups and attempts that their store lacks; the workers send these again.
+        missing: Planned groups that their store lacks. Their batch stays, because ranks may already have the groups.
     """
 
     roles = _CONTROLLER
@@ -380,7 +371,7 @@ class LoseGroups(Command[Lost, Done], frozen=True, kw_only=True):
 
 
 class AddStore(Command[AddedStore, AddedStore], frozen=True):
-    """A store server joins at ``address``. The workers of ``host`` use it first."""
+    """Add a store server at ``address``. The workers of ``host`` use it first."""
 
     roles = _CONTROLLER
     address: Text
@@ -388,10 +379,7 @@ class AddStore(Command[AddedStore, AddedStore], frozen=True):
 
 
 class DropStore(Command[DroppedStore, DroppedStore], frozen=True):
-    """A store is lost with its contents.
-
-    A planned batch does not change, because the learner's ranks may already have it.
-    """
+    """Declare a store lost. A planned batch does not change, because the learner's ranks may already have it."""
 
     roles = _CONTROLLER
     store: Int64
@@ -406,21 +394,19 @@ class PlanBatch(Command[Planned, Batch], frozen=True):
 
 
 class Commit(Command[Committed, Totals], frozen=True):
-    """Mark the batch of ``version`` consumed."""
+    """Mark the batch of ``version`` as consumed."""
 
     roles = _CONTROLLER
     version: Int64
 
 
 class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
-    """Return the learner to the checkpoint of ``version``. Its weights of later versions are lost.
+    """Return the learner to the checkpoint of ``version``. Weights of later versions are lost.
 
-    The ledger revokes every running attempt. Stored groups and saved prefixes stay, except those with a token of a lost
+    The ledger revokes every running attempt. Stored groups and saved prefixes stay unless they have a token of a lost
     version. Batches are planned again. Prompts that finished after ``version`` may be queued again.
 
-    Attributes:
-        version: Learner version to continue from; at most the current version.
-        incarnation: Number of the learner's new incarnation; the first rewind has 1.
+    ``incarnation`` is the number of the learner's new incarnation; the first rewind has 1.
     """
 
     roles = _CONTROLLER
@@ -429,15 +415,13 @@ class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
 
 
 class Resume(Command[Rewound, Done], frozen=True, kw_only=True):
-    """Begin a new life of the run at the checkpoint of ``version``.
-
-    The effect is that of `Rewind`, but the learner's incarnation is 0.
+    """Resume the run at the checkpoint of ``version``. The effect is that of `Rewind`, with incarnation 0.
 
     Attributes:
-        version: Learner version to continue from; the steps before it are committed.
-        key: Names the checkpoint; see `Checkpoint`.
-        tokens_generated: Policy tokens that the earlier lives generated up to the checkpoint. Tokens that the account
-            does not contain were lost with their workers. The account counts them as dropped (``resume``).
+        version: Learner version to continue from. The steps before it are committed.
+        key: Key of the `Checkpoint`.
+        tokens_generated: Policy tokens that the run generated up to the checkpoint. The account drops those that it
+            does not contain (``resume``).
     """
 
     roles = _CONTROLLER
@@ -447,14 +431,13 @@ class Resume(Command[Rewound, Done], frozen=True, kw_only=True):
 
 
 class Checkpoint(Command[Marked, Checkpointed], frozen=True, kw_only=True):
-    """Write everything that a new life of the run needs into ``folder``. The answer comes when the folder is complete.
+    """Write everything that a resumed run needs into ``folder``. The answer comes when the folder is complete.
 
     Attributes:
-        folder: The folder gets this name when it is complete. Every store server must see it under this path. Example:
+        folder: Every store server must see the folder under this path. Example:
             ``/runs/a/checkpoints/buffer/v00000012``.
         version: Learner version of the ranks' checkpoint. The steps before it are planned or committed.
-        key: A random text that names this checkpoint. A repeated request with the same key is answered together with
-            the first request.
+        key: A random name of this checkpoint. A repeated request with the same key does not write it again.
     """
 
     roles = _CONTROLLER
@@ -494,14 +477,14 @@ class Stats(Operation[Totals], frozen=True):
 
 
 class Inspect(Operation[Report], frozen=True):
-    """Request the report of a server, or that of one group."""
+    """Request a server's report, or the report of one group."""
 
     roles = _INSPECTOR | _CONTROLLER
     group_id: Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)] = -1
 
 
 class Loaded(Operation[Done], frozen=True, kw_only=True):
-    """The engine of a worker serves ``version``, after a load of ``seconds``."""
+    """Report that the worker's engine serves ``version``, after a load of ``seconds``."""
 
     roles = _ROLLOUT
     version: Int64
@@ -511,10 +494,7 @@ class Loaded(Operation[Done], frozen=True, kw_only=True):
 
 
 class Beat(Operation[Welcome], frozen=True, kw_only=True):
-    """A heartbeat of a producer.
-
-    It reports the version that the engine serves, if any, and the number of generated tokens.
-    """
+    """A producer's heartbeat, with the version that its engine serves and its number of generated tokens."""
 
     roles = _ROLLOUT
     serves: Loaded | None = None
@@ -523,24 +503,21 @@ class Beat(Operation[Welcome], frozen=True, kw_only=True):
 
 
 class Cancel(Operation[Done], frozen=True):
-    """Cancel a request for leases. Groups that were granted meanwhile go back to the queue."""
+    """Cancel a request for leases. Groups granted meanwhile go back to the queue."""
 
     roles = _ROLLOUT
     request: Int64
 
 
 class Leave(Operation[Done], frozen=True):
-    """A producer leaves.
-
-    ``leases`` names the leases that it received. The buffer releases its other leases.
-    """
+    """Unregister a producer. ``leases`` names the leases that it received. The buffer releases its other leases."""
 
     roles = _ROLLOUT
     leases: Keys
 
 
 class NextOffer(Operation[Offered], frozen=True):
-    """Wait for weights of version ``at_least`` or newer, or for any weights if the engine's learner was replaced."""
+    """Wait for weights of version ``at_least`` or newer, or for any weights if the learner was replaced."""
 
     roles = _ROLLOUT
     is_held = True
@@ -549,7 +526,7 @@ class NextOffer(Operation[Offered], frozen=True):
 
 
 class Fenced(Operation[Done], frozen=True):
-    """The engine of a worker does not serve any version."""
+    """Report that the worker's engine serves no version."""
 
     roles = _ROLLOUT
 
@@ -593,7 +570,7 @@ class Unpin(Operation[Done], frozen=True):
 
 
 class Bury(Operation[Number], frozen=True):
-    """Declare a worker dead. ``worker`` has the hexadecimal digits of its identity."""
+    """Declare a worker dead. ``worker`` is its identity in hexadecimal digits."""
 
     roles = _CONTROLLER
     worker: Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", max_length=200)]
@@ -611,8 +588,7 @@ class StoreWanted(Operation[Names], frozen=True):
 class Fetch(Operation[Payloads | Places], frozen=True):
     """Fetch stored groups.
 
-    A request to a store server names the ``attempts``. ``read`` is the request id of the last fetch whose reply was
-    read.
+    A store server needs ``attempts``. ``read`` is the id of the last fetch that the client has read.
     """
 
     roles = _LEARNER | _CONTROLLER | _INSPECTOR
@@ -635,10 +611,7 @@ class PutPayload(Operation[Done], frozen=True):
 
 
 class Remove(Operation[Removed], frozen=True):
-    """Drop the payloads of finished groups.
-
-    Of each group in ``ended``, drop the payloads of that attempt and of earlier ones.
-    """
+    """Drop the payloads of finished groups, and of attempts up to those in ``ended``."""
 
     roles = _LEDGER
     group_ids: tuple[Int64, ...]
@@ -655,9 +628,9 @@ class SavePart(Operation[Checkpointed], frozen=True, kw_only=True):
 
 
 class Reconcile(Operation[Missing], frozen=True, kw_only=True):
-    """Drop payloads as `Remove` does, and request the expected ``attempts`` that the store lacks.
+    """Drop payloads as `Remove` does, and request which ``attempts`` the store lacks.
 
-    ``finished`` holds ranges of group ids. If ``part`` names a part of a checkpoint, the store first loads the expected
+    ``finished`` holds ranges of group ids. If ``part`` names a part of a checkpoint, the store first loads missing
     attempts from it.
     """
 

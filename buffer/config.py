@@ -7,7 +7,7 @@ from .rule import StalenessRule, find_filters, find_order
 
 
 class OnStale(StrEnum):
-    """How the buffer handles a running group that the next batch must contain."""
+    """The handling of a running group that the next batch must contain."""
 
     wait = "wait"
     requeue = "requeue"
@@ -48,66 +48,62 @@ class BufferConfig:
 
     Attributes:
         max_lag: Staleness bound in learner steps; 0 is synchronous training.
-        max_uses: Largest number of learner steps that train on a group. Each use is in another step, and its lag is at
-            most ``max_lag``, so ``max_uses`` is at most ``max_lag + 1``. A group gets a further use if fewer new groups
-            are open than the bound admits.
-        on_stale: How to handle a running group that the next batch must contain: ``wait`` for it, ``requeue`` its
-            prompt, or ``drop`` it.
-        order: Which stored groups a batch takes first, provided that every deadline is met: ``fifo``,
-            ``earliest_deadline``, ``freshest_first``, ``shortest_first``, ``reward_spread`` (largest variance of
-            rewards first), or your own ``file.py:function`` or ``module:function``. The function maps a `GroupSummary`
-            and its deadline to a number; the smallest number comes first.
-        lease_s: A lease that is not renewed for this long is revoked, and its prompt is leased again.
+        max_uses: Largest number of learner steps that train on a group, at most ``max_lag + 1``. The lag of each use is
+            at most ``max_lag``. A group gets a further use if fewer new groups are open than the bound admits.
+        on_stale: Handling of a running group that the next batch must contain: ``wait`` for it, ``requeue`` its prompt,
+            or ``drop`` it.
+        order: Which stored groups a batch takes first, if every deadline is met: ``fifo``, ``earliest_deadline``,
+            ``freshest_first``, ``shortest_first``, ``reward_spread`` (largest variance of rewards first), or your own
+            ``file.py:function`` or ``module:function``. The function maps a `GroupSummary` and its deadline to a
+            number; the smallest number comes first.
+        lease_s: The buffer revokes a lease that is not renewed for this many seconds, and leases the prompt again.
         queue_size: Largest number of prompts in the queue. Enqueueing waits while the queue is full.
-        heartbeat_s: Interval between heartbeats of a producer. A producer that is silent for four intervals counts as
-            gone. Its groups are then leased to other workers, even if its leases have not expired.
+        heartbeat_s: Seconds between heartbeats of a producer. A producer that is silent for four intervals counts as
+            gone, and its groups are leased to other workers.
         max_stored_bytes: Bound on trajectories and saved prefixes, in bytes per server. A full buffer grants no leases
             until a batch leaves. It evicts groups only if no batch is planned and the stored groups make no batch.
-        max_memory_bytes: Bound on the part of ``max_stored_bytes`` that a server holds in memory; 0 sets no bound.
-            Payloads that do not fit stay in the files of the journal, and are read when the learner fetches them. This
-            needs ``durability=disk``.
+        max_memory_bytes: Bound on the bytes of ``max_stored_bytes`` that a server holds in memory; 0 sets no bound.
+            Other payloads stay in the journal's files until the learner fetches them. This needs ``durability=disk``.
         max_prompt_bytes: Bound on prompts, in bytes, from their arrival until their groups are stored. Enqueueing waits
-            at this bound. A stored group contains its prompt and counts against ``max_stored_bytes``.
-        request_timeout_s: Deadline of a client's request. The server holds a waiting request for at most half of this
-            time, and the client's deadline for such a request is 1.5 times as long.
+            at this bound.
+        request_timeout_s: Deadline of a client's request, in seconds. The server holds a waiting request for at most
+            half of this time. The deadline of such a request is 1.5 times as long.
         filters: Dynamic-sampling filters: ``equal_rewards``, ``no_tokens``, or your own ``file.py:function`` or
             ``module:function``. The function gets a `GroupSummary` and returns whether to keep the group. The buffer
-            counts a dropped group under the filter's name and admits the next prompt. Example: ``["equal_rewards"]``.
+            counts a dropped group under the filter's name. Example: ``["equal_rewards"]``.
         max_filtered_steps: Plans fail when filters have dropped the groups of this many learner steps in a row. The
             buffer warns from 4 steps on. 0 sets no limit.
         durability: ``memory`` loses the contents with the server. ``disk`` keeps every acknowledged put, lease and
-            prompt in ``directory``, and a server that starts there again continues from them.
-        directory: Where ``disk`` keeps its file. Example: ``outputs/quickstart/buffer``.
-        restarts: How often a run restarts a ``disk`` server that died, or that did not answer for half of
-            ``request_timeout_s``. Each store server is restarted as often, even with ``memory``. Then it is empty after
-            the restart, and its groups are generated again. With 0, the run ends when a server dies.
-        max_worker_deaths: A prompt group is dropped (``worker_died``) when this many rollout workers have died, or
-            become silent, while they held a lease on it. A worker holds at most one group that the next death would
-            drop. This distinguishes a prompt that kills its workers from prompts that were only present. 0 drops none.
+            prompt in ``directory``, and a restarted server continues from them.
+        directory: Directory of the files of ``durability=disk``. Example: ``outputs/quickstart/buffer``.
+        restarts: Largest number of restarts of a ``disk`` server that died, or that did not answer for half of
+            ``request_timeout_s``. The limit also holds for each store server. With ``memory`` a store server is empty
+            after the restart, and its groups are generated again. With 0, the run ends when a server dies.
+        max_worker_deaths: The buffer drops a prompt group (``worker_died``) when this many rollout workers have died,
+            or become silent, while they held a lease on it. A worker holds at most one group that the next death would
+            drop, so a death shows which prompt kills its workers. 0 drops none.
         hand_over: Let a waiting worker take over a running group, with its tokens so far, from a worker that is at
-            least twice as slow. A group changes workers at most twice. ``false`` leaves each group on its first worker.
-        max_message_bytes: Largest frame that a client may send; a longer frame closes its connection.
-        max_requests_per_s: Requests per client and second that the server answers; it refuses more. A request that
-            names leases counts once per lease.
-        stores_on: Where the payloads are. ``ledger``: in the ledger's own server, or in ``num_store_servers`` processes
-            beside it. ``hosts``: on one store server per host of rollout workers, which the run starts. Trajectories
-            then cross the network once, to the learner's ranks. ``auto``: ``hosts`` if ``placement.num_nodes`` > 1 and
-            ``num_store_servers`` is 0, else ``ledger``.
-        num_store_servers: Additional processes beside the ledger that hold the payloads; 0 keeps the payloads in the
-            ledger's own process.
-        keys: Directory of the run's CURVE keys; the run creates missing keys there at the start. Empty uses the run's
-            own folder. The server needs keys for ``host``. Example: ``outputs/keys``. See `buffer.keys`.
-        checkpoint: Folder of the buffer's checkpoint that a server without a journal begins from; the run sets it when
-            it resumes. Example: ``outputs/quickstart/checkpoints/buffer/v00000012``.
-        earlier_epoch: Epoch of the earlier life whose journals in ``directory`` this life takes over; the run sets it.
-        lineage: The name of the run, the same in all its lives; the run sets it. Journals and checkpoints contain it.
-            Empty takes the epoch.
-        epoch: Names the run. Every message carries it, and the server refuses a message of another run. Empty takes
-            the epoch of an earlier server in ``directory``, or a new one.
+            least twice as slow. A group changes workers at most twice.
+        max_message_bytes: Largest frame that a client may send. A longer frame closes its connection.
+        max_requests_per_s: Requests per client and second that the server answers. It refuses further requests. A
+            request that names leases counts once per lease.
+        stores_on: Where the payloads are. ``ledger``: in the ledger's server, or in ``num_store_servers`` processes
+            beside it. ``hosts``: on one store server per host of rollout workers, so trajectories cross the network
+            once. ``auto``: ``hosts`` if ``placement.num_nodes`` > 1 and ``num_store_servers`` is 0, else ``ledger``.
+        num_store_servers: Processes beside the ledger's server that hold the payloads; 0 keeps the payloads in the
+            ledger's server.
+        keys: Directory of the run's CURVE keys. The run creates missing keys there. Empty uses the run's own folder.
+            The server needs keys for ``host``. Example: ``outputs/keys``.
+        checkpoint: Folder of the checkpoint that a server without a journal begins from. The run sets it when it
+            resumes. Example: ``outputs/quickstart/checkpoints/buffer/v00000012``.
+        earlier_epoch: Epoch of the journals in ``directory`` that a resumed run takes over. The run sets it.
+        lineage: A name that stays the same when the run resumes. The run sets it. Empty takes the epoch.
+        epoch: Name of the run. Every message carries it, and the server refuses a message of another run. Empty takes
+            the epoch of an earlier server in ``directory``, or a new epoch.
         host: Address or interface that the server binds; it needs ``keys``. Empty: the server listens on Unix sockets
             in a folder that only its own user may open, and binds no port. Example: ``10.0.0.1``, ``eth0``.
-        socket_folder: Folder of the Unix sockets; the run sets it. Empty makes a folder with a random name in the
-            temporary folder, and removes it at the end.
+        socket_folder: Folder of the Unix sockets. The run sets it. Empty makes a temporary folder with a random name,
+            and removes it at the end.
         advertised_host: Address at which clients reach the server; empty if clients can use ``host``.
         port: Port of requests; 0 takes a free port.
         bulk_port: Port of large payloads; 0 takes a free port.

@@ -15,8 +15,8 @@ _SHOWN_GROUPS = 8
 def plan_wait(ledger: Ledger, now: float) -> dict[str, Any]:
     """Describe why the next batch is not planned yet.
 
-    Returns the batch's version, a sentence, and the running groups that the batch waits for. ``now`` is the time on the
-    clock of the leases, in seconds.
+    ``now`` is in seconds on the clock of the leases. Returns ``version`` of the batch, the reason ``why`` in
+    a sentence, and the running ``groups`` that the batch waits for.
     """
     version, groups = ledger.next_plan, ledger.groups
     waits_for: Sequence[Group] = ()
@@ -54,7 +54,6 @@ def _running(groups: Sequence[Group]) -> str:
 
 
 def _why_none_begins(ledger: Ledger) -> str:
-    """Return a text that tells why no further group begins."""
     num_queued = ledger.groups.num_queued
     if not num_queued:
         return "no prompt is queued"
@@ -67,7 +66,7 @@ def _why_none_begins(ledger: Ledger) -> str:
 
 
 def describe_group(ledger: Ledger, group_id: int, now: float) -> dict[str, Any]:
-    """Return the state of a group, and the ends of the attempts that the ledger remembers."""
+    """Describe a group and the ends of its remembered attempts."""
     group = ledger.groups.get(group_id)
     known: dict[str, Any] = {"group_id": group_id}
     if group is None:

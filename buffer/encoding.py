@@ -1,12 +1,12 @@
 """The encoding of messages, and of prompts and trajectory groups as payloads.
 
 A message is a msgpack header ``[PROTOCOL_VERSION, epoch, [[request_id, number of frames, record], …]]`` and the frames
-of its records (`buffer.commands`). The epoch names the run. Request id 0 is a push. The server does not decode frames.
+of its records (`buffer.commands`). The epoch names the run. Request id 0 is a push.
 
 A prompt is encoded by the project's codec. A group is encoded as a head with the schema of its columns, then one buffer
-per column. This takes a third of the codec's time. ZMQ has a fixed cost per part, so `pack` joins small frames. It cuts
-large frames, so that they can be sent piece by piece. The first part begins with ``b"prcl"``, the number of frames and
-their lengths as uint64. Inside a joined part every frame starts at a multiple of 16, so arrays can be read in place.
+per column, in a third of the codec's time. `pack` joins small frames, because ZMQ has a fixed cost per part, and cuts
+large frames into parts. The first part begins with ``b"prcl"``, the number of frames and their lengths as uint64.
+Inside a joined part every frame starts at a multiple of 16, so arrays can be read in place.
 """
 
 import struct
@@ -45,7 +45,7 @@ _ALIGN = 16
 _PADDING = [bytes(n) for n in range(_ALIGN)]
 _GROUP = b"grp\x03"
 _GROUP_HEAD = struct.Struct("<4sqq")
-"""The start of an encoded group: a marker, the id and the attempt; the schema follows."""
+"""The start of an encoded group: a marker, the id and the attempt. The schema follows."""
 _NUMERIC = frozenset("biufc")
 _MALFORMED = (
     *(ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError, StopIteration, RuntimeError),
@@ -61,13 +61,13 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Message:
-    """A record and its frames. Not frozen: freezing doubles the construction time.
+    """A record and its frames. Not frozen, because freezing doubles the construction time.
 
     Attributes:
         request_id: Chosen by the client, repeated in the answer; `PUSH_ID` in a push.
-        body: An operation, or an answer. In a received request the body stays encoded until `operation_of` decodes it.
+        body: An operation, or an answer. The body of a received request stays encoded until `operation_of` decodes it.
         payload: Frames.
-        client: The client that sent the request; the server sets it.
+        client: The sender of the request; the server sets it.
     """
 
     request_id: int
@@ -81,15 +81,15 @@ Send = Callable[[bytes, Message], None]
 
 
 def frames_of(epoch: str, messages: Sequence[Message]) -> list[Any]:
-    """Join messages into the frames of one message. ZMQ and both event loops then handle only one message."""
+    """Join messages into the frames of one message, because fewer messages cost less."""
     heads = [(message.request_id, len(message.payload), message.body) for message in messages]
     return [_encode((PROTOCOL_VERSION, epoch, heads)), *(frame for message in messages for frame in message.payload)]
 
 
 def parse_requests(frames: Sequence[Any], *, max_frames: int = MAX_FRAMES) -> tuple[str, list[Message]]:
-    """Return the epoch and the requests of a client's message.
+    """Return the epoch and the requests of a client's message. The bodies of the requests stay encoded.
 
-    The bodies of the requests stay encoded. Raises `WireError` if the message is malformed.
+    Raises `WireError` if the message is malformed.
     """
     epoch, requests = _parse(frames, max_frames, MAX_HEADER_BYTES)
     if len(requests) > MAX_BATCH:
@@ -98,10 +98,7 @@ def parse_requests(frames: Sequence[Any], *, max_frames: int = MAX_FRAMES) -> tu
 
 
 def operation_of(request: Message) -> Operation[Any]:
-    """Decode the operation of a request.
-
-    Raises `WireError` if the operation does not exist, or a field is out of range.
-    """
+    """Decode a request's operation. Raises `WireError` if it does not exist, or a field is out of range."""
     try:
         return _read_operation(request.body)
     except _UNREADABLE as error:
@@ -109,10 +106,7 @@ def operation_of(request: Message) -> Operation[Any]:
 
 
 def parse_answers(frames: Sequence[Any]) -> list[Message]:
-    """Decode the messages of a server.
-
-    A server's messages may be larger than a client's messages. Raises `WireError` if a message is malformed.
-    """
+    """Decode a server's message, which may be larger than a client's. Raises `WireError` if it is malformed."""
     _, messages = _parse(frames, MAX_REPLY_FRAMES, MAX_REPLY_HEADER_BYTES)
     try:
         for message in messages:
@@ -181,7 +175,7 @@ def prompt_frames(prompt: Prompt) -> list[Any]:
 
 
 def prompt_of(frames: Sequence[Any]) -> Prompt:
-    """Decode the prompt in a payload. Raises `WireError` if the payload is not a prompt."""
+    """Decode a prompt. Raises `WireError` if the payload is not a prompt."""
     values = codec.decode(unpack(frames))
     try:
         return Prompt(**values)
@@ -192,10 +186,8 @@ def prompt_of(frames: Sequence[Any]) -> Prompt:
 def group_frames(group: TrajectoryGroup) -> list[Any]:
     """Encode a trajectory group as a payload: a head, the turns, and one buffer per column.
 
-    Large arrays are not copied.
-
-    The head holds the ids and the schema: names, dtypes and shapes without the first dimension. Raises `TypeError` if a
-    column is not an array of numbers.
+    The head holds the ids and the schema: names, dtypes and shapes without the first dimension. Large arrays are not
+    copied. Raises `TypeError` if a column is not an array of numbers.
     """
     buffers: list[Any] = [group.turns.tobytes()]
     schema = []
@@ -213,10 +205,7 @@ def group_frames(group: TrajectoryGroup) -> list[Any]:
 
 
 def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
-    """Decode a trajectory group.
-
-    Arrays are read-only views of the payload. Raises `WireError` if the payload is malformed.
-    """
+    """Decode a trajectory group into read-only views of the payload. Raises `WireError` if it is malformed."""
     head, *buffers = unpack([memoryview(frame).toreadonly() for frame in frames])
     if head[: len(_GROUP)] != _GROUP:
         raise WireError(f"payload is not a TrajectoryGroup of this release: it begins with {bytes(head[:4])!r}")
@@ -266,7 +255,6 @@ def _schema_of(data: bytes) -> list[list[tuple[str, np.dtype, tuple[int, ...], i
 
 
 def _array(dtype: np.dtype, shape: tuple[int, ...], row_bytes: int, buffer: memoryview) -> np.ndarray:
-    """Return a [rows, …] view of a whole buffer."""
     num_rows, rest = divmod(len(buffer), row_bytes)
     if rest:
         raise WireError(f"a column of {dtype}{list(shape)} does not fit {len(buffer)} bytes")
@@ -296,10 +284,7 @@ def pack(frames: Sequence[Any]) -> list[Any]:
 
 
 def unpack(parts: Sequence[Any]) -> list[Any]:
-    """Return the frames of a packed payload, as views of the parts if possible.
-
-    Raises `WireError` if the payload is malformed.
-    """
+    """Return the frames of a packed payload, as views if possible. Raises `WireError` if the payload is malformed."""
     if not parts:
         raise WireError("a payload must have at least one part, got none")
     header, *pieces = (memoryview(part).cast("B") for part in parts)
@@ -347,7 +332,6 @@ def _joined(header: bytes, frames: Sequence[Any], lengths: Sequence[int]) -> byt
 
 
 def _split(part: memoryview, start: int, lengths: Sequence[int]) -> list[memoryview]:
-    """Return the frames that `_joined` has put into one part. The first frame begins at ``start``."""
     views = []
     for length in lengths:
         start += -start % _ALIGN
@@ -359,7 +343,6 @@ def _split(part: memoryview, start: int, lengths: Sequence[int]) -> list[memoryv
 
 
 def _rejoined(piece: memoryview, others: Iterator[memoryview], length: int) -> Any:
-    """Join the pieces of a large frame. A single piece is not copied."""
     if piece.nbytes == length:
         return piece
     pieces = [piece]
@@ -373,7 +356,6 @@ def _rejoined(piece: memoryview, others: Iterator[memoryview], length: int) -> A
 
 
 def _lengths(header: memoryview) -> tuple[tuple[int, ...], int]:
-    """Return the lengths of the frames, and the end of the header."""
     if header[: len(_PACKED)] != _PACKED:
         raise WireError(f"a payload does not begin with its header but with {bytes(header[:4])!r}")
     try:

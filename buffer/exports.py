@@ -1,12 +1,12 @@
-"""Exports the groups of a buffer's checkpoint to parquet files, and reads them back. Arrays keep their exact bits.
+"""Exports the groups in a buffer's checkpoint to a folder of parquet files, and reads such a folder.
 
-`export_part` reads the buffer's part of a checkpoint and writes a folder; `read_export` reads the folder again.
+The folder holds these files. Arrays keep their exact bits.
 
 - ``groups.parquet``: one row per unfinished group, with its prompt.
 - ``turns.parquet``: one row per turn, with its tokens, log-probs and versions.
 - ``trajectories.parquet``: one row per trajectory, with its reward.
-- ``images.parquet``: one row per column of images; the file has no rows if there are no images.
-- ``drops.parquet``: dropped tokens and groups by reason. A buffer keeps no trajectories of dropped groups.
+- ``images.parquet``: one row per column of images.
+- ``drops.parquet``: dropped tokens and groups by reason. The trajectories of dropped groups are not kept.
 - ``export.json``: the learner version and the options of the buffer.
 """
 
@@ -66,15 +66,15 @@ class ExportedGroup:
     """One unfinished group of a buffer.
 
     Attributes:
-        prompt: Its prompt.
+        prompt: Prompt of the group.
         state: ``queued``, ``leased``, ``stored`` or ``planned``.
-        attempt: The current or last attempt; -1 before the first one.
-        engine_version: Engine version u of this attempt.
-        deadline: u + max_lag: the last learner version that may consume the group.
+        attempt: The current or last attempt; -1 before the first attempt.
+        engine_version: Engine version u of the attempt.
+        deadline: u + max_lag, the last learner version that may consume the group.
         planned_for: The version whose batch holds the group; -1 if no batch does.
         num_uses: Number of learner steps that trained on the group.
-        is_complete: Whether ``trajectories`` are finished and scored; otherwise they are the saved prefix.
-        trajectories: None if the group has no tokens yet. Each token has its log-prob and its policy version.
+        is_complete: Whether ``trajectories`` are finished and scored. Otherwise they are the saved prefix.
+        trajectories: The trajectories; None if the group has no tokens yet.
     """
 
     prompt: Prompt
@@ -94,9 +94,8 @@ class BufferContents:
 
     Attributes:
         learner_version: The ledger's version when the checkpoint was written.
-        max_lag, groups_per_step: Options of the buffer.
         groups: The unfinished groups, by id.
-        tokens_dropped: Number of dropped policy tokens by reason, over all lives of the run.
+        tokens_dropped: Number of dropped policy tokens by reason, since the start of the run.
         groups_dropped: Number of dropped groups by reason.
     """
 
@@ -109,9 +108,11 @@ class BufferContents:
 
 
 def read_part(part: Path) -> BufferContents:
-    """Read the buffer's part of a checkpoint, also of an earlier life of the run, and change nothing.
+    """Read the buffer's files in the folder ``part`` of a checkpoint. The files stay unchanged.
 
-    Raises `ReplayBufferError` if a file cannot be read, and `ValueError` for another format.
+    Raises:
+        ReplayBufferError: A file cannot be read.
+        ValueError: A file has another format.
     """
     contents = read_contents(part / LEDGER_PART)
     owner, recovered = contents.values["owner"], contents.recovered
@@ -169,7 +170,7 @@ def write_export(contents: BufferContents, folder: Path) -> None:
     """Write the files of an export into a new or empty folder.
 
     Raises:
-        ValueError: The folder has files, or a column has different types in two groups.
+        ValueError: The folder is not empty, or a column has different types in two groups.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -222,10 +223,6 @@ def _scopes(group: TrajectoryGroup) -> dict[str, Mapping[str, np.ndarray]]:
 
 
 def _column_types(groups: Iterable[ExportedGroup]) -> dict[str, dict[str, pa.DataType]]:
-    """Return the type of the values of each column, by scope and column name.
-
-    Raises `ValueError` if two groups have different types.
-    """
     kinds: dict[str, dict[str, pa.DataType]] = {scope: {} for scope in _SCOPES}
     for group in groups:
         if group.trajectories is None:
@@ -242,13 +239,13 @@ def _column_types(groups: Iterable[ExportedGroup]) -> dict[str, dict[str, pa.Dat
 
 
 def _storable(column: np.ndarray) -> np.ndarray:
-    """Return the values of a column as a flat array of a type that parquet has. A complex number becomes two floats."""
+    """Return a flat array of a type that parquet supports. A complex number becomes two floats."""
     flat = np.ascontiguousarray(column).reshape(-1)
     return flat.view(f"f{flat.itemsize // 2}") if flat.dtype.kind == "c" else flat
 
 
 def _lists(column: np.ndarray, lengths: np.ndarray) -> pa.Array:
-    """Return a column as lists. List i has ``lengths[i]`` rows of the column."""
+    """Return lists. List i has ``lengths[i]`` rows of the column."""
     flat = _storable(column)
     per_row = len(flat) // len(column) if len(column) else 1
     offsets = np.concatenate([[0], np.cumsum(lengths)]) * per_row
@@ -256,7 +253,7 @@ def _lists(column: np.ndarray, lengths: np.ndarray) -> pa.Array:
 
 
 def _table(schema: pa.Schema, columns: Mapping[str, Any], num_rows: int) -> pa.Table:
-    """Make a table. A column that is not given is null in every row."""
+    """Make a table. A missing column is null in every row."""
     arrays = [columns.get(name, pa.nulls(num_rows, schema.field(name).type)) for name in schema.names]
     return pa.Table.from_arrays(arrays, schema=schema)
 
@@ -301,7 +298,7 @@ def _group_row(group: ExportedGroup) -> dict[str, Any]:
         "group_id": prompt.group_id,
         "state": str(group.state),
         "data_source": prompt.data_source,
-        # This column is for people to read. The column ``prompt`` has the exact value.
+        # for human readers; the column ``prompt`` has the exact value
         "ground_truth": truth if truth is None or isinstance(truth, str) else json.dumps(truth, default=repr),
         "prompt_ids": prompt.prompt_ids.tolist(),
         "prompt": [bytes(frame) for frame in prompt_frames(prompt)],
@@ -328,10 +325,10 @@ def _group_row(group: ExportedGroup) -> dict[str, Any]:
 
 
 def read_export(folder: Path) -> BufferContents:
-    """Read an export. The user may have removed rows from ``groups.parquet``, for example groups with low rewards.
+    """Read an export. The user may have removed rows from ``groups.parquet``.
 
     Raises:
-        ValueError: ``folder`` holds no export of this format, or the rows of a group are incomplete.
+        ValueError: ``folder`` holds no export of this format, or rows of a group are missing.
     """
     try:
         values = json.loads((folder / "export.json").read_text())
@@ -407,12 +404,11 @@ def _trajectories(row: Mapping[str, Any], parts: Mapping[str, pa.Table], folder:
 
 
 def _values(lists: pa.ChunkedArray) -> np.ndarray:
-    """Return the values of all lists, in order, as one array."""
     return lists.combine_chunks().flatten().to_numpy(zero_copy_only=False)
 
 
 def export_part(part: Path, folder: Path) -> BufferContents:
-    """Export the buffer's part of a checkpoint to ``folder``. Returns the exported contents.
+    """Export the buffer's files in the folder ``part`` of a checkpoint to ``folder``. Return the exported contents.
 
     Raises as `read_part` and `write_export` do.
     """

@@ -1,4 +1,4 @@
-"""Answers fetches. Payloads in memory are sent at once; payloads on disk are sent after a thread has read them."""
+"""Answers fetches. A thread reads payloads on disk, so they do not block the loop."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ _MAX_CLIENTS = 4096
 class FetchReplies:
     """Sends payloads. Each client may leave ``limit`` bytes of replies unread.
 
-    If a payload on disk cannot be read, the error is logged, and the client gets `UnknownGroup`.
+    A client gets `UnknownGroup` if a payload on disk cannot be read.
     """
 
     def __init__(self, replies: Replies, limit: int) -> None:
@@ -33,7 +33,7 @@ class FetchReplies:
         self._reads: set[asyncio.Task[None]] = set()
 
     def send(self, request: Message, fetch: commands.Fetch, parts: Sequence[Frames]) -> None:
-        """Answer a fetch with the payload of each group. Raises `StoreFull` if the client must read replies first."""
+        """Answer a fetch. Raises `StoreFull` if the client must read earlier replies first."""
         self._window.add(request.client, request.request_id, sum(map(size_of, parts)), read=fetch.read)
         if any(isinstance(part, FramesOnDisk) for part in parts):
             read = asyncio.get_running_loop().create_task(self._read(request, fetch.group_ids, parts))
@@ -74,10 +74,7 @@ def _read(group_id: int, frames: Frames) -> Frames:
 
 
 class FetchWindow:
-    """Limits the bytes of unread replies per client to ``limit``.
-
-    Each fetch names the last reply that its client has read.
-    """
+    """Limits the bytes of unread replies per client to ``limit``."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -86,10 +83,8 @@ class FetchWindow:
     def add(self, client: bytes, request_id: int, num_bytes: int, *, read: int) -> None:
         """Record a reply of ``num_bytes`` before it is sent.
 
-        ``read`` is the largest request id that the client has read.
-
-        Raises `StoreFull` if the client would have more than ``limit`` unread bytes. A client without unread replies
-        may get a larger reply.
+        ``read`` is the largest request id that the client has read. Raises `StoreFull` if the client would have more
+        than ``limit`` unread bytes. A single reply may be larger.
         """
         replies = self._replies.setdefault(client, deque())
         self._replies.move_to_end(client)

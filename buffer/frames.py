@@ -1,4 +1,4 @@
-"""Frames that stay in a file of a journal, and are read when they are needed."""
+"""Frames that stay in a file of a journal until they are needed."""
 
 import errno
 import os
@@ -13,12 +13,12 @@ from .records import Frames
 
 
 class Written(NamedTuple):
-    """The place of frames in a file.
+    """The position of frames in a file.
 
     Attributes:
         start: Offset of the first frame.
-        head_bytes: Size of the record's head, which is before the first frame.
-        checksum: Checksum (xxh3) of this head and the frames.
+        head_bytes: Size of the record's head before the first frame.
+        checksum: xxh3 of this head and the frames.
     """
 
     start: int
@@ -27,7 +27,7 @@ class Written(NamedTuple):
 
     @classmethod
     def without_head(cls, start: int, frames: Frames) -> Self:
-        """Return the place of frames that are a part of their record."""
+        """Return the position of frames without a head."""
         digest = xxhash.xxh3_64()
         for frame in frames:
             digest.update(frame)
@@ -35,9 +35,9 @@ class Written(NamedTuple):
 
 
 class FramesOnDisk(Sequence[Any]):
-    """Consecutive frames in a file. Each iteration reads them again and verifies their checksum.
+    """Consecutive frames in a file. Each iteration reads them and verifies their checksum.
 
-    Raises `OSError` if the frames cannot be read, or are damaged.
+    Raises `OSError` if the frames cannot be read or are damaged.
 
     Attributes:
         place: Number of the frames in their journal.
@@ -51,7 +51,7 @@ class FramesOnDisk(Sequence[Any]):
         self.num_bytes = sum(self._lengths)
 
     def move(self, path: Path, written: Written, *, place: int) -> None:
-        """Record that the frames were copied to another file. Another thread may be reading the frames meanwhile."""
+        """Record that the frames were copied to another file. Another thread may read the frames meanwhile."""
         self._at, self.place = (path, written), place
 
     def move_to(self, copy: "FramesOnDisk") -> None:
@@ -95,7 +95,7 @@ class FramesOnDisk(Sequence[Any]):
 
 
 def frames_at(descriptor: int, start: int, lengths: Sequence[int], path: Path) -> Frames:
-    """Read consecutive frames from a file. Raises `OSError` if the file cannot be read, or is too short."""
+    """Read consecutive frames from a file. Raises `OSError` if the file cannot be read or is too short."""
     ends = [*accumulate(lengths, initial=start)]
     return [_bytes_at(descriptor, begin, end - begin, path) for begin, end in pairwise(ends)]
 
@@ -112,7 +112,7 @@ def _bytes_at(descriptor: int, start: int, num_bytes: int, path: Path) -> bytes:
 
 
 def in_memory(frames: Frames) -> Frames:
-    """Read frames that are on disk. Other frames are returned as they are. Raises `OSError` as `FramesOnDisk` does."""
+    """Read frames that are on disk; return other frames unchanged. Raises `OSError` as `FramesOnDisk` does."""
     return frames.read() if isinstance(frames, FramesOnDisk) else frames
 
 

@@ -1,6 +1,6 @@
-"""The table of unfinished prompt groups: one record per group, and the indexes that are derived from the records.
+"""The table of unfinished prompt groups: one record per group, and indexes that are derived from the records.
 
-The table moves groups from one state to the next. `buffer.ledger` decides which groups move.
+`buffer.ledger` decides when a group changes its state.
 """
 
 from collections import Counter, deque
@@ -33,10 +33,10 @@ class GroupState(StrEnum):
 
 
 class StorePlace(Struct, kw_only=True, array_like=True):
-    """The address and the host of a store that joined. Both are empty for a store that was there from the start.
+    """A store that joined. ``address`` and ``host`` are empty for a store that was there from the start.
 
-    A store that ``is_gone`` never returns. A place that ``is_awaited`` belonged to a store of an earlier life of the
-    run. The next store that joins gets this place, and loads the groups of the earlier store from the checkpoint.
+    A store that ``is_gone`` never returns. A store that ``is_awaited`` joined before the run resumed. The next store
+    that joins takes its number, and loads its groups from the checkpoint.
     """
 
     address: str = ""
@@ -49,31 +49,28 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
     """One unfinished prompt group.
 
     Attributes:
-        group_id: See `asyncrl.core.types.Prompt`.
-        state: See `GroupState`.
-        place: Its place among the groups of the same state: in the queue, in the order of leasing or storing, or in its
+        place: Position among the groups of the same state: in the queue, in the order of leasing or storing, or in the
             batch.
-        num_attempts: Attempts leased so far; the current or last attempt is ``num_attempts - 1``.
+        num_attempts: Attempts leased so far. The current or last attempt is ``num_attempts - 1``.
         num_failures: Number of failed attempts.
         num_deaths: Number of workers that died, or became silent, while they held a lease on the group.
         engine_version: u of the current attempt.
         deadline: u + max_lag of the current attempt.
         owner: The client that holds the lease; opaque.
         request_id: The owner's request that the lease answered.
-        expires_at: When the lease expires, on the clock of the ledger's ``now``.
-        progress: The saved prefix: the prefix that the attempt inherited, or a later one that its worker saved.
+        expires_at: Time when the lease expires, in seconds on the clock of the leases.
+        progress: The saved prefix, inherited or saved by the current attempt.
         num_inherited: Tokens of the prefix that the attempt continues.
-        summary: Metadata of the trajectories, once the group is stored.
-        rank: Its place in the selection order, once the group is stored.
+        summary: Metadata of the stored trajectories.
+        rank: Position of the stored group in the selection order.
         planned_for: The version whose batch holds the group; -1 if no batch does.
         num_bytes: Size of the trajectories; known since the reservation.
         store: Number of the store that holds the trajectories.
         digest: XXH3 of the trajectories, 16 bytes, if a store server holds them.
-        is_missing: A batch holds the group, but no store has its trajectories.
+        is_missing: Whether a batch holds the group, but no store has its trajectories.
         prefix_bytes: Size of the saved prefix's frames.
         is_evicted: Whether the saved prefix was evicted. Its tokens stay counted, but no attempt can continue it.
-        uses: Versions whose committed steps trained on the group. The account counts a used group as finished. The
-            group waits for a further use.
+        uses: Versions whose steps trained on the group. A used group counts as finished, and waits for a further use.
     """
 
     group_id: int
@@ -102,7 +99,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
 
     @property
     def attempt(self) -> int:
-        """The current attempt, or the last one."""
+        """The current or last attempt."""
         return self.num_attempts - 1
 
     @property
@@ -117,7 +114,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
 
     @property
     def newest_version(self) -> int:
-        """The policy version of the newest token in the trajectories or in the saved prefix; -1 without either."""
+        """The policy version of the newest token in the trajectories or the saved prefix; -1 without tokens."""
         held = self.progress if self.summary is None else self.summary
         return -1 if held is None else held.newest_version
 
@@ -128,17 +125,17 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         return self.summary
 
     def result_at(self, version: int) -> GroupSummary:
-        """Return the metadata of a stored or planned group, counting only its uses before ``version``."""
+        """Return the metadata of a stored or planned group, with only its uses before ``version``."""
         num_uses = sum(use < version for use in self.uses)
         return self.result if num_uses == len(self.uses) else replace(self.result, num_uses=num_uses)
 
     def set_uses(self, uses: tuple[int, ...]) -> None:
-        """Set the versions whose steps trained on the stored group."""
+        """Set the versions whose steps trained on the group."""
         self.uses = uses
         self.summary = replace(self.result, num_uses=len(uses))
 
     def granted(self) -> GrantedLease:
-        """Return a copy of the current lease. The copy does not change when the group gets another attempt."""
+        """Return a copy of the current lease."""
         return GrantedLease(
             group_id=self.group_id,
             attempt=self.attempt,
@@ -177,7 +174,6 @@ _FORGETTING = 16
 
 
 def _discard(index: dict[Any, dict[int, None]], key: Any, group_id: int) -> None:
-    """Remove a group from an index that maps a key to groups."""
     group_ids = index[key]
     del group_ids[group_id]
     if not group_ids:
@@ -198,11 +194,11 @@ class LeaseIndex:
 
     @property
     def num_expiries(self) -> int:
-        """Number of entries in the heap of expiries, including entries of ended leases."""
+        """Number of entries in the heap of expiries, including ended leases."""
         return len(self._expiries)
 
     def add(self, group: Group) -> None:
-        """Index a group whose lease begins."""
+        """Add a group whose lease begins."""
         self._groups[group.group_id] = group
         self._by_deadline.setdefault(group.deadline, {})[group.group_id] = None
         self._by_owner.setdefault(group.owner, {})[group.group_id] = None
@@ -216,7 +212,7 @@ class LeaseIndex:
         group.expires_at = 0.0  # renewals are not journaled, and a replayed table must be equal
 
     def all(self) -> list[Group]:
-        """Return the leased groups, in the order in which their leases began."""
+        """Return the leased groups, the oldest lease first."""
         return sorted(self._groups.values(), key=attrgetter("place"))
 
     def of_owner(self, owner: bytes) -> list[Group]:
@@ -228,11 +224,11 @@ class LeaseIndex:
         return len(self._by_owner.get(owner, ()))
 
     def reserved_in(self, store: int) -> list[tuple[int, int]]:
-        """Return the running groups that have reserved bytes in a store, and their attempts."""
+        """Return the running groups with reserved bytes in a store, and their attempts."""
         return [(group.group_id, group.attempt) for group in self.all() if group.num_bytes and group.store == store]
 
     def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
-        """Choose ``numbers[k]`` further leased groups for each k, among the groups due at ``version + k`` or earlier.
+        """Choose ``numbers[k]`` further leased groups due at ``version + k`` or earlier, for each k.
 
         Among groups with the same deadline, the newest lease comes first.
         """
@@ -245,7 +241,7 @@ class LeaseIndex:
         return [self._groups[group_id] for group_id in chosen]
 
     def next_expiry(self) -> float | None:
-        """Return the time of the next expiry of a lease; None if no lease runs."""
+        """Return the time of the next expiry of a lease; None without leases."""
         expiries = self._expiries
         while expiries:
             expires_at, group_id, attempt = expiries[0]
@@ -259,7 +255,7 @@ class LeaseIndex:
         return None
 
     def expired(self, now: float) -> list[Group]:
-        """Return the groups whose leases have expired, the earliest first."""
+        """Return the groups whose leases have expired, the earliest expiry first."""
         due = {(group_id, attempt) for expires_at, group_id, attempt in self._expiries if expires_at <= now}
         running = ((self._groups.get(group_id), attempt) for group_id, attempt in due)
         groups = [group for group, attempt in running if group is not None and group.attempt == attempt]
@@ -274,7 +270,6 @@ class LeaseIndex:
             self._push_expiry(group)
 
     def _push_expiry(self, group: Group) -> None:
-        """Index an expiry. Entries of ended leases are removed before they fill half of the heap."""
         if len(self._expiries) > 2 * len(self._groups) + 64:
             self._expiries = [(other.expires_at, other.group_id, other.attempt) for other in self._groups.values()]
             heapify(self._expiries)
@@ -288,11 +283,11 @@ class ReadyIndex:
         self._entries: dict[int, list[Entry]] = {}
 
     def add(self, group: Group) -> None:
-        """Add a stored group to the index."""
+        """Add a stored group."""
         self._entries.setdefault(group.deadline, []).append((group.rank, group.place, group.group_id))
 
     def remove(self, deadline: int, group_ids: Container[int]) -> None:
-        """Remove groups of one deadline."""
+        """Remove groups with this deadline."""
         entries = [entry for entry in self._entries[deadline] if entry[2] not in group_ids]
         if entries:
             self._entries[deadline] = entries
@@ -317,8 +312,7 @@ class StoreSpace:
         stores: Address and host of each store.
         stored_bytes: Bytes of trajectories per store, including reserved bytes.
         prefix_bytes: Bytes of saved prefixes.
-        expected_bytes: Expected size of a group's trajectories. This is the largest recent size, and it decays over
-            some dozens of groups.
+        expected_bytes: Expected size of a group's trajectories: the largest recent size.
     """
 
     def __init__(self, num_stores: int) -> None:
@@ -332,14 +326,14 @@ class StoreSpace:
         self.stored_bytes.append(0)
 
     def join(self, number: int, address: str, host: str) -> None:
-        """Add a store that joins. It gets a new number, or the number of an awaited store."""
+        """Add a store with a new number, or with the number of an awaited store."""
         if number == len(self.stores):
             self.add_store(address, host)
         else:
             self.stores[number] = StorePlace(address=address, host=host)
 
     def await_stores(self) -> None:
-        """Mark the stores that joined in an earlier life of the run as awaited. New stores take their places."""
+        """Mark the joined stores as awaited, because the run resumes."""
         for number, place in enumerate(self.stores):
             if place.address and not place.is_gone:
                 self.stores[number] = StorePlace(is_awaited=True)
@@ -349,11 +343,11 @@ class StoreSpace:
         return [number for number, place in enumerate(self.stores) if place.is_awaited]
 
     def open_stores(self) -> list[int]:
-        """Return the numbers of the stores that can take groups."""
+        """Return the numbers of the stores that can hold groups."""
         return [number for number, place in enumerate(self.stores) if not (place.is_gone or place.is_awaited)]
 
     def set_bytes(self, group: Group, num_bytes: int, store: int | None = None) -> None:
-        """Record the size of a group's trajectories. ``store`` is the new store, if the store changes."""
+        """Record the size of a group's trajectories, and its new ``store`` if the store changes."""
         if group.num_bytes:
             self.stored_bytes[group.store] -= group.num_bytes
         group.num_bytes = num_bytes
@@ -377,7 +371,7 @@ class StoreSpace:
         group.prefix_bytes, group.is_evicted = 0, True
 
     def restore(self, places: Iterable[StorePlace], expected_bytes: int, groups: Iterable[Group]) -> None:
-        """Load the stores of a snapshot, and derive the bytes from the groups."""
+        """Load the stores of a snapshot, and compute the bytes from the groups."""
         self.stores, self.expected_bytes = list(places), expected_bytes
         self.stored_bytes = [0] * len(self.stores)
         for group in groups:
@@ -390,13 +384,10 @@ class GroupTable:
     """Unfinished groups by id, in their queue and in their batches.
 
     Attributes:
-        leases: The leased groups.
         ready: The stored groups that no batch holds.
-        space: The stores and the bytes in them.
-        open_by_deadline: For each deadline, the number of groups that are leased or stored and not yet planned.
-        plans: For each planned version, the group ids of its batch.
-        ended_attempts: Pairs of group id and attempt. The attempts have ended, but a store may still hold their
-            trajectories. The service empties the list.
+        open_by_deadline: Number of leased and stored groups that are not planned, by deadline.
+        plans: Group ids of the batch of each planned version.
+        ended_attempts: Ended attempts (group id, attempt) that a store may still hold. The service empties the list.
     """
 
     def __init__(self, *, num_stores: int = 1) -> None:
@@ -414,7 +405,6 @@ class GroupTable:
         self._present_at_deaths: set[int] = set()
 
     def __len__(self) -> int:
-        """Number of records in memory: groups and expiries."""
         return len(self._groups) + self.leases.num_expiries
 
     def __contains__(self, group_id: int) -> bool:
@@ -476,21 +466,20 @@ class GroupTable:
         return group is not None and group.state is GroupState.planned
 
     def stored_in(self, store: int | None = None) -> list[tuple[int, int]]:
-        """Return the groups whose trajectories a store holds, with their attempts. ``None`` means all stores."""
+        """Return the groups and attempts that a store holds. ``None`` means all stores."""
         stored = (group for group in self if group.summary is not None)
         return [(group.group_id, group.result.attempt) for group in stored if store is None or group.store == store]
 
     def of_state(self, state: GroupState) -> list[Group]:
-        """Return the groups of a state, sorted by place."""
+        """Return the groups of a state, in order."""
         groups = [group for group in self._groups.values() if group.state is state]
         return sorted(groups, key=lambda group: group.place)
 
     def head(self, number: int, *, owner: bytes, suspect_deaths: int = 0) -> list[Group]:
         """Return the first groups of the queue that an owner may lease.
 
-        A group with ``suspect_deaths`` or more deaths is a suspect; 0 means that no group is a suspect. An owner holds
-        at most one suspect. If a worker held two suspects and died, the ledger could not tell which group had killed
-        it.
+        A group with ``suspect_deaths`` or more deaths is a suspect; with 0, no group is. An owner holds at most one
+        suspect, so that the owner's death shows which suspect killed it.
         """
         queued = map(self._groups.__getitem__, self._queue)
         if not (suspect_deaths and self._present_at_deaths):
@@ -509,14 +498,14 @@ class GroupTable:
     # State changes
 
     def enqueue(self, group_id: int, *, num_attempts: int = 0) -> None:
-        """Add a group at the tail of the queue. It is a new group, or a reopened group with its past attempts."""
+        """Add a new or reopened group at the tail of the queue."""
         self._groups[group_id] = Group(group_id=group_id, place=self._place(), num_attempts=num_attempts)
         if num_attempts:
             self.ended_attempts.append((group_id, num_attempts - 1))
         self._queue.append(group_id)
 
     def requeue(self, group: Group, *, keeps_progress: bool) -> None:
-        """End a lease. The group goes to the head of the queue."""
+        """End a lease, and put the group at the head of the queue."""
         self.leases.remove(group)
         self._count_open(group.deadline, -1)
         self._to_head(group, keeps_progress=keeps_progress)
@@ -525,8 +514,7 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
-        # Recorded even without a reservation, because the payload may reach its store after the ledger's request to
-        # remove it.
+        # Needed even without a reservation, because the payload may reach its store after the ledger's removal request.
         self.ended_attempts.append((group.group_id, group.attempt))
         self.space.set_bytes(group, 0)
         if not keeps_progress:
@@ -536,7 +524,7 @@ class GroupTable:
     def evict(self, group: Group) -> None:
         """Drop the trajectories of a stored group.
 
-        Its prompt goes to the head of the queue. If a learner step trained on the group, the group is removed instead.
+        Put the group at the head of the queue, or remove it if it was used.
         """
         self.ready.remove(group.deadline, {group.group_id})
         self.num_stored -= 1
@@ -548,7 +536,7 @@ class GroupTable:
         self._to_head(group, keeps_progress=False)
 
     def lease(self, group: Group, granted: GrantedLease) -> None:
-        """Begin a lease on a queued group at or near the head of the queue."""
+        """Begin a lease on a queued group."""
         self._queue.remove(group.group_id)
         group.state, group.place = GroupState.leased, self._place()
         group.num_attempts = granted.attempt + 1
@@ -562,7 +550,7 @@ class GroupTable:
         self.leases.add(group)
 
     def store(self, group: Group, summary: GroupSummary, rank: float) -> None:
-        """Store a finished group. The group then waits for a plan."""
+        """Store a finished group."""
         self.leases.remove(group)
         group.state, group.place = GroupState.stored, self._place()
         group.summary, group.rank, group.num_failures, group.num_deaths = summary, rank, 0, 0
@@ -587,7 +575,7 @@ class GroupTable:
         self.plans[version] = group_ids
 
     def dissolve(self, versions: Iterable[int]) -> None:
-        """Take the groups of these batches out of their plans. The groups then wait for a new plan."""
+        """Return the groups of these batches to the stored groups."""
         for version in versions:
             for group_id in self.plans.pop(version):
                 self._return_to_stored(self._groups[group_id])
@@ -606,7 +594,6 @@ class GroupTable:
         self._present_at_deaths.add(group.group_id)
 
     def _return_to_stored(self, group: Group) -> None:
-        """Take a group out of its batch. The group then waits for another plan."""
         group.state, group.planned_for, group.place = GroupState.stored, -1, self._place()
         self.num_planned -= 1
         self._count_open(group.deadline, 1)
@@ -666,7 +653,7 @@ class GroupTable:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Load the records of a snapshot into this empty table, and compute the indexes."""
+        """Load a snapshot into this empty table, and compute the indexes."""
         self._head_place, self._next_place = values["places"]
         for group in convert(values["rows"], list[Group]):
             self._groups[group.group_id] = group

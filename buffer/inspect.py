@@ -19,7 +19,7 @@ from .role_clients import BufferConnection, ControlClient, LearnerClient
 
 
 async def read(connection: BufferConnection, *, group_id: int = -1, with_payload: bool = False) -> dict[str, Any]:
-    """Request a server's report, or the report of one group, with its trajectories if they are stored."""
+    """Request a server's report, or the report of one group. Trajectories are included if they are stored."""
     client = connection.client()
     try:
         report = await ControlClient(client).inspect(group_id)
@@ -49,7 +49,7 @@ def trajectories_of(group: TrajectoryGroup) -> list[dict[str, Any]]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """Format the report as text: totals, then distributions over the unfinished groups, then producers."""
+    """Format a server's report as text."""
     stats, groups = report["stats"], report["groups"]
     lines = [
         f"learner version {stats['learner_version']}, max_lag {report['max_lag']}, B {report['groups_per_step']}",
@@ -87,7 +87,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def render_group(report: dict[str, Any]) -> str:
-    """Format the report of one group as text: its state, its ended attempts and its trajectories."""
+    """Format the report of one group as text."""
     parts = ("summary", "ended_attempts", "trajectories")
     lines = [", ".join(f"{name} {value}" for name, value in report.items() if name not in parts)]
     if "summary" in report:
@@ -129,7 +129,7 @@ def _spread(groups: list[dict[str, Any]], field: str) -> str:
 
 @with_exit_status
 def main() -> int:
-    """Entry point. Returns the exit status."""
+    """Run the command, and return its exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl inspect", description="Show what a buffer server holds.")
     parser.add_argument("address", help="where it listens, e.g. tcp://10.0.0.1:5555; the run says it when it starts")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")

@@ -1,14 +1,11 @@
-"""Keeps the data for a restarted server on disk.
+"""Keeps the data for a restarted server on disk: the ledger's last snapshot, later commands with outcomes, and frames.
 
-The data are the ledger's last snapshot, all later commands with their outcomes, and the payloads (frames).
+``NAME.N.log`` holds the commands in order, with small frames. The journal reserves bytes for a command before it takes
+effect, and writes it before any client gets a reply. The puts of one burst share a write. ``NAME.N.frames`` holds large
+frames, which a thread writes before the command that refers to them.
 
-``NAME.N.log`` holds the commands in order, with small frames. Before a command takes effect, the journal reserves bytes
-for it in the file. It writes the command before any client gets a reply. The puts of one burst share a write.
-``NAME.N.frames`` holds large frames, which a thread writes before the command that refers to them.
-
-Written records survive the death of the process. A power failure may lose the last writes. Therefore every record has a
-checksum, and a file ends at its first broken record. When the files have grown, `Journal.compact` begins a new pair and
-deletes the old one.
+Written records survive the death of the process, but a power failure may lose the last writes. So every record has a
+checksum, and a file ends at its first broken record. When the files have grown, `Journal.compact` begins a new pair.
 """
 
 import asyncio
@@ -44,7 +41,7 @@ _MAGIC = b"asyncrl buffer journal %d\n" % FORMAT
 _COMPACT_BYTES = 16 * 1024**2
 _GROW_BYTES = 4 * 1024**2
 _MAX_PUT_BYTES = 4096
-"""Bytes reserved for a put without its frames; a group of very many samples gets the rest when it is written."""
+"""Bytes reserved for a put without its frames. A group of very many samples gets the rest at the write."""
 _MAX_PARTS = 1024
 _HEADER = struct.Struct("<QIQ")
 """Checksum (xxh3) of head and frames, size of the head, size of the frames, in bytes."""
@@ -57,10 +54,7 @@ the frames."""
 
 
 class Head(Row, frozen=True, tag=True):
-    """The head of a record.
-
-    The frames of its ``references`` follow. A record that only holds frames has no other values.
-    """
+    """The head of a record. The frames of its ``references`` follow."""
 
     references: tuple[Reference, ...] = ()
 
@@ -93,9 +87,11 @@ _decode = msgspec.msgpack.Decoder(Head | Begin | Value | Decided).decode
 class Recovered:
     """The contents of a journal when a server opens it.
 
-    The ledger's last snapshot is None in a new journal. The later commands follow in order, with their outcomes. The
-    frames are mapped by kind (``prompt``, ``payload``, ``progress``) and group id. The frames are still on disk.
-    ``num_lost_prompts`` groups have no prompt, because a file is damaged.
+    Attributes:
+        snapshot: The ledger's last snapshot; None in a new journal.
+        commands: Later commands in order, with their outcomes.
+        frames: Frames on disk by kind (``prompt``, ``payload``, ``progress``) and group id.
+        num_lost_prompts: Number of groups without a prompt, because a file is damaged.
     """
 
     snapshot: dict[str, Any] | None = None
@@ -115,10 +111,10 @@ class AppendOnlyFile:
         self._num_reserved = os.fstat(self._descriptor).st_size
 
     def read(self) -> Iterator[tuple[Any, int]]:
-        """Read the head of each record, and the offset of its frames.
+        """Yield the head of each record, and the offset of its frames. Verify every checksum.
 
-        A writable file is truncated after the last complete record. Verifies every checksum, and keeps no frames in
-        memory. Raises `ValueError` if the file is not a journal of this format.
+        A writable file is truncated after the last complete record. Raises `ValueError` if the file is not a journal of
+        this format.
         """
         end = 0
         if os.fstat(self._descriptor).st_size:
@@ -140,10 +136,7 @@ class AppendOnlyFile:
         self.cut(end)
 
     def _record_at(self, data: mmap.mmap, start: int) -> tuple[Any, int, int] | None:
-        """Return the head, the start of the frames and the end of a record.
-
-        Returns None if no complete record is at ``start``.
-        """
+        """Return the head, the start of the frames and the end of a record; None if it is incomplete or damaged."""
         if start + _HEADER.size > len(data):
             return None
         checksum, head_bytes, frames_bytes = _HEADER.unpack_from(data, start)
@@ -163,7 +156,7 @@ class AppendOnlyFile:
     def append(self, records: Iterable[tuple[Any, Frames]]) -> list[Written]:
         """Write all records, or none.
 
-        Returns the place of the frames of each record. Raises `OSError` if the write fails.
+        Return the position of each record's frames. Raises `OSError` if the write fails.
         """
         parts: list[Any] = [] if self.num_bytes else [_MAGIC]
         size = sum(map(len, parts))
@@ -184,7 +177,7 @@ class AppendOnlyFile:
         return written
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve ``num_bytes`` more bytes, and some bytes for later records. Raises `OSError` if this fails."""
+        """Reserve ``num_bytes`` more bytes, and some for later records. Raises `OSError` if this fails."""
         needed = self.num_bytes + num_bytes - self._num_reserved
         if needed <= 0:
             return
@@ -207,7 +200,7 @@ class AppendOnlyFile:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file, and free the reserved bytes after its records."""
+        """Close the file, and free its reserved bytes."""
         with suppress(OSError):
             self.cut(self.num_bytes)
         os.close(self._descriptor)
@@ -219,10 +212,7 @@ class AppendOnlyFile:
 
 
 def write_all(descriptor: int, parts: list[Any], offset: int) -> None:
-    """Write all buffers consecutively from ``offset``, in as many system calls as needed.
-
-    Raises `OSError` if the write fails. Then some bytes may have been written.
-    """
+    """Write all buffers consecutively from ``offset``. Raises `OSError` if a write fails, possibly after some bytes."""
     first = 0
     while first < len(parts):
         written = os.pwritev(descriptor, parts[first : first + _MAX_PARTS], offset)
@@ -235,14 +225,11 @@ def write_all(descriptor: int, parts: list[Any], offset: int) -> None:
 
 
 class _FramesInFile(NamedTuple):
-    """The location of frames that have not been read yet."""
-
     file: AppendOnlyFile
     start: int
     lengths: Sequence[int]
 
     def held(self, place: int) -> FramesOnDisk:
-        """Return the frames as an object for the server. They stay in the file."""
         read = self.file.frames_at(self.start, self.lengths)
         return FramesOnDisk(self.file.path, Written.without_head(self.start, read), self.lengths, place=place)
 
@@ -252,7 +239,7 @@ class Contents:
 
     Attributes:
         values: The values that `Journal.write` stored.
-        places: The place of the frames that are held, by kind and group id.
+        places: The places of held frames, by kind and group id.
         next_place: A place that no record uses.
         recovered: The state that a server continues from.
     """
@@ -280,7 +267,7 @@ class Contents:
 
 
 def refer(places: dict[tuple[str, int], int], references: Iterable[Reference]) -> list[int]:
-    """Record the places of frames. Place 0 means that the frames are dropped. Returns the places."""
+    """Record the places of frames, and return them. Place 0 drops the frames."""
     for name, key, place, _ in references:
         if place:
             places[name, key] = place
@@ -295,17 +282,16 @@ def numbers_of(path: Path) -> list[int]:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Return the values that `Journal.write` stored in the files ``PATH.N.log``. Frames are not read.
-
-    Raises as `read_contents` does.
-    """
+    """Return the values that `Journal.write` stored in the files ``PATH.N.log``. Raises as `read_contents` does."""
     return _read(path, with_frames=False).values
 
 
 def read_contents(path: Path) -> Contents:
-    """Read the files ``PATH.N.log`` of a server that has ended, or of a checkpoint, and change nothing.
+    """Read the files ``PATH.N.log`` of an ended server or of a checkpoint. The files stay unchanged.
 
-    Raises `ReplayBufferError` if they cannot be read or hold no complete log, and `ValueError` for another format.
+    Raises:
+        ReplayBufferError: The files cannot be read, or hold no complete log.
+        ValueError: A file has another format.
     """
     return _read(path, with_frames=True)
 
@@ -335,10 +321,7 @@ def _read(path: Path, *, with_frames: bool) -> Contents:
 
 @dataclass(kw_only=True, slots=True)
 class _Write:
-    """Frames that the thread is writing, each with its place.
-
-    ``then`` gets the frames on disk (``written``), or the error.
-    """
+    """Frames that the thread writes, with their places. ``then`` is called with the frames on disk, or the error."""
 
     frames: Sequence[tuple[int, Frames]]
     then: Callable[[Sequence[FramesOnDisk] | ReplayBufferError], None]
@@ -348,7 +331,7 @@ class _Write:
 class Journal:
     """The files ``PATH.N.log`` and ``PATH.N.frames`` of one server.
 
-    A command refers to frames by their *place*, a number that no other frames in the journal have.
+    A command refers to frames by their *place*, a number that is unique in the journal.
 
     Raises:
         ReplayBufferError: The files cannot be opened, or another server has them open.
@@ -391,7 +374,7 @@ class Journal:
     # The state of an earlier server
 
     def _open(self) -> Recovered:
-        """Read the newest log whose first record is complete, and the frames that it lists as held."""
+        """Read the newest log with a complete first record, and the frames that it lists as held."""
         numbers = numbers_of(self._path)
         by_place: dict[int, _FramesInFile] = {}
         heads: list[Head] = []
@@ -419,10 +402,7 @@ class Journal:
         return AppendOnlyFile(log), AppendOnlyFile(frames)
 
     def recover(self) -> Recovered:
-        """Return the contents that the files had when they were opened.
-
-        This works once, because the journal then drops the contents.
-        """
+        """Return the contents that the files had when they were opened. Call this once: the journal then drops them."""
         recovered, self._recovered = self._recovered, Recovered()
         return recovered
 
@@ -432,7 +412,7 @@ class Journal:
         self.compact(None, ())
 
     def begin_from(self, recovered: Recovered) -> None:
-        """Begin with a copy of another journal's state and frames, and wait until the copy is on the disk.
+        """Begin with a copy of another journal, and wait until the copy is on the disk.
 
         Raises `ReplayBufferError` if the copy cannot be written.
         """
@@ -465,8 +445,8 @@ class Journal:
     def claim(self, owner: Mapping[str, Any]) -> None:
         """Record the owner in a new journal.
 
-        Raises `ValueError` if an existing journal has another run or other options. ``owner`` maps names to plain
-        values. Example: ``{"run": "4f1c", "max_lag": 2}``.
+        ``owner`` maps names to plain values. Example: ``{"run": "4f1c", "max_lag": 2}``. Raises `ValueError` if an
+        existing journal has another value.
         """
         found = self.read("owner")
         if found is None:
@@ -482,7 +462,7 @@ class Journal:
     def record(self, command: Command[Any, Any], outcome: LedgerOutcome, frames: LoggedFrames) -> None:
         """Write a command, its outcome and its frames. Raises `ReplayBufferError` if the write fails.
 
-        For a put, bytes are only reserved now. All puts are written together by `flush`, or with the next command.
+        A put only reserves bytes now. `flush` or the next command writes it.
         """
         num_bytes = self._num_later_bytes + _MAX_PUT_BYTES
         for parts in frames.values():
@@ -504,16 +484,13 @@ class Journal:
             self._write_log([])
 
     def note(self, frames: LoggedFrames) -> None:
-        """Record that frames are held, or that they were dropped (place 0).
-
-        Raises `ReplayBufferError` if the write fails.
-        """
+        """Record that frames are held, or dropped (place 0). Raises `ReplayBufferError` if the write fails."""
         references, inline = self._references(frames.items())
         self._write_log([(Head(references=references), inline)])
         refer(self._places, references)
 
     def adopt(self, kind: str, key: int, frames: FramesOnDisk) -> FramesOnDisk:
-        """Write frames of another journal into this one. Returns the frames of this journal.
+        """Write frames of another journal into this journal. Return the written frames.
 
         Raises `OSError` if the frames cannot be read, and `ReplayBufferError` if the write fails.
         """
@@ -524,10 +501,7 @@ class Journal:
         return FramesOnDisk(self._log.path, written, map(len, read), place=self._places[kind, key])
 
     def _write_log(self, records: list[tuple[Head, Frames]]) -> Written:
-        """Write the waiting commands as one record, then the other records.
-
-        Returns the place of the last record's frames.
-        """
+        """Write the waiting commands as one record, then the other records. Return the position of the last frames."""
         references: tuple[Reference, ...] = ()
         if self._later:
             references, inline = self._references(item for *_, frames in self._later for item in frames.items())
@@ -544,7 +518,6 @@ class Journal:
     def _references(
         self, frames: Iterable[tuple[tuple[str, int], Frames | int]]
     ) -> tuple[tuple[Reference, ...], list[Any]]:
-        """Return the place of each frame list, and the frames that are written into the log itself."""
         references: list[Reference] = []
         inline: list[Any] = []
         for (name, key), parts in frames:
@@ -563,8 +536,7 @@ class Journal:
     def keep(self, frames: Frames, then: Callable[[FramesOnDisk | ReplayBufferError], None]) -> None:
         """Write frames on the thread, together with other waiting frames. The frames are not copied.
 
-        Afterwards the loop calls ``then`` with the frames on disk, or with the error. A command can refer to frames on
-        disk.
+        Afterwards the loop calls ``then`` with the frames on disk, or with the error.
         """
         views = [memoryview(frame) for frame in frames]
 
@@ -600,10 +572,13 @@ class Journal:
     # A copy for a checkpoint
 
     def link_to(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
-        """Make hard links ``PATH.N.log`` and ``PATH.N.frames`` to the files that hold the frames.
+        """Make hard links ``PATH.N.log`` and ``PATH.N.frames`` to the files with the frames.
 
-        Returns the number N for a new log that begins with a snapshot, and references to the frames that are held now.
-        Raises `OSError` if a link fails, for example on another disk, and `ReplayBufferError` if a write fails.
+        Returns the number N for a new log that begins with a snapshot, and references to the held frames.
+
+        Raises:
+            OSError: A link fails, for example on another disk.
+            ReplayBufferError: A write fails.
         """
         self.flush()
         for file in (*self._former, self._log, self._frames):
@@ -613,7 +588,7 @@ class Journal:
     # A new pair of files
 
     def is_grown(self, *, is_urgent: bool = True) -> bool:
-        """Whether to `compact` now. ``is_urgent=False`` halves the threshold; pass it when compacting is cheap."""
+        """Whether to `compact` now. ``is_urgent=False`` halves the threshold, for a moment when compacting is cheap."""
         num_bytes = self._log.num_bytes + self._frames.num_bytes
         is_busy = self._is_compacting or (self._retiring is not None and self._retiring.is_alive())
         limit = (1 + is_urgent) * (2 * self._base_bytes + _COMPACT_BYTES)
@@ -622,8 +597,8 @@ class Journal:
     def compact(self, snapshot: dict[str, Any] | None, frames: Iterable[tuple[str, int, Frames]]) -> None:
         """Begin new files with a snapshot (plain values) instead of all commands, and with the held frames.
 
-        The thread writes the frames after this call returns. The old files stay until the frames are on the disk.
-        Raises `ReplayBufferError` if the write fails. Then the journal continues with the old files.
+        The thread writes the frames later. Until then the old files stay. If a write fails, the journal continues with
+        the old files, and `ReplayBufferError` is raised.
         """
         self.flush()
         held = {
@@ -652,10 +627,9 @@ class Journal:
         self._schedule()
 
     def _retire(self, meanwhile: Sequence[_Write], kept: Sequence[FramesOnDisk] | ReplayBufferError) -> None:
-        """Delete the old files in a thread when the new files are complete and on the disk.
+        """Delete the old files in a thread when the new files are on the disk.
 
-        ``meanwhile`` holds the frames that were being written to the old files when the compaction began. They were
-        also written to the new files.
+        ``meanwhile`` holds frames that the thread was writing to the old files. The new files have them too.
         """
         self._is_compacting = False
         self._base_bytes = self._log.num_bytes + self._frames.num_bytes
@@ -670,9 +644,9 @@ class Journal:
         self._retiring.start()
 
     def _replace(self, old: Sequence[AppendOnlyFile], new: Sequence[AppendOnlyFile]) -> None:
-        """Delete the old files when the new ones are on the disk: first the frames, then the log.
+        """Delete the old files when the new files are on the disk.
 
-        If this process dies in between, the next server finds the remaining files by the log.
+        The order is reversed: if this process dies in between, the next server finds the remaining files by the log.
         """
         try:
             for file in new:
@@ -702,7 +676,6 @@ class Journal:
 
 
 def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> Iterator[Any]:
-    """Read the heads of a file's records. Adds the locations of their frames to ``by_place``."""
     for head, start in file.read():
         for _, _, place, lengths in head.references:
             if lengths:
@@ -712,9 +685,9 @@ def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> I
 
 
 def _write(file: AppendOnlyFile, writes: Sequence[_Write]) -> list[OSError | None]:
-    """Write frames in one call. If the call fails, try each write on its own. Returns the error of each write, or None.
+    """Write frames in one call, or each write on its own if the call fails. Return the error of each write, or None.
 
-    Frames that are on disk already are copied one by one, so that only one of them is in memory at a time.
+    Frames on disk are copied one by one, so that only one of them is in memory.
     """
     new = [(write, place, frames) for write in writes for place, frames in write.frames if not _is_on_disk(frames)]
     try:
@@ -727,7 +700,6 @@ def _write(file: AppendOnlyFile, writes: Sequence[_Write]) -> list[OSError | Non
 
 
 def _copied(file: AppendOnlyFile, write: _Write) -> OSError | None:
-    """Copy the frames that are on disk already. Returns the error if they cannot be written."""
     try:
         for place, frames in write.frames:
             if _is_on_disk(frames):
@@ -742,10 +714,7 @@ def _is_on_disk(frames: Frames) -> TypeGuard[FramesOnDisk]:
 
 
 def _copy(file: AppendOnlyFile, frames: FramesOnDisk, place: int) -> None:
-    """Copy frames to another file.
-
-    Frames that cannot be read are logged as lost. Raises `OSError` if they cannot be written.
-    """
+    """Copy frames to another file. Unreadable frames are logged as lost."""
     try:
         read = frames.read()
     except OSError as error:
@@ -756,5 +725,4 @@ def _copy(file: AppendOnlyFile, frames: FramesOnDisk, place: int) -> None:
 
 
 def _record(place: int, frames: Frames) -> Head:
-    """Return the head of a record with the frames of one place."""
     return Head(references=(("", 0, place, tuple(map(len, frames))),))

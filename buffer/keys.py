@@ -1,9 +1,9 @@
 """The CURVE keys of a run, one per role. The run makes them at its start, and only their owner can read them.
 
-A directory holds ``server.json``, ``store.json`` for the store servers, and one file per role: ``rollout.json``,
-``learner.json``, ``controller.json``, ``inspector.json`` and ``ledger.json``. Copy to each host only the files of
-the roles that run there. The server refuses unknown keys, and operations that do not belong to the role of a key. The
-roles' keys can be replaced while the servers run. The servers' own keys stay, because they never leave their hosts.
+A directory holds ``server.json``, ``store.json`` for the store servers, and one file per role, such as
+``rollout.json``. Copy to each host only the files of the roles that run there. The server refuses unknown keys, and
+operations that do not belong to a key's role. The roles' keys can be replaced while the servers run. The servers' own
+keys stay, because they never leave their hosts.
 """
 
 import json
@@ -31,7 +31,7 @@ _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerKeys:
-    """A server's keys: its own key pair, and the accepted public keys by role. Z85 text.
+    """A server's key pair, and the accepted public keys by role, as Z85 text.
 
     ``former_publics`` are accepted too, while the keys are being replaced.
     """
@@ -44,10 +44,9 @@ class ServerKeys:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientKeys:
-    """A client's keys: its own key pair, and the public keys of the server and of the store servers. Z85 text.
+    """A client's key pair, and the public keys of the server and of the store servers, as Z85 text.
 
-    Attributes:
-        path: The file with these keys.
+    ``path`` is the file with these keys.
     """
 
     public: str
@@ -61,10 +60,7 @@ class ClientKeys:
         return replace(self, server_public=self.store_public)
 
     def newest(self) -> "ClientKeys":
-        """Return these keys with the key pair that the file holds now.
-
-        Returns these keys unchanged if the file cannot be read.
-        """
+        """Return these keys with the key pair that the file holds now, or unchanged if the file cannot be read."""
         if self.path is None:
             return self
         try:
@@ -105,14 +101,13 @@ def _plain(keys: ClientKeys) -> dict[str, str]:
     return {name: getattr(keys, name) for name in _CLIENT_NAMES}
 
 
-# The roles' keys are replaced in three steps. After a crash in any step, the replacement can begin again.
+# The roles' keys are replaced in three steps. After a crash, the replacement can begin again.
 
 
 def add_keys(directory: Path) -> dict[str, ClientKeys]:
-    """Make new keys for all roles, and let the servers accept the new and the present keys.
+    """Make new keys for all roles, which the servers' files then accept too. Return the new keys by role.
 
-    Returns the new keys by role. Afterwards the servers must read their keys again; then call `put_keys`. Raises as
-    `server_keys`.
+    The servers must read their files again before you call `put_keys`. Raises as `server_keys` does.
     """
     new = {role.value: _pair() for role in BufferRole}
     server, store = server_keys(directory), store_keys(directory)
@@ -127,7 +122,7 @@ def add_keys(directory: Path) -> dict[str, ClientKeys]:
 
 
 def put_keys(directory: Path, keys: Mapping[str, ClientKeys]) -> None:
-    """Replace the files of the roles. Clients that connect from now on use the new keys."""
+    """Replace the files of the roles. Clients that connect later use the new keys."""
     for role, own in keys.items():
         _replace(directory / f"{role}.json", _plain(own))
 
@@ -155,23 +150,23 @@ def _pair() -> tuple[str, str]:
 
 
 def ensure_keys(directory: Path) -> None:
-    """Make the key pairs of a run unless the directory holds key pairs of an earlier server."""
+    """Make the key pairs of a run, unless the directory holds key pairs already."""
     if not any((directory / f"{name}.json").exists() for name in ("server", *BufferRole)):
         make_keys(directory)
 
 
 def server_keys(directory: Path) -> ServerKeys:
-    """Read the server's keys. Raises ValueError if they are missing, malformed, or owned or readable by others."""
+    """Read the server's keys. Raises `ValueError` if they are missing, malformed, or owned or readable by others."""
     return ServerKeys(**_read(directory / SERVER_KEYS, _SERVER_NAMES, optional=("former_publics",)))
 
 
 def store_keys(directory: Path) -> ServerKeys:
-    """Read the store servers' keys. Raises as `server_keys`."""
+    """Read the store servers' keys. Raises as `server_keys` does."""
     return ServerKeys(**_read(directory / STORE_KEYS, _SERVER_NAMES, optional=("former_publics",)))
 
 
 def client_keys(directory: Path, role: BufferRole) -> ClientKeys:
-    """Read the keys of a role. Raises as `server_keys`."""
+    """Read the keys of a role. Raises as `server_keys` does."""
     return _client_keys(directory / f"{role}.json")
 
 
@@ -195,7 +190,7 @@ def _read(path: Path, names: Collection[str], *, optional: Collection[str] = ())
 
 
 def check_exposure(host: str, keys: str) -> None:
-    """Raise `ValueError` for a port without keys. Even a loopback port can be reached by every user of the host."""
+    """Raise `ValueError` for a port without keys. Every user of the host can reach even a loopback port."""
     if host and not keys:
         raise ValueError(
             f"buffer.host={host} is reachable by other users or machines and buffer.keys is empty; name a directory "
@@ -204,7 +199,7 @@ def check_exposure(host: str, keys: str) -> None:
 
 
 def secure_server(socket: zmq.Socket[Any], keys: ServerKeys) -> None:
-    """Set up CURVE on a server's socket; call this before the socket binds."""
+    """Set up CURVE on a server's socket before the socket binds."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
@@ -212,7 +207,7 @@ def secure_server(socket: zmq.Socket[Any], keys: ServerKeys) -> None:
 
 
 def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
-    """Set up CURVE on a client's socket; call this before the socket connects."""
+    """Set up CURVE on a client's socket before the socket connects."""
     socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server_public)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
@@ -221,8 +216,8 @@ def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
 class KeyGate:
     """Answers ZMQ's authentication requests (ZAP, RFC 27) with the client's public key, or refuses an unknown key.
 
-    Make this object before the sockets of ``context`` are bound. ``on_refused`` is called for each refused key. ZMQ
-    asks once per connection. `role_of` checks the key of each message.
+    Make this object before the sockets of ``context`` are bound. ZMQ asks once per connection, so the server checks
+    each message by `role_of`.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: ServerKeys, on_refused: Callable[[], None]) -> None:
@@ -233,17 +228,17 @@ class KeyGate:
         self._channel = Channel(socket, self._answer)
 
     def renew(self, keys: ServerKeys) -> None:
-        """Accept these keys from now on."""
+        """Accept only these keys from now on."""
         self._newest = {public: role for role, public in keys.role_publics.items()}
         former = {public: role for role, publics in keys.former_publics.items() for public in publics}
         self._roles = former | self._newest
 
     def role_of(self, public: str) -> str | None:
-        """Return the role of a client's public key; None if the key is no longer accepted."""
+        """Return the role of a client's public key; None if the key is not accepted."""
         return self._roles.get(public)
 
     def is_newest(self, public: str) -> bool:
-        """Whether there is no newer key of the role."""
+        """Whether the role has no newer key."""
         return public in self._newest
 
     def close(self) -> None:

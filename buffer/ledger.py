@@ -1,13 +1,9 @@
-"""The ledger: the state of every prompt group and the account of every token.
-
-The ledger has no socket, no clock and no payloads.
+"""The ledger: the state of every prompt group and the account of every token. It has no socket, clock or payloads.
 
 A group moves ``queued → leased → stored → planned → consumed``. It can also be dropped for a reason, or go back to the
-head of the queue as its next attempt. A consumed group can be stored again for a further use. Each operation is a pair
-of functions: ``_decide_*`` computes the outcome of a command and changes nothing, ``_enact_*`` applies that outcome. A
-restarted server only enacts the outcomes in its journal.
-
-The caller applies `Expire` at ``ledger.groups.leases.next_expiry()`` and sends the `Revoked` messages to their owners.
+head of the queue. A consumed group can be stored again for a further use. Each operation is a pair of functions:
+``_decide_*`` computes the outcome of a command and changes nothing, ``_enact_*`` applies the outcome. A restarted
+server only enacts the outcomes in its journal.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,11 +45,11 @@ class CommandLog(Protocol):
     """Records commands with their outcomes before they take effect."""
 
     def record(self, command: Command[Any, Any], outcome: LedgerOutcome, frames: LoggedFrames) -> None:
-        """Write one command, its outcome, and its frames."""
+        """Write a command, its outcome and its frames."""
 
 
 class Call(NamedTuple):
-    """The arrival time of a command, in seconds on the clock of the leases, and the sender, if known."""
+    """The arrival time of a command, in seconds on the clock of the leases, and its sender, if known."""
 
     now: float
     sender: bytes | None
@@ -65,26 +61,22 @@ class Ledger:
     Args:
         rule: The staleness bound.
         on_stale: Handling of a running group that blocks a plan.
-        order: Order in which a batch prefers stored groups; a name from `buffer.rule`, or ``module:function``.
-        lease_s: A lease that is not renewed for this time expires.
-        filters: Names from `buffer.rule`, or ``module:function``; a group that a filter drops is never stored.
+        order: Selection order of stored groups: a name from `buffer.rule`, or ``module:function``.
+        lease_s: A lease that is not renewed for this many seconds expires.
+        filters: Names from `buffer.rule`, or ``module:function``. A group that a filter drops is never stored.
         first_version: First learner version.
-        max_bytes: Bytes that each store may hold; 0 means no bound. The ledger's own server holds the saved prefixes.
-        num_stores: Number of stores at the beginning; 0 if every store joins later.
+        max_bytes: Bytes per store; 0 means no bound.
+        num_stores: Number of stores at the beginning.
         max_deaths: A group is dropped when this many workers have died while they held it; 0 drops no group.
 
     Attributes:
         learner_version: v, the number of committed steps.
         incarnation: How often the learner went back to a checkpoint.
-        groups: Every unfinished group.
         history: Attempts and groups that ended.
-        account: Where every token went.
-        attempts: Ends attempts and groups.
         marks: The checkpoints that the learner may go back to.
-        room: The bound on bytes.
-        options: Options that must be the same when a server continues a journal.
-        log: Records every command that changes something, before it takes effect; None records nothing.
-        on_applied: Called with every command and its outcome after the outcome took effect.
+        options: Options that must stay the same when a server continues a journal.
+        log: Records every command that has an effect, before the effect; None records nothing.
+        on_applied: Called with every command and its outcome after the effect.
     """
 
     def __init__(
@@ -134,17 +126,17 @@ class Ledger:
         sender: bytes | None = None,
         frames: LoggedFrames | None = None,
     ) -> Result:
-        """Decide a command, record the command in the log, and apply the outcome. Returns the outcome.
+        """Decide a command, record it in the log, apply the outcome, and return it.
 
         Args:
             command: The command.
             now: Seconds on the clock of the leases.
             sender: The client that sent the command. None skips the check of the sender.
-            frames: The frames of the command. They are recorded with it, except for a put that is not stored.
+            frames: The frames of the command. The log records them, except for a put that is not stored.
 
         Raises:
-            ReplayBufferError: The command is refused, and nothing changed. One exception: if a put came late or is too
-                old (`LeaseExpired`, `VersionTooOld`), its tokens are counted.
+            ReplayBufferError: The command is refused. Nothing changed, except that the tokens of a late or too old put
+                (`LeaseExpired`, `VersionTooOld`) are counted.
         """
         is_put = type(command) is commands.Put
         outcome: Any = _DECIDE[type(command)](self, command, Call(now, sender))
@@ -159,7 +151,7 @@ class Ledger:
         return outcome
 
     def enact(self, command: Command[Any, Any], outcome: Any) -> None:
-        """Apply an outcome that was decided, now or by an earlier server."""
+        """Apply an outcome that this ledger or an earlier server decided."""
         _ENACT[type(command)](self, command, outcome)
 
     @property
@@ -169,10 +161,7 @@ class Ledger:
 
     @property
     def num_held(self) -> int:
-        """Number of records in memory, for unfinished groups and for ended attempts and groups.
-
-        The number does not grow with a run's length.
-        """
+        """Number of records in memory. It does not grow with a run's length."""
         return len(self.groups) + len(self.history)
 
     @property
@@ -198,7 +187,7 @@ class Ledger:
             )
 
     def check_newest(self, group_id: int, attempt: int, newest_version: int) -> None:
-        """Raise `VersionTooNew` if no learner step has made this version."""
+        """Raise `VersionTooNew` if no committed step has made this version."""
         if newest_version > self.learner_version:
             raise VersionTooNew(
                 f"group {group_id} attempt {attempt} holds a token of policy version {newest_version}, but the learner "
@@ -206,7 +195,7 @@ class Ledger:
             )
 
     def check_plan(self, version: int) -> None:
-        """Raise `ReplayBufferError` unless ``version`` is already planned or is the next one to plan."""
+        """Raise `ReplayBufferError` unless ``version`` is planned or is the next version to plan."""
         if version not in self.groups.plans and (version != self.next_plan or version > self.learner_version + 1):
             raise ReplayBufferError(
                 f"plan({version}) was requested at learner version {self.learner_version}, but the next plan is "
@@ -216,21 +205,19 @@ class Ledger:
     def can_plan(self) -> bool:
         """Whether the next batch can be made now.
 
-        Unless ``on_stale`` is ``wait``, the batch does not wait for running groups. Their leases are revoked instead.
+        With ``on_stale=wait`` the batch waits for running groups that it must contain. Otherwise their leases are
+        revoked.
         """
         if self.groups.num_stored < self.rule.groups_per_step:
             return False
         return self.on_stale is not OnStale.wait or not any(self.missing())
 
     def missing(self) -> list[int]:
-        """Return the number of running groups that the next batch must take, by deadline."""
+        """Return the numbers of running groups that the next batch must take, by deadline."""
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
     def cannot_hold_batch(self, group_id: int) -> bool:
-        """Whether the stores are too small for the groups that are due first.
-
-        The group ``group_id``, which was refused, is one of them.
-        """
+        """Whether the stores are too small for the groups that are due first, including the refused ``group_id``."""
         group = self.groups.get(group_id)
         others = [other for other in self.groups.leases.all() if other is not group]
         if group is None or any(other.num_bytes or other.deadline < group.deadline for other in others):
@@ -243,14 +230,14 @@ class Ledger:
         return Plan(version=version, groups=tuple(group.result for group in groups))
 
     def renew_all(self, now: float) -> None:
-        """Renew every lease for its full time, after a period in which no worker could renew."""
+        """Renew every lease for its full time."""
         for group in self.groups.leases.all():
             self.groups.leases.extend(group, now + self.lease_s)
 
     def stats(
         self, *, stored_bytes: int = 0, held_bytes: int = 0, disk_bytes: int = 0, leases_waiting: int = 0
     ) -> BufferStats:
-        """Return the totals, including the numbers that the server passes."""
+        """Return the account's totals and the numbers that the server passes."""
         groups = {state: getattr(self.groups, f"num_{state}") for state in ("queued", "leased", "stored", "planned")}
         held = {
             "stored_bytes": stored_bytes,
@@ -281,7 +268,7 @@ class Ledger:
 
 
 _EFFECTS = ("group_ids", "leases", "unsent", "missing", "is_new", "was_running", "was_owed")
-"""Fields of outcomes; an outcome in which all of them are empty or false changes nothing."""
+"""Fields of outcomes. An outcome without any of them has no effect."""
 
 
 def _has_effect(ledger: Ledger, outcome: Any) -> bool:
@@ -491,7 +478,6 @@ def _decide_put(ledger: Ledger, command: commands.Put, call: Call) -> outcomes.P
 
 
 def _decide_put_without_lease(ledger: Ledger, command: commands.Put) -> outcomes.PutOutcome:
-    """Acknowledge a group that was stored before; refuse a group that arrives too late."""
     group_id, attempt = command.summary.group_id, command.summary.attempt
     ledger.attempts.check_was_leased(group_id, attempt, "put only leased groups")
     group = ledger.groups.get(group_id)
@@ -525,7 +511,6 @@ def _enact_put(ledger: Ledger, command: commands.Put, outcome: outcomes.PutOutco
 
 
 def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: outcomes.PutOutcome) -> None:
-    """Store the put of a running group, drop the group because of a filter, or refuse the put."""
     summary, account = command.summary, ledger.account
     ledger.attempts.settle_prefix(group, summary.num_tokens + command.num_left_out, command.continued)
     account.leave_out(command.num_left_out)
@@ -547,7 +532,7 @@ def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: outcom
 
 
 def _decide_lose_groups(ledger: Ledger, command: commands.LoseGroups, call: Call) -> outcomes.Lost:
-    """Decide a loss. The batch of a lost group and all later batches dissolve; their missing groups are lost too."""
+    """Decide a loss. The batch of a lost group and all later batches dissolve, and lose their missing groups."""
     table = ledger.groups
     groups = [group for group_id in command.group_ids if (group := table.get(group_id)) is not None]
     planned = [group.planned_for for group in groups if group.state is GroupState.planned]
@@ -590,10 +575,6 @@ def _enact_add_store(ledger: Ledger, command: commands.AddStore, outcome: outcom
 
 
 def _decide_drop_store(ledger: Ledger, command: commands.DropStore, call: Call) -> outcomes.DroppedStore:
-    """Decide which stored groups of a lost store are queued again.
-
-    Running groups with a reservation in the store need a new reservation.
-    """
     if ledger.groups.space.stores[command.store].is_gone:
         return outcomes.DroppedStore(is_new=False)
     there = [group for group in ledger.groups if group.store == command.store and group.num_bytes]
@@ -618,7 +599,7 @@ def _enact_drop_store(ledger: Ledger, command: commands.DropStore, outcome: outc
 
 
 def _decide_plan_batch(ledger: Ledger, command: commands.PlanBatch, call: Call) -> outcomes.Planned:
-    """Decide a batch. A batch that exists is returned unchanged. The outcome is empty if no batch can be made yet."""
+    """Decide a batch. The outcome is empty if no batch can be made yet."""
     version, groups = command.version, ledger.groups
     ledger.check_plan(version)
     if version in groups.plans:
@@ -648,7 +629,7 @@ def _enact_plan_batch(ledger: Ledger, command: commands.PlanBatch, outcome: outc
 
 
 def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outcomes.Committed:
-    """Decide a commit. The outcome is empty if the version was committed before.
+    """Decide a commit. The outcome is empty for a repeated commit.
 
     Raises `StalenessError` if a group breaks the staleness bound. This would be a bug.
     """
@@ -672,10 +653,9 @@ def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outc
 
 
 def _admitted_again(ledger: Ledger, group_ids: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """Return the groups of a committed batch that stay for a further use, each with its new rank.
+    """Return the groups of a committed batch that stay for a further use, with new ranks.
 
-    The admission rule decides this, because a further use counts as one more open group. The group keeps its engine
-    version and its deadline.
+    A use counts as an open group.
     """
     rule, again = ledger.rule, []
     if rule.max_uses == 1:
@@ -707,7 +687,6 @@ def _enact_commit(ledger: Ledger, command: commands.Commit, outcome: outcomes.Co
 
 
 def _decide_checkpoint(ledger: Ledger, command: commands.Checkpoint, call: Call) -> outcomes.Marked:
-    """Decide a checkpoint. A repeated request has no effect."""
     if ledger.marks.has(command.version, command.key):
         return outcomes.Marked(is_new=False)
     if not ledger.learner_version <= command.version <= ledger.next_plan:
@@ -720,14 +699,12 @@ def _decide_checkpoint(ledger: Ledger, command: commands.Checkpoint, call: Call)
 
 
 def _enact_checkpoint(ledger: Ledger, command: commands.Checkpoint, outcome: outcomes.Marked) -> None:
-    """Remember the checkpoint."""
     if outcome.is_new:
         ledger.marks.add(command.version, command.key)
         ledger.marks.reach(ledger.learner_version, ledger.history, ledger.account)
 
 
 def _decide_rewind(ledger: Ledger, command: commands.Rewind, call: Call) -> outcomes.Rewound:
-    """Decide a rewind. A repeated or earlier request has no effect."""
     if command.incarnation <= ledger.incarnation:
         return outcomes.Rewound(is_new=False)
     if not 0 <= command.version <= ledger.learner_version:
@@ -740,14 +717,12 @@ def _decide_rewind(ledger: Ledger, command: commands.Rewind, call: Call) -> outc
 
 
 def _enact_rewind(ledger: Ledger, command: commands.Rewind, outcome: outcomes.Rewound) -> None:
-    """Go back within a life of the run."""
     if outcome.is_new:
         _go_back(ledger, command.version, outcome)
         ledger.incarnation = command.incarnation
 
 
 def _decide_resume(ledger: Ledger, command: commands.Resume, call: Call) -> outcomes.Rewound:
-    """Decide what a new life of the run keeps."""
     if ledger.marks.at(command.version).key != command.key:
         raise ReplayBufferError(
             f"the ledger's checkpoint of version {command.version} is not the one to resume; resume both parts of one "
@@ -757,7 +732,6 @@ def _decide_resume(ledger: Ledger, command: commands.Resume, call: Call) -> outc
 
 
 def _enact_resume(ledger: Ledger, command: commands.Resume, outcome: outcomes.Rewound) -> None:
-    """Begin a new life. Tokens that the earlier lives generated and never reported are lost with their workers."""
     _go_back(ledger, command.version, outcome)
     ledger.groups.space.await_stores()
     ledger.incarnation = 0
@@ -765,7 +739,6 @@ def _enact_resume(ledger: Ledger, command: commands.Resume, outcome: outcomes.Re
 
 
 def _go_back(ledger: Ledger, version: int, outcome: outcomes.Rewound) -> None:
-    """Go back to ``version``: dissolve every batch, end every lease, and drop the lost groups of ``outcome``."""
     ledger.groups.dissolve(tuple(ledger.groups.plans))
     ledger.attempts.forget_uses(version)
     lost = dict.fromkeys(outcome.unfit, STALE) | dict.fromkeys(outcome.missing, STORE_LOST)
@@ -791,4 +764,4 @@ _DECIDE, _ENACT = (
     {kind: globals()[f"_{verb}_{kind.__struct_config__.tag}"] for kind in leaves(Command)}
     for verb in ("decide", "enact")
 )
-"""Command type to the function that decides it, and to the function that enacts its outcome."""
+"""The functions that decide and enact each type of command."""

@@ -1,18 +1,15 @@
 """The log of weight offers. The learner adds offers, and the workers request the newest offer.
 
-The buffer shows a version to the workers when the step that made it is committed. The controller can pin a few engines
-to a version to evaluate it. The buffer does not show newer offers to these engines until the evaluation ends.
+The buffer shows a version to the workers when the step that made it is committed. For an evaluation, the controller can
+pin a few engines to a version. The buffer does not show newer offers to these engines until they are unpinned.
 
-A worker's request waits until the buffer shows newer weights. An offer, a commit, a change of the pin, or a failed
-publish wakes it. A controller's request waits until enough engines have loaded, or until the set of pinned engines
-changes. A timer ends each wait after half of ``buffer.request_timeout_s``.
+- A worker's request waits for newer weights. An offer, a commit, a change of the pin, or a failed publish wakes it.
+- A controller's request waits until enough engines have loaded, or until the set of pinned engines changes.
+- A timer ends each wait after half of ``buffer.request_timeout_s``.
 
-Every offer names the incarnation of its learner. When the learner goes back to a checkpoint, the buffer withdraws the
-offers of the old incarnation. It then shows the next offer to every engine, because a version number that an engine
-serves may now stand for other weights.
-
-With a journal the log survives its server. The journal does not record which version each engine serves. A worker's
-heartbeat reports this, and a client sends a heartbeat as soon as it reaches a restarted server.
+When the learner goes back to a checkpoint, the buffer withdraws all offers. It then shows the next offer to every
+engine, because the same version number may now mean other weights. A journal keeps the offers. A restarted server
+learns from heartbeats which version each engine serves.
 """
 
 import asyncio
@@ -40,10 +37,10 @@ _JOURNALED_AS = "offers"
 
 
 class OfferLog:
-    """The newest offers, and the version that each engine serves. The log has no socket and no clock.
+    """The newest offers, and the version that each engine serves.
 
     Attributes:
-        failure: Why a version could not be published; empty if no publish failed.
+        failure: Why a publish failed; empty if none failed.
     """
 
     def __init__(self) -> None:
@@ -64,7 +61,7 @@ class OfferLog:
             del self._offers[sorted(set(self._offers) - {self._pin})[1]]  # not the oldest, which may be shown now
 
     def pin(self, version: int, num_engines: int) -> bool:
-        """Pin the first ``num_engines`` engines that accept ``version`` to it. Returns whether the pin changed."""
+        """Pin the first ``num_engines`` engines that accept ``version`` to it. Return whether the pin changed."""
         is_new = (version, num_engines) != (self._pin, self._num_wanted)
         if is_new:
             self.unpin()
@@ -77,22 +74,19 @@ class OfferLog:
         self._pinned.clear()
 
     def pinned(self) -> list[str]:
-        """Return the names of the pinned engines that serve the pinned version, sorted."""
+        """Return the sorted names of the pinned engines that serve the pinned version."""
         return sorted(self._names.get(engine, "") for engine in self._pinned if self._serving.get(engine) == self._pin)
 
     def is_pin_lost(self, learner_version: int) -> bool:
-        """Whether the pinned version is lost. Then no engine serves it, and no engine can still load it."""
+        """Whether no engine serves the pinned version and no engine can still load it."""
         newest = self.newest(learner_version)
         is_past = self._pin is not None and newest is not None and self._pin < newest
         return is_past and self._pin not in self._offers and not self.pinned()
 
     def newest(self, learner_version: int) -> int | None:
-        """Return the newest version that engines may load.
+        """Return the newest version that engines may load, and delete older offers that no engine needs.
 
-        Forgets older offers, except a pinned version that engines still have to load.
-
-        Raises:
-            WeightsError: A version could not be published.
+        Raises `WeightsError` if a publish failed.
         """
         self.check()
         shown = [version for version in self._offers if version <= learner_version]
@@ -106,10 +100,9 @@ class OfferLog:
         return newest
 
     def next_for(self, engine: bytes, at_least: int, learner_version: int) -> WeightOffer | None:
-        """Return the offer that an engine should load next. None if there is no offer of version ``at_least`` or newer.
+        """Return the offer that an engine should load next, of version ``at_least`` or newer; None if there is none.
 
-        Raises:
-            WeightsError: A version could not be published.
+        Raises `WeightsError` if a publish failed.
         """
         newest = self.newest(learner_version)
         if newest is None:
@@ -127,16 +120,16 @@ class OfferLog:
         return self._offers[newest] if newest >= at_least else None
 
     def oldest(self) -> int:
-        """Return the oldest version that an engine may still be told to load; 0 without offers."""
+        """Return the oldest offered version; 0 without offers."""
         return min(self._offers, default=0)
 
     def check(self) -> None:
-        """Raise `WeightsError` if a version could not be published."""
+        """Raise `WeightsError` if a publish failed."""
         if self.failure:
             raise WeightsError(self.failure)
 
     def loaded(self, engine: bytes, version: int, took_s: float = 0.0, name: str = "") -> None:
-        """Record that an engine serves a version after a load of ``took_s`` seconds. A repetition has no effect."""
+        """Record that an engine serves a version after a load of ``took_s`` seconds."""
         if self._serving.get(engine) != version:
             self._stop_counting(engine)
             self._serving[engine] = version
@@ -159,9 +152,9 @@ class OfferLog:
             del self._num_serving[version], self._slowest_s[version]
 
     def served(self, num_engines: int) -> tuple[int, float] | None:
-        """Return the oldest version that an engine serves, and the duration of that version's slowest load in seconds.
+        """Return the oldest served version, and the seconds of its slowest load.
 
-        None until ``num_engines`` engines have loaded.
+        Returns None until ``num_engines`` engines have loaded.
         """
         if not self._serving or len(self._serving) < num_engines:
             return None
@@ -170,7 +163,7 @@ class OfferLog:
 
     @property
     def num_pinned(self) -> int:
-        """Number of pinned engines, including those that have not loaded the pinned version yet."""
+        """Number of pinned engines, loaded or not."""
         return len(self._pinned)
 
     def snapshot(self) -> dict[str, Any]:
@@ -182,14 +175,14 @@ class OfferLog:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Load a snapshot into this new log."""
+        """Load a snapshot."""
         self._offers = {offer.version: offer for offer in convert(values["offers"], list[WeightOffer])}
         self._pin, self._num_wanted, pinned = values["pin"]
         self._pinned, self.failure = set(pinned), values["failure"]
 
 
 class OfferRequests:
-    """The operations on the log of offers. If there is a journal, it keeps the log."""
+    """The operations on the log of offers."""
 
     def __init__(self, shared: Collaborators, journal: Journal | None = None) -> None:
         self._ledger, self._replies = shared.ledger, shared.replies
@@ -201,17 +194,14 @@ class OfferRequests:
         self._receivers, self._followers, self._evaluators = shared.held(), shared.held(), shared.held()
 
     def recover(self) -> None:
-        """Load the log of an earlier server.
-
-        Its offers are used only if they belong to the recovered ledger's incarnation.
-        """
+        """Load the log of an earlier server if it belongs to the recovered ledger's incarnation."""
         journaled = None if self._journal is None else self._journal.read(_JOURNALED_AS)
         incarnation, values = journaled or (0, None)
         if values is not None and incarnation == self._ledger.incarnation:
             self._log.restore(values)
 
     def close(self) -> None:
-        """Cancel every held request and timer."""
+        """Cancel all held requests and timers."""
         self._untold.clear()
         if self._next_turn is not None:
             self._next_turn.cancel()
@@ -219,7 +209,7 @@ class OfferRequests:
             held.close()
 
     def show(self) -> None:
-        """Answer the requests for weights if newer weights are shown now."""
+        """Answer the requests for weights if there are newer weights to show."""
         newest = None if self._log.failure else self._log.newest(self._ledger.learner_version)
         if newest != self._shown:
             self._shown = newest
@@ -241,28 +231,28 @@ class OfferRequests:
         return self._receivers.clients
 
     def note_loaded(self, client: bytes, loaded: commands.Loaded) -> None:
-        """Record the version that an engine serves. An engine whose worker was silent becomes known again."""
+        """Record the version that an engine serves."""
         if self.is_current(loaded):
             self._log.loaded(client, loaded.version, loaded.seconds, loaded.engine)
             self._tell_controllers()
 
     def forget(self, client: bytes) -> None:
-        """Forget a client that left, that is silent, or whose engine failed. Then answer waiting controllers."""
+        """Forget a client that is gone or whose engine failed."""
         self._log.forget(client)
         self._tell_controllers()
 
     def withdraw(self) -> None:
-        """Withdraw every offer of a learner that was replaced."""
+        """Withdraw every offer, because another learner begins."""
         self._log = OfferLog()
         self._shown = None
         self._write()
 
     def is_current(self, message: commands.Loaded | commands.Offer | commands.NextOffer) -> bool:
-        """Whether a message comes from the current incarnation, or from an engine that serves its weights."""
+        """Whether a message belongs to the learner's current incarnation."""
         return message.incarnation == self._ledger.incarnation
 
     def on_offer(self, request: Message, offer: commands.Offer) -> Answer:
-        """Add an offer to the log. If the message reports a failed publish, fail the waiting requests for weights."""
+        """Add an offer, or fail the waiting requests because a publish failed."""
         if not self.is_current(offer):
             raise WrongEpoch(
                 f"an offer came from incarnation {offer.incarnation} of the learner, but this buffer serves "
@@ -280,12 +270,11 @@ class OfferRequests:
         return commands.Number(self._log.oldest())
 
     def _write(self) -> None:
-        """Write the log to the journal before requests are answered. Raises `ReplayBufferError` if the write fails."""
         if self._journal is not None:
             self._journal.write(_JOURNALED_AS, [self._ledger.incarnation, self._log.snapshot()])
 
     def on_next_offer(self, request: Message, wanted: commands.NextOffer) -> Answer | None:
-        """Answer a request for newer weights, now or later."""
+        """Answer with newer weights, now or later."""
         return self._answer_receiver(request) or self._receivers.hold(request)
 
     def _answer_receiver(self, request: Message) -> Answer | None:

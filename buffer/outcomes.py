@@ -1,6 +1,6 @@
-"""The outcomes that the ledger decides for its commands. `buffer.journal` keeps each outcome with its command.
+"""The outcomes that the ledger decides for its commands.
 
-A restarted server applies the outcomes of the journal and decides nothing.
+`buffer.journal` keeps each outcome with its command, so a restarted server applies outcomes and decides nothing.
 """
 
 from enum import StrEnum
@@ -19,7 +19,7 @@ class PutResult(StrEnum):
 
 
 class Progress(Row, frozen=True, kw_only=True):
-    """The saved prefix of an unfinished group: the number of policy tokens, and their versions."""
+    """The number of policy tokens in the saved prefix of an unfinished group, and their versions."""
 
     num_tokens: Count
     oldest_version: Count
@@ -33,17 +33,15 @@ class Queued(LedgerOutcome, frozen=True):
 
 
 class GrantedLease(Row, frozen=True, kw_only=True):
-    """One granted lease on a group.
+    """A granted lease.
 
     Attributes:
-        group_id: The group.
-        attempt: Number of the attempt; messages of earlier attempts have no effect.
-        engine_version: u. The version that the engine serves, or the version of the oldest token in the continued
-            prefix.
+        attempt: Number of the attempt. Messages of earlier attempts have no effect.
+        engine_version: u, the version of the engine, or of the oldest token in the continued prefix.
         deadline: u + max_lag.
         owner: The client that holds the lease; opaque.
         request_id: The owner's request that the lease answers.
-        expires_at: When the lease expires unless it is renewed, on the clock of ``now``.
+        expires_at: Time when the lease expires, in seconds on the clock of the leases.
         progress: The prefix that the attempt continues.
     """
 
@@ -58,32 +56,29 @@ class GrantedLease(Row, frozen=True, kw_only=True):
 
     @property
     def num_inherited(self) -> int:
-        """Number of tokens of the prefix that the attempt continues."""
+        """Tokens of the prefix that the attempt continues."""
         return 0 if self.progress is None else self.progress.num_tokens
 
 
 class Granted(LedgerOutcome, frozen=True, kw_only=True):
-    """The leases of one request. Empty if no group is admitted now."""
+    """The leases of one request; empty if no group is admitted."""
 
     leases: tuple[GrantedLease, ...]
 
 
 class Renewed(LedgerOutcome, frozen=True, kw_only=True):
-    """The expiry of the renewed leases. ``lost`` names the groups and attempts that their owner no longer holds."""
+    """The expiry of the renewed leases. ``lost`` names the groups and attempts that their owner has lost."""
 
     expires_at: float
     lost: tuple[Key, ...] = ()
 
 
 class Saved(LedgerOutcome, frozen=True, kw_only=True):
-    """The progress was recorded."""
+    """The progress is recorded."""
 
 
 class Reserved(LedgerOutcome, frozen=True, kw_only=True):
-    """The store with the reserved bytes of a group.
-
-    Groups in ``evicted`` lose their trajectories or their saved prefix.
-    """
+    """The store with the reserved bytes. Groups in ``evicted`` lose their trajectories or saved prefix."""
 
     store: int
     evicted: tuple[int, ...] = ()
@@ -93,10 +88,9 @@ class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
     """The result of a put.
 
     Attributes:
-        result: See `PutResult`.
-        rank: Place of a stored group in the selection order; smallest first.
+        rank: Position of a stored group in the selection order; smallest first.
         reason: The filter that dropped the group.
-        refusal: Why the put was refused; the sender gets this message.
+        refusal: Why the put was refused, as a message to the sender.
     """
 
     result: PutResult
@@ -106,9 +100,9 @@ class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Released(LedgerOutcome, frozen=True, kw_only=True):
-    """Whether a release ended a running lease, or was the owed report of a revoked attempt.
+    """The effect of a release: it ended a running lease, or was the owed report of a revoked attempt.
 
-    ``is_dropped``: the group reached its maximum number of failures.
+    ``is_dropped`` is true if the group had too many failures.
     """
 
     was_running: bool
@@ -117,10 +111,10 @@ class Released(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class TakenBack(LedgerOutcome, frozen=True, kw_only=True):
-    """The groups whose leases were revoked. Their prompts are queued again, except those of the ``dropped`` groups.
+    """The groups with revoked leases. Their prompts are queued again, except those in ``dropped``.
 
-    A group is dropped when too many of its workers have died. ``num_lost`` is the number of tokens that a dead owner
-    lost; None if the owner may still report.
+    A group is dropped when too many of its workers have died. ``num_lost`` is the number of lost tokens of a dead
+    owner; None for a silent owner.
     """
 
     group_ids: tuple[int, ...]
@@ -131,8 +125,7 @@ class TakenBack(LedgerOutcome, frozen=True, kw_only=True):
 class Lost(LedgerOutcome, frozen=True, kw_only=True):
     """The lost groups. The batches of the versions in ``dissolved`` are planned again.
 
-    The running groups in ``unsent`` lose their reservations. The groups in ``missing`` are lost when their batch is
-    dissolved.
+    Running groups in ``unsent`` lose their reservations. Groups in ``missing`` are lost when their batch is dissolved.
     """
 
     group_ids: tuple[int, ...]
@@ -142,17 +135,16 @@ class Lost(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class AddedStore(LedgerOutcome, frozen=True, kw_only=True):
-    """The number of a store. ``is_new`` is false if the store was added before."""
+    """The number of a store. ``is_new`` is false for a known store."""
 
     store: int
     is_new: bool
 
 
 class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
-    """The groups of a dropped store.
+    """The groups of a dropped store. ``is_new`` is false if it was dropped before.
 
-    The stored groups in ``group_ids`` are generated again. The running groups in ``reserved`` lose their reservations.
-    ``is_new`` is false if the store was dropped before.
+    Stored groups in ``group_ids`` are generated again. Running groups in ``reserved`` lose their reservations.
     """
 
     is_new: bool
@@ -161,10 +153,9 @@ class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Planned(LedgerOutcome, frozen=True, kw_only=True):
-    """A batch: the groups that the learner step of ``version`` consumes, in order.
+    """A batch: the groups of the learner step ``version``, in order.
 
-    ``given_up`` has the running groups whose leases the plan revokes. They are dropped if ``is_dropped`` is true, else
-    queued.
+    The plan revokes the leases of running groups in ``given_up``, and drops them if ``is_dropped``, else queues them.
     """
 
     version: int
@@ -174,7 +165,7 @@ class Planned(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Committed(LedgerOutcome, frozen=True, kw_only=True):
-    """The groups that the learner consumed. Those in ``again`` (with their new ranks) stay stored for a further use."""
+    """The consumed groups. Those in ``again``, with their new ranks, stay stored for a further use."""
 
     version: int
     group_ids: tuple[int, ...]
@@ -182,14 +173,14 @@ class Committed(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Rewound(LedgerOutcome, frozen=True, kw_only=True):
-    """What a rewind dropped.
+    """The effects of a rewind.
 
     Attributes:
         is_new: False if the ledger had applied this rewind before.
-        group_ids: Groups that lost their trajectories or a saved prefix, because a token is of a lost version.
+        group_ids: Groups that lost their trajectories or saved prefix, because a token is of a lost version.
         revoked: Groups whose running attempt was revoked.
-        missing: Planned groups whose trajectories no store has.
-        unfit: Groups that cannot be consumed in time under the options of a resumed run.
+        missing: Planned groups that no store holds.
+        unfit: Groups that cannot be consumed in time under the options of the resumed run.
         moved: Groups with another deadline and rank under these options.
     """
 
@@ -202,11 +193,11 @@ class Rewound(LedgerOutcome, frozen=True, kw_only=True):
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        """Groups that lost their trajectories or a saved prefix."""
+        """Groups that lost their trajectories or saved prefix."""
         return tuple(dict.fromkeys((*self.group_ids, *self.missing, *self.unfit)))
 
 
 class Marked(LedgerOutcome, frozen=True, kw_only=True):
-    """The ledger remembers a checkpoint. ``is_new`` is false if the ledger had remembered it before."""
+    """A remembered checkpoint. ``is_new`` is false if the ledger had remembered it before."""
 
     is_new: bool

@@ -1,16 +1,15 @@
 """The pace and the last message of each worker, and the running groups that faster workers take over.
 
-A *place* is a worker's capacity for one group. A worker with a free place takes over a running group from a worker that
-is at least twice as slow. Among the groups with the earliest deadline, the worker takes the group of the slowest
-worker. This happens in two cases: no new prompt may
-begin on the faster worker, or the next plan waits for that group and a new prompt would be due later. A group changes
-workers at most twice, so wrong measurements cost at most two interruptions per group. A slow worker is still granted
-new groups.
+A *place* is a worker's capacity for one group. A worker is *slow* if the fastest of its last groups took at least twice
+as long per token as another worker's median group. A slow engine makes all of its groups slow, but tools and long
+answers make only single groups slow.
 
-Tools, queues and long answers make single groups slow, but a slow engine makes all of its groups slow. So a worker is
-slow only if the fastest of its last groups took twice as long per token as the median group of another worker.
+A worker with a free place takes over a slow worker's group in two cases:
 
-This module has no clock and sends no messages; its caller does both. A call costs O(log n) in groups and workers.
+- No new prompt may begin on the faster worker.
+- The next plan waits for that group, and a new prompt would be due later.
+
+A group changes workers at most twice. A slow worker still gets new groups. A call costs O(log n) in groups and workers.
 """
 
 from bisect import bisect_left, insort
@@ -24,29 +23,26 @@ from .groups import Group
 from .outcomes import GrantedLease
 
 MOST_CHANGES = 2
-"""Most changes of worker per group: once from a slow worker, and once more if the next worker turns out slow."""
+"""Most changes of worker per group. The second change is for a group that moved to another slow worker."""
 _SLOWER = 2.0
-"""A worker is slow if it takes this many times another's seconds per token; a takeover then repays the new prefill."""
+"""A worker is slow at this multiple of another worker's seconds per token. A takeover then repays its new prefill."""
 _KEPT = 8
-"""Number of a worker's last groups that are compared. Engines change, so it is small; groups differ, so it is not 1."""
+"""Number of a worker's last groups that count. Few, because engines change; not 1, because groups differ."""
 _FORGET_AFTER = 30.0
-"""The pace of a worker without a group is forgotten after this many times the duration of its longest group. A new
-trial of a slow worker then costs the fleet 3%."""
+"""The buffer forgets an idle worker's pace after this multiple of its longest group's duration. A new trial of a slow
+worker then costs the fleet 3%."""
 _PLACE_KEPT_S = 1.0
-"""Seconds that a worker keeps a place free for a group that it takes over. The old worker needs a few decoding steps to
-hand it over."""
+"""Seconds that a worker keeps a place free for a takeover. The old worker hands over after a few decoding steps."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Worker:
-    """One worker.
+    """The measured pace and the groups of a worker.
 
     Attributes:
         since: Time when the worker last ended a group, or got a group while it had none.
         paces: Seconds per token of its last groups.
-        took: Seconds of each of these groups. For a continued group, this is an estimate for the whole group.
-        groups: Granted groups that have not ended.
-        is_slow: Whether the worker's groups are offered to faster workers.
+        took: Seconds of each of these groups; an estimate for a continued group.
         is_watched: Whether `WorkerPaces.look` will check the worker again.
         slowdown: Time since it last ended a group, as a multiple of its longest group, if 2 or more; else 1.
     """
@@ -70,14 +66,12 @@ class RunningGroup:
     """A group on a worker.
 
     Attributes:
-        worker: The worker that holds the lease.
-        group_id: The group. ``attempt`` is its current attempt.
         began: Time when the worker got the group.
-        engine_version: Engine version u of the lease. The group has no older token.
+        engine_version: Engine version u of the lease. The group's tokens are not older.
         deadline: The last version that may consume the group.
-        num_before: Tokens of its longest sample when the worker got the group; None if unknown.
-        num_saved: Tokens of its longest sample when it was last saved.
-        is_asked: Whether its worker was asked to hand the group over.
+        num_before: Tokens of the longest sample when the worker got the group; None if unknown.
+        num_saved: Tokens of the longest sample when it was last saved.
+        is_asked: Whether the worker was asked to hand the group over.
     """
 
     worker: bytes
@@ -114,7 +108,7 @@ class WorkerPaces:
         self._begin(lease, self._num_saved.get(lease.group_id) if lease.num_inherited else 0, now)
 
     def recover(self, lease: Group, now: float) -> None:
-        """Record a lease that an earlier server granted. The number of its tokens so far is unknown."""
+        """Record a lease that an earlier server granted."""
         self._begin(lease, None, now)
 
     def _begin(self, lease: GrantedLease | Group, num_before: int | None, now: float) -> None:
@@ -139,16 +133,13 @@ class WorkerPaces:
         self._look_later(lease.owner, worker)
 
     def saved(self, group_id: int, attempt: int, num_tokens: int) -> None:
-        """Record that a worker saved a group whose longest sample has ``num_tokens`` tokens."""
+        """Record that a worker saved a prefix. Its longest sample has ``num_tokens`` tokens."""
         running = self._running.get(group_id)
         if running is not None and running.attempt == attempt:
             running.num_saved = self._num_saved[group_id] = num_tokens
 
     def ended(self, group_id: int, attempt: int, now: float, *, num_tokens: int | None = None) -> None:
-        """Record that a worker stored a group, or released it.
-
-        ``num_tokens`` is the length of the longest sample; None for a release.
-        """
+        """Record that a worker stored or released a group. ``num_tokens`` is its longest sample; None for a release."""
         running = self._running.get(group_id)
         if running is None or running.attempt != attempt:
             return
@@ -188,7 +179,7 @@ class WorkerPaces:
                     self._look_later(other, known)
 
     def revoked(self, group_id: int, attempt: int) -> None:
-        """Record that a worker lost its lease on a group. The measured pace of the worker does not change."""
+        """Record that a worker lost its lease on a group."""
         running = self._running.get(group_id)
         if running is not None and running.attempt == attempt:
             self._leave(group_id)
@@ -209,7 +200,7 @@ class WorkerPaces:
             self._num_changes.pop(group_id, None)
 
     def look(self, now: float) -> None:
-        """Find workers that have ended no group for more than twice the time of their longest group."""
+        """Find workers that have ended no group for twice the time of their longest group. They count as slow."""
         while self._looks and self._looks[0][0] <= now:
             _, name = heappop(self._looks)
             worker = self._workers.get(name)
@@ -225,20 +216,17 @@ class WorkerPaces:
     # Decisions
 
     def next_look(self, now: float) -> float | None:
-        """Return the time when `look` may find a slow worker, or when a worker stops keeping a place free.
-
-        None if neither will happen.
-        """
+        """Return the next time when `look` may find a slow worker or a kept place becomes free; None if never."""
         moments = [until for kept in self._kept.values() for _, until in kept if until > now]
         if self._looks:
             moments.append(self._looks[0][0])
         return min(moments, default=None)
 
     def usual_pace(self, name: bytes, now: float) -> float:
-        """Return the median of a worker's seconds per token.
+        """Return a worker's median seconds per token.
 
-        An unknown worker gets the pace of the fastest worker, or 0 if no pace is known. A worker becomes unknown again
-        after a long time without a group. Otherwise the pace of a slow worker might never be measured again.
+        An unknown worker gets the fastest worker's pace, or 0 if no pace is known. The pace of an idle worker is
+        forgotten after a long time, so that a slow worker is measured again.
         """
         worker = self._workers.get(name)
         if worker is None or not worker.paces:
@@ -252,12 +240,12 @@ class WorkerPaces:
         return worker.usual
 
     def is_slow(self, name: bytes, usual: float) -> bool:
-        """Whether all groups of a worker take at least twice the ``usual`` seconds per token of another worker."""
+        """Whether all last groups of a worker took at least twice ``usual`` seconds per token."""
         worker = self._workers.get(name)
         return worker is not None and 0 < _SLOWER * usual <= self._best(worker)
 
     def first_on_offer(self) -> RunningGroup | None:
-        """Return the next group that a faster worker with a free place should take over."""
+        """Return the next group that a faster worker should take over, or None."""
         while self._on_offer:
             _, _, group_id, attempt = self._on_offer[0]
             if self._is_on_offer(group_id, attempt):
@@ -266,17 +254,14 @@ class WorkerPaces:
         return None
 
     def take_over(self, running: RunningGroup, taker: bytes, now: float) -> None:
-        """Remove ``running`` from the heap of offers, where it is the first group.
-
-        Keep a free place of ``taker`` for it.
-        """
+        """Withdraw the first group on offer, and keep a place of ``taker`` free for it."""
         heappop(self._on_offer)
         running.is_asked = True
         self._num_changes[running.group_id] += 1
         self._kept.setdefault(taker, []).append((running, now + _PLACE_KEPT_S))
 
     def num_kept(self, name: bytes, now: float) -> int:
-        """Return the number of free places that a worker keeps for groups that it will take over."""
+        """Return the number of free places that a worker keeps for takeovers."""
         kept = self._kept.get(name)
         if kept is None:
             return 0
@@ -295,7 +280,6 @@ class WorkerPaces:
         return self._workers[running.worker].is_slow and self._num_changes[group_id] < MOST_CHANGES
 
     def _leave(self, group_id: int) -> None:
-        """Record that a worker no longer holds a group."""
         if (running := self._running.pop(group_id, None)) is not None:
             del self._workers[running.worker].groups[group_id]
 
@@ -303,17 +287,11 @@ class WorkerPaces:
         return self._by_usual[0][0] if self._by_usual else None
 
     def _best(self, worker: _Worker) -> float:
-        """Return the seconds per token of a worker's fastest group.
-
-        The value grows if the worker ends no group for a long time.
-        """
+        """Return the seconds per token of a worker's fastest group. A worker that ends no group gets a larger value."""
         return worker.slowdown * (min(worker.paces) if worker.paces else self._fastest() or 0.0)
 
     def _longest_of(self, worker: _Worker) -> float:
-        """Return the longest time, in seconds, that a worker needed for a group.
-
-        For an unknown worker, the longest time of the workers that were not slow, or 0 if no group has ended.
-        """
+        """Return the seconds of a worker's longest group. For an unknown worker, use the workers that are not slow."""
         return max(worker.took) if worker.took else max(self._longest_s, self._longest_before_s)
 
     def _remove_pace(self, name: bytes, worker: _Worker) -> None:
@@ -321,7 +299,6 @@ class WorkerPaces:
             del self._by_usual[bisect_left(self._by_usual, (worker.usual, name))]
 
     def _judge(self, worker: _Worker) -> None:
-        """Offer the groups of a worker to faster workers if the worker has become slow."""
         was_slow, fastest = worker.is_slow, self._fastest()
         worker.is_slow = fastest is not None and self._best(worker) >= _SLOWER * fastest
         if worker.is_slow and not was_slow:
@@ -329,7 +306,6 @@ class WorkerPaces:
                 self._offer(self._running[group_id])
 
     def _offer(self, running: RunningGroup) -> None:
-        """Offer a group to faster workers. Entries of ended groups are removed before they fill half of the heap."""
         if len(self._on_offer) > 2 * len(self._running) + 64:
             self._on_offer = [entry for entry in set(self._on_offer) if self._is_on_offer(*entry[2:])]
             heapify(self._on_offer)
@@ -337,7 +313,7 @@ class WorkerPaces:
         heappush(self._on_offer, (running.deadline, -best, running.group_id, running.attempt))
 
     def _look_later(self, name: bytes, worker: _Worker) -> None:
-        """Check the worker after twice the time of its longest group, then after twice as long each time."""
+        """Check the worker after twice the time of its longest group. The waiting time then doubles."""
         if worker.is_watched or not worker.groups:
             return
         if not worker.took and not self._longest_before_s:
@@ -349,18 +325,13 @@ class WorkerPaces:
 
 @dataclass(kw_only=True, slots=True)
 class _Producer:
-    """A client that takes leases: the time of its last message, and the numbers of its stored groups and tokens."""
-
     last_heard: float
     num_puts: int = 0
     num_tokens: int = 0
 
 
 class Heartbeats:
-    """Producers by client id. A producer that is silent for ``silent_s`` seconds counts as gone.
-
-    The tokens that a producer reported in its last heartbeat are remembered until it leaves or is declared dead.
-    """
+    """Producers by client id. A producer that is silent for ``silent_s`` seconds counts as gone."""
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
@@ -368,13 +339,13 @@ class Heartbeats:
         self._num_generated: dict[bytes, int] = {}
 
     def enter(self, client: bytes, now: float) -> None:
-        """Register a producer, which must send a message every ``silent_s`` seconds."""
+        """Register a producer."""
         if client not in self._producers:
             self._producers[client] = _Producer(last_heard=now)
         self.hear(client, now)
 
     def hear(self, client: bytes, now: float) -> None:
-        """Record a message of a client. This has no effect if the client did not `enter`."""
+        """Record a message of a client. Clients without `enter` are ignored."""
         producer = self._producers.pop(client, None)
         if producer is not None:
             producer.last_heard = now
@@ -388,11 +359,11 @@ class Heartbeats:
             producer.num_tokens += num_tokens
 
     def count_generated(self, client: bytes, num_tokens: int) -> None:
-        """Set the tokens that a producer has generated since it started."""
+        """Set the number of tokens that a producer has generated since it started."""
         self._num_generated[client] = num_tokens
 
     def num_generated(self, client: bytes) -> int:
-        """Return the number of tokens that a producer had generated at its last heartbeat."""
+        """Return the number of tokens in a producer's last heartbeat."""
         return self._num_generated.get(client, 0)
 
     def leave(self, client: bytes) -> None:

@@ -40,8 +40,10 @@ _LEDGER_LOST = "; with buffer.durability=disk it would be restarted with its con
 class BufferProcess:
     """A running buffer server, or store server number ``store``.
 
-    The server logs to ``log_path``; None means this process's stderr. With ``waits=False`` the constructor does not
-    wait for the server's address. Then call `read_address` later. ``profile`` holds the server's recording options.
+    Args:
+        log_path: Log of the server; None for this process's stderr.
+        waits: Whether to wait for the server's address. If not, call `read_address` later.
+        profile: The server's recording options.
 
     Raises:
         DeadlineError: The server did not announce its address in time.
@@ -82,10 +84,11 @@ class BufferProcess:
             self.read_address()
 
     def read_address(self) -> None:
-        """Wait until the server announces its address.
+        """Wait until the server announces its address. Stop the server if this fails.
 
-        Raises `DeadlineError` if the address does not come in time, and `WorkerDiedError` if the server ends before. In
-        both cases the server is stopped.
+        Raises:
+            DeadlineError: The address did not come in time.
+            WorkerDiedError: The server ended before that.
         """
         try:
             self.address = self._read_line(self._start_timeout_s)
@@ -118,11 +121,10 @@ class BufferProcess:
         )
 
     async def end(self, *, notices_silence: bool, role: BufferRole) -> str:
-        """Wait until the server has ended. Returns a text that tells whether the server died or was killed.
+        """Wait until the server has ended. Return how it ended, as text.
 
         With ``notices_silence``, send requests under the key of ``role``, and kill the server if it does not answer.
-        This takes at most two thirds of the deadline of the clients' requests, so a restarted server can still answer
-        these requests.
+        This takes at most two thirds of the clients' deadline, so a restarted server can still answer their requests.
         """
         waiting = {asyncio.ensure_future(process_end(self.process.pid))}
         if notices_silence:
@@ -141,7 +143,6 @@ class BufferProcess:
         return f"died with status {status}"
 
     async def _silence(self, role: BufferRole) -> None:
-        """Wait until the server fails to answer."""
         timeout_s = self._config.request_timeout_s
         keys = client_keys(Path(self._config.keys), role) if self._config.keys else None
         if keys is not None and self._is_store:
@@ -164,14 +165,14 @@ class BufferProcess:
         return last_lines(str(self._log_path))
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """Stop the server with SIGUSR1, because a run's server blocks SIGTERM. It gets SIGKILL after ``timeout_s``."""
+        """Stop the server with SIGUSR1, because a run's server blocks SIGTERM. Kill it after ``timeout_s``."""
         self.process.send_signal(signal.SIGUSR1)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
         self.kill()
 
     def kill(self) -> None:
-        """Kill the server by SIGKILL, which also ends a stopped process."""
+        """Kill the server by SIGKILL."""
         self.process.kill()
         self.process.wait()
         if self.process.stdout is not None:
@@ -189,19 +190,19 @@ class BufferProcess:
 class BufferSupervisor:
     """A buffer server that `keep_up` restarts, at most ``buffer.restarts`` times.
 
-    A restarted server has the same address, and continues its journal. Its clients reconnect and repeat requests that
-    were not acknowledged. The server restores its leases and its log of offers. A server without a journal is not
-    restarted. The exception is a store server, which is empty after the restart. Make this object on a thread that ends
-    after the server, because the kernel kills a server when the thread that started it ends. Other arguments and errors
-    are as in `BufferProcess`.
+    A restarted server keeps its address and continues its journal. Its clients reconnect and repeat unacknowledged
+    requests. The ledger's server is restarted only with a journal. A store server without a journal is then empty.
+
+    Make this object on a thread that ends after the server, because the kernel kills a server with the thread that
+    started it.
 
     Args:
-        role: Role whose key the probes of the server use.
+        config: Options of the server. Undocumented arguments are as in `BufferProcess`.
+        role: Role of the key for probes of the server.
         on_restart: Called with one line of text for each restart.
 
     Attributes:
-        connection: Connection data of the server. It is set when the address was read, and is valid after a restart
-            too.
+        connection: Connection data of the server, set by `read_address`. It stays valid after a restart.
         num_restarts: Number of restarts.
     """
 
@@ -235,7 +236,7 @@ class BufferSupervisor:
             self.read_address()
 
     def read_address(self) -> str:
-        """Wait until the server announces its address; see `BufferProcess.read_address`."""
+        """Wait until the server announces its address. Raises as `BufferProcess.read_address` does."""
         self._server.read_address()
         self.connection = self._server.connection
         if self._store is not None and self._config.host:  # without a journal, this process must remember the address
@@ -246,7 +247,7 @@ class BufferSupervisor:
         return BufferProcess(self._config, groups_per_step=self._groups_per_step, waits=False, **self._options)
 
     async def begin(self) -> None:
-        """Start a new server at the old address; see `keep_up`."""
+        """Start a new server at the old address."""
         self.num_restarts += 1
         self._server = self._launch()
         await asyncio.to_thread(self._server.read_address)
@@ -267,7 +268,7 @@ class BufferSupervisor:
         raise self._death
 
     async def end(self, fault: Exception) -> float:
-        """Return the seconds until the next restart, also after a failed restart.
+        """Return the seconds until the next restart.
 
         Raises ``fault`` if this server may not be restarted, and `WorkerDiedError` if the restarts are used up.
         """
@@ -293,16 +294,13 @@ class BufferSupervisor:
 
 
 class StoreServers:
-    """``num_store_servers`` processes that hold the payloads. They run on the host of the ledger's server.
+    """``num_store_servers`` processes that hold the payloads, on the host of the ledger's server.
 
-    Make this object on a running loop.
+    Make this object on a running loop. A store server that dies or hangs is restarted at its address, up to
+    ``buffer.restarts`` times. ``on_lost`` is called when a server cannot be restarted. ``addresses`` is ordered by the
+    ledger's store numbers.
 
-    A store server that dies or hangs is restarted at its address, up to ``buffer.restarts`` times. Without a journal it
-    is empty after the restart. ``on_lost`` is called when a server cannot be restarted any more. Raises `AsyncRLError`
-    if a server did not start.
-
-    Attributes:
-        addresses: Addresses of the servers, by the ledger's store number.
+    Raises `AsyncRLError` if a server does not start.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
-"""The base classes of the messages between the clients and the servers of the buffer: operations, answers and pushes.
+"""Base classes of the messages between the clients and servers of the buffer: operations, answers and pushes.
 
-An operation is one record. A client sends the record, and the server checks that the client's role is in ``roles``. The
-ledger decides a `Command`. The records themselves are in `buffer.commands`.
+`buffer.commands` defines the messages.
 """
 
 import re
@@ -13,7 +12,7 @@ from msgspec import Meta, Struct
 
 MAX_COUNT = 1 << 40
 MAX_LEASES = 4096
-"""Leases that one request may name; the server's work grows with each of them."""
+"""Most leases in one request, because the server's work grows with their number."""
 MAX_REASON = 20_000
 Int64 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -43,7 +42,7 @@ def _wire_name(name: str) -> str:
 
 
 class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A part of a record. It is encoded as an array of its fields."""
+    """A structure that is encoded as an array of its fields."""
 
 
 class Answer(Row, frozen=True, tag=_wire_name):
@@ -55,15 +54,15 @@ class LedgerOutcome(Answer, frozen=True):
 
 
 class Push(Answer, frozen=True):
-    """A message of a server that does not answer a request."""
+    """A message that a server sends without a request."""
 
 
 class Operation(Row, Generic[Reply], frozen=True, tag=_wire_name):
     """A request of a client. ``Reply`` is the type of the answer.
 
     Attributes:
-        roles: Roles whose keys allow the operation; empty if no client may send it.
-        is_held: Whether the server may hold the request. It answers `NothingYet` after half of the client's deadline.
+        roles: Roles that may send the operation; empty if no client may.
+        is_held: Whether the server may hold the request. It answers `NothingYet` after half the deadline.
         has_large_answer: Whether the answer may be large. A large answer comes on the bulk connection.
     """
 
@@ -78,10 +77,7 @@ class Operation(Row, Generic[Reply], frozen=True, tag=_wire_name):
 
     @property
     def num_parts(self) -> int:
-        """The number of requests that this operation counts as in the limit of requests per second.
-
-        Each named lease counts as one.
-        """
+        """The weight of this operation in the limit of requests per second: 1, or its number of leases."""
         return max(1, len(getattr(self, "leases", ())))
 
 
@@ -96,6 +92,6 @@ def leaves(base: type) -> list[Any]:
 
 
 Frames = Sequence[Any]
-"""Bytes that the buffer does not decode: a prompt, a prefix, or a trajectory group; in memory, or `FramesOnDisk`."""
+"""The encoded bytes of a prompt, a saved prefix or a trajectory group, in memory or as `FramesOnDisk`."""
 LoggedFrames = Mapping[tuple[str, int], Frames | int]
-"""Kind and group id to the frames of a command, or to their place in the journal; place 0 removes them."""
+"""Maps kind and group id to the frames of a command, or to their place in the journal. Place 0 removes them."""

@@ -1,7 +1,6 @@
 """The calls of the buffer's clients by role: a rollout worker, the learner, the controller.
 
-The server may hold a request that it cannot grant yet. After some time it answers `NothingYet`. Then the calls here
-repeat the request, except `lease`.
+While the server answers `NothingYet`, all calls except `lease` repeat their request.
 """
 
 import asyncio
@@ -67,7 +66,7 @@ class WorkerClient:
         self._name = name
         self._window = asyncio.Semaphore(window)
         self._offered_incarnation = client.incarnation
-        # whether store servers hold the payloads; None until the server has answered a greeting
+        # None until the server has answered a greeting
         self._puts_elsewhere: bool | None = None
         self._beat_s = 0.0
         self._beat: asyncio.TimerHandle | None = None
@@ -85,14 +84,11 @@ class WorkerClient:
         }
 
     async def enter(self) -> str:
-        """Connect and start the heartbeats. Returns this worker's name for `ControlClient.bury`."""
+        """Connect and start the heartbeats. Return this worker's name for `ControlClient.bury`."""
         return (await self._entered("enter")).identity.hex()
 
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
-        """Wait for leases. If the call is cancelled, a lease that is granted meanwhile goes back to the buffer.
-
-        A worker whose engine advances while it waits cancels the call and asks again at the new version.
-        """
+        """Wait for leases. If the call is cancelled, leases granted meanwhile go back to the buffer."""
         link = await self._entered("lease")
         request_id = link.next_id()
         asked = commands.LeaseGroups(
@@ -123,7 +119,7 @@ class WorkerClient:
         return self._prefixes.pop((lease.prompt.group_id, lease.attempt), None)
 
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
-        """Save the prefix of a running group with its lease."""
+        """Save the prefix of a running group."""
         key, summary = (lease.prompt.group_id, lease.attempt), group.summary
         progress = outcomes.Progress(
             num_tokens=summary.num_tokens, oldest_version=summary.oldest_version, newest_version=summary.newest_version
@@ -150,7 +146,7 @@ class WorkerClient:
             await self._client.call(commands.Renew(tuple(keys[start : start + MAX_LEASES])))
 
     async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0, data_source: str = "") -> None:
-        """Store a finished group. While the store is full, the client waits until a batch leaves, and sends again."""
+        """Store a finished group. While the store is full, wait until a batch leaves, and send again."""
         summary = replace(group.summary, data_source=data_source) if data_source else group.summary
         async with self._window:
             payload: Sequence[Any] = group_frames(group)
@@ -171,10 +167,7 @@ class WorkerClient:
                     logger.warning("%s", error)
 
     async def _put_in_store(self, key: Key, payload: Sequence[Any]) -> None:
-        """Send a payload to the store server that the ledger chooses. If that server does not answer, use another one.
-
-        If the lease is lost, no store gets the payload. The ledger's answer to the put has the result.
-        """
+        """Send a payload to the store server that the ledger chooses. If it does not answer, use another server."""
         client, address, failure = self._client, "", None
         while (room := await client.reserve(key, payload)).is_held:
             if failure is not None and room.address == address:
@@ -187,10 +180,7 @@ class WorkerClient:
                 failure = error
 
     async def release(self, lease: Lease, *, num_tokens: int, reason: str, max_failures: int = 0) -> bool:
-        """Return a lease without a result, or report the tokens of a revoked lease.
-
-        The buffer counts the tokens once.
-        """
+        """Return a lease without a result, or report the tokens of a revoked lease."""
         key = lease.prompt.group_id, lease.attempt
         release = commands.Release(
             group_id=key[0],
@@ -203,7 +193,6 @@ class WorkerClient:
         return (await self._report(release, key)).is_dropped
 
     async def _report(self, command: commands.Command[Any, Reply], key: Key, payload: Sequence[Any] = ()) -> Reply:
-        """Send the request that ends an attempt, and forget the attempt when the answer is final."""
         try:
             answer = await self._client.call_with_payload(command, payload, key)
         except (LeaseExpired, VersionTooOld, UnknownGroup):
@@ -232,7 +221,7 @@ class WorkerClient:
         self._pushed.set()
 
     async def hand_on_request(self) -> list[Key]:
-        """Wait for groups that a faster worker would finish sooner."""
+        """Wait for groups to hand over to a faster worker."""
         await self._client.connect()
         return await self._hand_on.get()
 
@@ -258,9 +247,8 @@ class WorkerClient:
     async def close(self) -> None:
         """Close the connection. Pending calls raise `ReplayBufferError`.
 
-        Leases that were granted but that `lease` did not return go back to the queue. Release a lease that `lease`
-        returned before you close the client. Otherwise the lease stays until it expires, or until the client was silent
-        for four heartbeats.
+        Leases that `lease` did not return go back to the queue. Release the other leases before you close the client.
+        Otherwise they stay until they expire, or until the client was silent for four heartbeats.
         """
         self._pushed.set()
         if self._beat is not None:
@@ -283,10 +271,7 @@ class WorkerClient:
         return link
 
     def _say_beat(self) -> None:
-        """Send a heartbeat.
-
-        A restarted server gets a heartbeat at once, because it does not know this worker and its version.
-        """
+        """Send a heartbeat, also when a connection is made, because a restarted server does not know this worker."""
         if self._beat_s and not self._client.is_closed:
             beat = commands.Beat(serves=self._serves, host=self._client.host, generated=self.count_generated())
             self._client.link.post(beat, partial(self._client.note_clock, time.monotonic_ns()))
@@ -304,7 +289,7 @@ class LearnerClient:
         self._fetching = asyncio.Lock()
 
     async def offer(self, offer: WeightOffer) -> int:
-        """Offer weights to the engines. Returns the oldest version that the buffer may still offer."""
+        """Offer weights to the engines. Return the oldest version that the buffer may still offer."""
         incarnation = self._client.incarnation
         named = replace(offer, incarnation=incarnation)
         return (await self._client.call(commands.Offer(offer=named, incarnation=incarnation))).value
@@ -318,10 +303,9 @@ class LearnerClient:
     async def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         """Fetch stored groups in the order of ``group_ids``. Arrays are read-only views of the received bytes.
 
-        One fetch runs at a time, because the server bounds the bytes that one client has not read yet. A fetch is split
-        into several requests, so received groups are decoded while others are transferred. The first and the last
-        request are small. The learner cannot begin before the first reply, and nothing is transferred while the last
-        reply is decoded. Example: 40 groups are fetched as 4, 12, 16, 4 and 4.
+        One fetch runs at a time, because the server bounds a client's unread bytes. Several requests share the groups,
+        so that groups are decoded while others are transferred. Nothing overlaps with the first and the last request,
+        so they are small. Example: 40 groups are fetched as 4, 12, 16, 4 and 4.
         """
         if len(set(group_ids)) != len(group_ids):
             raise WireError("a fetch must name each group once")
@@ -374,11 +358,7 @@ class LearnerClient:
 
 
 async def _fetch_from(link: ClientSocket, fetch: commands.Fetch) -> Message:
-    """Fetch from one server, and report which replies were read.
-
-    The server refuses a fetch if this client has too many unread bytes. If the client has read a reply meanwhile, it
-    sends the fetch again.
-    """
+    """Fetch from one server. If the server refuses because of unread bytes, send again after a reply was read."""
     told = link.num_read
     try:
         return await link.request(msgspec.structs.replace(fetch, read=told), caller="fetch")
@@ -389,7 +369,6 @@ async def _fetch_from(link: ClientSocket, fetch: commands.Fetch) -> Message:
 
 
 def _payloads_in(answer: Message) -> Iterator[Sequence[Any]]:
-    """Return the frames of each group in the answer to a fetch."""
     frames = iter(answer.payload)
     counts = answer.body.counts if isinstance(answer.body, commands.Payloads) else ()
     if sum(counts) != len(answer.payload):
@@ -424,19 +403,19 @@ class SyncBufferClient:
             raise
 
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-        """See `LearnerClient.fetch`."""
+        """Call `LearnerClient.fetch`."""
         return self._call("fetch", partial(self._learner.fetch, group_ids))
 
     def offer(self, offer: WeightOffer) -> int:
-        """See `LearnerClient.offer`."""
+        """Call `LearnerClient.offer`."""
         return self._call("offer", partial(self._learner.offer, offer))
 
     def publish_failed(self, reason: str) -> None:
-        """See `LearnerClient.publish_failed`."""
+        """Call `LearnerClient.publish_failed`."""
         self._call("publish_failed", partial(self._learner.publish_failed, reason))
 
     def stats(self) -> BufferStats:
-        """See `LearnerClient.stats`."""
+        """Call `LearnerClient.stats`."""
         return self._call("stats", self._learner.stats)
 
     def close(self) -> None:
@@ -469,10 +448,10 @@ class ControlClient:
         self._client = client
 
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> list[GroupSummary]:
-        """Queue prompts, in requests of at most one chunk.
+        """Queue prompts. While the store is full, wait until groups leave.
 
-        While the store is full, the client waits until groups leave, and sends again. Returns the groups that were
-        finished since the last call with ``wants_outcomes``. Without prompts, this call returns at once.
+        Returns the groups that were finished since the last call with ``wants_outcomes``. Without prompts, the call
+        returns at once.
         """
         outcomes: list[GroupSummary] = []
 
@@ -513,28 +492,25 @@ class ControlClient:
         return (await self._client.call(commands.Bury(worker, num_generated))).value
 
     async def store_wanted(self, known: Collection[str]) -> str:
-        """Wait until a rollout worker connects from a host that is not in ``known``. Returns the host.
+        """Wait until a rollout worker connects from a host that is not in ``known``. Return the host.
 
         Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """
         return (await self._client.call(commands.StoreWanted(tuple(sorted(known))))).names[0]
 
     async def add_store(self, address: str, host: str) -> int:
-        """Add a store server that the workers of ``host`` prefer. Returns its number. Idempotent.
+        """Add a store server that the workers of ``host`` prefer. Return its number. A repetition has no effect.
 
         Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """
         return (await self._client.call(commands.AddStore(address, host))).store
 
     async def drop_store(self, store: int) -> int:
-        """Report that a store server is lost. Returns the number of its groups, which are generated again."""
+        """Report that a store server is lost. Return the number of its groups, which are generated again."""
         return len((await self._client.call(commands.DropStore(store))).group_ids)
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
-        """Keep up to ``num_engines`` engines on ``version``.
-
-        Returns the engines that serve it when they differ from ``known``.
-        """
+        """Keep up to ``num_engines`` engines on ``version``. Return its engines when they differ from ``known``."""
         return set((await self._client.call(commands.Pin(version, num_engines, tuple(sorted(known))))).names)
 
     async def unpin(self) -> None:
@@ -542,7 +518,7 @@ class ControlClient:
         await self._client.call(commands.Unpin())
 
     async def lose(self, group_ids: Sequence[int]) -> None:
-        """Report groups of planned batches that are missing in the stores."""
+        """Report groups of planned batches that the stores lack."""
         await self._client.call(commands.LoseGroups(group_ids=tuple(group_ids)))
 
     async def rewind(self, version: int, *, incarnation: int) -> None:
@@ -550,14 +526,11 @@ class ControlClient:
         await self._client.call(commands.Rewind(version=version, incarnation=incarnation))
 
     async def resume(self, version: int, *, key: str, tokens_generated: int) -> None:
-        """Begin a new life of the run at the checkpoint ``key`` of ``version``. The steps before it are committed."""
+        """Resume the run at the checkpoint ``key`` of ``version``. The steps before it are committed."""
         await self._client.call(commands.Resume(version=version, key=key, tokens_generated=tokens_generated))
 
     async def checkpoint(self, folder: Path, version: int, *, key: str) -> commands.Checkpointed:
-        """Write the state that a new life of the run needs to ``folder``, an absolute path.
-
-        Waits until the folder is complete.
-        """
+        """Write the state for a resumed run to ``folder``, an absolute path. Wait until the folder is complete."""
         return await self._client.call(commands.Checkpoint(folder=str(folder), version=version, key=key))
 
     async def renew_keys(self) -> None:
@@ -572,7 +545,7 @@ class ControlClient:
         return (await self._client.call(commands.Stats())).stats
 
     async def inspect(self, group_id: int = -1) -> dict[str, Any]:
-        """Return every unfinished group and every producer, or one group, for the user; see `buffer.inspect`."""
+        """Return every unfinished group and every producer, or describe one group."""
         return (await self._client.call(commands.Inspect(group_id))).values
 
     async def finished(self) -> list[tuple[int, int]]:
@@ -589,7 +562,7 @@ class BufferConnection:
     """The address of a buffer, without secrets. Each process opens its own client with it.
 
     Attributes:
-        keys: Directory with the key of ``role``; empty if the server has no keys. `client` reads the key.
+        keys: Directory with the key of ``role``; empty if the server has no keys.
         role: Role of the clients.
     """
 
@@ -605,7 +578,7 @@ class BufferConnection:
         return replace(self, role=role)
 
     def client(self, *, host: str = "") -> BufferClient:
-        """Make a client. Raises as `client_keys`."""
+        """Make a client. Raises as `client_keys` does."""
         return BufferClient(
             self.address,
             request_timeout_s=self.request_timeout_s,
@@ -616,5 +589,5 @@ class BufferConnection:
         )
 
     def sync_client(self) -> SyncBufferClient:
-        """Make the client of a learner rank. Raises as `client`, and `ValueError` if the address is malformed."""
+        """Make the client of a learner rank. Raises as `client` does, and `ValueError` if the address is malformed."""
         return SyncBufferClient(self.client())

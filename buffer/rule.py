@@ -1,9 +1,8 @@
 """Admission of groups and selection of batches: the staleness rule, the bound on bytes, filters and orders.
 
-A filter or an order is a function of a group's `GroupSummary`, built in or the user's own. Nothing here waits.
-``docs/staleness.md`` proves that admission and planning keep every lag within ``max_lag``, and that the bound on bytes
-causes no deadlock. Letters: B is the number of groups per learner step, u the engine version, w the version that is
-planned next, k the number of learner steps after w.
+``docs/staleness.md`` proves that every lag stays within ``max_lag``, and that the bound on bytes causes no deadlock.
+Letters: B is the number of groups per learner step, u the engine version, w the version that is planned next, k a
+number of learner steps after w.
 """
 
 import functools
@@ -25,7 +24,7 @@ from .outcomes import Reserved
 Filter = Callable[[GroupSummary], bool]
 """Returns whether to keep a group."""
 Preference = Callable[[GroupSummary, int], float]
-"""Maps a group and its deadline to a number; the smallest comes first, equal ones in the order of storing."""
+"""Maps a group and its deadline to a rank. The smallest rank comes first. Equal ranks keep the order of storing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +32,8 @@ class StalenessRule:
     """The staleness bound in learner steps.
 
     Attributes:
-        max_lag: η, the largest number of learner steps between a group's oldest token and its consumption. 0 is
-            synchronous.
+        max_lag: η, the largest number of learner steps between a group's oldest token and its consumption. 0 means
+            synchronous training.
         groups_per_step: B.
         max_uses: Largest number of learner steps that train on a group.
     """
@@ -59,16 +58,15 @@ class StalenessRule:
         return engine_version + self.max_lag
 
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
-        """Whether one more group may begin on an engine that serves ``engine_version`` (u, at most the learner's).
+        """Whether one more group may begin on an engine that serves ``engine_version`` (u).
 
-        The new group has the deadline d = u + η. It is admitted if the following holds for each k from d - w to η: the
-        number of open groups due at w + k or earlier, plus 1, is at most (k + 1)·B. The steps w … w + k consume (k +
-        1)·B groups. The check costs O(η).
+        The new group has the deadline d = u + η. It is admitted if this holds for each k from d - w to η: the number of
+        open groups due at w + k or earlier, plus 1, is at most (k + 1)·B. The check costs O(η).
 
-        ``open_by_deadline`` counts the groups that are leased or stored and not yet planned, by deadline. No open group
-        is due before ``version``, w.
+        ``open_by_deadline`` counts, by deadline, the leased and stored groups that are not planned. No open group may
+        be due before ``version`` (w), and u is at most the learner's version.
 
-        Example: with B = 4, max_lag = 1 and nothing planned, an engine at the learner's version is admitted while
+        Example: let B = 4 and max_lag = 1, with nothing planned. An engine at the learner's version is admitted while
         fewer than 8 groups are open. An engine one version behind is also refused when 4 groups are due at w.
         """
         first = self.deadline(engine_version) - version
@@ -90,10 +88,10 @@ class StalenessRule:
         return max(0, min((k + 1) * self.groups_per_step - due[k] for k in range(first, self.max_lag + 1)))
 
     def required(self, open_by_deadline: Mapping[int, int], *, version: int) -> list[int]:
-        """Return the numbers of open groups that the plan of ``version`` must take by each deadline.
+        """Return how many open groups the plan of ``version`` must take by each deadline.
 
-        Returns ``max_lag + 1`` numbers. Of the open groups due at w + k or earlier, the plan must take entry k, because
-        the steps w + 1 … w + k can consume only k·B. Entries are at most B if every group was admitted by `admits`.
+        Returns ``max_lag + 1`` numbers. Entry k counts the groups due at w + k or earlier, minus the k·B groups that
+        the steps w + 1 … w + k consume. Entries are at most B if `admits` admitted every group.
         """
         due = 0
         required = []
@@ -105,10 +103,10 @@ class StalenessRule:
     def missing(
         self, open_by_deadline: Mapping[int, int], ready_by_deadline: Mapping[int, int], *, version: int
     ) -> list[int]:
-        """Return the numbers of running groups that the plan of ``version`` must take by each deadline.
+        """Return how many running groups the plan of ``version`` must take by each deadline.
 
-        Returns ``max_lag + 1`` numbers. ``ready_by_deadline`` counts the stored groups in ``open_by_deadline``. Entry k
-        counts running groups due at w + k or earlier, without the groups that earlier entries count.
+        ``ready_by_deadline`` counts the stored groups in ``open_by_deadline``. Returns ``max_lag + 1`` numbers. Entry k
+        counts the groups due at w + k or earlier that earlier entries do not count.
         """
         num_ready = num_missing = 0
         missing = []
@@ -122,8 +120,8 @@ class StalenessRule:
 class Room:
     """The free bytes of each store under the bound ``max_bytes``; 0 means no bound.
 
-    The saved prefixes of running groups take space too. With a single store, they share the bound of that store.
-    Otherwise the bound applies to the saved prefixes separately.
+    Saved prefixes take space too. A single store shares its bound with them. With several stores, they have a bound of
+    their own.
 
     Attributes:
         is_shared: Whether the saved prefixes share the bound of the store.
@@ -141,11 +139,11 @@ class Room:
         return self._max_bytes * len(self._groups.space.open_stores())
 
     def has_room(self, num_granted: int = 0, num_freed_bytes: int = 0) -> bool:
-        """Whether one more group fits in addition to the held bytes and the expected bytes of the running groups.
+        """Whether one more group fits beside the held bytes and the expected bytes of the running groups.
 
-        One group may always begin if no group runs, no batch is planned, and too few groups are stored for a batch:
-        nothing else would free bytes then. The caller will also grant ``num_granted`` other leases, which drop
-        ``num_freed_bytes`` of saved prefixes.
+        One group may always begin if no group runs, no batch is planned, and too few groups are stored for a batch.
+        Nothing else would free bytes then. The caller will also grant ``num_granted`` leases, which free
+        ``num_freed_bytes``.
         """
         groups = self._groups
         if not self._max_bytes:
@@ -158,12 +156,12 @@ class Room:
         return num_bytes <= self.max_bytes
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether a put needs no reservation: there is a single store, and ``num_bytes`` are free in it."""
+        """Whether a put of ``num_bytes`` needs no reservation. Always false with several stores."""
         space = self._groups.space
         return self.is_shared and space.stored_bytes[0] + space.prefix_bytes + num_bytes <= self._max_bytes
 
     def _num_free(self, store: int, group: Group) -> float:
-        """Return the free bytes of a store for a group. Bytes that the group already has in the store count as free."""
+        """Return the free bytes of a store. Bytes of ``group`` count as free."""
         if not self._max_bytes:
             return math.inf
         num_held = self._groups.space.stored_bytes[store] - (group.num_bytes if store == group.store else 0)
@@ -174,8 +172,8 @@ class Room:
     def reserve(self, group: Group, num_bytes: int, *, host: str, may_evict: bool) -> Reserved:
         """Choose the store for ``num_bytes`` of a running group, and the groups to evict for it.
 
-        The store of ``host`` is chosen if the bytes fit there, else the emptiest store. ``may_evict`` is true if no
-        batch is planned and no batch can be made of the stored groups.
+        The store on ``host`` is chosen if the bytes fit there, else the emptiest store. Groups are evicted only if
+        ``may_evict``.
 
         Raises:
             StoreFull: The bytes do not fit now.
@@ -204,11 +202,9 @@ class Room:
         )
 
     def _who_gives_way(self, group: Group, store: int, num_bytes: float) -> tuple[int, ...] | None:
-        """Find groups to evict for ``group`` that together hold ``num_bytes`` in the store.
+        """Return groups to evict that together hold ``num_bytes`` in the store, or None if there are too few.
 
-        None if all of them hold less. Groups that wait for a further use are evicted first, because their tokens are
-        trained already. Then saved prefixes are evicted: first those of queued groups, then those of running groups.
-        Stored groups that are due later than ``group`` come last, the latest deadline first.
+        Groups that wait for a further use come first, because their tokens are trained already.
         """
         prefixes = [other for other in self._groups if other.prefix_bytes and other is not group]
         prefixes.sort(key=lambda other: (other.state is GroupState.leased, -other.place))
@@ -238,7 +234,7 @@ class Room:
 
 
 FILTERS: Registry[Filter] = Registry("buffer.filters")
-"""Filters by name. A dropped group is counted under the name."""
+"""Filters by name. The buffer counts each dropped group under the name of its filter."""
 ORDERS: Registry[Preference] = Registry("buffer.order")
 """Selection orders by name."""
 
@@ -277,7 +273,7 @@ def _fewest_response_tokens_first(summary: GroupSummary, deadline: int) -> float
 
 @ORDERS.register("reward_spread")
 def _largest_reward_variance_first(summary: GroupSummary, deadline: int) -> float:
-    """A group without finite rewards comes last, with the groups of equal rewards."""
+    """Prefer a large variance. A group without finite rewards ranks with the groups of equal rewards."""
     return -pvariance(summary.rewards) if summary.is_scored and summary.rewards else 0.0
 
 
@@ -308,11 +304,10 @@ def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
 
 
 class Window:
-    """The deadlines that a batch may still take while it is filled.
+    """The deadlines of the groups that a batch may still take while it is filled.
 
-    The most preferred group may be due late. The batch may take a group due at w + k only if enough places remain for
-    more urgent groups. These are, for every j < k, the required groups due at w + j or earlier. A closed deadline stays
-    closed, so filling a batch costs O(B·max_lag).
+    The batch may take a group due at w + k only if enough places remain for the required groups due earlier than w + k.
+    A closed deadline stays closed, so filling a batch costs O(B·max_lag).
     """
 
     def __init__(self, required: Sequence[int], seats: int) -> None:
@@ -335,10 +330,10 @@ class Window:
 def choose_batch(
     ready: Mapping[int, Sequence[Entry]], required: Sequence[int], *, version: int, seats: int
 ) -> list[int]:
-    """Choose ``seats`` groups for a batch. Each choice is the most preferred group that the window allows.
+    """Choose ``seats`` groups for a batch. Each choice is the most preferred group that the `Window` allows.
 
-    ``ready`` maps each deadline to its stored groups, sorted by rank. The stored groups suffice for ``required``, the
-    result of `StalenessRule.required`.
+    ``ready`` holds the stored groups by deadline, sorted by rank. They must suffice for ``required``, the result of
+    `StalenessRule.required`.
     """
     window = Window(required, seats)
     tops = [(entries[0], deadline, 0) for deadline, entries in ready.items() if entries]
@@ -360,10 +355,7 @@ def choose_batch(
 
 
 def _find(registry: Registry[Any], name: str) -> Any:
-    """Return a registered function, or the user's function.
-
-    An error in a user's function fails one request, not the server.
-    """
+    """Return a function. An error in a user's function fails one request, not the server."""
     function = registry.get(name)
     if name in registry.names():
         return function

@@ -1,7 +1,7 @@
 """The buffer server: the ledger, and the payloads or connections to store servers. Run as ``python -m buffer.server``.
 
 It announces its address in one line on stdout (or ``--announce-fd``). It ends on SIGTERM, SIGINT and SIGUSR1, and with
-its parent. In a run the server inherits blocked SIGTERM and SIGINT, so its owner sends SIGUSR1.
+its parent. A run's server blocks SIGTERM and SIGINT, so its owner sends SIGUSR1.
 """
 
 import argparse
@@ -70,12 +70,12 @@ from .store_servers import StoreService
 
 logger = logging.getLogger(__name__)
 _KEPT_BYTES = 2**31 - 1
-"""Largest number of freed bytes that glibc keeps for later allocations; the largest value that it accepts."""
+"""Largest number of freed bytes that glibc keeps for later allocations. glibc accepts no larger value."""
 _MAX_UNREAD_MESSAGES = 64
 
 
 class RateLimit:
-    """Limits each client to ``per_second`` requests. A request with leases counts once per lease."""
+    """Limits each client to ``per_second`` requests. Each lease in a request counts as a request."""
 
     def __init__(self, per_second: int) -> None:
         self._per_second = per_second
@@ -98,18 +98,16 @@ class RateLimit:
 
 @dataclass(kw_only=True, slots=True)
 class _BulkPeer:
-    """Incomplete messages from and to one client on the bulk socket."""
-
     sender: ChunkSender
     receiver: ChunkReceiver
     last_heard: float = field(default_factory=time.monotonic)
 
 
 class Service(Protocol):
-    """Answers the requests."""
+    """Answers requests."""
 
     def handle(self, request: Message) -> None:
-        """Answer one request, now or later."""
+        """Answer a request, now or later."""
 
     def settle(self) -> None:
         """Do the work after a burst of messages."""
@@ -119,21 +117,20 @@ class Service(Protocol):
 
 
 class ServerSocket:
-    """Binds the control and the bulk socket and serves on them until `close`. Make it on a running loop.
+    """Binds the control and the bulk socket and serves on them until `close`. Make an object on a running loop.
 
-    Every request gets a reply. An error becomes the reply. Errors other than `AsyncRLError` are also logged with a
-    traceback.
+    Every request gets a reply, which may be an error. Errors other than `AsyncRLError` are logged with a traceback.
 
     Args:
         config: Options.
-        make_service: Builds the service that answers the requests and sends through the given socket.
-        journal: Remembers epoch and addresses, so that a restarted server has the same address.
-        store: Number of this store server; None for the ledger's server, which has other keys.
+        make_service: Builds the service that answers the requests.
+        journal: Remembers epoch and addresses, so a restarted server has the same address.
+        store: Number of this store server; None for the ledger's server.
 
     Attributes:
         address: Address of the control socket.
-        bulk_port: Port of large payloads; 0 for a Unix socket, see `bulk_address`.
-        epoch: The run that this server belongs to.
+        bulk_port: Port of large payloads; 0 for a Unix socket.
+        epoch: The run of this server.
     """
 
     def __init__(
@@ -161,7 +158,7 @@ class ServerSocket:
         self.epoch = config.epoch or known or uuid.uuid4().hex[:16]
         if journal is not None and self.epoch != known:
             journal.write("epoch", self.epoch)
-            for name in ("address", "bulk_address"):  # another process may use the addresses of an earlier life
+            for name in ("address", "bulk_address"):  # another process may use the addresses from before a resume
                 if journal.read(name):
                     journal.write(name, "")
         self._own_folder = ""
@@ -186,7 +183,6 @@ class ServerSocket:
         self._bulk = Channel(bulk, self._on_chunk, self._on_burst_end)
 
     def _router(self, keys: ServerKeys | None, *, silent_s: float) -> zmq.Socket[bytes]:
-        """Make a socket that closes a connection which delivers no complete frame for ``silent_s`` seconds."""
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -201,7 +197,6 @@ class ServerSocket:
         return socket
 
     def _bind_unix(self, control: zmq.Socket[bytes], bulk: zmq.Socket[bytes], name: str) -> str:
-        """Bind both sockets in the configured folder, else the folder of an earlier server, else a new folder."""
         known_address = (self._journal.read("address") or "") if self._journal is not None else ""
         known = folder_of(known_address)
         folder = self._config.socket_folder or known
@@ -216,7 +211,6 @@ class ServerSocket:
         return address
 
     def _bind_port(self, socket: zmq.Socket[bytes], name: str, port: int) -> str:
-        """Bind the configured port, else the port of an earlier server on this journal, else a free port."""
         known = (self._journal.read(name) or "") if self._journal is not None else ""
         if not port and not folder_of(known):
             port = int(known.rpartition(":")[2] or 0)
@@ -247,7 +241,7 @@ class ServerSocket:
         self._counts[what] += 1
 
     def close(self) -> None:
-        """Stop serving; pending requests are not answered."""
+        """Stop serving. Pending requests are not answered."""
         self._service.close()
         if self._flush_handle is not None:
             self._flush_handle.cancel()
@@ -272,7 +266,6 @@ class ServerSocket:
             self._receive(client, self._role_of(frames[-1]), frames[1:], MAX_FRAMES)
 
     def _on_chunk(self, frames: list[zmq.Frame]) -> None:
-        """Handle a message on the bulk socket: a chunk, an acknowledgement, or the greeting of a new connection."""
         if self._listeners:
             self._listeners["bulk_address"].received(frames[-1])
         client = frames[0].bytes
@@ -310,7 +303,6 @@ class ServerSocket:
         return peer
 
     def _forget_idle_peers(self) -> None:
-        """Forget peers without incomplete messages, and peers whose message has been incomplete for a long time."""
         now = time.monotonic()
         if now - self._swept_at < 1.0:
             return
@@ -324,15 +316,10 @@ class ServerSocket:
         self._peers = kept
 
     def _role_of(self, frame: zmq.Frame) -> str | None:
-        """Return the role of the key of a message's sender; None without keys."""
         return None if self._gate is None else self._gate.role_of(str(frame.get("User-Id")))
 
     def _admits(self, client: bytes, frame: zmq.Frame) -> bool:
-        """Whether the key of a message's sender is accepted.
-
-        The server tells a client with an old key that there is a new key. A message with a retired key is dropped. The
-        client repeats the message over a new connection.
-        """
+        """Whether the key of a message's sender is accepted. Tell a client with an old key to read its keys again."""
         if self._gate is None:
             return True
         public = str(frame.get("User-Id"))
@@ -345,7 +332,6 @@ class ServerSocket:
         return is_accepted
 
     def _renew_keys(self) -> None:
-        """Read the clients' keys again. Raises `ReplayBufferError` if there are none, or they cannot be read."""
         if self._gate is None:
             raise ReplayBufferError("this buffer has no keys, see buffer.keys; there is nothing to replace")
         try:
@@ -368,7 +354,6 @@ class ServerSocket:
             self._flush()  # the producer can prepare its next batch while the server reads the following one
 
     def _handle(self, role: str | None, request: Message, epoch: str) -> None:
-        """Check the epoch, the role and the rate of a request. Then the service answers the request."""
         name = "a request"
         try:
             self._limit.check(request.client, 1)
@@ -417,7 +402,7 @@ class ServerSocket:
     def send(self, client: bytes, message: Message) -> None:
         """Send to a client at the end of the burst, so that acknowledgements are sent together.
 
-        A reply with a payload is sent at once, so that its reader does not wait for other replies.
+        A reply with a payload is sent at once, so its reader does not wait for other replies.
         """
         self._outbox.setdefault(client, []).append(message)
         if message.payload:
@@ -444,7 +429,7 @@ class ServerSocket:
                 peer.sender.push(answer.request_id, self._frames([answer]))
 
     def _frames(self, answers: list[Message]) -> list[Any]:
-        """Encode answers to frames. If one answer cannot be encoded, all of them become errors."""
+        """Encode answers. If one of them cannot be encoded, all of them become errors."""
         try:
             return frames_of(self.epoch, answers)
         except (ValueError, TypeError, OverflowError) as error:
@@ -452,10 +437,7 @@ class ServerSocket:
             return frames_of(self.epoch, [_failed(a, failure) for a in answers if a.request_id != PUSH_ID])
 
     def _write_journal(self) -> ReplayBufferError | None:
-        """Write the journal before the replies are sent.
-
-        Returns the error that replaces the replies if the write fails.
-        """
+        """Write the journal before replies are sent. Return an error that replaces the replies if the write fails."""
         try:
             if self._journal is not None:
                 self._journal.flush()
@@ -469,10 +451,7 @@ class ServerSocket:
         self._send_by(self._bulk, [client, *frames])
 
     def _send_by(self, channel: Channel, frames: list[Any]) -> None:
-        """Send frames.
-
-        If the client has disconnected or does not read, the frames are lost. The client repeats its request later.
-        """
+        """Send frames. They are lost if the client has disconnected or does not read. It then repeats its request."""
         try:
             channel.send(frames)
         except zmq.ZMQError as error:
@@ -486,15 +465,11 @@ def _failed(answer: Message, failure: Failure) -> Message:
 
 
 class BufferServer:
-    """The ledger's server.
-
-    The payloads are in this process, in ``num_store_servers`` other processes, or on joining stores.
-
-    Make this object on a running loop.
+    """The ledger's server. Make an object on a running loop.
 
     Attributes:
-        address: The server's address.
-        bulk_port: See `ServerSocket`.
+        address: Address of the server.
+        bulk_port: As in `ServerSocket`.
         counters: Returns counts of refused and undelivered messages.
         lost: Gets the error after which this server cannot continue.
     """
@@ -536,7 +511,7 @@ class BufferServer:
         self.counters = self._endpoint.counters
 
     def close(self) -> None:
-        """Stop serving; pending requests are not answered."""
+        """Stop serving. Pending requests are not answered."""
         for check in self._checks:
             check.cancel()
         self._endpoint.close()
@@ -544,10 +519,7 @@ class BufferServer:
         self._stores.close()
 
     def _check_stores(self, *numbers: int) -> None:
-        """Reconcile these stores with the ledger.
-
-        Without arguments, reconcile all stores, because finished groups were reopened.
-        """
+        """Reconcile these stores with the ledger. Without arguments, reconcile all stores."""
         for number in numbers or [n for n, address in enumerate(self._links.addresses) if address]:
             check = asyncio.get_running_loop().create_task(self._requeue_missing(number))
             self._checks.add(check)
@@ -575,7 +547,7 @@ class BufferServer:
 
 
 class StoreServer:
-    """Store server ``number``. It has the attributes of `BufferServer`, except ``bulk_port``. Needs a running loop."""
+    """Store server ``number``, with the attributes of `BufferServer` except ``bulk_port``. Needs a running loop."""
 
     def __init__(self, config: BufferConfig, *, number: int) -> None:
         journal = _open_journal(config, f"store{number}")
@@ -639,13 +611,13 @@ async def serve(server: "BufferServer | StoreServer", *, announce_fd: int) -> No
 
 
 def calm_collector() -> None:
-    """Avoid full garbage collections, because their cost grows with the ledger. The ledger has no reference cycles."""
+    """Avoid full garbage collections. Their cost grows with the ledger, which has no reference cycles."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 1_000_000)
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the server."""
     parser = argparse.ArgumentParser(prog="python -m buffer.server", description="Serve the replay buffer.")
     parser.add_argument("--groups-per-step", type=int, required=True, help="groups one learner step consumes")
     parser.add_argument("--config", default="{}", help='options of buffer/config.py as JSON, e.g. {"max_lag": 2}')

@@ -1,8 +1,7 @@
-"""Handles the requests to the buffer. The ledger decides, the store keeps frames, and some requests must wait.
+"""Handles the requests to the buffer. The ledger decides, the store keeps frames, and some requests wait.
 
-After each burst of messages `settle` answers the held requests that can be answered now. A timer answers the others
-with `NothingYet`. Two more timers fire: at the next expiry of a lease, and when the next producer counts as silent. No
-part polls.
+After each burst of messages `settle` answers the held requests that can be answered. A timer answers the others with
+`NothingYet`. Other timers fire at the next expiry of a lease, and when the next producer counts as silent.
 """
 
 import logging
@@ -52,10 +51,10 @@ class BufferService:
         groups_per_step: B.
         send: Sends one message to one client.
         on_rewound: Called after a rewind of the learner, because finished groups may be queued again.
-        counters: Returns the server's own counters, for `buffer.inspect`.
-        links: Connections to the store servers that hold the payloads; None keeps the payloads here.
-        journal: The journal that this server continues and writes; None if nothing is kept on disk.
-        clock: Measures deadlines; the clock of the running loop unless a test passes another.
+        counters: Returns the server's own counters.
+        links: Connections to the store servers. None keeps the payloads in this process.
+        journal: The journal that this server continues; None keeps nothing on disk.
+        clock: Measures deadlines. None takes the clock of the running loop.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class BufferService:
         self._offers.recover()
 
     def handle(self, request: Message) -> None:
-        """Run an operation. An `AsyncRLError` becomes its answer. `settle` answers held requests."""
+        """Run an operation. An `AsyncRLError` becomes its answer."""
         self._admission.heartbeats.hear(request.client, self._clock.time())
         kind = type(request.body)
         try:
@@ -132,19 +131,13 @@ class BufferService:
         self._replies.fail(request, error)
 
     def _is_written_first(self, num_bytes: int) -> bool:
-        """Whether the journal writes a payload before its command.
-
-        True if the payload is large or does not fit into memory.
-        """
+        """Whether the payload is large or does not fit into memory. The journal then writes it before its command."""
         if self._journal is None:
             return False
         return num_bytes >= JOIN_BELOW_BYTES or not self._store.fits_in_memory(num_bytes)
 
     def _when_kept(self, request: Message, store: Callable[[Frames], None]) -> None:
-        """Call ``store`` with the payload.
-
-        If the journal writes the payload first, ``store`` gets the payload on disk.
-        """
+        """Call ``store`` with the payload, or with the payload on disk if the journal writes it first."""
         if self._journal is None or not self._is_written_first(size_of(request.payload)):
             store(request.payload)
             return
@@ -199,10 +192,7 @@ class BufferService:
             part.close()
 
     def _recover(self, recovered: Recovered) -> None:
-        """Load the prompts, trajectories and leases of an earlier server.
-
-        Running leases are renewed for their full time.
-        """
+        """Load the prompts, trajectories and leases of an earlier server. Leases are renewed for their full time."""
         ledger = self.ledger
         if recovered.snapshot is not None:
             ledger.restore(recovered.snapshot)
@@ -227,7 +217,7 @@ class BufferService:
     def _lose(
         self, group_ids: Iterable[int], *, unsent: Iterable[tuple[int, int]] = (), missing: Iterable[int] = ()
     ) -> None:
-        """Requeue groups whose frames are lost. The workers send the ``unsent`` groups again."""
+        """Requeue groups whose frames are lost. Workers send the ``unsent`` groups again."""
         command = commands.LoseGroups(group_ids=tuple(group_ids), unsent=tuple(unsent), missing=tuple(missing))
         if lost := self.ledger.apply(command).group_ids:
             logger.warning("the trajectories or saved prefixes of %d groups are lost", len(lost))
@@ -243,13 +233,18 @@ class BufferService:
     ) -> bool:
         """Handle the report of a store server that it lacks ``group_ids``.
 
-        ``stored`` and ``reserved`` are the groups and attempts that this store had when it was asked. Groups that were
-        stored are generated again. Groups that were reserved are sent again. A planned batch stays, because its ranks
-        may already have the groups. If a rank does not have them, it reports this, and the missing groups of that batch
-        and of later ones are generated again.
+        Lost stored groups are generated again, and reserved groups are sent again. A planned batch stays, because its
+        ranks may already have its groups. If a rank lacks one, the missing groups of this and later batches are
+        generated again.
 
-        Returns whether a reserved group was stored in the meantime. The payload of such a group may have reached the
-        store after the report, so the caller has to ask the store again.
+        Args:
+            store: Number of the store.
+            group_ids: Groups that the store lacks.
+            stored: Groups and attempts that the store had when it was asked.
+            reserved: Groups and attempts with reserved bytes then.
+
+        Returns:
+            True if a reserved group was stored in the meantime. Then the caller must ask the store again.
         """
         ledger, missing = self.ledger, set(group_ids)
         was_reserved = {key for key in reserved if key[0] in missing}
@@ -264,7 +259,6 @@ class BufferService:
         return not was_reserved.isdisjoint(now_stored)
 
     def _forget_finished(self) -> None:
-        """Drop the frames of finished groups, and notify clients whose put or prompts did not fit."""
         finished = self.ledger.attempts.drain_finished()
         self._admission.finished(finished)
         groups = self.ledger.groups
@@ -279,7 +273,6 @@ class BufferService:
         clients.clear()
 
     def _compact(self, *, is_urgent: bool = True) -> None:
-        """Replace the journal's commands by a snapshot if the journal has grown long."""
         if self._journal is not None and self._journal.is_grown(is_urgent=is_urgent):
             try:
                 self._journal.compact(self.ledger.snapshot(), self._store.frames())
@@ -311,7 +304,7 @@ class BufferService:
     # Results
 
     def on_reserve(self, request: Message, reserve: commands.Reserve) -> None:
-        """Reserve bytes for a group before it is sent. Requests wait in order of arrival until their bytes fit."""
+        """Reserve bytes for a group before it is sent. Requests wait in order of arrival."""
         self._reserving.hold(request)
 
     def _grant_reservation(self, request: Message) -> commands.Reservation | None:
@@ -327,7 +320,7 @@ class BufferService:
     def _make_room(self, client: bytes, command: commands.Reserve) -> int:
         """Reserve bytes for a group, and return its store.
 
-        If the bytes do not fit, raises `StoreFull`, and fails plans that can never be made.
+        If they do not fit, fail the plans that can never be made.
         """
         group_id = command.group_id
         try:
@@ -342,7 +335,7 @@ class BufferService:
         return reserved.store
 
     def on_put(self, request: Message, put: commands.Put) -> None:
-        """Store a group, or record that a store server holds it. Small groups that fit do not need a reservation."""
+        """Store a group, or record that a store server holds it."""
         check_counts(put.summary)
         group = self.ledger.groups.running(*put.key)
         if not self._store.is_elsewhere:
@@ -382,7 +375,7 @@ class BufferService:
         return released
 
     def on_save_prefix(self, request: Message, save: commands.SavePrefix) -> None:
-        """Save the prefix of a running group. The next attempt may continue the prefix."""
+        """Save the prefix of a running group."""
 
         def store(kept: Frames) -> None:
             command = replace(save, num_bytes=size_of(request.payload))
@@ -407,7 +400,7 @@ class BufferService:
         return None
 
     def on_commit(self, request: Message, commit: commands.Commit) -> None:
-        """Mark a batch as consumed. Engines may then load newer weights."""
+        """Mark a batch as consumed."""
         committed = self.ledger.apply(commit)
         self._forget_finished()
         if committed.group_ids:
@@ -417,10 +410,7 @@ class BufferService:
         self._offers.show()  # comes after the reply to the controller, because many engines may wait
 
     def on_lose_groups(self, request: Message, lose: commands.LoseGroups) -> Answer:
-        """Plan a batch again, because the learner's ranks did not find some of its groups.
-
-        No rank has trained on the batch.
-        """
+        """Plan a batch again, because the learner's ranks did not find some of its groups."""
         self._lose(filter(self.ledger.groups.is_planned, lose.group_ids))
         return Done()
 
@@ -434,7 +424,7 @@ class BufferService:
         return Done()
 
     def on_resume(self, request: Message, resume: commands.Resume) -> Answer:
-        """Begin a new life of the run at a checkpoint."""
+        """Resume the run at a checkpoint."""
         self._forget_finished()
         self._take_back(self.ledger.apply(resume))
         self._joins.leave_earlier()
@@ -442,7 +432,6 @@ class BufferService:
         return Done()
 
     def _take_back(self, rewound: outcomes.Rewound) -> None:
-        """Drop the frames and offers of lost versions."""
         self._store.evict(rewound.dropped)
         self._on_rewound()
         self._offers.withdraw()
@@ -459,11 +448,11 @@ class BufferService:
         )
 
     def on_stats(self, request: Message, stats: commands.Stats) -> Answer:
-        """Reply with the ledger's counts."""
+        """Return the ledger's counts."""
         return commands.Totals(self._totals())
 
     def on_inspect(self, request: Message, inspect: commands.Inspect) -> Answer:
-        """Reply with every unfinished group and every producer, or with one group."""
+        """Return all unfinished groups and all producers, or describe one group."""
         now = self._clock.time()
         if inspect.group_id >= 0:
             return commands.Report(describe_group(self.ledger, inspect.group_id, now))
@@ -501,13 +490,13 @@ class WorkerRequests:
         self._admission, self._offers, self._joins = admission, offers, joins
 
     def on_hello(self, request: Message, hello: commands.Hello) -> Answer:
-        """Reply with the buffer's options. A producer is registered, and must send heartbeats from then on."""
+        """Return the buffer's options. A producer is registered, and must send heartbeats from then on."""
         if hello.produces:
             self._enter(request.client, hello.host)
         return self._welcome()
 
     def on_beat(self, request: Message, beat: commands.Beat) -> Answer:
-        """Record a heartbeat. A heartbeat also registers a producer that only an earlier server knew."""
+        """Record a heartbeat. It also registers a producer that a restarted server does not know yet."""
         self._enter(request.client, beat.host)
         self._admission.heartbeats.count_generated(request.client, beat.generated)
         if beat.serves is not None:
@@ -526,7 +515,7 @@ class WorkerRequests:
     def on_loaded(self, request: Message, loaded: commands.Loaded) -> Answer:
         """Record that an engine serves a version.
 
-        The worker's waiting requests for leases at this version then count for the current learner.
+        Its waiting requests at this version then count for the current learner.
         """
         if self._offers.is_current(loaded):
             self._ledger.check_engine_version(loaded.version)
@@ -553,7 +542,7 @@ class WorkerRequests:
 
 
 class LedgerNotes:
-    """Records the ledger's events for the run's profile: one stamp per group event, and the ledger's counts."""
+    """Records the ledger's events for the run's profile."""
 
     def __init__(self, ledger: Ledger, recorder: record.Recorder) -> None:
         self._ledger = ledger
@@ -636,7 +625,6 @@ class LedgerNotes:
         self._recorder.stamp(event, of.group_id, attempt=of.attempt, version=version, lane=_LANE, **details)
 
     def _stamp_requeued(self, group_ids: Iterable[int], *, reason: str) -> None:
-        """Stamp the groups that lost their trajectories or their prefix. A group that was used is not queued again."""
         queued = [group_id for group_id in group_ids if group_id in self._ledger.groups]
         self._stamp_all(GroupEvent.requeued, queued, reason=reason)
 
@@ -646,11 +634,7 @@ class LedgerNotes:
 
 
 def check_counts(summary: GroupSummary) -> None:
-    """Raise `WireError` if a count of a group is out of range.
-
-    The ranges ensure that totals fit into 63 bits. The number of uses is 0 in a put, because the ledger counts the
-    uses.
-    """
+    """Raise `WireError` if a count of a group is out of range. The ranges ensure that totals fit into 63 bits."""
     lists = summary.response_lengths, summary.branch_tokens, summary.num_branches
     versions = summary.oldest_version, summary.newest_version
     counts = (*versions, summary.num_prompt_tokens, summary.num_tokens, summary.num_truncated, *map(sum, lists))
@@ -665,7 +649,6 @@ def check_counts(summary: GroupSummary) -> None:
 
 
 def _ledger(config: BufferConfig, *, groups_per_step: int, num_stores: int) -> Ledger:
-    """Return a new ledger with the options of the buffer."""
     return Ledger(
         StalenessRule(max_lag=config.max_lag, groups_per_step=groups_per_step, max_uses=config.max_uses),
         on_stale=config.on_stale,

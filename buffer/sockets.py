@@ -1,9 +1,8 @@
 """The buffer's ZMQ sockets and clock on an asyncio loop: messages in chunks, the folders of Unix sockets, and ports.
 
 Every client has two connections to a server. The *control* connection carries requests and small payloads. The *bulk*
-connection carries payloads of ``JOIN_BELOW_BYTES`` or more in chunks. So a large put over a slow link does not delay
-heartbeats and renewals. At most ``WINDOW_BYTES`` of chunks are sent before the peer acknowledges them. Each
-acknowledgement counts as progress.
+connection carries payloads of ``JOIN_BELOW_BYTES`` or more, in chunks, so they do not delay heartbeats and renewals. A
+peer may have ``WINDOW_BYTES`` of unacknowledged chunks. Each acknowledgement counts as progress.
 """
 
 import asyncio
@@ -44,7 +43,7 @@ _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LAST = int(zmq.NOBLOCK)
 _send: Any = zmq.backend.Socket.send
 _receive: Any = zmq.backend.Socket.recv
-"""The backend's calls. The wrappers of `zmq.Socket` cost more than twice as much time as these calls."""
+"""The backend's calls. The wrappers of `zmq.Socket` take more than twice as long."""
 _CHUNK = struct.Struct("<4sQII")
 _CHUNK_MAGIC, _ACK_MAGIC = b"chnk", b"ackn"
 _MAX_CHUNK_FRAMES = 2048
@@ -67,10 +66,8 @@ _monitors = itertools.count()
 class LoopClock:
     """The running loop's monotonic clock (or a test's clock), minus the time that the loop stalled.
 
-    After a stall (a debugger, swap, a slow write) the loop fires its timers before it reads the messages that arrived
-    in the meantime. Without the correction, all clients would then count as silent.
-
-    ``stalled_s`` is the total length of the stalls in seconds.
+    After a stall, the loop fires its timers before it reads the messages that have arrived. Without the correction, all
+    clients would then count as silent. ``stalled_s`` is the total length of the stalls in seconds.
     """
 
     def __init__(self, time: Callable[[], float] | None = None) -> None:
@@ -92,7 +89,10 @@ class LoopClock:
         return now - self.stalled_s
 
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-        """Call ``callback`` at ``when``. After a stall it is called too early, so ``callback`` must check the clock."""
+        """Call ``callback`` at ``when``.
+
+        After a stall the call comes too early, so ``callback`` must check the clock.
+        """
         return self._loop.call_later(max(0.0, when - self.time()), callback)
 
     def close(self) -> None:
@@ -108,8 +108,8 @@ class LoopClock:
 class Deadline:
     """One timer for the earliest of many changing deadlines.
 
-    The timer is not rescheduled when the earliest deadline moves later. Then the timer fires early, ``on_due`` finds
-    nothing due, and the owner calls `at` again. So moving a deadline with every message costs nothing.
+    The timer does not move when the earliest deadline moves later, so it costs nothing to move a deadline with every
+    message. The timer then fires early, ``on_due`` finds nothing due, and the owner calls `at` again.
     """
 
     def __init__(self, on_due: Callable[[], None], clock: LoopClock) -> None:
@@ -141,8 +141,8 @@ class Deadline:
 class Channel:
     """Passes received messages to a callback, and sends without blocking.
 
-    The channel owns its bound or connected socket. The loop calls ``on_message`` with the frames of each message, and
-    ``on_burst_end`` after each burst.
+    The channel owns its socket. The loop calls ``on_message`` with the frames of each message, and ``on_burst_end``
+    after each burst.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Channel:
         self._schedule()
 
     def send(self, frames: Sequence[Any]) -> None:
-        """Hand a message to ZMQ. Raises `zmq.ZMQError` if the peer is unknown, or its queue is full."""
+        """Pass a message to ZMQ. Raises `zmq.ZMQError` if the peer is unknown, or its queue is full."""
         last = len(frames) - 1
         for i, frame in enumerate(frames):
             small = type(frame) is bytes and len(frame) < _COPY_BELOW_BYTES
@@ -190,7 +190,6 @@ class Channel:
             self._schedule()
 
     def _read_burst(self) -> int:
-        """Receive at most one burst of messages. Returns the number of messages."""
         for num_read in range(_BURST):
             if self._socket.closed:
                 return 0
@@ -207,8 +206,7 @@ class Channel:
 def monitor_of(socket: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
     """Return the socket that reports ``events`` of another socket.
 
-    Its address is unique. ZMQ's default address contains the socket's descriptor. ZMQ may still use the address of an
-    earlier socket with the same descriptor.
+    Its address is unique, because ZMQ's default address may still belong to an earlier socket.
     """
     return socket.get_monitor_socket(events, f"inproc://monitor-{next(_monitors)}")
 
@@ -231,7 +229,7 @@ class Chunk:
 
     @classmethod
     def parse(cls, frames: Sequence[Any]) -> "Chunk":
-        """Read a chunk from a socket. Raises `WireError` if the frames are not a chunk."""
+        """Parse a chunk. Raises `WireError` if the frames are not a chunk."""
         head = memoryview(frames[0]) if frames else memoryview(b"")
         if head.nbytes != _CHUNK.size:
             raise WireError(f"a chunk must begin with {_CHUNK.size} bytes, got {head.nbytes}")
@@ -247,7 +245,7 @@ class Chunk:
 
 
 class ChunkSender:
-    """Sends messages to one peer in order, within a window of bytes. ``send`` sends one chunk."""
+    """Sends messages to one peer in order, within a window of bytes. ``send`` is called with each chunk."""
 
     def __init__(self, send: Callable[[list[Any]], None]) -> None:
         self._send = send
@@ -261,7 +259,7 @@ class ChunkSender:
         return not self._queue and not self._unacknowledged
 
     def push(self, request_id: int, frames: Sequence[Any]) -> None:
-        """Send a message of any size. Its frames are not copied."""
+        """Send a message. Its frames are not copied."""
         pieces: list[tuple[list[Any], int]] = []
         for frame in frames:
             size = len(frame)
@@ -295,15 +293,13 @@ class ChunkSender:
 
 @dataclass(kw_only=True, slots=True)
 class _IncompleteMessage:
-    """The received chunks of an incomplete message: their frames and total bytes."""
-
     frames: list[Any] = field(default_factory=list)
     num_chunks: int = 0
     num_bytes: int = 0
 
 
 class ChunkReceiver:
-    """Receives messages of one peer in chunks. All incomplete messages together have at most ``max_bytes``."""
+    """Receives messages of one peer in chunks. Its incomplete messages together have at most ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -316,10 +312,10 @@ class ChunkReceiver:
         return not self._messages
 
     def add(self, chunk: Chunk) -> list[Any] | None:
-        """Add a chunk. Returns the frames of its message if the message is now complete.
+        """Add a chunk. Return the frames of its message if the message is complete.
 
-        If earlier chunks are missing, or if the peer's incomplete messages are too large together, the message is
-        dropped and `WireError` is raised.
+        If earlier chunks are missing, or if the incomplete messages are too large, drop the message and raise
+        `WireError`.
         """
         message = self._messages.pop(chunk.request_id, None) or _IncompleteMessage()
         self._num_bytes -= message.num_bytes
@@ -361,10 +357,7 @@ _OTHER_FILES = 256
 
 
 def client_context() -> zmq.Context[Any]:
-    """Make the context for all connections of this process.
-
-    ZMQ's default limit of 1023 sockets suffices for only 170 links.
-    """
+    """Return the context of all connections of this process, with more sockets than ZMQ's default of 1023."""
     context = zmq.Context.instance()
     if context.get(zmq.MAX_SOCKETS) != (most := context.get(zmq.SOCKET_LIMIT)):
         context.set(zmq.MAX_SOCKETS, most)  # has no effect after the first socket
@@ -372,10 +365,10 @@ def client_context() -> zmq.Context[Any]:
 
 
 def allow_clients(num_clients: int, *, num_links: int = 0) -> None:
-    """Raise this process's limit of open files for a server with this number of clients and of links to stores.
+    """Raise this process's limit of open files for this number of clients and of links to stores.
 
-    Child processes inherit the limit. Raises `ValueError` if the limit is too low and cannot be raised, or if ZMQ has
-    too few sockets.
+    Child processes inherit the limit. Raises `ValueError` if the limit cannot be raised so far, or if ZMQ has too few
+    sockets.
     """
     most = zmq.Context.instance().get(zmq.SOCKET_LIMIT) // _SOCKETS_PER_LINK
     if num_links > most:
@@ -398,10 +391,7 @@ def make_socket_folder() -> str:
 
 
 def with_socket_folder(config: BufferConfig) -> tuple[BufferConfig, str]:
-    """Return the options with a folder for the Unix sockets.
-
-    Also returns the folder's path if the caller must remove it.
-    """
+    """Return the options with a folder for the Unix sockets, and the folder's path if the caller must remove it."""
     if config.host or config.socket_folder:
         return config, ""
     folder = make_socket_folder()
@@ -409,7 +399,7 @@ def with_socket_folder(config: BufferConfig) -> tuple[BufferConfig, str]:
 
 
 def remove_socket_folder(folder: str) -> None:
-    """Remove a folder and its sockets. This has no effect if the folder does not exist, or if the name is empty."""
+    """Remove a folder and its sockets. A missing folder or an empty name is ignored."""
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -425,20 +415,19 @@ def folder_of(address: str) -> str:
 
 
 def bulk_address(address: str, port: int) -> str:
-    """Derive the address for large payloads from the address of the control socket. ``port`` is 0 for Unix sockets."""
+    """Return the bulk address that belongs to a control address. ``port`` is 0 for Unix sockets."""
     return f"{address.rpartition(':')[0]}:{port}" if port else f"{address}.bulk"
 
 
 class PortListener:
     """Binds a ZMQ socket to a port. Make the listener on a running loop, and close it before the ZMQ socket.
 
-    ``on_refused`` is called for each connection that the listener closes, with the reason: ``no_files`` if this process
-    may not open more files, ``endless`` if an incomplete message exceeds ``max_incomplete_bytes``. Raises `OSError` if
-    the port cannot be bound.
+    ``on_refused`` is called with a reason for each connection that the listener closes:
 
-    Attributes:
-        address: Address of the socket.
-        received: Gets the last frame of each message.
+    - ``no_files``: this process may not open more files.
+    - ``endless``: an incomplete message exceeds ``max_incomplete_bytes``.
+
+    Raises `OSError` if the port cannot be bound. The owner calls ``received`` with the last frame of each message.
     """
 
     def __init__(
@@ -453,7 +442,7 @@ class PortListener:
         own_host = _address_of(host)
         family = socket.AF_INET6 if ":" in own_host else socket.AF_INET
         self._listener = socket.create_server((own_host, port), family=family, backlog=_BACKLOG)
-        # ZMQ needs this too, because the refusing thread may accept a connection first
+        # ZMQ needs this, because the refusing thread may accept a connection first
         self._listener.setblocking(False)
         self._bound = bound
         name = f"[{own_host}]" if family == socket.AF_INET6 else own_host
@@ -485,9 +474,8 @@ class PortListener:
 class _Connections:
     """Closes a connection when its incomplete message exceeds ``max_bytes``.
 
-    ZMQ bounds each frame of a message, but not their number before the message is complete. So this class reads, once
-    per second, the number of bytes that the kernel has received on a connection since the last complete message. A
-    connection exceeds the bound at most by the bytes that it sends within two seconds.
+    ZMQ limits the size of a frame, but not the number of frames in an incomplete message. So this class reads, each
+    second, how many bytes the kernel has received on each connection.
     """
 
     def __init__(self, address: str, max_bytes: int, on_closed: Callable[[], None]) -> None:
@@ -498,18 +486,15 @@ class _Connections:
         self._check = asyncio.get_running_loop().create_task(self._close_endless())
 
     def close(self) -> None:
-        """Stop reading the numbers of bytes."""
         self._check.cancel()
 
     def changed(self, descriptor: int, *, is_open: bool) -> None:
-        """Record that a connection was opened or closed."""
         if is_open:
             self._since[descriptor] = 0
         else:
             self._since.pop(descriptor, None)
 
     def received(self, frame: zmq.Frame) -> None:
-        """Record a complete message. A connection sends its messages one after the other."""
         self._heard.add(int(frame.get(zmq.SRCFD)))
 
     async def _close_endless(self) -> None:
@@ -543,10 +528,10 @@ def _bytes_received(connection: socket.socket) -> int:
 
 
 class _Refusals(threading.Thread):
-    """Each time that ``wanted`` is set, accepts the waiting connections and closes them.
+    """Accepts and closes the waiting connections each time that ``wanted`` is set.
 
-    The thread has a separate table of files with only the listening socket. So the thread can accept a connection when
-    the process cannot open more files. ZMQ cannot take the file that the thread needs.
+    The thread has its own table of files with only the listening socket. So it can accept a connection when the process
+    cannot open more files.
     """
 
     def __init__(self, listening: int, address: str, on_refused: Callable[[], None]) -> None:
@@ -559,13 +544,11 @@ class _Refusals(threading.Thread):
         self._is_alone.wait()
 
     def close(self) -> None:
-        """Stop the thread."""
         self._is_closed = True
         self.wanted.set()
         self.join()
 
     def run(self) -> None:
-        """Refuse the waiting connections each time that ``wanted`` is set."""
         libc = ctypes.CDLL(None, use_errno=True)
         is_alone = libc.unshare(_CLONE_FILES) == 0
         if is_alone:
@@ -591,7 +574,7 @@ class _Refusals(threading.Thread):
 
 
 def _address_of(host: str) -> str:
-    """Return the address to bind: ``host`` itself, the address of the interface with this name, or every address."""
+    """Return the address to bind. ``host`` is an address, the name of an interface, or ``*``."""
     if host == "*":
         return "0.0.0.0"
     name = "127.0.0.1" if host == "localhost" else host.strip("[]")

@@ -1,6 +1,6 @@
-"""Connections of the ledger's server to the store servers, and the stores that join and leave while the buffer serves.
+"""Connects the ledger's server to the store servers. Stores may join and leave while the buffer serves.
 
-The ledger numbers the stores. A store keeps its number when a later life of the run reaches it at another address.
+The ledger numbers the stores. In a resumed run, a store at another address gets the number of an earlier store.
 """
 
 import logging
@@ -25,17 +25,16 @@ _MAX_HOSTS = 65_536
 
 
 class StoreLinks:
-    """Connections to stores by the ledger's store numbers. Make it on a running loop.
+    """Connections to stores by the ledger's store numbers. Make an object on a running loop.
 
     Args:
         config: Options of the buffer.
-        on_connected: Called with a store's number each time that the store is reached.
-        may_join: Whether stores may be added while the buffer serves.
+        on_connected: Called with the store's number each time that a store is reached.
+        may_join: Whether stores may join while the buffer serves.
 
     Attributes:
         addresses: Addresses of the stores, by number; empty for a lost store.
-        disk_bytes: Bytes of payloads that each store has on disk and not in memory, by number. A store reports them
-            when it is reached, and with each removal.
+        disk_bytes: Bytes of payloads that each store has only on disk, by number, as last reported.
     """
 
     def __init__(self, config: BufferConfig, *, on_connected: Callable[[int], None], may_join: bool) -> None:
@@ -49,9 +48,9 @@ class StoreLinks:
         self._links: list[ClientSocket | None] = []
 
     def connect(self, address: str, number: int | None = None) -> None:
-        """Add a store and connect to it.
+        """Connect to a store.
 
-        ``number`` is that of an awaited store, None for a new store. An empty address adds a place without a store.
+        ``number`` is the number of an awaited store; None for a new store. An empty address reserves a number only.
         """
         link, number = None, len(self._links) if number is None else number
         if address:
@@ -74,24 +73,20 @@ class StoreLinks:
             link.close()
 
     def remove(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> None:
-        """Tell every store to drop finished groups, and the payloads of ended attempts (see `commands.Remove`).
-
-        All stores get the message, because an attempt that was sent twice may have its payload on two stores.
-        """
+        """Tell every store to drop finished groups and ended attempts. One attempt may be on two stores."""
         for number, link in self.connected():
             link.post(commands.Remove(tuple(finished), tuple(ended)), partial(self._note, number, link))
 
     def _note(self, number: int, link: ClientSocket, answer: commands.Removed | commands.Missing) -> None:
-        """Keep a store's report, unless the store has been lost or replaced since."""
         if self._links[number] is link:
             self.disk_bytes[number] = answer.disk_bytes
 
     def connected(self) -> list[tuple[int, ClientSocket]]:
-        """The stores that are not lost, with their numbers."""
+        """Return the stores that are not lost, with their numbers."""
         return [(number, link) for number, link in enumerate(self._links) if link is not None]
 
     async def reconcile(self, number: int, reconcile: commands.Reconcile) -> tuple[int, ...]:
-        """Tell one store to drop payloads. Returns the groups that the store lacks.
+        """Tell a store to drop payloads. Return the groups that the store lacks.
 
         Raises `AsyncRLError` if the store does not answer.
         """
@@ -110,7 +105,7 @@ class StoreLinks:
 
 
 class StoreJoins:
-    """The store servers that join and leave the buffer from the hosts of the workers. ``links`` connects to them."""
+    """Handles the store servers that join and leave. ``links`` connects to them."""
 
     def __init__(self, shared: Collaborators, links: StoreLinks | None) -> None:
         self._ledger, self._store, self._links = shared.ledger, shared.store, links
@@ -119,7 +114,7 @@ class StoreJoins:
         self.close = self._wanted.close
 
     def note_host(self, host: str) -> None:
-        """Remember the host of a worker. An empty name has no effect."""
+        """Remember the host of a worker. An empty name is ignored."""
         if host and len(self._hosts) < _MAX_HOSTS:
             self._hosts[host] = None
 
@@ -130,16 +125,13 @@ class StoreJoins:
                 self._links.connect("" if place.is_gone else place.address)
 
     def leave_earlier(self) -> None:
-        """Close the connections to the stores of an earlier life of the run.
-
-        The next stores that join take over the groups of these stores.
-        """
+        """Close the connections to the stores from before a resume. New stores take over their groups."""
         for number in self._ledger.groups.space.awaited_stores():
             if self._links is not None:
                 self._links.disconnect(number)
 
     def settle(self) -> None:
-        """Answer the requests that wait for a host without a store, if there is such a host."""
+        """Answer requests for a host without a store, if there is such a host."""
 
         def answer_to(request: Message) -> Answer | None:
             host = next((host for host in self._hosts if host not in request.body.known), None)
@@ -148,7 +140,7 @@ class StoreJoins:
         self._wanted.answer(answer_to)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Describe the store servers for `asyncrl inspect`; empty without store servers."""
+        """Describe the store servers for `asyncrl inspect`."""
         if self._links is None:
             return []
         space, links = self._ledger.groups.space, self._links
@@ -170,7 +162,7 @@ class StoreJoins:
         self._wanted.hold(request)
 
     def on_add_store(self, request: Message, add: commands.AddStore) -> Answer:
-        """Add a store. Adding it again has no effect."""
+        """Add a store. A repetition has no effect."""
         links, added = self._joining(), self._ledger.apply(add)
         if added.is_new:
             links.connect(add.address, added.store)

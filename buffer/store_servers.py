@@ -1,9 +1,8 @@
-"""A server that holds payloads. It runs next to the ledger's server, or on a host of workers.
+"""A server that holds payloads. It runs beside the ledger's server, or on a host of rollout workers.
 
-A worker stores a payload before it reports the put to the ledger. When the attempt has ended or the group is finished,
-the ledger tells the store to remove the payload. The ledger does this even if the worker died before its report. A
-restarted store server may lack payloads that it acknowledged, or hold removed payloads. So each time that a store is
-reached, the ledger tells it which groups are finished, and asks which of the other groups it lacks.
+A worker stores a payload before it reports the put to the ledger. The ledger tells the store which payloads to remove.
+A restarted store may lack acknowledged payloads, or hold removed payloads. So the ledger sends each store that it
+reaches the finished groups, and asks which other groups the store lacks.
 """
 
 import logging
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class StoreService:
-    """Payloads without a ledger, at most ``max_stored_bytes``. With a journal they survive the end of the process."""
+    """Holds payloads, at most ``max_stored_bytes``. With a journal they survive the end of the process."""
 
     def __init__(self, config: BufferConfig, *, send: Send, journal: Journal | None = None) -> None:
         self._limit = config.max_stored_bytes
@@ -69,14 +68,14 @@ class StoreService:
             self._replies.fail(request, error)
 
     def close(self) -> None:
-        """Cancel every pending request."""
+        """Cancel every held request."""
         self._reserving.close()
         self._pending.close()
         self._parts.close()
         self._fetches.close()
 
     def settle(self) -> None:
-        """Reserve bytes for waiting requests, in order of arrival."""
+        """Reserve bytes for held requests, in order of arrival."""
         self._write_removals()
         if self._journal is not None and self._journal.is_grown():
             self._compact(self._journal)
@@ -97,11 +96,10 @@ class StoreService:
             logger.warning("the journal was not compacted: %s", error)
 
     def _held_bytes(self, key: Key) -> int:
-        """Return the bytes stored and reserved, without the reservation of this attempt."""
         return self._payloads.num_bytes + sum(self._reserved.values()) - self._reserved.get(key, 0)
 
     def on_hello(self, request: Message, hello: commands.Hello) -> Answer:
-        """Answer a probe, which shows that the server is not hanging."""
+        """Answer a probe, which shows that the server responds."""
         return Done()
 
     def on_reserve(self, request: Message, reserve: commands.Reserve) -> None:
@@ -116,10 +114,7 @@ class StoreService:
             )
 
     def on_put_payload(self, request: Message, put: commands.PutPayload) -> Answer | None:
-        """Store a payload, unless it is stored already or its attempt has ended.
-
-        In these two cases the ledger's answer to the later put has the result.
-        """
+        """Store a payload, unless it is stored already or its attempt has ended."""
         key, size = (put.group_id, put.attempt), size_of(request.payload)
         self._check_size(size)
         if not self._is_wanted(key):
@@ -141,16 +136,11 @@ class StoreService:
         return not self._max_memory_bytes or self._payloads.memory_bytes + size <= self._max_memory_bytes
 
     def _is_wanted(self, key: Key) -> bool:
-        """Whether the ledger has not ended this attempt, and its payload is not stored here yet."""
+        """Whether the ledger has not ended this attempt and its payload is not stored yet."""
         is_over = key[0] in self._finished or key[1] <= self._ended.get(key[0], -1)
         return not is_over and key not in self._payloads
 
     def _store(self, request: Message, key: Key, kept: Frames | ReplayBufferError) -> None:
-        """Store a payload.
-
-        The journal's thread has already written a large payload. A small payload is written now, in the same record as
-        its number.
-        """
         self._reserved.pop(key, None)
         try:
             if isinstance(kept, ReplayBufferError):
@@ -164,7 +154,7 @@ class StoreService:
             self._replies.fail(request, failure)
 
     def _keep(self, key: Key, payload: Frames) -> None:
-        """Keep a payload. A payload on disk is read if it fits into memory. Raises `OSError` if it cannot be read."""
+        """Keep a payload, in memory if it fits there. Raises `OSError` if a payload on disk cannot be read."""
         self._payloads.put(key, in_memory(payload) if self._fits_in_memory(size_of(payload)) else payload)
         self._by_group.setdefault(key[0], set()).add(key)
         self._unwritten_removals.discard(number_of(key))
@@ -181,10 +171,9 @@ class StoreService:
         self._fetches.send(request, fetch, parts)
 
     def on_reconcile(self, request: Message, expected: commands.Reconcile) -> Answer:
-        """Drop payloads that the ledger no longer needs.
+        """Drop payloads that the ledger does not need. Return the expected groups that this store lacks.
 
-        Reply with the groups that the ledger expects and this store lacks. If the run resumed from a checkpoint,
-        expected payloads are first loaded from this store's part of the checkpoint.
+        If the run resumed from a checkpoint, first load expected payloads from this store's files in the checkpoint.
         """
         self._finished, self._ended = IdSet(expected.finished), dict(expected.ended)
         used_again = {group_id for group_id, _ in expected.attempts}
@@ -200,7 +189,6 @@ class StoreService:
         return commands.Missing(lacked, self._payloads.disk_bytes)
 
     def _load(self, part: Path, keys: Iterable[Key]) -> None:
-        """Load payloads from the part of a checkpoint. Raises `ReplayBufferError` if the part cannot be read."""
         payloads = read_contents(part).recovered.frames.get("payload", {})
         for key in keys:
             if (payload := payloads.get(number_of(key))) is not None:
@@ -211,7 +199,7 @@ class StoreService:
                     logger.error("the part of a checkpoint lacks group %d: %s", key[0], error)
 
     def on_save_part(self, request: Message, save: commands.SavePart) -> None:
-        """Write the part of a checkpoint. The answer follows when the part is on the disk."""
+        """Write this store's files of a checkpoint. The answer follows when they are on the disk."""
 
         async def write() -> commands.Checkpointed:
             held = [("payload", number_of(key), frames) for key, frames in self._payloads]
@@ -232,7 +220,6 @@ class StoreService:
         return commands.Removed(self._payloads.disk_bytes)
 
     def _forget(self, group_id: int, *, last: float = math.inf) -> None:
-        """Drop the payloads and the reservations of a group's attempts up to ``last``, ``last`` included."""
         for key in [key for key in self._by_group.get(group_id, ()) if key[1] <= last]:
             self._payloads.remove(key)
             self._by_group[group_id].discard(key)
@@ -244,10 +231,7 @@ class StoreService:
             del self._reserved[key]
 
     def _write_removals(self) -> None:
-        """Record the dropped payloads in the journal.
-
-        If the write fails, they are recorded together with later ones.
-        """
+        """Record dropped payloads in the journal. After a failed write, the next call records them."""
         if self._journal is None or not self._unwritten_removals:
             return
         try:

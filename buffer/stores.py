@@ -1,7 +1,6 @@
 """Keeps the frames of prompts, saved prefixes and trajectories within the buffer's bounds on bytes.
 
-Trajectories are either in the ledger's server, in the form received from the socket, or on store servers. In the second
-case the ledger's server keeps only their sizes.
+If store servers hold the trajectories, the ledger's server keeps only their sizes.
 """
 
 import logging
@@ -22,7 +21,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def digest_of(payload: Iterable[Any]) -> bytes:
-    """Return the digest of a payload. It does not depend on the division of the payload into frames."""
+    """Return the digest of a payload, however it is divided into frames."""
     digest = xxhash.xxh3_128()
     for frame in payload:
         digest.update(frame)
@@ -34,9 +33,8 @@ class FrameTable(Generic[Key]):
 
     Attributes:
         num_bytes: Total size of the frames.
-        memory_bytes: Total size of the frames that are in memory.
-        disk_bytes: Total size of the frames that are on this server's disk. Frames that a store server holds are not
-            counted in either.
+        memory_bytes: Total size of the frames in memory.
+        disk_bytes: Total size of the frames on this server's disk. Frames on store servers count in neither.
     """
 
     def __init__(self) -> None:
@@ -60,12 +58,12 @@ class FrameTable(Generic[Key]):
         return self._frames.get(key, ((), 0))[0]
 
     def remove(self, key: Key) -> None:
-        """Remove the frames of a key, if there are any."""
+        """Remove the frames of a key, if any."""
         if key in self._frames:
             self._count(*self._frames.pop(key), -1)
 
     def move_to(self, other: "FrameTable[Key]", key: Key) -> None:
-        """Move the frames of a key to another table, if there are any."""
+        """Move the frames of a key to another table, if any."""
         if key in self:
             other.put(key, *self._frames[key])
             self.remove(key)
@@ -79,12 +77,12 @@ class FrameTable(Generic[Key]):
 
 
 class PayloadStore:
-    """All frames. Trajectories and prefixes are bounded by ``max_bytes``, prompts by ``max_prompt_bytes``.
+    """All frames of the ledger's server.
 
-    Prompts count against ``max_prompt_bytes`` until their groups are stored, including prompts that wait for the queue.
-    A stored group contains its prompt. So ``max_bytes`` bounds the prompts of stored groups, and these do not delay
-    other prompts. If store servers hold the trajectories, `forget` passes its arguments to ``remove_elsewhere``.
-    Trajectories that do not fit into ``max_memory_bytes`` stay on disk. 0 means no limit.
+    Args:
+        max_prompt_bytes: Bound on the prompts of groups that are not stored yet.
+        remove_elsewhere: Called with the arguments of `forget` if store servers hold the trajectories.
+        max_memory_bytes: Bound on trajectories in memory; others stay on disk. 0 means no bound.
     """
 
     def __init__(
@@ -125,7 +123,7 @@ class PayloadStore:
         return self._remove_elsewhere is not None
 
     def trajectories(self, group_id: int) -> Frames:
-        """Return the trajectories of a group. Raises `UnknownGroup` if they are not here."""
+        """Return the trajectories of a group. Raises `UnknownGroup` if this server does not hold them."""
         if group_id not in self.payloads:
             raise UnknownGroup(
                 f"no trajectories of group {group_id} are stored; fetch only groups of a plan, before its commit"
@@ -133,7 +131,7 @@ class PayloadStore:
         return self.payloads.get(group_id)
 
     def frames(self) -> Iterator[tuple[str, int, Frames]]:
-        """Yield the kind, group id and frames of each item that this server holds, for a journal."""
+        """Yield the kind, group id and frames of each item that this server holds."""
         tables = [("prompt", self.prompts), ("prompt", self._stored_prompts), ("progress", self.prefixes)]
         if not self.is_elsewhere:
             tables.append(("payload", self.payloads))
@@ -159,26 +157,25 @@ class PayloadStore:
                 self.prefixes.put(group_id, in_memory(parts))
 
     def keep_payload(self, group_id: int, payload: Frames, size: int) -> None:
-        """Keep the trajectories of a group, ``size`` bytes.
+        """Keep the trajectories of a group, ``size`` bytes, and remove its prefix.
 
-        The saved prefix is removed, because the trajectories contain it. Trajectories on disk are read if they fit into
-        memory. Raises `OSError` if they cannot be read.
+        Trajectories on disk are read if they fit into memory. Raises `OSError` if they cannot be read.
         """
         self.prefixes.remove(group_id)
         self.payloads.put(group_id, in_memory(payload) if self.fits_in_memory(size) else payload, size)
         self.prompts.move_to(self._stored_prompts, group_id)
 
     def evict(self, group_ids: Iterable[int]) -> None:
-        """Drop the trajectories and prefixes of evicted groups."""
+        """Drop the trajectories and prefixes of groups."""
         for group_id in group_ids:
             self.prefixes.remove(group_id)
             self.payloads.remove(group_id)
             self._stored_prompts.move_to(self.prompts, group_id)
 
     def forget(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> bool:
-        """Drop all frames of finished groups. Tell the store servers to drop these and the frames of ended attempts.
+        """Drop all frames of finished groups. Store servers also drop the ``ended`` attempts (group id, attempt).
 
-        ``ended`` holds pairs of group id and attempt. Returns whether bytes may have become free.
+        Returns whether bytes may have become free.
         """
         self.evict(finished)
         for group_id in finished:
@@ -190,12 +187,10 @@ class PayloadStore:
         return True
 
     def check_prompts(self, size: int, *, num_waiting_bytes: int) -> None:
-        """Refuse prompts of ``size`` bytes that do not fit.
-
-        Held prompts and ``num_waiting_bytes`` of waiting prompts count.
+        """Refuse prompts of ``size`` bytes that do not fit beside the held and the waiting prompts.
 
         Raises:
-            StoreFull: The prompts fit later, when groups have been stored or have left.
+            StoreFull: The prompts fit later.
             ReplayBufferError: The prompts are larger than ``max_prompt_bytes``.
         """
         limit = self.max_prompt_bytes

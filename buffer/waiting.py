@@ -1,8 +1,7 @@
 """Holds requests until the buffer can answer them: for leases, for places in the queue, and for batches.
 
-The service checks all held requests after each burst of messages. A worker whose engine advances cancels its request
-and sends a new one. A commit answers the requests whose version is then too old. A timer ends each wait with
-`NothingYet`.
+The service checks all held requests after each burst of messages. A commit answers the workers with weights that are
+too old for any group. A timer ends each wait with `NothingYet`.
 """
 
 import asyncio
@@ -38,11 +37,11 @@ _MAX_REMEMBERED = 4096
 _FIRST_WARNING_STEPS = 4
 _BEATS_TO_SILENCE = 4
 _SEARCH_S = 5e-5
-"""Seconds per waiting request between a failed search and the next one; a search takes a fiftieth of this time."""
+"""Seconds per waiting request between a failed search and the next search. A search takes a fiftieth of this time."""
 
 
 class Replies:
-    """Sends answers and pushes. ``send`` sends one message to one client."""
+    """Sends answers and pushes. ``send`` is called with one message to one client."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -52,11 +51,11 @@ class Replies:
         self._send(request.client, Message(request_id=request.request_id, body=answer, payload=payload))
 
     def fail(self, request: Message, error: AsyncRLError) -> None:
-        """Answer a request with an error, which the client raises."""
+        """Answer a request with an error."""
         self.answer(request, failure_of(error))
 
     def push(self, client: bytes, push: commands.Push) -> None:
-        """Send a client a message that answers no request."""
+        """Send a client a message that does not answer a request."""
         self._send(client, Message(request_id=PUSH_ID, body=push))
 
 
@@ -66,7 +65,7 @@ Handler = Callable[[Message, Any], Answer | None]
 def handlers_of(parts: Sequence[object]) -> dict[type, Handler]:
     """Map each operation to the method ``on_<name>`` of one of the parts.
 
-    The method returns the answer, or None if the part answers later.
+    The method returns the answer, or None to answer later.
     """
     methods = {kind: f"on_{kind.__struct_config__.tag}" for kind in commands.OPERATIONS}
     return {kind: getattr(part, name) for kind, name in methods.items() for part in parts if hasattr(part, name)}
@@ -77,8 +76,8 @@ class HeldRequests:
 
     Args:
         replies: Sends the answers.
-        hold_s: Longest time in seconds that a request waits. After this time ``late`` gives the answer.
-        late: Returns the answer to a request that could not be granted in time, or raises an error for it.
+        hold_s: Longest time in seconds that a request waits.
+        late: Returns the answer after this time, or raises an error.
     """
 
     def __init__(
@@ -102,15 +101,15 @@ class HeldRequests:
 
     @property
     def clients(self) -> Container[bytes]:
-        """The clients that have a held request."""
+        """The clients with a held request."""
         return self._by_client.keys()
 
     def of_client(self, client: bytes) -> list[Any]:
-        """Return the held requests of one client, in order of arrival."""
+        """Return the held requests of a client, in order of arrival."""
         return list(self._by_client.get(client, {}).values())
 
     def hold(self, request: Message) -> None:
-        """Hold a request. It replaces an earlier copy. Raises `ReplayBufferError` if too many are held."""
+        """Hold a request instead of its earlier copy. Raises `ReplayBufferError` if too many requests are held."""
         key = request.client, request.request_id
         self.remove(*key)
         num_of_client = len(self._by_client.get(request.client, ()))
@@ -124,7 +123,7 @@ class HeldRequests:
         self.num_bytes += size_of(request.payload)
 
     def remove(self, client: bytes, request_id: int) -> Message | None:
-        """Remove a request that was answered or cancelled."""
+        """Remove a request."""
         request = self._requests.pop((client, request_id), None)
         if request is None:
             return None
@@ -167,7 +166,10 @@ class HeldRequests:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class WaitingWorker(Message):
-    """A held request for leases, with the leases granted so far. ``incarnation`` is that of the engine's weights."""
+    """A held request for leases, with the leases granted so far.
+
+    The learner's ``incarnation`` made the engine's weights.
+    """
 
     body: commands.LeaseGroups
     incarnation: int
@@ -180,7 +182,7 @@ class WaitingWorker(Message):
 
 
 class WaitingWorkers(HeldRequests):
-    """Held requests for leases, also indexed by the version that their engines serve. There are few versions."""
+    """Held requests for leases, indexed by the version that their engines serve."""
 
     def __init__(self, replies: Replies, hold_s: float) -> None:
         super().__init__(replies, hold_s)
@@ -193,17 +195,17 @@ class WaitingWorkers(HeldRequests):
         return list(self._by_version)
 
     def at_version(self, version: int) -> list[tuple[int, Any]]:
-        """Return the requests at one version, each with its place in the order of arrival."""
+        """Return the requests at a version, each with its place in the order of arrival."""
         return [(place, self._requests[key]) for key, place in self._by_version.get(version, {}).items()]
 
     def hold(self, request: Any) -> None:
-        """Hold a request, and index it by its version."""
+        """Hold a request, and index it."""
         super().hold(request)
         self._next_place += 1
         self._by_version.setdefault(request.version, {})[request.client, request.request_id] = self._next_place
 
     def remove(self, client: bytes, request_id: int) -> Any:
-        """Remove a request from the list and from the index."""
+        """Remove a request from the list and the index."""
         request: Any = super().remove(client, request_id)
         if request is not None:
             del self._by_version[request.version][client, request_id]
@@ -213,10 +215,10 @@ class WaitingWorkers(HeldRequests):
 
 
 class FairQueue:
-    """The order in which workers are served when more workers wait than groups can begin.
+    """The order of workers when more workers wait than groups can begin.
 
     Start-time fair queueing (Goyal et al., SIGCOMM 1996): each grant moves a worker's turn by one, and the lowest turn
-    is served first. A worker that returns continues at the current turn, so it does not delay other workers.
+    comes first. A worker that returns continues at the current turn.
     """
 
     def __init__(self) -> None:
@@ -224,11 +226,11 @@ class FairQueue:
         self._serving = 0
 
     def turn_of(self, client: bytes) -> int:
-        """Return the turn of a client. The lowest turn is served first."""
+        """Return the turn of a client."""
         return max(self._next.get(client, 0), self._serving)
 
     def take(self, client: bytes) -> None:
-        """Record that a client was served in its turn."""
+        """Record that a client was served."""
         turn = self.turn_of(client)
         self._serving = turn
         self._next[client] = turn + 1
@@ -238,11 +240,7 @@ class FairQueue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collaborators:
-    """The objects that all parts of the service share.
-
-    The ledger decides, the store keeps frames, `Replies` sends answers. A request that cannot be granted is answered
-    with `NothingYet` after half of ``config.request_timeout_s``.
-    """
+    """The objects that all parts of the service share."""
 
     config: BufferConfig
     ledger: Ledger
@@ -265,7 +263,7 @@ class PromptIntake:
         self.close = self._held.close
 
     def note_finished(self, group: GroupSummary) -> None:
-        """Keep the outcome of a finished group for the next answer, if the controller wants it."""
+        """Keep the summary of a finished group for the controller's next answer."""
         if self._outcomes is not None:
             self._outcomes.append(group)
 
@@ -282,11 +280,11 @@ class PromptIntake:
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Bytes of the waiting prompts."""
+        """Bytes of the prompts in waiting requests."""
         return self._held.num_bytes
 
     def on_enqueue(self, request: Message, enqueue: commands.Enqueue) -> Answer | None:
-        """Hold prompts until the queue has room for them. Prompts that are known already are ignored.
+        """Hold prompts until the queue has room for them. Known prompts are ignored.
 
         A request without prompts only asks for outcomes, and is answered at once.
         """
@@ -336,7 +334,7 @@ class Admission:
 
     Args:
         clock: Measures paces and silence.
-        settle: Called when `grant` may have work although no message has arrived.
+        settle: Called when `grant` may have work without a message.
     """
 
     def __init__(self, shared: Collaborators, *, clock: LoopClock, settle: Callable[[], None]) -> None:
@@ -362,7 +360,7 @@ class Admission:
         self._look.close()
 
     def recover(self, leases: Iterable[Group]) -> None:
-        """Load the leases of an earlier server. Their owners get the same timeout as everyone else."""
+        """Load the leases of an earlier server."""
         for lease in leases:
             self._granted.setdefault((lease.owner, lease.request_id), []).append(lease.granted())
             self._paces.recover(lease, self.clock.time())
@@ -374,7 +372,7 @@ class Admission:
         return self.heartbeats.describe(self.clock.time(), num_leases)
 
     def on_lease_groups(self, request: Message, lease: commands.LeaseGroups) -> None:
-        """Hold a request for leases, or repeat the answer to it."""
+        """Hold a request for leases, or answer a repeated request again."""
         granted = self._granted.get((request.client, request.request_id))
         if granted is not None:
             self._answer(request, granted)
@@ -385,16 +383,15 @@ class Admission:
         self._held.hold(WaitingWorker(**key, body=lease, incarnation=lease.incarnation))
 
     def adopt(self, client: bytes, version: int) -> None:
-        """Record that the engine of a client loaded ``version`` from the current learner."""
+        """Record that a client's engine loaded ``version`` from the current learner."""
         for request in self._held.of_client(client):
             if request.version == version:
                 request.incarnation = self._ledger.incarnation
 
     def answer_outdated(self, *, except_for: Container[bytes]) -> None:
-        """After a commit, answer the workers whose engine is now too old for any group.
+        """After a commit, answer the workers with weights that are too old for any group.
 
-        These workers send a new request later. Workers in ``except_for`` get no answer here: they wait for newer
-        weights, and the new weights wake them.
+        Clients in ``except_for`` wait for newer weights, which wake them.
         """
         rule, learner_version = self._ledger.rule, self._ledger.learner_version
         outdated = [request for request in self._held.all() if rule.deadline(request.version) < learner_version]
@@ -403,20 +400,15 @@ class Admission:
         )
 
     def _admitted(self, versions: Iterable[int]) -> set[int]:
-        """Return the engine versions at which a queued group may begin.
-
-        The set is empty if no group is queued, or if no group fits into the stores.
-        """
         if not self._ledger.groups.num_queued or not self._ledger.room.has_room():
             return set()
         return {version for version in versions if self._ledger.admits(version)}
 
     def grant(self) -> None:
-        """Let faster workers take groups over, then grant one lease at a time until no more group is admitted.
+        """Let faster workers take groups over, then grant leases until no more group is admitted.
 
-        Faster workers come before slow ones. Among equally fast workers, the worker with the fewest groups comes first.
-        Workers with equally many groups take turns. Only requests at an admitted version are checked, so the call costs
-        little while all engines are too far behind.
+        Slow workers come last. Otherwise the worker with the fewest groups comes first, and workers with equally many
+        groups take turns.
         """
         now = self.clock.time()
         self._paces.look(now)
@@ -468,16 +460,12 @@ class Admission:
                 self._answer(request, request.granted)
 
     def _num_free(self, request: WaitingWorker, now: float) -> int:
-        """Return the number of further leases that a request may get now.
-
-        This is 0 if the engine serves weights of a replaced learner.
-        """
+        """Return how many further leases a request may get; 0 if a replaced learner made the engine's weights."""
         if request.incarnation != self._ledger.incarnation:
             return 0
         return request.body.max_groups - len(request.granted) - self._paces.num_kept(request.client, now)
 
     def _take_over(self, admitted: set[int], now: float) -> None:
-        """Ask slow workers to hand over running groups, as long as faster workers wait for them."""
         while (group := self._paces.first_on_offer()) is not None and self._ledger.room.has_room():
             is_due = group.deadline <= self._ledger.next_plan
             takers = [
@@ -497,10 +485,7 @@ class Admission:
             self._replies.push(group.worker, commands.HandOn(((group.group_id, group.attempt),)))
 
     def _fastest_taker(self, group: RunningGroup, versions: Iterable[int], now: float) -> bytes | None:
-        """Return the fastest worker that waits at one of these versions and may continue a group.
-
-        None if no such worker is much faster.
-        """
+        """Return the fastest worker that may continue a group at one of these versions; None if none is much faster."""
         paces = [
             (self._paces.usual_pace(request.client, now), request.client)
             for version in versions
@@ -512,7 +497,7 @@ class Admission:
         return taker if self._paces.is_slow(group.worker, usual) else None
 
     def ended(self, client: bytes, command: commands.Put | commands.Release) -> None:
-        """Record that an attempt ended because its group was stored, filtered or released."""
+        """Record that a worker stored or released a group, or that a filter dropped it."""
         if isinstance(command, commands.Put):
             ended, num_tokens = command.summary, max(command.summary.response_lengths, default=0)
         else:
@@ -520,7 +505,7 @@ class Admission:
         self._paces.ended(ended.group_id, ended.attempt, self.clock.time(), num_tokens=num_tokens)
 
     def saved(self, group_id: int, attempt: int, longest_response: int) -> None:
-        """Record that a worker saved a running group whose longest sample has ``longest_response`` tokens."""
+        """Record that a worker saved a prefix. Its longest sample has ``longest_response`` tokens."""
         self._paces.saved(group_id, attempt, longest_response)
 
     def revoked(self, group_id: int, attempt: int) -> None:
@@ -532,7 +517,6 @@ class Admission:
         self._paces.finished(group_ids)
 
     def _grant_one(self, request: WaitingWorker, served: list[WaitingWorker], now: float) -> bool:
-        """Grant a group if the engine is admitted. Returns whether the worker wants and may get another group."""
         granted = request.granted
         command = commands.LeaseGroups(engine_version=request.version, max_groups=1, request_id=request.request_id)
         new = self._ledger.apply(command, now, sender=request.client).leases
@@ -562,21 +546,20 @@ class Admission:
         self._replies.answer(request, commands.Leased(tuple(leases)), payload)
 
     def on_cancel(self, request: Message, cancel: commands.Cancel) -> Answer:
-        """Cancel a request for leases. Groups that were granted meanwhile go back to the queue."""
+        """Cancel a request for leases. Groups granted meanwhile go back to the queue."""
         if self._held.remove(request.client, cancel.request) is None:
             for lease in self._granted.pop((request.client, cancel.request), []):
                 self._give_back(lease, "cancelled")
         return Done()
 
     def _give_back(self, lease: outcomes.GrantedLease, reason: str) -> None:
-        """Release a lease that its worker never received."""
         if self._ledger.groups.running(lease.group_id, lease.attempt) is not None:
             self._ledger.apply(
                 commands.Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=0, reason=reason)
             )
 
     def on_renew(self, request: Message, renew: commands.Renew) -> Answer:
-        """Extend leases. The owner gets a `Revoked` for each lease that it no longer holds."""
+        """Extend leases. Send the owner a `Revoked` for each lost lease."""
         for key in self._ledger.apply(renew, self.clock.time(), sender=request.client).lost:
             self._replies.push(request.client, commands.Revoked(*key))
         return Done()
@@ -603,10 +586,8 @@ class Admission:
     def bury(self, client: bytes, num_generated: int) -> int:
         """Revoke the leases of a dead producer, and count its unreported tokens as lost.
 
-        Returns the number of generated tokens.
-
-        ``num_generated`` is the caller's count. A larger count from the producer's last heartbeat replaces it. A
-        repeated call returns the same number.
+        Returns the number of generated tokens: the larger of ``num_generated`` and the number in the producer's last
+        heartbeat. A repeated call returns the same number.
         """
         buried = self._ledger.account.buried
         if client not in buried:
@@ -623,10 +604,7 @@ class Admission:
 
 
 class BatchRequests:
-    """The operation `PlanBatch`.
-
-    If filters drop as many groups in a row as ``buffer.max_filtered_steps`` steps need, plans fail.
-    """
+    """The operation `PlanBatch`. Plans fail when filters have dropped the groups of ``max_filtered_steps`` in a row."""
 
     def __init__(self, shared: Collaborators) -> None:
         self._ledger = shared.ledger
@@ -642,7 +620,7 @@ class BatchRequests:
         self._held.hold(request)
 
     def make(self) -> None:
-        """Make and send every requested batch that can be made now."""
+        """Make and send every requested batch that can be made."""
         self._held.answer(self._made, sorted(self._held.all(), key=lambda request: request.body.version))
 
     def _made(self, request: Message) -> Answer | None:
@@ -652,7 +630,7 @@ class BatchRequests:
     def _late(self, request: Message) -> Answer:
         """Answer `NothingYet`, with a warning if filters have dropped the last groups.
 
-        Raises `ReplayBufferError` if groups were dropped, and no queued or running prompt can complete the batch.
+        Raises `ReplayBufferError` if groups were dropped and no prompt is left to complete the batch.
         """
         groups, num_wanted = self._ledger.groups, self._ledger.rule.groups_per_step
         is_idle = not (groups.num_queued or groups.num_leased or groups.num_planned)
@@ -663,7 +641,7 @@ class BatchRequests:
         return NothingYet(self._filtered() if self._ledger.account.filtered_in_a_row >= num_wanted else "")
 
     def note_filtered(self) -> None:
-        """Handle a filtered group. Warn if filters drop all groups for a long time, and fail all plans at the limit."""
+        """Handle a filtered group. Warn after many filtered groups in a row, and fail all plans at the limit."""
         if self._is_filtered_away():
             self._held.fail_all(ReplayBufferError(self._filtered()))
             return
