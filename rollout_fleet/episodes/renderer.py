@@ -270,6 +270,9 @@ class TemplateRenderer(ChatRenderer):
         """See `ChatRenderer.extend`."""
         messages, num_old = _prepared([*history, *new_messages]), len(history)
         whole = "" if self._keeps_reasoning else self._prepared_text(messages, tools, prompts=True)
+        reasoning = (str(message.get("reasoning_content") or "").strip() for message in history)
+        if whole and not all(text in whole for text in reasoning):
+            return None
         prompt = self._texts.of(prompt_ids) if whole else ""
         path = prompt + self.tokenizer.decode(self.without_stop(sampled_ids)) + self._close if prompt else ""
         if path and whole.startswith(path):  # the template writes exactly the text of the path
@@ -288,10 +291,8 @@ class TemplateRenderer(ChatRenderer):
                     old = whole.removesuffix(added)
                 else:
                     old = self._prepared_text(messages[:num_old], tools, prompts=False)
-                reasoning = (str(message.get("reasoning_content") or "").strip() for message in history)
                 num_ends = self._num_reasoning_ends([*prompt_ids, *sampled_ids])
-                is_kept = all(text in whole for text in reasoning) and num_ends == old.count(REASONING_END)
-                if whole != old + added or not is_kept:
+                if whole != old + added or num_ends != old.count(REASONING_END):
                     return None
         text = self._after_stop(sampled_ids, self._close + added)
         if text is None:

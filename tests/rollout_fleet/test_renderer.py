@@ -169,7 +169,10 @@ def test_a_template_that_moves_with_the_history_is_not_continued(tmp_path):
 
 
 @pytest.mark.parametrize("style", ["chatml", "llama", "glm", "plain"])
-def test_a_renderer_renders_the_history_once_per_turn_and_appends_what_a_new_renderer_appends(tmp_path, style):
+@pytest.mark.parametrize(("more", "num_short"), [("", 0), (" ", 2)], ids=["as-the-template", "with-a-space"])
+def test_a_renderer_renders_the_history_once_per_turn_and_appends_what_a_new_renderer_appends(
+    tmp_path, style, more, num_short
+):
     renderer, new = (load(tmp_path / name, style, name="template") for name in ("one", "other"))
     rendered, render = [], renderer.tokenizer.render
 
@@ -180,12 +183,15 @@ def test_a_renderer_renders_the_history_once_per_turn_and_appends_what_a_new_ren
     renderer.tokenizer.render = counted
     messages, prompt = [USER], renderer.render([USER], [])
     sampled = renderer.close([USER], {"role": "assistant", "content": "21"}, [])
+    if more:
+        own = renderer.without_stop(sampled)
+        sampled = [*own, *renderer.tokenizer.encode(more), *sampled[len(own) :]]
     for _ in range(4):
         messages.append({"role": "assistant", "content": "21"})
         rendered.clear()
         suffix = renderer.extend(prompt, sampled, messages, [USER], [])
         assert suffix == new.extend(prompt, sampled, messages, [USER], [])
-        assert rendered == [2, 3, len(messages) + 1], "two short conversations, and the whole one"
+        assert rendered == [len(messages) + 1, 2, 3][: 1 + num_short], "the whole conversation, and two short ones"
         messages.append(USER)
         prompt = [*prompt, *sampled, *suffix]
 
