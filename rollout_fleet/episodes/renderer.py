@@ -278,13 +278,9 @@ class TemplateRenderer(ChatRenderer):
         if path and whole.startswith(path):  # the template writes exactly the text of the path
             added = whole[len(path) :]
         else:
-            answer = {**messages[num_old - 1], "content": _SENTINEL}
-            answer.pop("reasoning_content", None)
-            before = self._prepared_text([_USER, answer], (), prompts=False)
-            after = self._prepared_text([_USER, answer, *messages[num_old:]], (), prompts=True)
-            if not after.startswith(before):
+            added = self._short_difference(messages[num_old - 1], messages[num_old:])
+            if added is None:
                 return None
-            added = after[len(before) :]
             if whole:
                 # the prompt's text is known, so the old messages need not be rendered again
                 if prompt and whole.startswith(prompt) and whole.endswith(added, len(prompt)):
@@ -300,6 +296,14 @@ class TemplateRenderer(ChatRenderer):
         suffix = self._encode_after_stop(text)
         self._texts.keep([*prompt_ids, *sampled_ids, *suffix], whole)
         return suffix
+
+    def _short_difference(self, answer: Message, new_messages: Sequence[Message]) -> str | None:
+        """Return the text that new messages append to a conversation of one answer; None if they change its text."""
+        short = {**answer, "content": _SENTINEL}
+        short.pop("reasoning_content", None)
+        before = self._prepared_text([_USER, short], (), prompts=False)
+        after = self._prepared_text([_USER, short, *new_messages], (), prompts=True)
+        return after[len(before) :] if after.startswith(before) else None
 
     def parse(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], tools: Sequence[Message]) -> ParsedAnswer:
         """See `ChatRenderer.parse`."""
