@@ -148,9 +148,13 @@ def fine_tuned(folder: str, num_ranks: int, sp_size: int) -> dict:
     return json.loads(result.read_text()) if os.environ.get("RANK", "0") == "0" else {}
 
 
+@pytest.fixture(scope="module")
+def alone(folder):
+    return fine_tuned(str(folder / "alone"), 1, 1)
+
+
 @pytest.mark.parametrize("sp_size", [1, 2])
-def test_two_ranks_fine_tune_as_one_process(folder, sp_size):
-    alone = fine_tuned(str(folder / "alone"), 1, 1)
+def test_two_ranks_fine_tune_as_one_process(folder, alone, sp_size):
     result = run_on_ranks(2, fine_tuned, str(folder / f"two-{sp_size}"), 2, sp_size)[0]
     assert result["steps"] == alone["steps"] == 4
     assert result["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-5)

@@ -63,7 +63,14 @@ PLANNED = {
     "one-dense-layer": (
         "deepseek_v3",
         8,
-        {"n_routed_experts": 32, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_attention_heads": 32},
+        {
+            "num_hidden_layers": 6,
+            "n_routed_experts": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "num_attention_heads": 32,
+        },
     ),
     "experts-by-their-rows": ("qwen3_moe", 8, {"num_experts": 12, "head_dim": 128}),
     "padded-experts": ("qwen3_moe", 7, {"num_experts": 12, "head_dim": 128}),
@@ -73,8 +80,8 @@ PLANNED_ALWAYS = ("windows-and-sinks", "padded-experts")
 
 
 def planned_and_tracked(family: str, num_ranks: int, sizes: dict[str, int]) -> tuple[int, int]:
-    """The peak memory of a rank with six layers that keep their attention, as planned and as tracked."""
-    settings = {"model_type": family, "num_hidden_layers": 6, "vocab_size": 32_000, "pad_token_id": 0, **sizes}
+    """The peak memory of a rank with a few layers that keep their attention, as planned and as tracked."""
+    settings = {"model_type": family, "num_hidden_layers": 3, "vocab_size": 32_000, "pad_token_id": 0, **sizes}
     memory = {"activation_checkpointing": SELECTIVE, "gradient_sync": GradientSync.micro_batch}
     learner = LearnerConfig(num_ranks=num_ranks, **memory)
     return planned_bytes(settings, learner), fake_update(settings, learner, num_sequences=16).peak_bytes
