@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 WORKER_BYTES = 256 << 20
-"""Number of freed bytes that a computing process keeps."""
+"""Bytes for `keep_freed_memory` in a process that computes."""
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """Environment variables that hide all GPUs from a process."""
@@ -132,16 +132,16 @@ def end_with_parent() -> None:
 def own_python() -> dict[str, str]:
     """Return the ``runtime_env`` that Ray needs to start workers with this Python; empty if Ray needs none.
 
-    Ray does not quote the path of Python. Without this, workers do not start if the path contains a space.
+    Ray does not quote the path of Python. Without quotes, workers do not start if the path contains a space.
     """
     quoted = shlex.quote(sys.executable)
     return {} if quoted == sys.executable else {"py_executable": quoted}
 
 
 def forget_process_group(environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Remove the variables of torchrun or a batch system for its process group; return their names.
+    """Remove the environment variables for the process group of torchrun or a batch system; return their names.
 
-    Otherwise the processes of a run would look for the ranks of that group.
+    Otherwise the processes of a run would try to join that group.
     """
     found = [name for name in environment if name in _GROUP_VARIABLES or name.startswith("TORCHELASTIC_")]
     for name in found:

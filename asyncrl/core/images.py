@@ -1,4 +1,4 @@
-"""Images of prompts and tool results, as grids of patches with 8-bit pixels and as columns of a prompt group.
+"""Images of prompts and tool results. Each image is a grid of patches with 8-bit pixels.
 
 In the token sequence, an image is a run of placeholder tokens, one per ``merge_size``² patches. The language model
 replaces their embeddings by the *merged features* of the image.
@@ -165,9 +165,8 @@ def group_columns(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return the image columns of a group, and its token columns `IMAGE_ROWS` and `POSITIONS`.
 
-    Equal images are stored once.
-
-    The arguments have one entry per turn of the group. Parents come before their children; the parent of a root is -1.
+    Equal images are stored once. Each argument has one entry per turn. Parents come before their children; the parent
+    of a root is -1.
     """
     distinct: dict[str, tuple[int, Image]] = {}
     rows, positions, ends, num_rows = [], [], [], 0
@@ -233,7 +232,7 @@ class PixelFormat:
 
     @property
     def pixels_per_patch(self) -> int:
-        """Values of one patch: 3 channels of patch size²."""
+        """Number of values of one patch, 3 · patch size²."""
         return 3 * self.patch_size**2
 
     def features(self, pixels: Tensor) -> Tensor:
