@@ -153,7 +153,7 @@ class PoolUse:
         capacity: Ranks of the learner, or samples that the fleet can generate at a time.
         busy_s: Busy time in seconds times capacity.
         idle_s: Idle time by cause, in the same unit. ``busy_s`` plus all idle time is capacity × time.
-        recent: Share of the time of the last steps, by cause of idle time and for `BUSY`.
+        recent: Shares of the time of the last steps, for `BUSY` and by cause of idle time.
     """
 
     name: str
@@ -217,8 +217,8 @@ def summary_document(
 
     - ``total_steps`` is the configured number of steps; a stopped run has fewer.
     - ``before`` and ``after`` are the evaluations of version 0 and of the final version.
-    - ``restarts`` counts the restarts by component; ``batches`` counts batches that were planned again.
-    - ``wall_s`` has the seconds ``total``, and the seconds ``start`` until the first step could begin.
+    - ``restarts`` counts the restarts by component, and under ``batches`` the batches that were planned again.
+    - ``wall_s`` has the ``total`` seconds, and the seconds until the first step could begin as ``start``.
     - ``overlap`` is None without a profile.
     - ``advice`` is None if no other option would have made the run faster.
     """
@@ -258,7 +258,7 @@ class MetricsWriter:
     evaluations of lost versions to ``evaluations.lost.jsonl``.
 
     Attributes:
-        steps: The written records, without lost ones; ``evaluations`` likewise.
+        steps: The written records, without lost steps.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -339,7 +339,7 @@ class ScalarEvents:
         self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
     def go_back(self, step: int) -> None:
-        """Continue in a new file. TensorBoard then ignores scalars of this and later steps in older files."""
+        """Begin a new file. TensorBoard then ignores the scalars of ``step`` and later steps in older files."""
         self._file.close()
         self._file = self._open()
         start = self._log(status=self._log.START)
