@@ -102,8 +102,7 @@ def is_bare_name(name: object) -> bool:
 def keep_freed_memory(num_bytes: int) -> None:
     """Make glibc keep freed memory for later allocations instead of returning it to the kernel.
 
-    Otherwise, a process that allocates the same tensors in every step waits in every step for the kernel to zero new
-    pages.
+    Otherwise, a process that allocates the same tensors in every step waits for zeroed pages in every step.
 
     Args:
         num_bytes: Largest number of bytes to keep at the end of each heap, in 0..2**31 - 1.

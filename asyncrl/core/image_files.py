@@ -218,7 +218,7 @@ async def prompt_images(reader: ImageReader | None, prompt: Prompt) -> tuple[Pla
 
 
 def sources_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, str]]:
-    """Yield the `source_of` each image in messages, with a name for error messages."""
+    """Yield each image in messages, as `source_of` returns it, with a name for errors."""
     for number, message in enumerate(messages):
         content = message.get("content")
         for place, part in enumerate(content if isinstance(content, list | tuple) else ()):
@@ -272,7 +272,7 @@ def placeholder_ids(model_path: str) -> tuple[int, int]:
 
 
 def load_processor(model_path: str) -> Any:
-    """Load the image processor of a model. It uses Pillow and numpy, not torch.
+    """Load the image processor of a model. The processor uses Pillow and numpy.
 
     Raises:
         ValueError: the image processor is not Qwen's, or cannot be loaded.
@@ -304,12 +304,12 @@ def _size(content: bytes | Path, where: str) -> tuple[int, int]:
             width, height = opened.size
     except (OSError, Pillow.DecompressionBombError) as error:
         what = f"the file {content}, which is" if isinstance(content, Path) else f"{len(content)} bytes, which are"
-        raise ValueError(f"{where} is {what} not an image ({error}), expected one such as PNG or JPEG") from error
+        raise ValueError(f"{where} is {what} not an image ({error}), expected a file such as PNG or JPEG") from error
     if width * height > MAX_SOURCE_PIXELS:
         raise ValueError(f"{where} has {width} × {height} pixels, expected at most {MAX_SOURCE_PIXELS}; shrink it")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(
-            f"{where} has {width} × {height} pixels, expected a ratio of at most {MAX_ASPECT_RATIO}; crop it"
+            f"{where} has {width} × {height} pixels, expected an aspect ratio of at most {MAX_ASPECT_RATIO}; crop it"
         )
     return width, height
 

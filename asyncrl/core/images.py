@@ -75,8 +75,8 @@ def moved(images: Iterable[PlacedImage], by: int) -> tuple[PlacedImage, ...]:
 def positions_of(start: int, num_tokens: int, images: Sequence[PlacedImage]) -> tuple[np.ndarray, int]:
     """Compute positions for multimodal rotary embeddings (Qwen3-VL, arXiv 2511.21631; Qwen2-VL, arXiv 2409.12191, 2.1).
 
-    A text token has the same position on all axes: one more than the largest earlier position. The position of an image
-    token is its index in the grid plus the position of a text token at the start of the image.
+    On all axes, the position of a text token is one more than the largest earlier position. The position of an image
+    token is its index in the grid plus the position of a text token at the image's start.
 
     Args:
         start: Position of the first token.
@@ -84,9 +84,9 @@ def positions_of(start: int, num_tokens: int, images: Sequence[PlacedImage]) -> 
         images: In the order of their offsets; they do not overlap.
 
     Returns:
-        [T, 3] int32 positions in time, height and width, and the position of the next token. Example: a text token, an
-        image of 1 × 2 × 1 merged patches and a text token, with ``start=5``, give the positions (5, 5, 5), (6, 6, 6),
-        (6, 7, 6) and (8, 8, 8), and the next position 9.
+        [T, 3] int32 positions in time, height and width, and the position of the next token. Example with ``start=5``:
+        a text token, an image of 1 × 2 × 1 merged patches and a text token have the positions (5, 5, 5), (6, 6, 6),
+        (6, 7, 6) and (8, 8, 8). The next position is 9.
     """
     positions, done = np.empty((num_tokens, 3), dtype=np.int32), 0
     for placed in images:

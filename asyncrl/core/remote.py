@@ -167,7 +167,7 @@ def translated(error: Exception) -> Exception:
     while isinstance(cause, RayTaskError):
         cause = cause.cause
     if isinstance(cause, ObjectLostError):
-        return WorkerDiedError(f"a worker's node died, and with it a result that had not come. {cause}")
+        return WorkerDiedError(f"a worker's node died, and its result is lost. {cause}")
     identity = identities.get(str(cause.actor_id)) if isinstance(cause, RayActorError) else None
     return error if identity is None else death_of(identity, str(cause))
 

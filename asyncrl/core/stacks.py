@@ -1,7 +1,6 @@
 """The stacks of all threads of a run's processes, written when a deadline is missed.
 
-The signal handler is C code (`faulthandler`), so it also runs while the process is blocked in a library or holds the
-GIL.
+The signal handler is C code (`faulthandler`), so it also runs while a library blocks the process or holds the GIL.
 """
 
 from __future__ import annotations

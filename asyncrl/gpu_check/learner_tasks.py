@@ -71,7 +71,7 @@ def models(setup: Setup, *, experts: bool) -> Measured:
 
 
 def kernels(setup: Setup) -> Measured:
-    """Compare each attention kernel with float32 attention, and measure its speed. On the CPU, only report the default."""
+    """Compare the attention kernels with float32 attention and measure their speeds. On the CPU, report the default."""
     device, sizes = torch.device(setup.device), setup.sizes
     dtype = getattr(torch, setup.dtype)
     shape = AttentionShape(head_dim=sizes.head_dim, heads_per_kv_head=sizes.heads // sizes.kv_heads)

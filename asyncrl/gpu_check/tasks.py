@@ -23,7 +23,7 @@ from asyncrl.core.host import end_with_parent
 
 MARK = "@measured "
 _TAIL_LINES = 12
-_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # a copy of `learner.config.RENDEZVOUS_FILE`; an import would load the learner
+_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # a copy; an import would load the learner
 
 
 class TaskFailed(Exception):

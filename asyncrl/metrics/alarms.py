@@ -1,7 +1,7 @@
 """Alarms: conditions that stop or bias learning, waste devices, or will end the run.
 
-`Alarms` reads only the records of a run. A condition on steps must hold in `WINDOW` consecutive steps before its alarm
-begins, because a single batch may show it by chance.
+`Alarms` reads only the records of a run. An alarm on steps begins after `WINDOW` consecutive steps with its condition,
+because a single batch may meet it by chance.
 """
 
 from __future__ import annotations

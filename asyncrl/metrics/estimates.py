@@ -28,8 +28,7 @@ class Estimate:
         """Estimate the mean of one value per prompt, for prompts drawn independently from a population.
 
         If every value is 0 or 1, the interval is Wilson's (doi 10.1080/01621459.1927.10502953). Otherwise it is the
-        seeded percentile bootstrap with 1,000 resamples of whole prompts, because the samples of one prompt are not
-        independent.
+        seeded percentile bootstrap with 1,000 resamples of whole prompts.
 
         Args:
             values: [N] floats, N >= 1. Example: 95 ones and 5 zeros give 0.95, from 0.888 to 0.978.

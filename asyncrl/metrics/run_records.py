@@ -57,8 +57,8 @@ class StepRecord:
         publish_s: Seconds of the last weight publish on the slowest engine.
         buffer_fill: Bytes of the stored groups, as a share of the limit of all stores.
         buffer_on_disk: Share of these bytes that are only on disk; 0 without ``buffer.max_memory_bytes``.
-        slowest_engine: Policy tokens of the slowest engine over the last steps, as a share of the median engine's; 1
-            with fewer than two engines.
+        slowest_engine: Recent policy tokens of the slowest engine, as a share of the median engine's; 1 with fewer than
+            two engines.
         free_disk_bytes: Free bytes on the disk of the run's folder.
         learner: Metrics of the learner by name (loss, grad_norm, clip_fraction, …).
         metrics: Metrics of the trajectories by name, as means over the batch's groups. Example: ``reward.NAME``.
@@ -254,8 +254,8 @@ class DiskError(AsyncRLError):
 class MetricsWriter:
     """Writes each record as a line of ``metrics.jsonl`` and as TensorBoard scalars.
 
-    When the learner returns to a checkpoint, the lines of lost steps move to ``metrics.lost.jsonl``, and the
-    evaluations of lost versions to ``evaluations.lost.jsonl``.
+    When the learner returns to a checkpoint, the lost lines move to ``metrics.lost.jsonl`` and
+    ``evaluations.lost.jsonl``.
 
     Attributes:
         steps: The written records, without lost steps.

@@ -377,7 +377,7 @@ class _Reading:
         return batches
 
     def _prefill_s_per_token(self) -> float:
-        """Return the seconds to recompute the KV cache of one token. Assume that responses are half-written then."""
+        """Return the seconds to recompute the KV cache of a token. At an update, responses count as half written."""
         spans = self._during(SpanKind.re_prefill)
         if not spans:
             return 0.0
