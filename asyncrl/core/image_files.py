@@ -309,7 +309,7 @@ def _size(content: bytes | Path, where: str) -> tuple[int, int]:
         raise ValueError(f"{where} has {width} × {height} pixels, expected at most {MAX_SOURCE_PIXELS}; shrink it")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(
-            f"{where} has {width} × {height} pixels, expected an aspect ratio of at most {MAX_ASPECT_RATIO}; crop it"
+            f"{where} has {width} × {height} pixels, expected a ratio of at most {MAX_ASPECT_RATIO}; crop it"
         )
     return width, height
 
