@@ -22,8 +22,8 @@ def read_messages(
 ) -> list[tuple[Message, ...]]:
     """Return the messages of each row, after the ``system_prompt`` if there is one.
 
-    Each message has a role. Its content is text; only a message with tool calls may lack it. If ``has_images``, the
-    content may also be a list of text and image parts. The function keeps other fields for the template.
+    Each message has a role. Its content is text. Only a message with tool calls may have no content. If ``has_images``,
+    the content may also be a list of text and image parts. The function keeps other fields for the template.
 
     Raises:
         ValueError: a value is not a list of messages, or begins with a system message although ``system_prompt`` is

@@ -11,7 +11,7 @@ from .samplers import UNIFORM
 
 
 class OverlongPrompts(StrEnum):
-    """What happens to a prompt longer than ``max_prompt_tokens``: an error, or the run leaves it out and counts it."""
+    """Treatment of a prompt longer than ``max_prompt_tokens``: an error, or the run skips and counts it."""
 
     error = "error"
     filter = "filter"

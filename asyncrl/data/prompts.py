@@ -337,7 +337,7 @@ class _PromptReader:
 
 
 def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) -> list[str]:
-    """Read a column of strings. An empty ``key`` gives empty strings, and so does null if ``may_be_null``."""
+    """Read a column of strings. An empty ``key`` gives empty strings. Null is an empty string if ``may_be_null``."""
     if not key:
         return [""] * len(rows)
     values = rows.column(key) if may_be_null else rows.serializable_column(key)

@@ -1,4 +1,4 @@
-"""Samplers choose the row of the training files for each prompt group; `SAMPLERS` names them for ``data.sampler``.
+"""Samplers choose the row of the training files for each prompt group. ``data.sampler`` is a name in `SAMPLERS`.
 
 A sampler must not use a clock, or random numbers other than those from its seed. Its state is part of each checkpoint.
 """
@@ -36,7 +36,7 @@ class Sampler(Protocol):
         ...
 
     def note(self, row: int, group: GroupSummary) -> None:
-        """Take the outcome of a finished group of a row, even if a filter dropped the group.
+        """Use the outcome of a row's finished group. The call comes even if a filter dropped the group.
 
         The buffer may lose outcomes when its server restarts. If the fleet generates a group again, its outcome arrives
         again.

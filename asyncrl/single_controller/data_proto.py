@@ -153,8 +153,8 @@ class DataProto:
     ) -> DataProto:
         """Build a batch from tensors, arrays and lists with the same number of rows. Lists become object arrays.
 
-        The first ``num_batch_dims`` dimensions of all tensors must be equal. If there are arrays, it must
-        be 1. ``auto_padding`` lets dispatch pad the batch.
+        The first ``num_batch_dims`` dimensions of all tensors must be equal. ``num_batch_dims`` must be 1
+        if there are arrays. ``auto_padding`` lets dispatch pad the batch.
         """
         if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
             raise BatchError(

@@ -35,7 +35,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
         return None
     gaps = np.diff(indices, prepend=0)
     encodings: list[np.ndarray] = []
-    for gap_bytes in (1, 2):  # a gap is a sum of codes: largest values, then a smaller remainder
+    for gap_bytes in (1, 2):  # the codes of a gap add up to the gap: maximal codes, then one smaller code
         full = np.iinfo(_INTEGERS[gap_bytes]).max
         ends = np.cumsum(gaps // full + 1) - 1
         encodings.append(np.full(ends[-1] + 1, full, dtype=_INTEGERS[gap_bytes]))
@@ -47,9 +47,10 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
 
 
 def decode(change: Change, data: bytes, place: np.ndarray) -> None:
-    """Turn the old bytes of a piece, ``place``, into the new ones, in place.
+    """Change ``place``, the old bytes of a piece, into the new bytes.
 
-    ``place`` is [bytes] uint8, and undefined after an error. ``data`` is the bytes of the change in the delta file.
+    ``place`` is [bytes] uint8. Its content is undefined after an error. ``data`` is the change's bytes in the delta
+    file.
 
     Raises:
         ValueError, IndexError: ``data`` does not fit ``change``.
@@ -109,8 +110,8 @@ def apply_delta(manifest: Manifest, image: np.ndarray) -> None:
         image: The base's data file, [bytes] uint8; changed in place.
 
     Raises:
-        FileNotFoundError: a newer version has replaced the version.
-        WeightsError: a changed piece differs from the published one. ``image`` is then undefined.
+        FileNotFoundError: a newer version has replaced this version.
+        WeightsError: a changed piece differs from the published one. The content of ``image`` is then undefined.
     """
     delta = manifest.delta
     assert delta is not None, "a full version has nothing to apply"

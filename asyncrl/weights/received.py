@@ -63,11 +63,11 @@ class ReceivedVersions:
 
     @asynccontextmanager
     async def version(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
-        """Receive an offered version unless the host has it. Yield an offer of the local version, full or an adapter.
+        """Receive an offered version unless the host has it. Yield its local offer, full or an adapter.
 
-        No other worker changes the folder of the version before the context ends. The frozen weights of an adapter are
-        beside it. If another worker holds the lock for twice the deadline of a transfer, this worker receives into
-        folders of its own.
+        No other worker changes the folder of the version before the context ends. Frozen weights of an adapter are in
+        another folder beside it. If another worker holds the lock for twice the deadline of a transfer, this worker
+        receives into folders of its own.
 
         Raises the errors of `receive_weights`.
         """

@@ -62,7 +62,7 @@ class WeightStager:
     async def staged(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
         """Stage an offer in a thread, and yield an offer of the local files.
 
-        The yielded offer is of the same version, in full or as an adapter. After a deadline or a cancellation, the
+        The yielded offer is a full version or an adapter. After a deadline or a cancellation, the
         thread still runs. It removes its folders when it ends, and the next version uses other folders.
 
         Raises:
