@@ -78,7 +78,7 @@ class WeightedSampler:
         """Do nothing: this sampler does not use outcomes."""
 
     def _next_source(self) -> str:
-        """Choose the source that is furthest below its share of prompts; on a tie, the first source."""
+        """Choose the source that is furthest below its share of prompts. In a tie, choose the first source."""
         source = min(self._weights, key=lambda name: (self._num_chosen[name] + 1) / self._weights[name])
         self._num_chosen[source] += 1
         return source
@@ -106,7 +106,7 @@ class WeightedSampler:
 
 @SAMPLERS.register("difficulty")
 class DifficultySampler(WeightedSampler):
-    """Prefers rows with a success rate near a target. Rates near 0.5 teach most; a lower target prefers harder rows.
+    """Prefers rows with a success rate near a target. Rates near 0.5 teach most. A lower target prefers harder rows.
 
     Each source has a *pool* of rows with an estimated success rate within ``width`` of ``target``. A finished group
     updates the estimate of its row, and the row enters or leaves the pool. A chosen row leaves the pool until its group

@@ -61,7 +61,7 @@ def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
     """Turn a value into frames.
 
     Args:
-        value: One of these; subclasses are not supported:
+        value: One of these types, but not a subclass:
 
             - None, bool, int, float, complex, str, bytes, or a datetime with a time zone
             - a list, tuple or dict

@@ -21,7 +21,7 @@ from asyncrl.single_controller.codec import Unsupported, buffer_of, descriptor, 
 def as_index(idxs: Any, num_rows: int) -> np.ndarray:
     """Convert an index to row positions, int64 in [0, B). The index has integers in [-B, B), or is a mask of B bools.
 
-    Raises `TypeError` for other values, and `IndexError` for a position outside the batch or an index of another shape.
+    Raises `TypeError` for other values. Raises `IndexError` for a position outside the batch or another shape.
     """
     index = np.asarray(idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else idxs)
     if index.ndim != 1:
@@ -161,7 +161,7 @@ class UnbuiltBatch:
 def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
     """Cut a TensorDict into equal parts. It may have nested tensors and non-tensor entries.
 
-    Raises `BatchError` if it has no batch dimension, or if ``chunks`` does not divide its rows.
+    Raises `BatchError` if there is no batch dimension, or if ``chunks`` does not divide the number of rows.
     """
     if not data.batch_size or chunks < 1 or data.batch_size[0] % chunks != 0:
         raise BatchError(f"a TensorDict of batch size {tuple(data.batch_size)} cannot be cut into {chunks} equal parts")

@@ -408,7 +408,7 @@ def collect_dp_compute(worker_group: Any, output: Any) -> Any:
 
 
 def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Split every `DataProto` evenly over the ranks. Pad it first if its padding is enabled."""
+    """Split every `DataProto` evenly over the ranks. A `DataProto` with padding enabled is padded first."""
     return _split_args_kwargs_data_proto_with_auto_padding(worker_group.world_size, *args, **kwargs)
 
 

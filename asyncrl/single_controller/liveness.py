@@ -43,7 +43,7 @@ async def ray_death() -> NoReturn:
     service dies, Ray ends this process some seconds later without an error.
 
     Raises:
-        ClusterDiedError: a daemon has died. The message names it and has the last lines of its log.
+        ClusterDiedError: a daemon has died. The message names the daemon and has the last lines of its log.
     """
     node: Any = ray_worker._global_node
     marks = {

@@ -619,7 +619,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     def for_rank(self, options: dict[str, Any], **changed: Any) -> RayClassWithInitArgs:
         """Return a copy of this object for one rank.
 
-        If the class has no number of CPUs of its own, the actor uses the CPUs that the pool reserved.
+        If the class does not set ``num_cpus``, the actor uses the CPUs that the pool reserved.
 
         Args:
             options: Options of ``ActorClass.options`` that replace this object's options. Environment variables are

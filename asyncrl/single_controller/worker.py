@@ -161,7 +161,7 @@ class Worker(WorkerHelper):
     ) -> None:
         """Register a mesh with the dp rank and ``is_collect`` that another worker has in its last mesh.
 
-        The last two arguments come from `get_dispatch_collect` of the other worker.
+        `get_dispatch_collect` of that worker returns the last two arguments.
         """
         if not dispatch_dp_rank or not collect_dp_rank:
             raise UsageError(f"mesh {mesh_name!r} cannot copy a worker without a mesh; register its mesh first")
@@ -283,8 +283,8 @@ FusedWorkerCLSName = "FusedWorker"
 def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs]) -> type[Worker]:
     """Make a class that holds one worker per role. Each worker is an attribute with the name of its role.
 
-    A subclass may have methods that use several roles. In this case, set ``fused_worker_used = True`` on its
-    `RayClassWithInitArgs`, and call ``fuse`` on its group.
+    A subclass may have methods that use several roles. In this case, set ``fused_worker_used = True`` on the
+    subclass's `RayClassWithInitArgs`, and call ``fuse`` on the group.
     """
     if not class_dict:
         raise UsageError("class_dict must name at least one role and its class, got none")

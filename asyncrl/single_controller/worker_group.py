@@ -1,4 +1,4 @@
-"""Worker groups, which start workers, call their registered methods, and detect the death of a worker."""
+"""Worker groups: they start workers, call registered methods, and detect the death of a worker."""
 
 from __future__ import annotations
 
@@ -182,8 +182,8 @@ class RayWorkerGroup(WorkerGroup):
         python: Shell command that runs Python in the workers; empty uses Ray's default.
 
     Raises:
-        UsageError: options contradict each other or the pool.
-        DeadlineError: the cluster does not grant the pool in time, or the node of rank 0 does not name a port in time.
+        UsageError: the options contradict each other or the pool's options.
+        DeadlineError: the pool is not granted in time, or the node of rank 0 does not name a port in time.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class RayWorkerGroup(WorkerGroup):
         ray.kill(self._workers[rank])
 
     def replace_worker(self, rank: int, **changed: Any) -> None:
-        """Kill the worker of a rank unless it is dead, and start a new worker of the same class in its slot.
+        """Kill the worker of a rank unless it is dead. Start a new worker of the same class in the same slot.
 
         ``changed`` are keyword arguments of the class that differ from the group's. Ray starts the new worker when the
         slot is free. Calls of the new worker wait until then.

@@ -22,12 +22,13 @@ _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int, bytes] | None:
-    """Return the difference between the old and the new bytes of a piece; None if they are equal.
+    """Return the difference between the old and the new bytes of a piece, or None if they are equal.
 
     ``old`` and ``new`` are [bytes] uint8. ``item_bytes`` is the number of bytes per value: 1, 2, 4 or 8.
 
     Returns:
-        The number of values, the bytes per gap (1 or 2; 0 for a whole piece), and the bytes for the delta file.
+        The number of values, the bytes per gap, and the bytes for the delta file. Bytes per gap are 1 or 2, or 0 for a
+        whole piece.
     """
     values = new.view(_INTEGERS[item_bytes])
     indices = np.flatnonzero(values != old.view(_INTEGERS[item_bytes]))
@@ -98,7 +99,7 @@ def write_delta(
                     )
                     stream.write(data)
         stream.flush()
-        os.fsync(stream.fileno())  # other hosts see the bytes only after this
+        os.fsync(stream.fileno())  # now other hosts can see the bytes
     return changes
 
 
@@ -107,7 +108,7 @@ def apply_delta(manifest: Manifest, image: np.ndarray) -> None:
 
     Args:
         manifest: Manifest of a delta.
-        image: The base's data file, [bytes] uint8; changed in place.
+        image: The base's data file, [bytes] uint8. It is changed in place.
 
     Raises:
         FileNotFoundError: a newer version has replaced this version.

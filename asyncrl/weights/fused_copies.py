@@ -8,9 +8,9 @@ A parameter is loaded in this way only if all of these conditions hold. Otherwis
 time. The parameter's tensors are the checkpoint's tensors that the loader copied into it.
 
 - The loader only copied the parameter's tensors, without conversion.
-- The loader wrote each element of the parameter exactly once, from a tensor or as a constant (padding), and did nothing
-  else with the parameter.
-- Both conditions also hold for every other parameter that received a part of the same tensors.
+- The loader wrote each element of the parameter exactly once: a value of a tensor, or a constant as padding.
+- The loader did nothing else with the parameter.
+- These conditions also hold for every other parameter that received a part of the same tensors.
 - The parameter is float32, bfloat16 or float16, because loaders of quantized parameters keep other state.
 - Address, shape, strides and type of all parameters, and the arrangement of the experts, have not changed.
 - The parameter has at least `MIN_TENSORS` tensors. From fewer tensors, a loader may derive other values.
@@ -174,8 +174,8 @@ class LoadObserver:
 
     Args:
         parameters: The model's parameters by name.
-        arrangement: Other conditions that determine the loader's targets, such as this rank's experts. None means that
-            they are unknown; the copies are then never used.
+        arrangement: Other conditions that determine the loader's targets, such as this rank's experts. If they are
+            unknown, None prevents the use of the copies.
     """
 
     def __init__(self, parameters: Parameters, arrangement: str | None = "") -> None:

@@ -1,8 +1,8 @@
 """The layout of a checkpoint file: the bytes that each learner rank writes.
 
-The ranks copy a tensor of the file from their shards if it is a contiguous part of a parameter, such as one expert of
-fused experts. Any other tensor, such as a merged adapter, must be computed from whole parameters. For each layer, one
-rank computes these tensors, and receives the parameters of the layer from the other ranks.
+If a tensor of the file is a contiguous part of a parameter, the ranks copy it from their shards. Example: one expert of
+fused experts. All other tensors, such as merged adapters, are computed from whole parameters. For each layer, one rank
+receives the parameters from the other ranks and computes these tensors.
 """
 
 from __future__ import annotations

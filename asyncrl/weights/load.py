@@ -49,7 +49,7 @@ from asyncrl.weights.stream import NUM_AHEAD, ArrivingWeights, RoundFailed
 
 T = TypeVar("T")
 COPY_THREADS = min(8, os.cpu_count() or 1)
-"""Threads that copy to page-locked memory during a load onto a GPU; one thread copies 5-10 GB/s."""
+"""Number of threads that copy to page-locked memory for a GPU. One thread copies 5-10 GB/s."""
 LOAD_TIMEOUT_S = 120.0
 """Default deadline of a load."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -248,7 +248,7 @@ class FileWeights:
         return self if self._device is None else None
 
     def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:
-        """Return the pieces that cover exactly these bytes of a mapped file; empty if no pieces do."""
+        """Return the pieces that cover exactly these bytes of a mapped file, or an empty list."""
         for index, data in enumerate(self._maps):
             start = address - data.ctypes.data
             if 0 <= start <= len(data) - num_bytes:

@@ -1,4 +1,4 @@
-"""Publishing a policy version: each learner rank copies and digests its shards, and rank 0 offers the version.
+"""Publishes policy versions: each learner rank copies and digests its shards, and rank 0 offers the version.
 
 Training waits only for the copy. A thread then converts and digests the bytes, gathers the digests of all ranks, and
 writes the manifest. If a rank fails, the other ranks do not wait for it, and rank 0 reports the failure.
@@ -236,7 +236,7 @@ class WeightPublisher:
         return record.span(SpanKind.publish_stage, lane="/publish", version=version, cause=name)
 
     def _gathered(self, version: int, parts: list[RankPart] | Exception) -> list[Any]:
-        """Finish this rank's part. Return the `RankShare`s of every rank, or the text of its failure."""
+        """Finish this rank's part. Return, for every rank, the `RankShare`s or the text of a failure."""
         own: list[RankShare] | str | None = None
         if self._exchanged(parts):
             try:

@@ -40,9 +40,9 @@ CALL_S = 3.0
 """Seconds within which a receiver must answer rank 0's call."""
 HEARTBEAT_S = 5.0
 SILENCE_S = 15.0
-"""Seconds after which a connection ends if the other host answers nothing, not even TCP's keep-alive probes."""
+"""Seconds until a connection ends if the other host does not answer, not even TCP's keep-alive probes."""
 _MAX_REQUEST_BYTES = 1 << 20
-"""Longest message to rank 0; members send addresses and numbers."""
+"""Longest message to rank 0, because members send only addresses and numbers."""
 _NONCE_BYTES, _PROOF_BYTES, _SIZE_BYTES = 16, 32, 4
 
 
@@ -139,8 +139,8 @@ def rounds_of(
     Args:
         requests: At least one request.
         offers: The versions that the ranks hold.
-        only_newest: Send only the newest requested policy version. The other receivers then request again. Must be
-            False for paused engines, which cannot load another version.
+        only_newest: Send only the newest requested policy version. The other receivers then request again. It must
+            be False for paused engines, which cannot load another version.
 
     Returns:
         Per round the offer, its requests, and whether a delta is sent. The offer is None if no version is sent.

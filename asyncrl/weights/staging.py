@@ -66,7 +66,7 @@ class WeightStager:
         thread still runs. It removes its folders when it ends, and the next version uses other folders.
 
         Raises:
-            WeightsGone: the version was removed before it was staged; ask for the newest.
+            WeightsGone: the version was removed before it was staged. Ask for the newest version.
             WeightsError: the version is damaged, there is no room, or another user may write to the folder.
             DeadlineError: the version was not staged in time.
         """

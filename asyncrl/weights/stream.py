@@ -259,7 +259,7 @@ class RoundStore(Store):
         """Wait for a value, and return it.
 
         Raises:
-            WeightsError: the round is over, or the connection ended.
+            WeightsError: the round or the connection ended.
             TimeoutError: no member has sent the value by the deadline.
         """
         self.wait([key])
@@ -368,7 +368,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
 
     Args:
         offer: An offer with `Carrier.host_stream`.
-        folder: Parent of the new folder for the version; it should be in shared memory.
+        folder: Parent of the new folder for the version. It should be in shared memory.
         timeout_s: Deadline of the transfer, to which one second per 100 MB is added.
         holds: Manifest digest of the version that this host holds. If the offer is a delta to that version, the ranks
             send the delta alone.
@@ -654,7 +654,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """The bytes of one transfer from a learner rank: adjacent pieces of a data file, or a part of a delta file."""
+    """Bytes that a learner rank sends in one transfer: adjacent pieces of a data file, or a part of a delta file."""
 
     sender: int
     first: int
