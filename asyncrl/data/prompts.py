@@ -228,7 +228,8 @@ class _PromptReader:
         if config.images_key and images is None:
             raise ValueError(
                 f"data.images_key is {config.images_key!r}, but the model has no vision tower that the learner trains, "
-                f"expected one of the families {', '.join(VISION_FAMILIES)}; set model.path to one, or leave it empty"
+                f"expected one of the families {', '.join(VISION_FAMILIES)}; set model.path to such a model, or leave "
+                "data.images_key empty"
             )
         self._config = config
         self._tokenizer = tokenizer

@@ -358,8 +358,8 @@ class JoinedResourcePool(RayResourcePool):
     def __init__(self, whole: RayResourcePool, size: int) -> None:
         if any(count % size for count in whole.store):
             raise UsageError(
-                f"pool {whole.name_prefix!r} must have a multiple of {size} processes on each node, since {size} "
-                f"devices of one process are on one node, got {whole.store}"
+                f"pool {whole.name_prefix!r} must have a multiple of {size} processes on each node, because a process "
+                f"uses {size} devices of one node, got {whole.store}"
             )
         counts = [count // size for count in whole.store]
         super().__init__(

@@ -244,7 +244,9 @@ def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
         env_vars.pop("ROCR_VISIBLE_DEVICES", None)
         return
     if hip and cuda and hip != cuda:
-        raise UsageError(f"HIP_VISIBLE_DEVICES is {hip!r} and CUDA_VISIBLE_DEVICES {cuda!r}; set one, or both alike")
+        raise UsageError(
+            f"HIP_VISIBLE_DEVICES is {hip!r} and CUDA_VISIBLE_DEVICES {cuda!r}; set one of them, or both to one value"
+        )
     if hip:
         env_vars["CUDA_VISIBLE_DEVICES"] = cuda = hip
     rocr = env_vars.get("ROCR_VISIBLE_DEVICES")

@@ -282,7 +282,7 @@ class RayWorkerGroup(WorkerGroup):
             raise UsageError("a group needs ray_cls_with_init, the class of its workers")
         if (self.master_address is None) != (self.master_port is None):
             given = f"master_addr is {self.master_address!r} and master_port {self.master_port!r}"
-            raise UsageError(f"{given}; give both, or neither, and they are chosen")
+            raise UsageError(f"{given}; give both or neither of them")
         if pool.world_size < 1:
             raise UsageError(f"pool {pool.name_prefix!r} has no processes; name some in process_on_nodes")
         if detached and not pool.detached:
@@ -335,9 +335,7 @@ class RayWorkerGroup(WorkerGroup):
         slot is free. Calls of the new worker wait until then.
         """
         if not self._replacements:
-            raise UsageError(
-                f"group {self.name_prefix!r} did not start its workers; only the group that did can replace them"
-            )
+            raise UsageError(f"group {self.name_prefix!r} did not start its workers; use the group that started them")
         self.kill_worker(rank)
         self._num_replaced += 1
         self._workers[rank], self._worker_names[rank] = self._replacements[rank](f"~{self._num_replaced}", **changed)

@@ -149,7 +149,7 @@ def _faults(rules: CarrierRules, use: CarrierUse) -> Iterator[str]:
     for option, value in use.given.items():
         if option not in rules.uses:
             user = next(other.option for other in CARRIERS.values() if option in other.uses)
-            yield f"{option}={value} is used by {user}, got {name}; set it, or leave {option} out"
+            yield f"{option}={value} is used by {user}, got {name}; set {user}, or leave {option} out"
     for kind, is_wanted, fault in (
         (
             "delta",
@@ -159,16 +159,16 @@ def _faults(rules: CarrierRules, use: CarrierUse) -> Iterator[str]:
         ("adapter", use.adapters, f"weights.adapters must be false with {rules.option}, got true: an adapter"),
     ):
         if is_wanted and kind not in rules.kinds:
-            yield f"{fault} needs weights on the engine's host, and the host holds none; set it, or another transport"
+            yield f"{fault} needs weights on the engine's host, and the host holds none; set this, or another transport"
     if use.full_every > 1 and use.adapters:
         yield (
             f"weights.full_every must be 1 where adapters are published alone, got {use.full_every}: adapters are "
-            "already small; set it, or weights.adapters=false to publish merged weights"
+            "already small; set 1, or weights.adapters=false to publish merged weights"
         )
     if use.keeps_all and not rules.keeps_all:
         yield (
-            f"weights.transport must be file to keep all versions (learner.keep_snapshots=-1), got {name}; set it, or "
-            "keep fewer"
+            f"weights.transport must be file to keep all versions (learner.keep_snapshots=-1), got {name}; set file, "
+            "or keep fewer versions"
         )
     where = f"with placement.num_nodes={use.num_hosts}"
     if use.num_hosts > 1 and not rules.is_remote:

@@ -151,8 +151,8 @@ class Manifest:
     """The description of a version: everything except its bytes.
 
     Attributes:
-        directory: Folder of ``files``. The written path is relative if the manifest is in the folder or beside it, so
-            that both can be moved together.
+        directory: Folder of ``files``. In the written file, the path is relative if the manifest is in or beside the
+            folder. Both can then be moved together.
         files: Data files in safetensors format. For a delta, the file that results from it.
         pieces: The pieces, which cover all bytes of all tensors in ``files``.
         delta: The changes, if the version has no data file.

@@ -693,7 +693,7 @@ def interface_address(interface: str) -> str:
         except OSError as error:
             raise ValueError(
                 f"weights.interface must be a network interface with an IPv4 address where learner rank 0 runs, got "
-                f"{interface!r} ({error.strerror}); there are {[name for _, name in socket.if_nameindex()]}"
+                f"{interface!r} ({error.strerror}); choose one of {[name for _, name in socket.if_nameindex()]}"
             ) from error
     return socket.inet_ntoa(answer[20:24])
 
