@@ -75,7 +75,7 @@ def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokeniz
 
 
 _Stretch = tuple[Sequence[int], bool]
-"""Token ids (or their text), and whether they are learned."""
+"""Token ids, and whether the tokens are learned."""
 
 
 def _demonstration(parts: Sequence[_Stretch], where: str) -> Demonstration:

@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
     """Return the tokenizer of a model directory. With ``chat_template`` it can render conversations.
 
-    The library ``tokenizers`` loads a plain fast tokenizer without ``chat_template``. Otherwise transformers loads it.
+    Without ``chat_template``, the library ``tokenizers`` loads a plain fast tokenizer. Transformers loads all others.
     """
     file = Path(model_path, "tokenizer.json")
     settings = json.loads(Path(model_path, "tokenizer_config.json").read_text())

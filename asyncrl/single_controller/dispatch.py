@@ -345,7 +345,9 @@ def _check_dispatch_mode(dispatch_mode: Any) -> None:
         if missing:
             raise UsageError(f"dispatch_mode lacks {sorted(missing)}; give both dispatch_fn and collect_fn")
     elif not isinstance(dispatch_mode, Dispatch):
-        raise UsageError(f"dispatch_mode must be a Dispatch or a dict of two functions, got {dispatch_mode!r}")
+        raise UsageError(
+            f"dispatch_mode must be a Dispatch or a dict with dispatch_fn and collect_fn, got {dispatch_mode!r}"
+        )
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

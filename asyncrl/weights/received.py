@@ -63,7 +63,7 @@ class ReceivedVersions:
 
     @asynccontextmanager
     async def version(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
-        """Receive an offered version unless the host has it. Yield its local offer, full or an adapter.
+        """Receive an offered version unless the host has it. Yield a full or adapter offer of local files.
 
         No other worker changes the folder of the version before the context ends. Frozen weights of an adapter are in
         another folder beside it. If another worker holds the lock for twice the deadline of a transfer, this worker
