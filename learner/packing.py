@@ -23,7 +23,7 @@ REFUSED = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Sequences of one forward-backward, longest first. N is the number of packed tokens, M of those in the loss.
+    """Sequences of one forward-backward, longest first. It has N packed tokens, and M tokens in the loss.
 
     Attributes:
         input_ids: [N] int64.
@@ -145,9 +145,9 @@ class Packer:
         Args:
             sequences: In any order; may be empty.
             columns: Fill the columns. If False, call `MicroBatch.with_columns` later.
-            agree: Called once with the number of micro-batches that this rank needs. It returns the number to make, at
-                least as large, so that all ranks take part in each collective. Additional micro-batches hold one token
-                outside the loss. A rank whose sequences do not fit requests `REFUSED`; all ranks then raise an error.
+            agree: Called once with the number of micro-batches that this rank needs. It returns the number to make: at
+                least as large, and equal on all ranks. Additional micro-batches hold one token outside the loss. A rank
+                whose sequences do not fit requests `REFUSED`; all ranks then raise an error.
 
         Returns:
             At least one micro-batch. Each sequence is in exactly one.
@@ -306,10 +306,10 @@ def _micro_batch(
 
 
 def _images(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return the images that the first ``packed`` tokens of the sequences need, each image once; None without images.
+    """Return image rows, pixels and grids of the images in the first ``packed`` tokens; None without images.
 
-    Returns the image row of each token of the concatenated sequences (-1 for text and unpacked tokens), the pixels and
-    the grids.
+    Each image is included once. Image rows are per token of the concatenated sequences: -1 for text and unpacked
+    tokens.
     """
     first_rows: dict[tuple[int, int], int] = {}
     rows, pixels, grids, num_rows = [], [], [], 0

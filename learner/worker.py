@@ -57,7 +57,7 @@ BY_ROWS = make_nd_compute_dataproto_dispatch_fn(_MESH)
 
 
 def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give each list's entry for a data-parallel rank to all its sp ranks. The ranks are ordered dp-major."""
+    """Pass entry i of each list to all sp ranks of data-parallel rank i. The ranks are in dp-major order."""
     sizes = {len(share) for share in shares}
     num_shares = sizes.pop() if len(sizes) == 1 else 0
     if num_shares == 0 or group.world_size % num_shares:
@@ -266,8 +266,8 @@ class ModelWorker(Worker):
             The same dict on each rank, with the step's metrics and these entries:
 
             - ``digest``, only of the actor: `receipts.token_digest` of the tokens that all ranks have trained on;
-            - ``fetch_s``, ``prepare_s`` and ``train_s``: seconds of the slowest rank for waiting for the batch, for
-              preparing it, and for computing;
+            - ``fetch_s``, ``prepare_s`` and ``train_s``: seconds to wait for the batch, to prepare it and to compute,
+              each of the slowest rank;
             - ``started_at`` of the first rank and ``ended_at`` of the last rank, in seconds since the epoch;
             - ``lag_max``, in learner steps.
 
@@ -401,7 +401,7 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, directory: str) -> int | None:
-        """Load a checkpoint, or the newest complete checkpoint of a folder. Returns its version, or None."""
+        """Load a checkpoint, or the newest complete checkpoint of a folder. Returns its version, or None if none exists."""
         checkpoints = self._checkpoints_in(directory)
         newest = checkpoints.latest()
         if newest is None:
@@ -471,7 +471,7 @@ class ModelWorker(Worker):
         return {key: np.concatenate(parts) for key, parts in scores.items()}
 
     def _for_people(self, version: int, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-        """Return the sequences for the token log with the learner's log-probs. A collective in a step that logs."""
+        """Return the sequences for the token log, with the learner's log-probs. It is a collective in a step that logs."""
         options = self._token_log_options
         if options is None or version % options.every_steps:
             return []
@@ -554,7 +554,7 @@ class ModelWorker(Worker):
         if self.role.objective is not None:
             step = self._step.pack(sequences, mesh, is_measured=batch.version < self._measured_steps)
         if self._model.mesh.device.type == "cuda":
-            torch.cuda.set_device(self._model.mesh.device)  # for this thread: page-locked memory belongs to a GPU
+            torch.cuda.set_device(self._model.mesh.device)  # page-locked memory belongs to this thread's current GPU
             scored, step = (packed and packed.pinned() for packed in (scored, step))
         return replace(own, sequences=sequences, scored=scored, step=step)
 
