@@ -170,7 +170,7 @@ class OffloadPolicy:
         return self._on_device(optimizer=False, then_leave=(self._param_offload, False))
 
     def persisting(self, *, optimizer: bool = True) -> AbstractContextManager[None]:
-        """Load the model, and with ``optimizer`` its state, for the context. Afterwards move back what was on the host."""
+        """Load the model, and with ``optimizer`` its state, for the context. Afterwards move them back."""
         return self._on_device(optimizer=optimizer, then_leave=(self.model_offloaded, self.optimizer_offloaded))
 
     def enter_rollout(self) -> None:

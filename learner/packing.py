@@ -23,7 +23,8 @@ REFUSED = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Sequences of one forward-backward, longest first. It has N packed tokens, and M tokens in the loss.
+    """Sequences of one forward-backward, longest first. N is the number of packed tokens. M is the number of tokens in
+    the loss.
 
     Attributes:
         input_ids: [N] int64.

@@ -200,7 +200,8 @@ def group_sequences(
         mini_batch: Index of the optimizer update that trains on them.
         mask_truncated: Leave a trajectory out of the loss if its last branch reached the length limit.
         all_columns: Add all token columns of the group, not only ``behavior_logprobs``.
-        version: Policy version of the learner. It adds the column ``is_fresh``: 1 at tokens of lag 0, else 0.
+        version: Policy version of the learner. If given, the sequences get the column ``is_fresh``: 1 at tokens of lag
+            0, else 0.
 
     Returns:
         The sequences. The branches of each trajectory keep their order.

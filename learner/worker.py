@@ -401,7 +401,7 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, directory: str) -> int | None:
-        """Load a checkpoint, or the newest complete checkpoint of a folder. Returns its version, or None if none exists."""
+        """Load a checkpoint, or the newest complete checkpoint of a folder. Returns its version, or None."""
         checkpoints = self._checkpoints_in(directory)
         newest = checkpoints.latest()
         if newest is None:
@@ -471,7 +471,7 @@ class ModelWorker(Worker):
         return {key: np.concatenate(parts) for key, parts in scores.items()}
 
     def _for_people(self, version: int, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-        """Return the sequences for the token log, with the learner's log-probs. It is a collective in a step that logs."""
+        """Return the sequences for the token log, with the learner's log-probs. A collective if the step logs."""
         options = self._token_log_options
         if options is None or version % options.every_steps:
             return []
