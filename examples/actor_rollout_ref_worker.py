@@ -1,7 +1,6 @@
 """The worker of the PPO example, in the form of verl's `ActorRolloutRefWorker`.
 
-The actor publishes its weights, and the engines load and verify them, as in an asynchronous run. Each sp group has one
-engine, which runs in a thread of the group's first rank.
+Each sp group has one engine, which runs in a thread of the group's first rank.
 """
 
 import asyncio

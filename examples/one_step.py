@@ -1,7 +1,6 @@
 """One asynchronous learner step in one process, from the prompt to the loss and to the new weights in the engine.
 
-A run uses the same classes, in separate processes that work at the same time. The rollout worker drives the engine, the
-buffer server holds the ledger, and the learner ranks hold the trainer. To run it::
+A run uses the same classes, in separate processes that work at the same time. Run this example with::
 
     python -m examples.one_step
 """

@@ -279,11 +279,7 @@ def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
 
 
 def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
-    """Compute S_t = v_t + factor · S_(t+1) in place, for [M] float64 values. S is 0 after the ``ends``.
-
-    Each iteration handles one position in all blocks at once. A recursive call computes the sums that a block passes to
-    the next.
-    """
+    """Compute S_t = v_t + factor · S_(t+1) in place, for [M] float64 values. S is 0 after the ``ends``."""
     whole = len(values) // _BLOCK
     inside, rest = values[: whole * _BLOCK].view(whole, _BLOCK), values[whole * _BLOCK :]
     table = values.new_zeros(_BLOCK, whole + min(1, len(rest)))

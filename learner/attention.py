@@ -429,8 +429,7 @@ def _blocks(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Yield blocks of queries, the keys and values in their windows, and the mask [queries, keys] bool.
 
-    A window of up to two blocks is concatenated and not sliced, because the gradient of a slice is as large as all
-    keys.
+    Windows of up to two blocks are concatenated, because the gradient of a slice is as large as all keys.
     """
     chunks = k.split(num_queries, dim=2), v.split(num_queries, dim=2)
     for index, queries in enumerate(q.split(num_queries, dim=2)):

@@ -197,7 +197,7 @@ class ShardedCheckpointer:
         write_progress(partial, progress)
 
     def _conclude(self, written: Future[Any], final: Path, pending: Future[None], keep: int) -> None:
-        """Finish a save in the writing thread. On rank 0, the shards of all ranks are then on disk."""
+        """Finish a save in the writing thread."""
         try:
             written.result()
             if dist.get_rank() == 0:

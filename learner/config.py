@@ -39,7 +39,7 @@ class AttentionKernel(StrEnum):
 
 
 class GradientSync(StrEnum):
-    """The times at which the ranks sum gradients: after each update or each micro-batch."""
+    """The times at which the ranks sum gradients: once per update, or after each micro-batch."""
 
     auto = "auto"
     update = "update"

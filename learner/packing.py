@@ -23,8 +23,7 @@ REFUSED = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Sequences of one forward-backward, longest first. N is the number of packed tokens. M is the number of tokens in
-    the loss.
+    """Sequences of one forward-backward, longest first. Shapes use N packed tokens and M tokens in the loss.
 
     Attributes:
         input_ids: [N] int64.
@@ -209,9 +208,9 @@ class Packer:
                 units.append(unit)
             elif self.keep_branches:
                 raise ValueError(
-                    f"{self.budget} must hold a trajectory's {len(unit)} branches together, since algorithm.loss, "
-                    f"weight or masks read all of it, got {self.max_tokens} for {num_tokens} tokens; raise it, or "
-                    "choose a loss, a weight and masks that work per token"
+                    f"{self.budget} must hold a trajectory's {len(unit)} branches together, got "
+                    f"{self.max_tokens} for {num_tokens} tokens: algorithm.loss, weight or masks read whole "
+                    "trajectories; raise it, or choose a loss, a weight and masks that work per token"
                     if self.together
                     else "algorithm.loss, weight or masks read whole trajectories, and this model runs one sequence at "
                     f"a time, got a trajectory of {len(unit)} branches; choose a loss, a weight and masks that work "

@@ -75,8 +75,8 @@ class ModelOptimizer:
     def step(self) -> dict[str, float]:
         """Clip the gradients, update the parameters and clear the gradients.
 
-        A non-finite gradient does not change the parameters, because it would destroy them. A gradient of exactly zero
-        does not change them either: only momentum and weight decay would.
+        A non-finite gradient does not change the parameters, because it would destroy them. Neither does a gradient of
+        zero, because only momentum and weight decay would act.
 
         Returns:
             ``grad_norm`` before clipping, ``lr``, and two counts, each 1.0 or 0.0: ``skipped_updates`` (a non-finite

@@ -4,9 +4,9 @@ A turn may have several next turns if the history was branched. The estimators t
 sample of the continuation. The *index* of a turn is the number of sampled turns before it on its path. Turns of a
 prompt, a tool or an environment do not have an advantage.
 
-The reward of a turn is its own reward, plus the rewards of the unsampled turns up to the next sampled turn, minus the
-KL penalty of its tokens. The last turn of each path also gets the trajectory's outcome. In shapes, K is the number of
-turns of the whole batch.
+The reward of a sampled turn includes the rewards of the unsampled turns up to the next sampled turn. The KL penalty of
+the turn's tokens is subtracted. The last turn of each path also gets the trajectory's outcome. In shapes, K is the
+number of turns of the whole batch.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
     The return of turn k is Σ γ^(j - k) r_j over the turns j >= k of its path. Its advantage is (return - mean) ÷ sample
     standard deviation, or (return - mean) without ``has_deviation``. Both statistics are over the group's trajectories
     with a turn of this index. If a trajectory has n turns of this index, each has the weight 1 ÷ n. If no other
-    trajectory has a turn of this index, the turn gets the advantage of the previous turn on its path, or 0 if it is the
-    first.
+    trajectory has a turn of this index, the turn gets the advantage of the previous turn on its path. A first turn gets
+    0.
 
     Sources: the turn-level advantages of MT-GRPO (arXiv 2505.11821) and the step groups of GiGPO (arXiv 2505.10978).
     Deviation: both add the advantage of the whole trajectory with a weight. Here, the return contains the outcome.

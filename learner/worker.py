@@ -332,8 +332,10 @@ class ModelWorker(Worker):
     def publish_weights(self, version: int) -> None:
         """Copy the weights and publish them in the background. Rank 0 offers them to the engines.
 
-        Raises `ValueError` if the role does not publish weights, `WeightsError` if publishing the previous version
-        failed, and `BatchLost` if the step before this call raised `BatchLost`.
+        Raises:
+            ValueError: the role does not publish weights.
+            WeightsError: publishing the previous version failed.
+            BatchLost: the step before this call raised `BatchLost`.
         """
         if self._publisher is None:
             raise ValueError(f"role {self.role.name!r} cannot publish weights: its snapshot_dir is None; pass one")
