@@ -40,8 +40,8 @@ class TokenInputs:
         trajectory_lengths: [number of trajectories] int64, tokens in the loss of each trajectory, on all branches.
         columns: [M] float32 by name: ``behavior_logprobs`` and ``advantages`` in RL, ``reference_logprobs`` with a KL
             penalty, ``values`` and ``returns`` with a critic. Your own loss also gets ``token_ids``, ``logprobs``,
-            ``versions``, and columns that your engine or environment adds. These are [M, …] float32, 0 if a prompt
-            group does not have the column.
+            ``versions``, and columns that your engine or environment adds. These additional columns are [M, …] float32,
+            and 0 if a prompt group does not have them.
     """
 
     trajectory_index: Tensor
@@ -114,7 +114,7 @@ _BY_TOKEN: set[PolicyLoss] = set()
 
 
 def by_token(loss: PolicyLoss) -> PolicyLoss:
-    """Mark a loss that computes each token from that token alone.
+    """Mark a loss that computes a token's loss from that token alone.
 
     For other losses, all branches of a trajectory must fit into one micro-batch.
     """

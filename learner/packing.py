@@ -123,7 +123,7 @@ class Packer:
         share_prompts: Sequences of a micro-batch share the tokens of a common prompt. The budget counts these tokens
             once.
         keep_branches: Refuse a trajectory if its branches do not fit into one micro-batch.
-        budget: Name of the option that is the budget, for errors.
+        budget: Name of the option that sets ``max_tokens``, for error messages.
     """
 
     max_tokens: int
@@ -177,8 +177,8 @@ class Packer:
         count = agree(max(1, len(first_fit(items, self.max_tokens)) if self.together else len(items)))
         if count >= REFUSED:
             raise ValueError(
-                f"{self.budget} must hold the sequences of each rank, got {self.max_tokens} tokens and more on another "
-                "rank; the error of that rank has the lengths; raise it"
+                f"{self.budget} must hold the sequences of each rank, got {self.max_tokens} tokens, and another rank "
+                f"needs more; the error of that rank has the lengths; raise {self.budget}"
             )
         bins = (
             balanced_fit(items, self.max_tokens, count) if self.together else [[place] for place in range(len(items))]

@@ -44,7 +44,8 @@ class PreparedBatch:
     Attributes:
         groups: The groups of the batch by id.
         lost: Ids of the step's groups that this process did not find in the buffer.
-        most_lost: The largest number of lost groups on one rank. If it is not 0, the fields below are empty.
+        most_lost: The largest number of lost groups on one rank. If it is not 0, ``sequences``, ``scored`` and ``step``
+            are empty.
         sequences: The sequences of the batch, without columns that a role computes.
         scored: The sequences packed for `PackedModel.scores`; None if the role scores nothing for other roles.
         step: The sequences packed for a learner step; None for a frozen role.

@@ -74,7 +74,7 @@ class RecurrentLayers:
         self._layout = layout
 
     def _follow(self, _parent: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Use the layout of a decoder layer's call: activation checkpointing calls the layer again later."""
+        """Use the layout that a decoder layer gets. Activation checkpointing calls the layer again later."""
         self._layout = kwargs.get("packed", self._layout)
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

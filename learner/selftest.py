@@ -55,7 +55,7 @@ LOWERED = 5
 SHARED_TOKENS = 6
 
 FIRST_TOKENS = 4
-"""Number of first tokens of a sequence with a separate mean. Convolutions leak only into these tokens."""
+"""The test also compares the mean over this many first tokens, because convolutions leak only into them."""
 
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.12}
 """Largest accepted relative difference of hidden states between kernels, by the dtype of the run."""

@@ -2,8 +2,8 @@
 
 A row is a prompt padded on the left and a response padded on the right. All methods take ``input_ids``,
 ``attention_mask`` and ``position_ids`` [B, L], and ``responses`` [B, R] for the last R <= L positions. Token columns
-are [B, R], 0 at padding. ``meta_info["temperature"]`` replaces the run's temperature. The worker ignores ``meta_info``
-about micro-batches. The classes take the options of `ModelWorker`.
+are [B, R], 0 at padding. ``meta_info["temperature"]`` replaces the run's temperature. The workers ignore micro-batch
+options in ``meta_info``. The classes take the options of `ModelWorker`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class CriticWorker(ModelWorker):
     def update_critic(self, data: DataProto) -> DataProto:
         """Make the optimizer updates of one step.
 
-        ``data`` has ``values``, ``returns``, and ``response_mask`` as for `ActorWorker.update_actor`.
+        ``data`` has ``values``, ``returns``, and ``response_mask`` as for `ActorWorker.update_actor`. In the result,
         ``meta_info["metrics"]`` has ``critic/vf_loss``, ``critic/vf_clipfrac``, ``critic/vpred_mean`` and more.
         """
         columns = {"values": "values", "returns": "returns"}
