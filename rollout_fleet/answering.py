@@ -1,4 +1,4 @@
-"""The engine of a rollout worker, and the helpers that prepare its prompts and score its answers."""
+"""The engine of a rollout worker, and the helpers that prepare prompts and score answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .sample_log import Decode, SampleLog, load_decoder
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweringParts:
-    """One engine, the readers of its prompts, and the scorers of its answers.
+    """One engine with its helpers.
 
     Attributes:
         engine: Samples the answers.
