@@ -101,7 +101,7 @@ class Member:
         name: Identity. Example: ``"engine-3"``.
         epoch: Number of faults so far. Reports of older epochs have no effect.
         version: Policy version that the member has verified or is loading; -1 before the first offer.
-        deadline: Deadline of the state, on the clock of ``now``; infinite if the state has none.
+        deadline: Deadline of the state, on the driver's clock; infinite if the state has none.
         reason: Cause of the last fault; empty before the first.
         on_enter: Called with each new state and the epoch.
     """
@@ -208,7 +208,7 @@ class Member:
         return True
 
     def stopped(self, now: float) -> None:
-        """Record that the processes of the fenced epoch have ended.
+        """Record that the member's processes have ended after a fault.
 
         The member then pauses before its restart, leaves, or has failed for good.
         """

@@ -137,7 +137,7 @@ class BoundReward:
     async def answers(
         self, prompt: Prompt, rollouts: Sequence[Rollout], *, may_fail: bool = False
     ) -> AsyncIterator[Answer]:
-        """Yield one answer per rollout, in order. Stop after a failure unless ``may_fail`` is true."""
+        """Yield one `Answer` per rollout, in order. Stop after a failure unless ``may_fail`` is true."""
         if self.takes_group:
             for answer in await self._group_answers(prompt, rollouts):
                 yield answer

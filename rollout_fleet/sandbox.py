@@ -3,7 +3,8 @@
 A program has no network, a read-only system, its own scratch folder, and limits. A sandbox exists for one program. All
 its processes end with the program, or when the owner of the sandbox ends. The kinds of sandboxes are:
 
-- ``bubblewrap``: ``bwrap`` makes the namespaces. Some machines allow only ``bwrap`` to make user namespaces.
+- ``bubblewrap``: ``bwrap`` isolates the program by namespaces. Some machines allow only ``bwrap`` to make user
+  namespaces.
 - ``namespaces``: `rollout_fleet.sandbox_init` makes the same namespaces.
 - ``limits``: there are no namespaces. The program can read this user's files and signal this user's processes. If this
   user is root, the program gets an unused user id instead.
@@ -394,7 +395,7 @@ def _environment(python: str, scratch: str) -> dict[str, str]:
 def _unused_uid() -> int | None:
     """Return a unique user id if this process is root, otherwise None.
 
-    The kernel counts processes per user, but not those of root.
+    The kernel limits the number of processes of a user, but not of root.
     """
     if os.geteuid() != 0:
         return None

@@ -20,7 +20,7 @@ class OnFailure(StrEnum):
 
 
 class OnSamplingOption(StrEnum):
-    """What happens with a request for other sampling options than the run's, for example another temperature."""
+    """What happens with a request for sampling options that differ from the run's."""
 
     override = "override"
     refuse = "refuse"
@@ -53,9 +53,8 @@ class RendererConfig:
         name: ``auto`` selects the renderer of the library ``renderers`` if its tokens equal those of the model's chat
             template, otherwise the template. ``template`` always selects the template. Any other name is a renderer of
             that library. Example: ``qwen3``.
-        tool_parser: The parser of tool calls if ``template`` renders: a parser of ``renderers``, ``sglang:NAME``, or
-            ``json`` for ``<tool_call>{JSON}</tool_call>``. Empty: ``json`` if the template writes these tags, otherwise
-            none.
+        tool_parser: The parser of tool calls with ``template``: a parser of ``renderers``, ``sglang:NAME``, or ``json``
+            for ``<tool_call>{JSON}</tool_call>``. Empty: ``json`` if the template writes these tags, otherwise none.
         keep_reasoning: Keep sampled reasoning in the context even if the template drops it. Then reasoning never causes
             a new branch, but the contexts differ from those of the template.
         options: Arguments of the renderer or the template. Example: ``{"enable_thinking": false}``.
@@ -79,7 +78,7 @@ class EnvironmentConfig:
             Empty: the interpreter of the run.
         processes: Child processes per rollout worker.
         episodes_per_process: Episodes that one process runs at once.
-        threads: Threads of numerical libraries per process, such as ``OMP_NUM_THREADS``.
+        threads: Threads of numerical libraries per process: the value of ``OMP_NUM_THREADS`` and similar variables.
         memory_limit_gb: A process that uses more memory (with its children) is killed, and its episodes fail.
         max_turns: Sampled turns per episode.
         max_tokens: Sampled tokens per episode; 0 is ``max_turns`` times ``sampling.max_new_tokens``.

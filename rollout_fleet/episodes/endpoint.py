@@ -1,7 +1,7 @@
 """The policy's HTTP endpoint in a rollout worker, with OpenAI's and Anthropic's routes.
 
-The key of a call selects its episode. An answer is sent when its turn has finished. Until then, comments are sent into
-a stream, so that proxies and clients do not close the connection.
+The key of a call selects its episode. An answer is sent when its turn has finished. In a stream, comments are sent
+until then, so proxies and clients keep the connection open.
 """
 
 from __future__ import annotations

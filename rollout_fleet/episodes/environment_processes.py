@@ -1,8 +1,8 @@
 """Runs environments in child processes, and assigns episodes to them.
 
 An episode waits until a process has room, and its deadline starts then. One task per process reads the answers and
-wakes the episodes. Another task checks all processes twice per second. It kills those with a blocked event loop or too
-much memory, and their episodes fail.
+wakes the episodes. Another task checks all processes twice per second. It kills a process with a blocked event loop or
+too much memory. The episodes of that process fail.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ The states of a sampled turn::
         │                   └──abandon──▶ dropped            after each abort, with its tokens so far as prompt
         └──sample of another request──▶ dropped
 
-The index of a turn names it, and a parent comes before its children. The engine's prompt for a turn is exactly the
+Turns are named by index. A parent's index is below those of its children. The engine's prompt for a turn is exactly the
 tokens on the path to the turn. Tokens are never decoded and encoded again.
 """
 
@@ -239,12 +239,12 @@ class Episode:
         *,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Start a turn that continues the path of ``parent`` with ``new_tokens``. Returns the running turn.
+        """Start a turn that continues the path of ``parent`` with ``new_tokens``. Returns the turn.
 
         ``images`` belong to the placeholders in ``new_tokens``. Equal requests get separate turns.
 
-        If a recorded turn matches the request, it is returned, finished or still running. Otherwise the recorded turns
-        of other requests from this parent are dropped, with all turns below them.
+        If a recorded turn matches the request, that turn is returned. It may already be finished. Otherwise the
+        recorded turns of other requests from this parent are dropped, with all turns below them.
 
         Raises:
             EpisodeOverflow: the budget has no turn, token, context or tree tokens left. The forest does not change.
@@ -402,7 +402,7 @@ class Episode:
         return sum(node.reserved_depth for index, node in live.items() if index not in inner and index != extended)
 
     def _room(self, depth: int, above: int) -> int:
-        """Return the largest length of a new turn, after a path of ``depth`` tokens that ends in turn ``above``."""
+        """Return the largest length of a turn that begins after ``depth`` tokens, below the existing turn ``above``."""
         asked = [node for node in self._nodes if node.sampling is not None]
         spent = sum(
             node.sampling.max_new_tokens if node.is_running and node.sampling else len(node.turn.token_ids)
