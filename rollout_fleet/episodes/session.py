@@ -90,8 +90,8 @@ class SampleOptions:
 
     Attributes:
         n: Number of turns to sample. The turns are siblings.
-        max_tokens: Maximum length of a turn in tokens. ``rollout_fleet.sampling.max_new_tokens`` is the largest value and
-            the default.
+        max_tokens: Maximum length of a turn in tokens. ``rollout_fleet.sampling.max_new_tokens`` is the largest value
+            and the default.
         stop: Texts that end a turn.
         stop_token_ids: Tokens that end a turn, in addition to the renderer's tokens.
         seed: As `SamplingConfig.seed`; the i-th of n turns gets ``seed + i``.
