@@ -128,8 +128,8 @@ class SGLangConfig:
     """Options of an SGLang server.
 
     Attributes:
-        dtype: Weights and activations on the engine. ``auto`` is bfloat16 on CUDA and float32 on a CPU. float32 is
-            refused on CUDA, because SGLang's attention kernels support only half types.
+        dtype: Weights and activations on the engine. ``auto`` is bfloat16 on CUDA and float32 on a CPU. float32 on CUDA
+            is refused, because SGLang's attention kernels support only half types.
         tp_size: Tensor-parallel ranks of one server.
         max_total_tokens: KV cache size in tokens. 0: SGLang's choice on a GPU, 32768 on a CPU.
         tokenizer: Load the model's tokenizer in the server, for stop texts and JSON schemas. It is always loaded if
@@ -137,8 +137,8 @@ class SGLangConfig:
         max_running_requests: Largest number of samples that are decoded at once.
         samples_per_request: Largest number of samples in one HTTP request. It affects the throughput of a server on a
             CPU.
-        memory_saver: Launch the server so that it can free its weights and KV cache. Colocated pools on GPUs need this.
-            On a CPU the server only pauses while the learner has the device.
+        memory_saver: Make the server able to free its weights and KV cache. Colocated pools on GPUs need this. On a CPU
+            the server only pauses while the learner has the device.
         on_update: What happens to the KV cache of running samples at a weight update. ``recompute``: the engine
             computes the cache again, so later tokens depend only on the new weights. ``keep``: the update costs less,
             but later tokens also depend on the old cache. ``keep`` launches the server without prefix cache and without
@@ -254,8 +254,8 @@ class RolloutFleetConfig:
             MB of the model.
         load_timeout_s: Deadline of one weight update on one engine, counted from the pause of generation. A second per
             100 MB of weights is added.
-        silence_timeout_s: How long an engine with running requests may produce no token at all. The engine has failed
-            if it then does not answer a probe, or if it is silent for three such periods in a row.
+        silence_timeout_s: How long an engine with running requests may produce no token at all. Then the engine must
+            answer a probe. An engine that does not answer, or is silent for three periods in a row, has failed.
         restarts: How often a failed engine or a dead worker is replaced within ``restart_window_s``. The next failure
             is final. The worker's prompt groups continue elsewhere with their tokens so far, unless
             ``save_progress=never``. 0 replaces nothing.
@@ -398,7 +398,7 @@ class RolloutFleetConfig:
             if self.sampling_for(source).max_new_tokens > (most := self.sampling.max_new_tokens):
                 raise ValueError(
                     f"{where}.max_new_tokens must be at most rollout_fleet.sampling.max_new_tokens={most}, the bound "
-                    f"of all sequences, got {own['max_new_tokens']}; raise that one"
+                    f"of all sequences, got {own['max_new_tokens']}; raise the bound"
                 )
 
     def options_of(self, reward: str) -> dict[str, Any]:

@@ -278,9 +278,9 @@ def _recorded(progress: TrajectoryGroup, num_samples: int) -> list[Trajectory | 
 class GroupLimit:
     """The limit of prompt groups on one engine, between ``lowest`` and ``highest``.
 
-    The limit follows the load that the engine reports, with additive increase and multiplicative decrease (Chiu and
-    Jain, 1989) and the slow start of TCP. It shrinks while samples wait inside the engine, or while the KV cache is
-    nearly full.
+    The limit follows the load that the engine reports. It has a slow start like TCP, additive increase and
+    multiplicative decrease (Chiu and Jain, 1989). It shrinks while samples wait inside the engine, or while the KV
+    cache is nearly full.
 
     Attributes:
         value: The current limit.

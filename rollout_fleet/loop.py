@@ -1,4 +1,4 @@
-"""The rollout loop of one worker: lease, generate, score, put, until it is stopped.
+"""The rollout loop of one worker. It repeats these steps until it is stopped.
 
     lease ──groups──▶ engine ──samples──▶ score ──▶ put / release
       ▲                                                 │
@@ -552,7 +552,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _settle(self, group: InflightGroup) -> None:
-        async with self._settling_turns:  # wait, so that the engine gets its next work first
+        async with self._settling_turns:  # wait, so the engine gets its next work first
             await asyncio.sleep(0)
         await self._settlement.settle(group, engine_failure=self._failure)
         self._groups.remove(group)

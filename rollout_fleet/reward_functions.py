@@ -154,7 +154,7 @@ class MathVerify:
 
 @REWARDS.register("code")
 class Code:
-    """Runs tests on the response's last fenced code block, or on the whole response without such a block.
+    """Runs tests on the response's last fenced code block, or on the whole response if it has none.
 
     The tests run in a sandbox. Tests are Python code with asserts, or pairs of standard input and expected standard
     output. Outputs are compared line by line without trailing spaces. Pairs are a list of ``{"stdin": …, "stdout": …}``

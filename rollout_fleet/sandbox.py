@@ -77,7 +77,7 @@ class SandboxLimits:
 
     Attributes:
         wall_time_s: Seconds from the program's start to its end.
-        cpu_time_s: Seconds of processor time of all its processes.
+        cpu_time_s: Seconds of processor time of all processes together.
         memory_bytes: Address space of each process, and resident memory of all processes.
         processes: Number of processes and threads at once.
         disk_bytes: Size of its scratch folder, which is in memory.
@@ -104,7 +104,8 @@ class SandboxResult:
     """The result of a program.
 
     Attributes:
-        exit_status: Its exit status, or the negative number of the signal that ended it. -9 if it exceeded a limit.
+        exit_status: Exit status of the program, or the negative number of the signal that ended it. -9 if it exceeded a
+            limit.
         stdout: Standard output, as UTF-8 with replacements; the first ``output_bytes`` of both streams together.
         stderr: Standard error, in the same form.
         seconds: Seconds from the start to the end of the program.
@@ -458,7 +459,7 @@ def _interpreter_folders(python: str) -> list[str]:
 
 
 OTHERS_PROCESSES = 256
-"""Processes by which the kind ``limits`` may exceed its limit, because the kernel counts all processes of the user."""
+"""The kind ``limits`` allows this many more processes, because the kernel counts all processes of the user."""
 
 _PROBE = """\
 import os, socket, sys

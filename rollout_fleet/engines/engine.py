@@ -141,8 +141,13 @@ Answers = asyncio.Queue[list[tuple[SampleRequest, SampleOutput]] | Exception]
 class Engine(ABC):
     """An inference engine that serves one policy version at a time.
 
-    One request is one sample. An engine fails if it dies, is silent while requests run, gives a wrong answer, or cannot
-    load and verify weights. A failure is final, and every later call raises it.
+    One request is one sample. An engine fails in these cases:
+
+    - It dies, or is silent while requests run.
+    - It gives a wrong answer.
+    - It cannot load and verify weights.
+
+    A failure is final, and every later call raises it.
 
     A subclass calls `_come_up` when it can generate, and `_go_down` when it is stopped.
 

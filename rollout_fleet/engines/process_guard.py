@@ -56,7 +56,7 @@ def signal_at_parent_death(signum: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of orphaned descendants, so that this process can reap them."""
+    """Become the parent of orphaned descendants, to reap them when they end."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -83,7 +83,7 @@ def register() -> None:
     HookRegistry.register(PAUSED, rest_while_paused, HookType.AFTER)
     HookRegistry.register(RETRACTED, skip_known_logprobs, HookType.AFTER)
     if os.environ.get(IMAGES_VARIABLE):
-        importlib.import_module("sgl_kernel")  # SGLang's code for images names operators of this package
+        importlib.import_module("sgl_kernel")  # it defines operators that SGLang's code for images names
         HookRegistry.register(IMAGES_READ, take_pixels, HookType.BEFORE)
 
 

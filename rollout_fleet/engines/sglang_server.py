@@ -38,7 +38,7 @@ READY_LINE = "Uvicorn running on"
 BIND_FAILURE = "address already in use"
 BIND_ATTEMPTS = 3
 TAIL_LINES = 40
-SERVER_KEEP_ALIVE_S = 60  # limit of idle seconds; SGLang's default is 5
+SERVER_KEEP_ALIVE_S = 60  # the server closes connections that are idle for longer; SGLang's default is 5
 DEATH_GRACE_S = 2.0
 # The client must close idle connections first. If the server closes one, a request on it is lost.
 CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
@@ -375,8 +375,8 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
 class SGLangClient:
     """A pool of connections to one running server. Call `open` when the server is up.
 
-    Every call raises `RequestRefused` for a status of 4xx, `EngineError` if the server fails or cannot be reached, and
-    `WorkerDiedError` if the server died.
+    Every call raises `RequestRefused` for a status of 4xx, and `WorkerDiedError` if the server died. It raises
+    `EngineError` for other failures, or if the server cannot be reached.
     """
 
     def __init__(self, server: SGLangServer) -> None:

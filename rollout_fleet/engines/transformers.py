@@ -210,7 +210,7 @@ class GenerationModel:
         self._pixel_format: PixelFormat | None = None
         self._decode: Decode | None = None
         self._may_pad, self._cuts_cache = True, False
-        self._eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, so that no token ends a row
+        self._eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, so no token ends a row
         self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
@@ -433,8 +433,8 @@ class GenerationModel:
         if difference > bound:
             raise EngineError(
                 f"log-probs of tokens that {name} generates must be within {bound} of its forward pass, got a "
-                f"difference of {difference:.3g}: transformers' generate does not carry "
-                "its state; use another engine or model"
+                f"difference of {difference:.3g}: transformers' generate does not keep "
+                "the model's state; use another engine or model"
             )
 
     def _tried_image(self, prompt: np.ndarray, rng: np.random.Generator) -> tuple[PlacedImage, ...]:

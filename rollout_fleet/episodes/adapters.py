@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _INTEGER = re.compile(r"-?\d+")
 _GYMNASIUM_ID = re.compile(r".*-v\d+")
 _MCP_TRANSPORTS = ("anyio", "httpcore", "httpx", "httpx2", "mcp")
-"""Packages whose exceptions end a connection to an MCP server."""
+"""An exception of one of these packages means that the connection to an MCP server is lost."""
 _SHOWN = 2000
 """Bytes of a program's output in a message."""
 _MOST_OUTPUT = 1 << 20

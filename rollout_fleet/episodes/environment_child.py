@@ -1,4 +1,4 @@
-"""The process in which environments run: many episodes at once in one event loop.
+"""The process that runs environments: many episodes at once in one event loop.
 
 The parent, `rollout_fleet.episodes.environment_processes`, sends pickled requests. This process answers in JSON::
 

@@ -93,7 +93,7 @@ class _EnvironmentProcess:
         return self._end is not None
 
     async def ask(self, question: Mapping[str, Any], number: int) -> dict[str, Any]:
-        """Send a request and return the answer. If this call is cancelled, the future stays in ``answers``."""
+        """Send a request and return the answer. If this call is cancelled, `cancel` can still wait for the answer."""
         answer = self.answers[number] = asyncio.get_running_loop().create_future()
         answer.add_done_callback(lambda _: self.answers.pop(number, None))
         if self._end is not None:

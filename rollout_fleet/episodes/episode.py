@@ -1,4 +1,4 @@
-"""An episode: the forest of turns of one rollout, its requests to the engine, its budget, and its replay.
+"""An episode: one rollout as a forest of turns, with requests to the engine, budget and replay.
 
 ::
 
@@ -191,7 +191,7 @@ class Episode:
             parts.append(self._nodes[index].turn.token_ids)
             index = self._nodes[index].turn.parent
         parts = [part for part in parts[::-1] if len(part)]
-        if len(parts) == 1:  # the same array for all requests, so that the engine sees the shared prompt
+        if len(parts) == 1:  # one array for all requests, so the engine sees the shared prompt
             return parts[0]
         return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
 
@@ -340,8 +340,8 @@ class Episode:
     ) -> Trajectory:
         """Convert the finished episode to a trajectory.
 
-        ``turn_rewards`` uses the indices of this episode. The result omits recorded turns that were not requested, and
-        given turns that have neither a reward nor a sampled turn after them.
+        ``turn_rewards`` uses the indices of this episode. The result omits recorded turns that were not requested. It
+        omits given turns without a reward and without a later sampled turn.
 
         Raises:
             ValueError: a turn is still running.

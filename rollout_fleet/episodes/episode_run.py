@@ -1,4 +1,4 @@
-"""One running episode, whose turns continue across weight updates and aborts."""
+"""One running episode. Its turns continue across weight updates and aborts."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class ChatRenderer(ABC):
         """Render a conversation of each kind. Returns the result for each kind.
 
         ``continues``: the next turn only appends tokens. ``branches``: the template renders the history differently, so
-        the session starts a new branch. ``refused``: the template does not accept such a conversation.
+        the session starts a new branch. ``refused``: the template does not accept the conversation.
         """
         verdicts: dict[str, str] = {}
         for kind, (messages, answer, new, tools) in _TEST_TURNS.items():
@@ -220,7 +220,7 @@ class TemplateRenderer(ChatRenderer):
 
     `extend` renders the whole conversation after each turn. If the result begins with the text of the turn's path, the
     rest is the text of the new messages. Otherwise `extend` renders a short conversation with and without the new
-    messages, and checks that the template appends the same text to the whole conversation.
+    messages. It checks that the template appends the same text to the whole conversation.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -393,8 +393,8 @@ def load_renderer(model_path: str, config: RendererConfig) -> ChatRenderer:
     """Choose the renderer of a model, run its self-test, and log the results.
 
     Raises:
-        ValueError: the named renderer does not exist or does not fit the tokenizer, or a model without a chat template
-            has no tokens for the markers of roles.
+        ValueError: the named renderer does not exist or does not fit the tokenizer. Or the model has neither a chat
+            template nor tokens for the markers of roles.
     """
     tokenizer = ChatTokenizer(model_path)
     renderer = _choose(tokenizer, config, is_vision=is_vision_model(model_path))
