@@ -61,7 +61,7 @@ class MemberLimits:
         stop_s: Seconds from a fault until the processes of the member have ended.
         drain_s: Seconds from the leave request until the member has left.
         restarts: Number of faults within ``window_s`` that are followed by a restart. The next fault is final.
-        window_s: Period in which faults count, in seconds. Older faults do not count.
+        window_s: Seconds for which a fault counts.
         backoff_s: Pause before the second restart within the window. Each further restart doubles the pause.
     """
 

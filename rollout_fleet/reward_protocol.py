@@ -81,7 +81,7 @@ class Reward(Protocol):
     """
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
-        """Return the reward of a response. Its text has no special tokens. The prompt has the ground truth."""
+        """Return the reward of a response. A response's text has no special tokens. The prompt has the ground truth."""
         ...
 
 

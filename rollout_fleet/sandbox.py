@@ -1,7 +1,7 @@
 """Sandboxes for code that the policy wrote.
 
 A program has no network, a read-only system, its own scratch folder, and limits. A sandbox exists for one program. All
-its processes end with the program, or when the owner of the sandbox ends. The kinds of sandboxes are:
+its processes end when the program ends, or when the owner of the sandbox ends. The kinds of sandboxes are:
 
 - ``bubblewrap``: ``bwrap`` isolates the program by namespaces. Some machines allow only ``bwrap`` to make user
   namespaces.

@@ -152,7 +152,7 @@ def load(model: Any, _named_tensors: Any) -> None:
 
 
 def arrangement_of_experts(model: Any) -> str | None:
-    """Return a JSON text with the experts of this rank's parameters, in order; None if SGLang does not report them.
+    """Return JSON with the experts of this rank's parameters, in order. None if SGLang does not report them.
 
     SGLang moves experts between ranks while it serves (``--enable-eplb``).
     """
