@@ -17,7 +17,7 @@ FLOAT32_NAMES = ("float32", "float")
 """SGLang's names of float32."""
 
 SGLANG_RESERVED_POSITIONS = 6
-"""Positions at the end of the context that SGLang 0.5.21 leaves empty. A prompt needs further room for its answer."""
+"""Positions at the end of the context that SGLang 0.5.21 leaves empty. It refuses a prompt that fills all others."""
 
 
 class EngineKind(StrEnum):
