@@ -1,7 +1,6 @@
-"""The worker of the PPO example: an actor with its rollout, or a reference, as verl's `ActorRolloutRefWorker`.
+"""The worker of the PPO example, in the form of verl's `ActorRolloutRefWorker`.
 
-The actor publishes its weights, and the engines load and verify them, as in an asynchronous run. The engine of each
-data-parallel rank runs on its own event loop, in a thread of the first sp rank.
+Each sp group has one engine, which runs in a thread of the group's first rank.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from rollout_fleet.engines.engine import SampleOutput, SampleRequest
 
 
 class ActorRolloutRefWorker(ActorWorker):
-    """One rank of the actor and its rollout (``role="actor_rollout"``), or of the reference (``role="ref"``)."""
+    """One rank of an actor with a rollout engine (``role="actor_rollout"``), or of a reference (``role="ref"``)."""
 
     def __init__(self, run: RunConfig, role: str, model_path: str, folder: str) -> None:
         is_actor, sampling = role == "actor_rollout", run.rollout_fleet.sampling
@@ -57,7 +56,7 @@ class ActorRolloutRefWorker(ActorWorker):
     def rollout_mode(self, version: int) -> None:
         """Offload model and optimizer.
 
-        The actor publishes its weights before it offloads. Afterwards the engines load and verify the weights.
+        The actor first publishes its weights. After the offload, the engines load and verify the weights.
         """
         if self._publisher is None:
             return super().rollout_mode(version)
@@ -83,7 +82,7 @@ class ActorRolloutRefWorker(ActorWorker):
     @register(dispatch_mode=BY_ROWS)
     def generate_sequences(self, data: DataProto) -> DataProto | None:
         """Sample one response per row. If ``meta_info["do_sample"]`` is False, each token is the most probable one."""
-        if self.engine is None:  # the group does not collect the results of this rank
+        if self.engine is None:  # the caller collects results only from ranks with an engine
             return None
         sampling = self.sampling if data.meta_info.get("do_sample", True) else replace(self.sampling, temperature=0.0)
         rows = zip(data.batch["input_ids"].numpy(), data.batch["attention_mask"].numpy(), strict=True)

@@ -1,7 +1,6 @@
 """One asynchronous learner step in one process, from the prompt to the loss and to the new weights in the engine.
 
-The classes are those of a run. A run places them in separate processes that work at the same time. The rollout worker
-drives the engine, the buffer server holds the ledger, and the learner ranks hold the trainer. To run it::
+A run uses the same classes, in separate processes that work at the same time. Run this example with::
 
     python -m examples.one_step
 """
@@ -40,7 +39,7 @@ SAMPLING = SamplingConfig(max_new_tokens=8)
 
 
 async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
-    """Make one learner step. Returns its metrics, the engine on the new weights, and the ledger."""
+    """Make one learner step. Return its metrics, the engine with the new weights, and the ledger."""
     assets = make_assets(f"{folder}/assets", seed=0)
     model_path = str(assets.model)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -62,7 +61,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
     granted = ledger.apply(LeaseGroups(engine_version=engine.version, max_groups=len(prompts))).leases
     assert len(granted) == (MAX_LAG + 1) * NUM_GROUPS
 
-    # The engine writes each group, the reward scores it, and the ledger stores it.
+    # The engine samples each group, the reward function scores it, and the ledger stores it.
     for lease in granted:
         store[lease.group_id] = await rollout(engine, lease, prompts[lease.group_id], tokenizer)
         ledger.apply(Put(summary=store[lease.group_id].summary))
@@ -89,7 +88,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
     assert offer is not None  # this is rank 0
     await engine.load_weights(offer)
 
-    # Now the engine may begin another batch. Samples that it wrote before have a lag of 1 in step 1.
+    # Now the engine may begin another batch. Samples of version 0 have a lag of 1 in step 1.
     assert len(ledger.apply(LeaseGroups(engine_version=engine.version, max_groups=99)).leases) == NUM_GROUPS
     ledger.apply(PlanBatch(version=1))
     assert {1 - group.oldest_version for group in ledger.batch(version=1).groups} == {MAX_LAG}

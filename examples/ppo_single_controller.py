@@ -1,12 +1,12 @@
 """Synchronous PPO in the form of a verl driver: one process calls groups of workers, one call after the other.
 
-Four Ray actors form a mesh of dp × sp = 2 × 2. Each one fuses an actor with its rollout, a reference and a critic. Each
-data-parallel rank has an SGLang server, which loads weights as in an asynchronous run. Run it with::
+Four Ray workers form a mesh of dp × sp = 2 × 2. Each worker holds an actor with a rollout engine, a reference and a
+critic. Each data-parallel rank has an SGLang server, which loads weights as in an asynchronous run. Run it with::
 
     python -m examples.ppo_single_controller total_steps=20
 
-Every argument is an option of ``asyncrl train``. In this example, generation and training alternate; `asyncrl.run`
-overlaps them.
+Every argument is an option of ``asyncrl train``. Unlike ``asyncrl train``, this example does not overlap generation and
+training.
 """
 
 import asyncio

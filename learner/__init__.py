@@ -1,6 +1,6 @@
 """The learner group: FSDP workers that train a policy on packed trajectories and publish its weights.
 
-``import learner`` does not import torch; a name is imported on first use.
+``import learner`` does not import torch. Each name is imported at its first use.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale: Scale) -> Ten
 ADVANTAGES.register("grpo")(partial(group_advantages, scale=Scale.std))
 ADVANTAGES.register("grpo_no_std")(partial(group_advantages, scale=Scale.none))
 ADVANTAGES.register("dr_grpo")(partial(group_advantages, scale=Scale.none))
-"""Dr. GRPO (arXiv 2503.20783, section 3.2); its loss needs ``sequence_sum_norm``."""
+"""The advantage of Dr. GRPO (arXiv 2503.20783, section 3.2). Its loss needs ``sequence_sum_norm``."""
 
 
 @ADVANTAGES.register("rloo")
@@ -170,7 +170,7 @@ def leave_one_out_batch(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Center rewards on their group and divide by the batch's deviation (REINFORCE++-baseline, arXiv 2501.03262).
+    """Center rewards per group, and divide by the batch's standard deviation (REINFORCE++-baseline, arXiv 2501.03262).
 
     Difference from verl: the standard deviation is over trajectories, not over tokens.
 
@@ -204,7 +204,8 @@ def _need_two(counts: Tensor, name: str) -> None:
 def gae(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
     """Estimate generalized advantages from a critic's values.
 
-    ``whiten_advantages`` standardizes them over the tokens of all ranks. A truncated trajectory does not bootstrap.
+    ``whiten_advantages`` standardizes them over the tokens of all ranks. The value after the last token of a trajectory
+    counts as 0, even if the trajectory is truncated.
     """
     advantages, returns = generalized_advantages(
         batch.rewards, batch.values, batch.lengths, gamma=config.gamma, gae_lambda=config.gae_lambda
@@ -217,7 +218,7 @@ def gae(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> To
 @ADVANTAGES.register("reinforce_plus_plus")
 @token_level
 def reinforce_plus_plus(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
-    """Return the return-to-go, standardized over the tokens of all ranks (REINFORCE++, arXiv 2501.03262, section 3).
+    """Compute returns-to-go, standardized over the tokens of all ranks (REINFORCE++, arXiv 2501.03262, section 3).
 
     Deviation: the KL penalty uses the behavior policy. The paper uses the policy before the update.
 
@@ -278,11 +279,7 @@ def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
 
 
 def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
-    """Compute S_t = v_t + factor · S_(t+1) in place, for [M] float64 values. S is 0 after the ``ends``.
-
-    Each iteration handles one position of all blocks of `_BLOCK` values. A recursive call computes the sums carried
-    from block to block.
-    """
+    """Compute S_t = v_t + factor · S_(t+1) in place, for [M] float64 values. S is 0 after the ``ends``."""
     whole = len(values) // _BLOCK
     inside, rest = values[: whole * _BLOCK].view(whole, _BLOCK), values[whole * _BLOCK :]
     table = values.new_zeros(_BLOCK, whole + min(1, len(rest)))
@@ -325,9 +322,9 @@ class AdaptiveKLCoefficient:
 
     ``target`` is in nats per token, ``horizon`` in samples.
 
-    Deviations: the divergence is the mean over a batch's tokens. The paper uses whole continuations. verl uses the mean
-    over sequences of their means. A batch counts as at most one horizon, so one update changes the coefficient by at
-    most a fifth.
+    Deviations: the divergence is the mean over a batch's tokens. The paper uses the sum over a continuation. verl takes
+    the mean per sequence first. A batch counts as at most ``horizon`` samples, so one update changes the coefficient by
+    at most a fifth.
     """
 
     def __init__(self, *, initial: float, target: float, horizon: int) -> None:

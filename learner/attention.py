@@ -43,8 +43,8 @@ TOKENS_PER_CALL = 200
 """One more SDPA call costs as much as padding and unpadding this many tokens (measured on a CPU)."""
 
 FREE_PADDING_TOKENS = 128
-"""Sequences of any lengths share a padded batch with at most this much padding, which costs less than one more SDPA
-call (measured on a CPU)."""
+"""A padded batch may always have this many padding tokens. They cost less than one more SDPA call (measured on a CPU).
+"""
 
 
 CAPPED_QUERIES = 512
@@ -63,8 +63,9 @@ class PaddedCalls:
 
     Attributes:
         buckets: (number of sequences, padded length) of each call, in packed order.
-        pad_index: [padded tokens] int64, packed position of each padded position; None without padding and sharing.
-        unpad_index: [N] int64, padded position of each packed token; None without padding and sharing.
+        pad_index: [padded tokens] int64, packed position of each padded position; None if no tokens are padded or
+            shared.
+        unpad_index: [N] int64, padded position of each packed token; None if no tokens are padded or shared.
     """
 
     buckets: tuple[tuple[int, int], ...]
@@ -189,11 +190,11 @@ _layer = _CheckpointedLayer()
 
 
 def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return contexts for the forward pass of a checkpointed layer and for its recomputation without attention.
+    """Return two contexts for a checkpointed layer: for its forward pass, and for its recomputation.
 
-    Use it as the ``context_fn`` of `torch.utils.checkpoint.checkpoint`. The forward pass keeps the inputs and output of
-    attention, so attention and its collectives run only once. Attention with sinks is still computed again. torch's
-    selective checkpointing cannot replace this, because it does not see kernels outside of torch's dispatcher.
+    Use it as the ``context_fn`` of `torch.utils.checkpoint.checkpoint`. The first context keeps the inputs and output
+    of attention, so attention and its collectives run only once. Attention with sinks still runs again. torch's
+    selective checkpointing cannot do this, because it does not see kernels outside of torch's dispatcher.
     """
     outputs: deque[Tensor] = deque()
 
@@ -259,8 +260,7 @@ def packed_attention(
         raise ValueError(f"packed attention takes sinks or a soft cap, got both in {type(module).__name__}")
     options = {"scaling": scaling, "dropout": dropout, "cap": cap, "sinks": extra.get("s_aux")}
     attend = partial(_attended, module, query, key, value, packed, sliding_window=sliding_window, **options)
-    # With sinks, activation checkpointing would keep blocks of keys and values, several times larger than the keys and
-    # values.
+    # With sinks, `attention_kept` would keep blocks that are several times larger than the keys and values.
     return attend() if _layer.attend is None or options["sinks"] is not None else _layer.attend(attend), None
 
 
@@ -287,7 +287,7 @@ def _attended(
         packed = packed.cut(chunk)
     is_plain = dropout == 0.0 and sinks is None and (cap is None or takes_soft_cap(packed.kernel))
     if packed.kernel is not AttentionKernel.sdpa and is_plain:
-        if packed.token_index is not None:  # whole sequences with their shared tokens: [sum of lengths, H, D]
+        if packed.token_index is not None:  # copies shared tokens: [sum of lengths, H, D]
             q, k, v = (x.index_select(0, packed.token_index) for x in (q, k, v))
         spans = {"starts": packed.cu_seqlens, "longest": packed.max_length}
         out = call_kernel(packed.kernel, q, k, v, **spans, scale=scaling, window=window, soft_cap=cap)
@@ -396,8 +396,8 @@ def _windowed(
 def takes_fewer_keys(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether SDPA's fused causal kernels support fewer key heads than query heads.
 
-    On CUDA, only FlashAttention does, in half precision and with heads of at most `MAX_FLASH_DIM`. SDPA's other kernels
-    would keep the weights of all pairs of tokens.
+    On CUDA, only FlashAttention does. It needs half precision and a head size of at most `MAX_FLASH_DIM`. SDPA's other
+    kernels would keep the attention weights of all pairs of tokens.
     """
     return device.type != "cuda" or (dtype is not torch.float32 and head_dim <= MAX_FLASH_DIM)
 
@@ -429,7 +429,7 @@ def _blocks(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Yield blocks of queries, the keys and values in their windows, and the mask [queries, keys] bool.
 
-    Up to two blocks of keys are concatenated, because the gradient of each slice would be as large as all keys.
+    Windows of up to two blocks are concatenated, because the gradient of a slice is as large as all keys.
     """
     chunks = k.split(num_queries, dim=2), v.split(num_queries, dim=2)
     for index, queries in enumerate(q.split(num_queries, dim=2)):
@@ -444,10 +444,10 @@ def _blocks(
 
 
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Add a key that all tokens attend to: its score is the head's sink, its value is zero.
+    """Add a key that all tokens attend to. Its score is the head's sink, and its value is zero.
 
-    The sink is in an additional dimension, and only the added key is nonzero there. GPU kernels need a multiple of
-    eight dimensions, so eight are added.
+    The sink is in an additional dimension. There, the other keys are zero. GPU kernels need a multiple of eight
+    dimensions, so eight are added.
 
     q is [count, H, queries, D], k [count, H, L, D], v [count, H, L, Dv], and the mask [queries, L] bool. ``sinks`` [H]
     are divided by the scale of the scores.

@@ -221,7 +221,7 @@ def call_kernel(
         longest: Number of tokens of the longest sequence.
         scale: Factor on the scores; None is D ** -0.5.
         window: A token attends to this many tokens, including itself; None means all tokens before it.
-        soft_cap: Soft cap of the scores; only for kernels of `takes_soft_cap`.
+        soft_cap: Soft cap of the scores, or None. The kernel must support it (`takes_soft_cap`).
 
     Returns:
         [N, H, Dv].

@@ -18,14 +18,14 @@ from .config import AlgorithmConfig
 from .types import GroupShare, RankBatch, TokenSequence
 
 BALANCED = 1.02
-"""Groups are split until largest ÷ mean cost of the parts is at most this."""
+"""Groups are split until the cost of the largest part ÷ the mean cost is at most this."""
 
 QUADRATIC_TOKENS = 32_768
 """Length at which attention costs as much as the rest of the model: about 8 × a hidden size of 4,096."""
 
 MAX_ATTENDED = 8
-"""Attention reads at most this many times the budget of packed tokens, because it copies a shared prompt per
-sequence."""
+"""Largest number of tokens that attention reads in a micro-batch ÷ token budget. Attention reads a shared prompt once
+per sequence."""
 
 _HALVINGS = 6
 
@@ -75,7 +75,7 @@ def _joined_parts(left: _Parts, right: _Parts, num_parts: int) -> _Parts:
 def rank_batches(
     plan: Plan, algorithm: AlgorithmConfig, *, num_shards: int, max_lag: int, whole_groups: bool = False
 ) -> list[RankBatch]:
-    """Divide a planned batch: its samples among mini-batches, then each mini-batch among data-parallel ranks.
+    """Divide a planned batch among mini-batches, and each mini-batch among data-parallel ranks.
 
     Both divisions are balanced by cost. A prompt group is split only if whole groups are not balanced. The mini-batches
     do not depend on the number of ranks. A group without finite rewards is left out.
@@ -117,12 +117,12 @@ def rank_batches(
 
 
 class GroupCost(NamedTuple):
-    """The cost of a prompt group for the learner; the unit is the cost of a token in a short sequence.
+    """Cost of a prompt group for the learner, in units of the cost of a token in a short sequence.
 
     Attributes:
         prompt: Cost of the prompt. It counts once per rank that holds samples of the group.
-        samples: Cost of each sample: its tokens without the prompt, plus T² ÷ `QUADRATIC_TOKENS` for attention. T
-            includes the prompt.
+        samples: Cost of each sample: its tokens without the prompt, plus T² ÷ `QUADRATIC_TOKENS` for attention. T is
+            the number of tokens with the prompt.
     """
 
     prompt: float
@@ -251,8 +251,8 @@ def first_fit(items: Sequence[PackItem], budget: int) -> list[list[int]]:
     """Fill micro-batches of at most ``budget`` packed tokens by first fit.
 
     An item goes to a micro-batch that holds its prompt, else to the first with enough room, else to a new one. Prompts
-    with more tokens come first, and larger items of a prompt come first. In each micro-batch, attention reads at most
-    `MAX_ATTENDED` times the budget. Each item must fit into the budget.
+    come in the order of the total tokens of their items. Larger totals and larger items come first. In each
+    micro-batch, attention reads at most `MAX_ATTENDED` times the budget. Each item must fit into the budget.
 
     Returns:
         Lists of indices into ``items``, one per micro-batch.

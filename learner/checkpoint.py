@@ -90,8 +90,8 @@ class ShardedCheckpointer:
 
         Args:
             version: Policy version of the state.
-            wait: Return when the checkpoint is complete. If False, return when its content is copied to the host. The
-                next call then waits for the background save.
+            wait: Return when the checkpoint is complete. If False, return when the state is copied to the host. A
+                thread then writes the files, and the next call waits for the thread.
             keep: Number of complete checkpoints to keep, including the newest; -1 removes none.
             saved: ``role``, ``run``, ``life`` and ``parts`` of `SavedProgress`.
 
@@ -138,8 +138,8 @@ class ShardedCheckpointer:
 
         Raises:
             ValueError: there is no checkpoint at ``path``.
-            CheckpointError: a file is missing, damaged, or from another model. The trainer may then already hold other
-                files' content.
+            CheckpointError: a file is missing, damaged, or from another model. The trainer may then hold parts of the
+                checkpoint.
         """
         self.finish()
         progress, state, random_state = read_progress(path), self._state(), {}
@@ -197,7 +197,7 @@ class ShardedCheckpointer:
         write_progress(partial, progress)
 
     def _conclude(self, written: Future[Any], final: Path, pending: Future[None], keep: int) -> None:
-        """Finish a save in the writing thread, on rank 0 when the shards of all ranks are on disk."""
+        """Finish a save in the writing thread."""
         try:
             written.result()
             if dist.get_rank() == 0:
@@ -226,8 +226,8 @@ class ShardedCheckpointer:
     def _state(self) -> dict[str, Any]:
         """Return the sharded model and optimizer state.
 
-        Before the first update AdamW has no moments. torch creates them with an update that increases the step count,
-        so this method removes them and resets the count.
+        Before the first update AdamW has no moments. torch's `get_state_dict` creates them and increases the step
+        count. This method removes them and resets the count.
         """
         adamw = self._trainer.optimizer.adamw
         has_moments = bool(adamw.state)

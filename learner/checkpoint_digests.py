@@ -24,7 +24,7 @@ _CHUNK_BYTES = 1 << 22
 class DigestingWriter(FileSystemWriter):
     """Writes the shards of a rank as DCP does, and then ``digests_RANK.json``.
 
-    This file has the xxh3 digests of the shards and of ``others``, files that the rank has already written.
+    This file has the xxh3 digests of the shards and of ``others``. The rank must already have written ``others``.
     """
 
     def __init__(self, path: Path, rank: int, others: Iterable[Path]) -> None:

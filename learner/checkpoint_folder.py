@@ -1,7 +1,7 @@
 """A folder of checkpoints on disk: its complete checkpoints, the newest one, and the progress records.
 
 ``v00000012/`` is the checkpoint of policy version 12. A save writes ``.v00000012.partial`` and renames it at the end,
-so a folder with the final name is complete. ``critic/v00000012/`` is a part of the same checkpoint, from the critic. A
+so a folder with the final name is complete. ``critic/v00000012/`` is the critic's part of the same checkpoint. A
 checkpoint is whole when all its parts have their final names.
 """
 
@@ -68,7 +68,7 @@ def partial_path(final: Path) -> Path:
 def unfinished_checkpoints(directory: Path) -> list[Path]:
     """Return the incomplete checkpoints of processes that died during a save.
 
-    No other process may be saving to the folder.
+    No process may be saving to the folder.
     """
     return sorted(directory.glob(".v*.partial"))
 
@@ -119,7 +119,7 @@ def part_of(checkpoint: Path, part: str) -> Path:
 
 
 def named_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints of a folder with their final names, oldest first. Their other parts may be missing."""
+    """Return the checkpoints of a folder that have final names, oldest first. Other parts of them may be missing."""
     for replaced in directory.glob(".v*.replaced"):  # the process died between the two renames of `put_in_place`
         final = directory / replaced.name.removeprefix(".").removesuffix(".replaced")
         if not final.exists():
@@ -151,9 +151,9 @@ def lineage_of(checkpoint: Path) -> str:
 
 
 def keep_newest(newest: Path, keep: int) -> None:
-    """Remove a run's whole checkpoints with all parts, except the ``keep`` newest up to ``newest``.
+    """Remove old checkpoints of the run that saved ``newest``, and keep ``keep`` whole ones up to ``newest``.
 
-    -1 keeps all. Checkpoints of other runs stay. Checkpoints after ``newest`` also stay; they exist if the run returned
+    -1 keeps all. Checkpoints of other runs stay. Checkpoints after ``newest`` also stay. They exist if the run returned
     to an earlier version. The next call completes an interrupted removal.
     """
     directory, lineage = newest.parent, lineage_of(newest)

@@ -39,7 +39,7 @@ class AttentionKernel(StrEnum):
 
 
 class GradientSync(StrEnum):
-    """When the ranks sum gradients."""
+    """The times at which the ranks sum gradients: once per update, or after each micro-batch."""
 
     auto = "auto"
     update = "update"
@@ -50,7 +50,7 @@ SELECTIVE = "selective"
 """Value of ``learner.activation_checkpointing``: recompute layers without their attention."""
 
 WHOLE_GRADIENTS_SHARE = 0.15
-"""Largest share of a GPU's memory for whole gradients with ``gradient_sync=auto``. On 80 GB, this allows 3 billion
+"""Largest share of a GPU's memory for unsharded gradients with ``gradient_sync=auto``. On 80 GB, this allows 3 billion
 parameters."""
 
 
@@ -68,7 +68,7 @@ def sums_each_micro_batch(sync: GradientSync, num_trained: int, card_bytes: int)
 
 
 class Resharding(StrEnum):
-    """When FSDP frees gathered parameters."""
+    """The times at which FSDP frees gathered parameters: after each layer or each update."""
 
     layer = "layer"
     update = "update"
@@ -138,19 +138,20 @@ CRITIC_ADVANTAGES = frozenset({"gae", "turn_gae"})
 """Estimators with a critic."""
 
 WIDEST_GSPO_CLIP = 0.05
-"""Widest bounds for GSPO's sequence ratio. The paper uses 3e-4 and 4e-4 (arXiv 2507.18071, section 5.1)."""
+"""Widest accepted clip of GSPO's sequence ratio. The paper uses 3e-4 and 4e-4 (arXiv 2507.18071, section 5.1)."""
 
 ANCHORED_LOSSES = frozenset({"ppo_clip", "gspo", "cispo"})
 
 WIDEST_BAND = (0.1, 10.0)
-"""Widest bounds for the weight of a token or a trajectory. Usual bounds are 1.5 to 5 and 2 to 10 (verl's
-documentation)."""
+"""Widest accepted bounds for the weight of a token or a trajectory. Usual upper bounds are 1.5 to 5 for a token and 2
+to 10 for a trajectory (verl's documentation)."""
 
 WIDEST_GEOMETRIC_BAND = (0.9, 1.1)
-"""Widest bounds for a geometric mean. Usual bounds are 1.0001 to 1.001 (verl's documentation)."""
+"""Widest accepted bounds for a geometric mean. Usual upper bounds are 1.0001 to 1.001 (verl's documentation)."""
 
 WIDEST_K3 = 0.1
-"""Widest bound for a mean divergence, in nats per token. Usual bounds are 0.001 to 0.1 (verl's documentation)."""
+"""Widest accepted bound for a mean divergence, in nats per token. Usual bounds are 0.001 to 0.1 (verl's documentation).
+"""
 
 _SPLIT = (
     "algorithm.correction was split into algorithm.anchor, algorithm.weight and algorithm.masks. Write correction="
@@ -189,15 +190,15 @@ class AlgorithmConfig:
             reward per trajectory. Example: ``{gsm8k: rloo}``.
         gamma: Discount of returns in [0, 1], per token, or per turn with a turn-level advantage.
         gae_lambda: Lambda of ``gae`` (per token) and ``turn_gae`` (per turn), in [0, 1].
-        whiten_advantages: Standardize the advantages of ``gae`` over the batch's tokens, and those of ``turn_gae`` over
-            its turns with equal weight per trajectory.
+        whiten_advantages: Standardize advantages over the batch: of ``gae`` over tokens, of ``turn_gae`` over turns
+            with equal weight per trajectory.
         clip_low: The loss clips the ratio at 1 - clip_low.
         clip_high: The loss clips the ratio at 1 + clip_high.
         dual_clip: Upper bound (> 1) of the ratio for negative advantages; 0 sets no bound.
         aggregation: How to aggregate token losses to the loss of the batch.
         sequence_norm_tokens: L of ``sequence_sum_norm``, usually the longest response.
         anchor: The policy in the denominator of the ratio. ``behavior`` is the policy that sampled the token.
-            ``proximal`` is the policy before the step. With one update per step, only ``behavior`` clips tokens.
+            ``proximal`` is the policy before the step. With one update per step, ``proximal`` clips no token.
         weight: Multiply a token's loss by proximal ÷ behavior of the token or of its trajectory.
         weight_cap: Largest factor of ``weight``; 0 does not truncate.
         masks: Rules on proximal ÷ behavior that leave tokens or trajectories out of the loss. A token must pass all
@@ -509,8 +510,8 @@ class CriticConfig(RoleOptions):
     """The critic of ``algorithm.advantage=gae`` or ``turn_gae``, or of ``algorithm.critic=true``.
 
     Attributes:
-        path: Initial model in Hugging Face layout: a token classifier with one label, or a causal language model, which
-            gets a value head of zeros. Empty means the run's initial policy.
+        path: Initial model in Hugging Face layout: a token classifier with one label, or a causal language model. A
+            causal language model gets a value head of zeros. Empty means the run's initial policy.
         warmup_steps: Number of first learner steps that train only the critic.
         value_clip: Largest change of a value within a step; the loss clips it. 0 does not clip.
         optimizer: The critic's own AdamW and schedule.
@@ -591,8 +592,8 @@ class LearnerConfig:
             Recurrent models do not share prompts.
         logprob_chunk_tokens: Number of tokens per chunk of float32 logits. Only one chunk is in memory.
         activation_checkpointing: Recompute layers in the backward pass. ``selective`` keeps the inputs and output of
-            attention and recomputes the rest. null recomputes on CUDA only; it means ``selective`` if the run knows
-            that the rank then fits on its GPU.
+            attention and recomputes the rest. null recomputes on CUDA only, with ``selective`` if the run predicts that
+            the rank then fits on its GPU.
         torch_compile: Compile the decoder layers with ``torch.compile``; the first steps take longer. null compiles on
             CUDA only.
         skip_selftest: Reason for skipping the self-test of loaded models, such as ``checked by hand``; empty runs the
@@ -600,21 +601,22 @@ class LearnerConfig:
         fsdp_size: Ranks that share one copy of the parameters; -1 means all. Fewer ranks means HSDP with num_ranks ÷
             fsdp_size copies, for example one per node.
         gradient_sync: ``update`` sums gradients over the ranks once per optimizer update. Until then each rank holds
-            whole gradients in float32. ``micro_batch`` reduce-scatters them after each micro-batch, which needs less
-            memory. ``auto`` means ``micro_batch`` if whole gradients exceed 15% of the GPU's memory. HSDP always sums
-            over its copies once per update.
+            unsharded gradients in float32. ``micro_batch`` reduce-scatters them after each micro-batch, which needs
+            less memory. ``auto`` means ``micro_batch`` if unsharded gradients exceed 15% of the GPU's memory. HSDP
+            always sums over its copies once per update.
         resharding: ``layer`` frees a layer's gathered parameters after its forward pass and after its backward pass.
             ``update`` keeps them during all micro-batches of an update. This is faster and needs more memory.
         offload_policy: Keep parameters, gradients and optimizer state on the host (FSDP's CPU offload policy). FSDP
-            loads one layer at a time. The three options below are then ignored with a warning.
+            loads one layer at a time. ``param_offload``, ``optimizer_offload`` and ``offload_at_transition_only`` are
+            then ignored with a warning.
         param_offload: Move the parameters to the host after each use.
         optimizer_offload: Move the optimizer state to the host after each update.
         offload_at_transition_only: Move parameters and optimizer state to the host only when colocated engines take
-            over. Ignored with a warning if one of the two options above is set.
+            over. Ignored with a warning if ``param_offload`` or ``optimizer_offload`` is set.
         keep_snapshots: Published weight versions to keep, including the newest; -1 keeps all.
         start_timeout_s: Deadline for building the models; a run adds one second per 100 MB of the models.
-        restarts: How often a run restarts its ranks after a rank died or hung. They resume from the newest checkpoint.
-            Without a checkpoint, or with 0, the run ends.
+        restarts: Largest number of restarts of the ranks after a rank died or hung. The ranks resume from the newest
+            checkpoint. Without a checkpoint, or with 0, the run ends.
         step_timeout_s: Deadline of a learner step and of a collective. The controller doubles it for the first step and
             for calls that save, load or publish. Later steps get ten times the duration of the longest step so far, at
             least 120 s and at most the doubled deadline.

@@ -27,7 +27,8 @@ from transformers import PreTrainedModel
 from .config import RENDEZVOUS_FILE, Device, Dtype, GradientSync, LearnerConfig, Resharding, sums_each_micro_batch
 
 MIN_UNIT_NUMEL = 1_000_000
-"""A layer with fewer parameters joins the root unit. Its own collectives would take longer than their overlap saves."""
+"""A layer with fewer parameters joins FSDP's root unit. Separate collectives would take longer than their overlap
+saves."""
 
 
 def choose_device(device: Device) -> torch.device:
@@ -71,7 +72,7 @@ def parameter_types(config: LearnerConfig, device: torch.device) -> ParameterTyp
 
 
 def with_memory_options(config: LearnerConfig, model: nn.Module, device: torch.device) -> LearnerConfig:
-    """Replace the options that depend on the device or the number of trained parameters by their values."""
+    """Replace null and ``auto`` of the memory options by the values for this device and model."""
     on_cuda = device.type == "cuda"
     card_bytes = torch.cuda.get_device_properties(device).total_memory if on_cuda else 0
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -241,10 +242,10 @@ def _bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
 def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> None:
     """Shard a model on the meta device over the ranks, in place, and allocate this rank's shards.
 
-    The parameters must have the dtypes in which they are stored. Their values are undefined afterwards. Gradients are
-    reduced in float32.
+    The parameters must have the dtypes in which they are stored. Afterwards, the parameters do not have defined values.
+    Gradients are reduced in float32.
 
-    A single rank does not wrap a model that is stored in the computation's dtype, to avoid the overhead of FSDP's
+    On a single rank, a model that is stored in the computation's dtype stays unwrapped, without the overhead of FSDP's
     hooks.
     """
     layers = decoder_layers(model)
@@ -276,7 +277,7 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
 def shard_dimension(shape: Sequence[int], num_shards: int) -> int:
     """Return the dimension over which FSDP shards a parameter: 0, or 1 for some stacked experts.
 
-    FSDP pads dimension 0 to a multiple of the number of shards: 16 experts on 64 ranks would need the memory of 64
+    FSDP pads dimension 0 to a multiple of the number of shards. Thus 16 experts on 64 ranks would need the memory of 64
     experts. FSDP does not pad dimension 1, so the number of shards must divide it.
     """
     return int(len(shape) > 2 and shape[0] % num_shards > 0 and shape[1] % num_shards == 0)
@@ -284,7 +285,7 @@ def shard_dimension(shape: Sequence[int], num_shards: int) -> int:
 
 def _allocate(model: nn.Module, home: torch.device) -> None:
     before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # keeps tied parameters tied, and FSDP's references
+    torch.__future__.set_swap_module_params_on_conversion(True)  # keeps ties, and the references of FSDP
     try:
         model.to_empty(device=home)
     finally:
@@ -297,7 +298,7 @@ def compiles_layers(config: LearnerConfig, device: torch.device) -> bool:
 
 
 def prepare_backward(model: nn.Module, config: LearnerConfig, *, is_last: bool) -> None:
-    """Apply ``gradient_sync`` and ``resharding`` to the next backward pass. ``is_last`` marks an update's last."""
+    """Apply ``gradient_sync`` and ``resharding`` to the next backward pass; ``is_last`` marks an update's last one."""
     if not isinstance(model, FSDPModule):
         return
     model.set_requires_gradient_sync(is_last or config.gradient_sync is GradientSync.micro_batch)
@@ -343,7 +344,7 @@ def own_part(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is rank 0 or has no group. It then writes the log lines that all ranks share."""
+    """Return whether this process is rank 0 or has no group. This process writes the log lines for all ranks."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

@@ -1,6 +1,6 @@
 """Means and deviations over groups of numbers, in float64. Equal numbers give exact zeros.
 
-In shapes, N is the number of numbers.
+In shapes, N is the length of the input.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 MIN_DEVIATION = 1e-4
-"""Lower bound of a standard deviation that divides. Smaller deviations are noise.  The GRPO paper (arXiv 2402.03300,
-section 4.1.2) does not have a bound: noise of 1e-7 in equal rewards would give advantages of size 1. TRL adds 1e-4 to
-the deviation. verl adds 1e-6, and 1e-8 to the variance of whitened tokens."""
+"""Lower bound of a standard deviation that is a divisor. Smaller deviations are noise. The GRPO paper (arXiv
+2402.03300, section 4.1.2) does not have a bound. There, noise of 1e-7 in equal rewards gives advantages of size 1. TRL
+adds 1e-4 to the deviation. verl adds 1e-6, and 1e-8 to the variance of whitened tokens."""
 
 _RELATIVE_DEVIATION = 2.0**-23
 """Lower bound of the deviation relative to the largest value: the resolution of float32 rewards."""
@@ -54,9 +54,9 @@ def smallest_deviation(largest_value: Tensor) -> Tensor:
 def group_deviations(
     values: Tensor, differences: Tensor, group: Tensor, counts: Tensor, *, weights: Tensor | None = None
 ) -> Tensor:
-    """Return the sample deviation (n - 1) of each group, at least `smallest_deviation`; n is its entry of ``counts``.
+    """Return the sample deviation (n - 1) of each group, at least `smallest_deviation`.
 
-    ``differences`` are the result of `centered` with the same ``weights``.
+    ``counts`` are n of each group. ``differences`` are the result of `centered` with the same ``weights``.
     """
     squares = differences.square() if weights is None else differences.square() * weights
     variance = group_sums(squares, group, len(counts)) / (counts - 1).clamp(min=1)

@@ -1,7 +1,7 @@
 """Heads: log-probs, values and rewards computed from a model's last hidden states.
 
 A head is the root module that FSDP shards, and contains the Hugging Face model. Under Ulysses, each rank holds some of
-the tokens, but all sp ranks return the numbers of all tokens.
+the tokens, but all sp ranks return the results for all tokens.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         factor = _factor(weight)
         by_log_prob = (torch.zeros_like(normalizer) if grad_log_probs is None else grad_log_probs) / ctx.temperature
         by_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
-        # one product serves several chunks, because each product reads and writes the gradient of the weight
+        # one product for several chunks, because each product reads and writes the gradient of the whole weight
         step = max(1, WEIGHT_CHUNK_TOKENS // ctx.chunk) * ctx.chunk if multiplies_halves(hidden) else ctx.chunk
         left = hidden.new_empty(min(step, len(hidden)), len(weight)) if to_weight and step > ctx.chunk else None
         for start in range(0, len(hidden), ctx.chunk):

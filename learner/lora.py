@@ -39,8 +39,8 @@ _PEFT_PREFIX = "base_model.model."
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dtype = torch.float32) -> None:
     """Inject adapters and freeze all other weights. `fill_adapters` must initialize them.
 
-    The model must be on the meta device, and the rank > 0. The adapters are stored in ``dtype``. Expert tensors do not
-    get adapters; the log names them. Raises `ValueError` if a target is not the name of a linear layer.
+    The model must be on the meta device. The rank must be > 0. The adapters are stored in ``dtype``. Expert tensors do
+    not get adapters; the log names them. Raises `ValueError` if a target is not the name of a linear layer.
     """
     from peft import LoraConfig as PeftConfig  # importing peft takes most of a second
     from peft import inject_adapter_in_model

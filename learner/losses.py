@@ -1,8 +1,8 @@
 """Policy losses, off-policy corrections, KL estimators, and the objectives of the roles.
 
-The sum of the token losses, weighted by `token_weights`, does not depend on micro-batches or ranks. The importance
-weight of a token is w = proximal ÷ behavior, without gradient. In shapes, M is the number of tokens in the loss of a
-micro-batch.
+The loss of a batch is the sum of its token losses, weighted by `token_weights`. It does not depend on the division into
+micro-batches and ranks. The importance weight of a token is w = proximal ÷ behavior, without gradient. In shapes, M is
+the number of tokens in the loss of a micro-batch.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class TokenInputs:
         trajectory_lengths: [number of trajectories] int64, tokens in the loss of each trajectory, on all branches.
         columns: [M] float32 by name: ``behavior_logprobs`` and ``advantages`` in RL, ``reference_logprobs`` with a KL
             penalty, ``values`` and ``returns`` with a critic. Your own loss also gets ``token_ids``, ``logprobs``,
-            ``versions``, and columns that your engine or environment adds. These are [M, …] float32, 0 if a prompt
-            group does not have the column.
+            ``versions``, and columns that your engine or environment adds. These additional columns are [M, …] float32,
+            and 0 if a prompt group does not have them.
     """
 
     trajectory_index: Tensor
@@ -114,7 +114,7 @@ _BY_TOKEN: set[PolicyLoss] = set()
 
 
 def by_token(loss: PolicyLoss) -> PolicyLoss:
-    """Mark a loss that computes each token from that token alone.
+    """Mark a loss that computes a token's loss from that token alone.
 
     For other losses, all branches of a trajectory must fit into one micro-batch.
     """
@@ -218,8 +218,9 @@ def token_weights(
     Args:
         inputs: The tokens of a micro-batch.
         aggregation: ``token_mean`` gives all tokens of the batch the same weight. ``sequence_mean`` gives all
-            trajectories the same weight, and all tokens within a trajectory. ``sequence_sum_norm`` gives each token the
-            weight 1 / (trajectories * ``sequence_norm_tokens``) (Dr. GRPO, arXiv 2503.20783, section 3.2).
+            trajectories the same weight, divided equally among the tokens of a trajectory. ``sequence_sum_norm`` gives
+            each token the weight 1 / (trajectories * ``sequence_norm_tokens``) (Dr. GRPO, arXiv 2503.20783, section
+            3.2).
         num_tokens: Tokens in the loss of the whole batch.
         num_trajectories: Trajectories of the whole batch with at least one token in the loss.
         sequence_norm_tokens: The constant L of ``sequence_sum_norm``, in tokens.
@@ -246,7 +247,7 @@ def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: Algorit
             - ``none``: 1.
             - ``token``: w. Without truncation, this is decoupled PPO (arXiv 2110.00641, equation 5; AReaL, arXiv
               2505.24298). With truncation, it is TIS (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; arXiv
-              2510.26788), V-trace's rho (arXiv 1802.01561, equation 1).
+              2510.26788) and V-trace's rho (arXiv 1802.01561, equation 1).
             - ``sequence``: the product of w over the trajectory, for all its tokens.
 
     Returns:
@@ -330,8 +331,8 @@ def bounded_exp(log_weights: Tensor) -> Tensor:
 def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """Estimate the divergence at each token, differentiable in the policy's log-probs.
 
-    The estimators follow http://joschu.net/blog/kl-approx.html. As a loss, only ``k2`` has the gradient of the
-    divergence in expectation, on tokens sampled by the policy.
+    The estimators follow http://joschu.net/blog/kl-approx.html. If the policy sampled the tokens, the expected gradient
+    of ``k2`` is the gradient of the divergence. This does not hold for the others.
 
     Args:
         log_probs: [M] policy log-probs.
@@ -394,7 +395,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     policy_loss = LOSSES.get(config.loss)
 
     def loss(inputs: LossInputs) -> LossTerms:
-        # With `needs_proximal`, only the first of several updates lacks ``proximal_logprobs``.
+        # True if only the first update of a step can lack ``proximal_logprobs``.
         inputs = replace(inputs, is_proximal=config.num_mini_batches == 1 or config.needs_proximal)
         terms = policy_loss(inputs, config)
         per_token, metrics = terms.per_token, {**terms.metrics, **behavior_metrics(inputs)}
@@ -435,7 +436,7 @@ def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
     - ``ratio``: policy ÷ behavior, and its square.
     - ``behavior_kl``: KL(behavior ‖ policy) in nats by the k3 estimator, >= 0.
     - ``engine_gap``: distance between the engine's and the learner's log-probs under the same weights, at tokens of lag
-      0. It is missing if the proximal log-probs are not known.
+      0. It is missing without proximal log-probs.
     """
     behavior = inputs.columns["behavior_logprobs"]
     log_ratio = inputs.log_probs.detach() - behavior
@@ -491,7 +492,7 @@ def value_objective(clip: float) -> Objective:
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
     """Compute the squared error of the values with PPO's clipping (arXiv 2005.12729, section 3; OpenAI's ppo2).
 
-    The loss is half of max((v - R)², (clip(v, old - c, old + c) - R)²). A value that has left old ± c towards the
+    The loss is half of max((v - R)², (clip(v, old - c, old + c) - R)²). A value that moved by more than c towards the
     return gets no gradient.
 
     Args:

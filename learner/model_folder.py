@@ -29,7 +29,7 @@ def save_policy(model: PackedModel, directory: str) -> None:
     """Write model and tokenizer so that ``from_pretrained`` loads both. A collective.
 
     The directory is created or replaced atomically. Adapters are merged. The tokenizer comes from the directory of the
-    loaded model. Only rank 0's host needs the directory.
+    loaded model. Only rank 0 needs access to both directories.
 
     Raises:
         WeightsError: a host does not have enough space. All ranks raise this error.

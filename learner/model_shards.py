@@ -84,7 +84,7 @@ class PretrainedShards:
     def of(cls, model: ShardedModel) -> PretrainedShards:
         """Return the shards of a learner's model, after resharding gathered parameters. A collective.
 
-        It creates a separate process group, because publishing runs in parallel with training.
+        This creates a separate process group, because publishing runs in parallel with training.
         """
         for module in model.head.modules():
             if isinstance(module, FSDPModule):
@@ -103,7 +103,7 @@ class PretrainedShards:
         }
 
     def converted(self, part: Part, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert whole weights, named as in `held`, to tensors of a checkpoint, or of peft's file for adapters."""
+        """Convert whole weights, named as in `held`, to checkpoint tensors. Adapters become tensors of peft's file."""
         if part is Part.adapters:
             return adapter_weights(self._model, weights)
         plain = merged_weights(self._model, weights) if part is Part.whole else frozen_weights(weights)

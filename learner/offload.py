@@ -32,7 +32,7 @@ _ALIGNMENT = 512
 
 
 class MovableTensors:
-    """Tensors that can be offloaded and loaded in place. Each move calls ``tensors`` to list them.
+    """Tensors that can be offloaded and loaded in place. Each offload calls ``tensors`` to list them.
 
     A failed move changes nothing.
     """
@@ -113,8 +113,8 @@ class OffloadPolicy:
     """Decides when the model and the optimizer state are on the device.
 
     ``param_offload`` and ``optimizer_offload`` move the model and the optimizer state to the host after each use.
-    ``offload_at_transition_only`` moves both when the pool switches to rollout; the other options override it with a
-    warning. After each use, even a failed one, every layer holds only its shards.
+    ``offload_at_transition_only`` moves both when the pool switches to rollout. The first two options override it with
+    a warning. After each use, even a failed one, every layer holds only its shards.
 
     Attributes:
         metrics: Bytes on the device before and after the last switch to each mode: ``rollout_device_bytes_before``,
@@ -170,11 +170,11 @@ class OffloadPolicy:
         return self._on_device(optimizer=False, then_leave=(self._param_offload, False))
 
     def persisting(self, *, optimizer: bool = True) -> AbstractContextManager[None]:
-        """Load model and optimizer for the context. Afterwards move them back to where they were."""
+        """Load the model, and with ``optimizer`` its state, for the context. Afterwards move them back."""
         return self._on_device(optimizer=optimizer, then_leave=(self.model_offloaded, self.optimizer_offloaded))
 
     def enter_rollout(self) -> None:
-        """Switch to rollout, after the weights are published."""
+        """Switch to rollout. The weights must already be published."""
         before = self.device_bytes()
         if self._at_transition:
             self._leave(model=True, optimizer=True)

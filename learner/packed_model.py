@@ -66,7 +66,7 @@ class PackedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSetup:
-    """Settings for a model of full size without a GPU. They replace the model's checks.
+    """Settings that replace the checks of a model, to build a full-size model without a GPU.
 
     Attributes:
         mesh: This rank's position in an existing group.
@@ -154,8 +154,8 @@ class PackedModel:
     def scores(self, sequences: Sequence[TokenSequence], packed: PackedBatch | None = None) -> list[np.ndarray]:
         """Return the output of the role's head for this rank's sequences: log-probs, values or rewards.
 
-        Each is [T] float32, 0 for tokens outside the loss. A reward is at the last token. ``packed`` is the result of
-        `pack_to_score` for the sequences, if known.
+        Each is [T] float32, 0 for tokens outside the loss. A reward is at the last token. ``packed`` may be the result
+        of `pack_to_score` for the sequences.
         """
         return self._run(sequences, packed)[0]
 
@@ -223,7 +223,8 @@ class PackedModel:
     ) -> PackedBatch:
         """Pack sequences into the same number of micro-batches on each rank, without their columns.
 
-        The ranks agree over ``mesh``, by default the model's. ``whole`` and ``keep_branches`` are as for `Packer`.
+        The ranks agree on this number over ``mesh``, by default the model's mesh. ``whole`` and ``keep_branches`` are
+        as for `Packer`.
         """
         mesh = mesh or self.mesh
         self._check_lengths(sequences, mesh)

@@ -23,7 +23,7 @@ REFUSED = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Sequences of one forward-backward, longest first. N is the number of packed tokens, M of those in the loss.
+    """Sequences of one forward-backward, longest first. Shapes use N packed tokens and M tokens in the loss.
 
     Attributes:
         input_ids: [N] int64.
@@ -123,7 +123,7 @@ class Packer:
         share_prompts: Sequences of a micro-batch share the tokens of a common prompt. The budget counts these tokens
             once.
         keep_branches: Refuse a trajectory if its branches do not fit into one micro-batch.
-        budget: Name of the option that is the budget, for errors.
+        budget: Name of the option that sets ``max_tokens``, for error messages.
     """
 
     max_tokens: int
@@ -145,9 +145,9 @@ class Packer:
         Args:
             sequences: In any order; may be empty.
             columns: Fill the columns. If False, call `MicroBatch.with_columns` later.
-            agree: Called once with the number of micro-batches that this rank needs. It returns the number to make, at
-                least as large, so that all ranks take part in each collective. Additional micro-batches hold one token
-                outside the loss. A rank whose sequences do not fit requests `REFUSED`; all ranks then raise an error.
+            agree: Called once with the number of micro-batches that this rank needs. It returns the number to make: at
+                least as large, and equal on all ranks. Additional micro-batches hold one token outside the loss. A rank
+                whose sequences do not fit requests `REFUSED`; all ranks then raise an error.
 
         Returns:
             At least one micro-batch. Each sequence is in exactly one.
@@ -177,8 +177,8 @@ class Packer:
         count = agree(max(1, len(first_fit(items, self.max_tokens)) if self.together else len(items)))
         if count >= REFUSED:
             raise ValueError(
-                f"{self.budget} must hold the sequences of each rank, got {self.max_tokens} tokens and more on another "
-                "rank; the error of that rank has the lengths; raise it"
+                f"{self.budget} must hold the sequences of each rank, got {self.max_tokens} tokens, and another rank "
+                f"needs more; the error of that rank has the lengths; raise {self.budget}"
             )
         bins = (
             balanced_fit(items, self.max_tokens, count) if self.together else [[place] for place in range(len(items))]
@@ -208,9 +208,9 @@ class Packer:
                 units.append(unit)
             elif self.keep_branches:
                 raise ValueError(
-                    f"{self.budget} must hold a trajectory's {len(unit)} branches together, since algorithm.loss, "
-                    f"weight or masks read all of it, got {self.max_tokens} for {num_tokens} tokens; raise it, or "
-                    "choose a loss, a weight and masks that work per token"
+                    f"{self.budget} must hold a trajectory's {len(unit)} branches together, got "
+                    f"{self.max_tokens} for {num_tokens} tokens: algorithm.loss, weight or masks read whole "
+                    "trajectories; raise it, or choose a loss, a weight and masks that work per token"
                     if self.together
                     else "algorithm.loss, weight or masks read whole trajectories, and this model runs one sequence at "
                     f"a time, got a trajectory of {len(unit)} branches; choose a loss, a weight and masks that work "
@@ -306,10 +306,10 @@ def _micro_batch(
 
 
 def _images(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return the images that the first ``packed`` tokens of the sequences need, each image once; None without images.
+    """Return image rows, pixels and grids of the images in the first ``packed`` tokens; None without images.
 
-    Returns the image row of each token of the concatenated sequences (-1 for text and unpacked tokens), the pixels and
-    the grids.
+    Each image is included once. Image rows are per token of the concatenated sequences: -1 for text and unpacked
+    tokens.
     """
     first_rows: dict[tuple[int, int], int] = {}
     rows, pixels, grids, num_rows = [], [], [], 0

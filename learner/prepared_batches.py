@@ -1,9 +1,9 @@
 """Prepares the batch of the next learner step while a rank computes the current step: fetches and packs its groups.
 
 Each process has one `BatchPreparer` with one thread, for all its roles. The controller announces a batch when it queues
-the step. The thread prepares the batch after the previous step has taken its own, so a process holds at most two
-batches. A step waits for its own batch, and the thread wakes it. The deadlines of the buffer's client and of the
-process groups bound the waits of the thread.
+the step. The thread prepares the batch after the previous step has taken its own batch, so a process holds at most two
+batches. A step waits for its own batch until the thread has prepared it. The deadlines of the buffer's client and of
+the process groups bound the waits of the thread.
 
 The thread uses separate process groups (`LearnerMesh.on_host`) for its collectives. All ranks must announce and take
 the same batches in the same order.
@@ -44,7 +44,8 @@ class PreparedBatch:
     Attributes:
         groups: The groups of the batch by id.
         lost: Ids of the step's groups that this process did not find in the buffer.
-        most_lost: The largest number of lost groups on one rank. If it is not 0, the fields below are empty.
+        most_lost: The largest number of lost groups on one rank. If it is not 0, ``sequences``, ``scored`` and ``step``
+            are empty.
         sequences: The sequences of the batch, without columns that a role computes.
         scored: The sequences packed for `PackedModel.scores`; None if the role scores nothing for other roles.
         step: The sequences packed for a learner step; None for a frozen role.
@@ -75,7 +76,7 @@ class StepGroups:
     def fetch(self, batch: RankBatch, mesh: LearnerMesh, buffer: LearnerBuffer | None) -> None:
         """Fetch the missing groups of a batch. A collective of the sp group.
 
-        One rank of the sp group fetches the groups that any of its ranks lacks, and sends them to the others.
+        One rank of the sp group fetches the groups that any of its ranks lacks, and sends them to the other ranks.
         """
         is_missing = [group_id not in self.found for group_id in batch.group_ids]
         if mesh.sp_size > 1 and is_missing:
@@ -175,5 +176,5 @@ class BatchPreparer:
 
 
 def _key(role: str, batch: RankBatch) -> _Key:
-    """Return everything that a prepared batch depends on. Rewards are not included."""
+    """Return all values that a prepared batch depends on. It does not depend on rewards."""
     return batch.version, role, tuple((share.group_id, share.samples, share.mini_batch) for share in batch.shares)

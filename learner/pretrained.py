@@ -42,7 +42,8 @@ _MULTIPLIES_BY_LOGITS_SCALING = frozenset({"hyperclovax"})
 """Model types that multiply logits by ``logits_scaling``. All others divide by it."""
 
 _ADDS_TOKENS = frozenset({"cpmant"})
-"""Model types with a forward pass that adds tokens before a sequence. The backbone alone does not add them."""
+"""Model types with a forward pass that adds tokens before a sequence. The learner runs only the backbone, which does
+not add them."""
 
 _RANDOM_WHILE_TRAINING = re.compile(r"drop|pdrop|jitter", re.IGNORECASE)
 """Module attributes of transformers with dropout rates or noise levels."""
@@ -235,7 +236,8 @@ def _prepared(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 def _deterministic(model: PreTrainedModel) -> PreTrainedModel:
     """Put the model in training mode and switch off its dropout and noise.
 
-    The ratio of policy-gradient losses needs the same policy as at sampling. Configuration and files do not change.
+    The loss compares log-probs of training with those of sampling, so both need the same policy. Configuration and
+    files do not change.
     """
     found: dict[str, float] = {}
     for module in model.train().modules():

@@ -74,7 +74,7 @@ class RecurrentLayers:
         self._layout = layout
 
     def _follow(self, _parent: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Use the layout of a decoder layer's call, because activation checkpointing calls the layer again later."""
+        """Use the layout that a decoder layer gets. Activation checkpointing calls the layer again later."""
         self._layout = kwargs.get("packed", self._layout)
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ def _carries_state(module: nn.Module) -> bool:
 
 
 def _has_boundary_kernels(layer: nn.Module) -> bool:
-    """Return whether the layer uses kernels with sequence boundaries. transformers looks for them at import."""
+    """Return whether the layer uses kernels with sequence boundaries."""
     module = sys.modules[type(layer).__module__]
     accepts = "seq_idx" in inspect.signature(type(layer).forward).parameters or hasattr(layer, "chunk_gated_delta_rule")
     return accepts and bool(getattr(module, "is_fast_path_available", False))

@@ -35,7 +35,7 @@ class Role:
     Attributes:
         name: Example: ``critic``.
         load: Loads the model, as `learner.pretrained.load_causal_lm` does.
-        head: Wraps the model; takes the model, the options and the sampling temperature.
+        head: Wraps the model. Its arguments are the model, the options and the sampling temperature.
         column: The column that the role computes for other roles. Example: ``values``.
         objective: The training objective; None for a frozen role.
         optimizer: AdamW and schedule; None for a frozen role.
@@ -82,7 +82,7 @@ class Role:
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:
-    """Return a function of this package. The first call imports its module, which loads torch."""
+    """Return a function that calls a function of this package. The first call imports its module, which loads torch."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         return getattr(import_module(f".{module}", __package__), name)(*arguments, **options)
@@ -160,10 +160,10 @@ class RemoteScores:
     results: Sequence[Any]
 
     def needed_by(self, batches: Sequence[RankBatch]) -> list[DataProtoFuture]:
-        """Return a future of the scores per data-parallel rank of another role.
+        """Return one future of scores for each data-parallel rank of another role.
 
-        ``batches`` are the same plan, divided over that role's ranks. A future refers only to the ranks that scored its
-        samples, or to one rank without samples.
+        ``batches`` are the same plan, divided over that role's ranks. A future waits only for the ranks that scored the
+        samples of its batch. For an empty batch, it waits for one rank.
         """
         first_sp_ranks = self.results[:: len(self.results) // len(self.batches)]
         scored = [(result, set(batch.sample_keys)) for result, batch in zip(first_sp_ranks, self.batches, strict=True)]

@@ -55,7 +55,7 @@ LOWERED = 5
 SHARED_TOKENS = 6
 
 FIRST_TOKENS = 4
-"""Number of first tokens with their own mean. Convolutions leak only into these tokens."""
+"""The test also compares the mean over this many first tokens, because convolutions leak only into them."""
 
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.12}
 """Largest accepted relative difference of hidden states between kernels, by the dtype of the run."""
@@ -84,7 +84,8 @@ class SelfTestResult:
 class SelfTest:
     """Compares the packed forward of a sharded model with Hugging Face's forward.
 
-    ``sharding`` splits sequences over the sp ranks. ``dtype`` is the computation's. ``name`` is the model's path.
+    ``sharding`` splits sequences over the sp ranks. ``dtype`` is the dtype of the computation. ``name`` is the model's
+    path.
     """
 
     def __init__(
@@ -463,8 +464,8 @@ class _FirstExperts(TorchDispatchMode):
 def _fixed_routing(pretrained: PreTrainedModel) -> Iterator[None]:
     """Route all tokens of a mixture of experts to the first experts.
 
-    In half precision, rounding may send a token to other experts in the packed forward than alone, although both are
-    correct.
+    In half precision, rounding may select other experts in the packed forward than in Hugging Face's. Both results
+    would be correct.
     """
     parts = dict(pretrained.named_modules())
     experts = {name.rpartition(".")[0] for name in expert_tensors(pretrained)}

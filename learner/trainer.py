@@ -76,7 +76,7 @@ class ModelOptimizer:
         """Clip the gradients, update the parameters and clear the gradients.
 
         A non-finite gradient does not change the parameters, because it would destroy them. Neither does a gradient of
-        exactly zero, because only momentum and weight decay would move them.
+        zero, because only momentum and weight decay would act.
 
         Returns:
             ``grad_norm`` before clipping, ``lr``, and two counts, each 1.0 or 0.0: ``skipped_updates`` (a non-finite
@@ -127,7 +127,7 @@ def shard_mesh(parameters: Iterable[nn.Parameter]) -> DeviceMesh | None:
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Return whether weight decay applies: it applies to matrices, not to biases and norm gains."""
+    """Return whether weight decay applies to a parameter. It applies to matrices, not to biases and norm gains."""
     return parameter.ndim >= 2 and not name.endswith(".bias")
 
 
@@ -169,7 +169,7 @@ class Trainer(PackedModel):
     def trains_as_it_scores(self) -> bool:
         """Whether a training forward gives the same log-probs as `scores`.
 
-        This needs a self-test, and adapters without dropout.
+        It is False without a self-test, or if the adapters have dropout.
         """
         lora = self.config.lora
         return self.selftest is not None and not (self.role.adapters and lora.rank and lora.dropout)
@@ -185,7 +185,7 @@ class Trainer(PackedModel):
     ) -> dict[str, float]:
         """Make one optimizer update on the sequences of all ranks. The sp ranks of a group pass the same sequences.
 
-        ``packed`` is the result of `pack_to_train`, if known.
+        ``packed`` may be the result of `pack_to_train`.
 
         Returns:
             The same dict on each rank: ``loss`` and the loss's own metrics (means over the batch's tokens, before
@@ -271,8 +271,8 @@ class PackedStep:
 class LearnerStep:
     """One learner step: one optimizer update per mini-batch.
 
-    If the objective needs proximal log-probs, a forward pass before the first update computes them. This pass omits the
-    first mini-batch if the trainer `trains_as_it_scores`: the first update then uses its own log-probs.
+    If the objective needs proximal log-probs, a forward pass before the first update computes them. If the trainer
+    `trains_as_it_scores`, this pass omits the first mini-batch. The first update then uses its own log-probs.
     """
 
     def __init__(self, trainer: Trainer, objective: Objective, *, num_mini_batches: int = 1) -> None:
@@ -287,7 +287,8 @@ class LearnerStep:
     ) -> PackedStep:
         """Pack this rank's sequences for `run`, or for `measure` if the step ``is_measured``.
 
-        The sequences need no columns. The ranks agree over ``mesh``, by default the trainer's.
+        The sequences do not need columns. The ranks agree on the number of micro-batches over ``mesh``, by default the
+        trainer's mesh.
         """
         trained = _in_loss(sequences)
         later = [] if is_measured else self._later(trained)
@@ -301,8 +302,8 @@ class LearnerStep:
     def run(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
         """Make one learner step on this rank's sequences. Returns the result of `update`.
 
-        The sequences must have the columns that the objective reads, except ``proximal_logprobs``. ``packed`` is the
-        result of `pack`, if known.
+        The sequences must have the columns that the objective reads, except ``proximal_logprobs``. ``packed`` may be
+        the result of `pack`.
         """
         packed = packed or self.pack(sequences)
         if packed.scored is None:
@@ -323,8 +324,8 @@ class LearnerStep:
         Only the first mini-batch may lack ``proximal_logprobs``.
 
         Returns:
-            The trainer's metrics, summarized, the same on each rank. Counts are summed over mini-batches, other metrics
-            are averaged.
+            The metrics of `Trainer.update` after ``Objective.summarize``, the same on each rank. Counts are summed over
+            mini-batches. Other metrics are averaged.
         """
         parts = split_sequences(_in_loss(sequences), self._num_mini_batches)
         batches = [None] * len(parts) if packed is None else packed.updates

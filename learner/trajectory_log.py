@@ -99,9 +99,13 @@ def trained_groups(
 ) -> list[dict[str, Any]]:
     """Return the entries for a step's receipt: one per group that a rank has trained on.
 
-    An entry has the ``attempt`` of the group, the number of trained tokens by policy version (``versions``), their
-    ``digest`` (`token_digest`), and the number of tokens ``in_loss``. A trajectory that ``mask_truncated`` leaves out
-    of the loss counts in the digest, but not in ``in_loss``. ``sequences`` has one sequence per branch.
+    An entry has the ``group`` id, its ``attempt``, and these fields:
+
+    - ``versions``: number of trained tokens by policy version.
+    - ``digest``: the sum of `token_digest` over the trained turns.
+    - ``in_loss``: number of tokens in the loss. Only this field omits trajectories that ``mask_truncated`` leaves out.
+
+    ``sequences`` has one sequence per branch.
     """
     found: dict[int, dict[str, Any]] = {}
     versions: dict[int, list[np.ndarray]] = {}

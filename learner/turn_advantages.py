@@ -4,9 +4,9 @@ A turn may have several next turns if the history was branched. The estimators t
 sample of the continuation. The *index* of a turn is the number of sampled turns before it on its path. Turns of a
 prompt, a tool or an environment do not have an advantage.
 
-The reward of a turn is its own reward, plus the rewards of the unsampled turns up to the next sampled turn, minus the
-KL penalty of its tokens. The last turn of each path also gets the trajectory's outcome. In shapes, K is the number of
-turns of the whole batch.
+The reward of a sampled turn includes the rewards of the unsampled turns up to the next sampled turn. The KL penalty of
+the turn's tokens is subtracted. The last turn of each path also gets the trajectory's outcome. In shapes, K is the
+number of turns of the whole batch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TurnRewards:
 
     @property
     def levels(self) -> list[Tensor]:
-        """The positions of the turns of each index, from index 0 on."""
+        """The positions of the turns with index 0, then of those with index 1, and so on."""
         return [torch.nonzero(self.index == level)[:, 0] for level in self.index.unique().tolist()]
 
 
@@ -110,15 +110,16 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
     """Compare a turn's return with those of the turns of the same index in its prompt group.
 
     The return of turn k is Σ γ^(j - k) r_j over the turns j >= k of its path. Its advantage is (return - mean) ÷ sample
-    deviation, or (return - mean) without ``has_deviation``. Mean and deviation are over the group's trajectories with a
-    turn of this index. If a trajectory has n turns of this index, each has the weight 1 ÷ n. If no other trajectory has
-    a turn of this index, the turn gets the advantage of the previous turn on its path, or 0 if it is the first.
+    standard deviation, or (return - mean) without ``has_deviation``. Both statistics are over the group's trajectories
+    with a turn of this index. If a trajectory has n turns of this index, each has the weight 1 ÷ n. If no other
+    trajectory has a turn of this index, the turn gets the advantage of the previous turn on its path. A first turn gets
+    0.
 
     Sources: the turn-level advantages of MT-GRPO (arXiv 2505.11821) and the step groups of GiGPO (arXiv 2505.10978).
     Deviation: both add the advantage of the whole trajectory with a weight. Here, the return contains the outcome.
 
     Example: a group of three trajectories with turns of rewards (0, 1), (0, 0) and (0.5). The returns are 1, 0, 0.5 for
-    index 0, and 1, 0 for index 1. Without deviation, the advantages are (0.5, 0.5), (-0.5, -0.5) and (0).
+    index 0, and 1, 0 for index 1. Without ``has_deviation``, the advantages are (0.5, 0.5), (-0.5, -0.5) and (0).
     """
     returns = batch.rewards.clone()
     num_next = torch.bincount(batch.previous[batch.previous >= 0], minlength=len(returns)).clamp(min=1)
@@ -143,7 +144,7 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
 
 
 def _standardized(advantages: Tensor, batch: TurnRewards) -> Tensor:
-    """Standardize over the n trajectories with turns in the loss (deviation with n - 1).
+    """Standardize over the n trajectories with turns in the loss (standard deviation with n - 1).
 
     The turns of a trajectory share the weight 1 equally. A turn outside the loss does not count, and its result is 0.
     """
@@ -192,10 +193,10 @@ def turn_rows(sequences: Sequence[TokenSequence], rewards: Mapping[SampleKey, fl
 
 
 def joined_turns(shares: Sequence[TurnRows]) -> tuple[TurnRewards, np.ndarray]:
-    """Join the rows of all ranks. Returns the batch, and the row of each of its turns, [K]."""
+    """Join the rows of all ranks. Return the batch, and the index of each turn in the joined rows, [K]."""
     ids, numbers = (torch.cat(parts) for parts in zip(*shares, strict=True))
     trajectories, _ = members(ids[:, :2])
-    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # does not depend on the ranks
+    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # the same order for any division into ranks
     ids, numbers, trajectories = ids[order], numbers[order], trajectories[order]
     span = int(ids[:, 2].max()) + 1 if len(ids) else 1
     places, before = trajectories * span + ids[:, 2], trajectories * span + ids[:, 3]

@@ -75,7 +75,7 @@ class RankBatch:
 
 
 class TurnSpan(NamedTuple):
-    """A sampled turn in the sequence that trains it.
+    """A sampled turn in the sequence that has it in the loss.
 
     Attributes:
         turn: Index of the turn in its prompt group.
@@ -157,7 +157,7 @@ class TokenSequence:
 
     @property
     def compared(self) -> np.ndarray:
-        """[T] int32, for finding a common prefix: two sequences may share tokens where these arrays begin equally."""
+        """[T] int32. Two sequences may share the tokens of the common prefix of these arrays."""
         return self.input_ids if self.images is None else self.images.compared
 
     def with_column(self, name: str, values: np.ndarray) -> TokenSequence:
@@ -199,8 +199,9 @@ def group_sequences(
         samples: Indices of the trajectories; None means all.
         mini_batch: Index of the optimizer update that trains on them.
         mask_truncated: Leave a trajectory out of the loss if its last branch reached the length limit.
-        all_columns: Add all token columns of the group to ``behavior_logprobs``.
-        version: Policy version of the learner. Adds the column ``is_fresh``, 1 at tokens of lag 0.
+        all_columns: Add all token columns of the group, not only ``behavior_logprobs``.
+        version: Policy version of the learner. If given, the sequences get the column ``is_fresh``: 1 at tokens of lag
+            0, else 0.
 
     Returns:
         The sequences. The branches of each trajectory keep their order.

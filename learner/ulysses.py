@@ -280,7 +280,7 @@ class _SeqAllToAll(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     """Gathers all ranks' tokens.
 
-    The gradient is that of this rank's tokens: unchanged (``part``), times sp (``scaled``), or the sum over ranks
+    The gradient for this rank's tokens is unchanged (``part``), multiplied by sp (``scaled``), or summed over the ranks
     (``sum``).
     """
 

@@ -2,8 +2,8 @@
 
 A row is a prompt padded on the left and a response padded on the right. All methods take ``input_ids``,
 ``attention_mask`` and ``position_ids`` [B, L], and ``responses`` [B, R] for the last R <= L positions. Token columns
-are [B, R], 0 at padding. ``meta_info["temperature"]`` replaces the run's temperature. The worker ignores ``meta_info``
-about micro-batches. The classes take the options of `ModelWorker`.
+are [B, R], 0 at padding. ``meta_info["temperature"]`` replaces the run's temperature. The workers ignore micro-batch
+options in ``meta_info``. The classes take the options of `ModelWorker`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class ActorWorker(ModelWorker):
         ``data`` has ``old_log_probs`` and ``advantages``, and as needed:
 
         - ``response_mask``, if the policy did not write all attended response tokens;
-        - ``rollout_log_probs``, if the algorithm has a proximal anchor, a weight or masks, and the engine's log-probs
-          are not the old ones;
+        - ``rollout_log_probs`` of the engine for a proximal anchor, a weight or masks; the default is
+          ``old_log_probs``;
         - ``ref_log_prob``, with ``algorithm.kl_coef``.
         """
         columns = _columns_of(data, self._algorithm)
@@ -102,7 +102,7 @@ class CriticWorker(ModelWorker):
     def update_critic(self, data: DataProto) -> DataProto:
         """Make the optimizer updates of one step.
 
-        ``data`` has ``values``, ``returns``, and ``response_mask`` as for `ActorWorker.update_actor`.
+        ``data`` has ``values``, ``returns``, and ``response_mask`` as for `ActorWorker.update_actor`. In the result,
         ``meta_info["metrics"]`` has ``critic/vf_loss``, ``critic/vf_clipfrac``, ``critic/vpred_mean`` and more.
         """
         columns = {"values": "values", "returns": "returns"}
@@ -172,10 +172,11 @@ def scored_sequences(data: DataProto) -> list[TokenSequence]:
 
 
 def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_batches: int) -> list[TokenSequence]:
-    """Return the sequences to train on, with ``response_mask`` or all attended response tokens in the loss.
+    """Return the sequences to train on. Attended response tokens are in the loss, except where ``response_mask`` is 0.
 
-    ``columns`` maps a sequence's column to its [B, R] tensor. Each of the ``num_mini_batches`` optimizer updates trains
-    on the same number of neighboring rows. Raises the errors of `scored_sequences`.
+    ``columns`` maps the name of a sequence's column to the name of a [B, R] tensor in ``data``. Each of the
+    ``num_mini_batches`` optimizer updates trains on the same number of neighboring rows. Raises the errors of
+    `scored_sequences`.
     """
     attended = _attended_responses(data)
     mask = _array(data, "response_mask").astype(bool) if "response_mask" in _names(data) else attended
@@ -261,7 +262,7 @@ def _attended_responses(data: DataProto) -> np.ndarray:
 
 
 def _check_positions(data: DataProto, attention: np.ndarray) -> None:
-    """Refuse ``position_ids`` that differ from those of packing, because packing ignores ``position_ids``."""
+    """Refuse ``position_ids`` that differ from the positions of packing, because packing ignores ``position_ids``."""
     if "position_ids" not in _names(data):
         return
     positions = _array(data, "position_ids")

@@ -154,7 +154,7 @@ class _Source:
         return len(self.conversion.target_patterns) == 1 and all(map(_is_within_rows, rest))
 
     def num_rows(self) -> int:
-        """Return the number of rows of the parameter; -1 if the stored tensors differ in their number."""
+        """Return the number of rows of the parameter; -1 if the stored tensors have different numbers of rows."""
         counts = {len(weights) if self.stacks else (weights[0].shape or (1,))[0] for weights in self.weights.values()}
         return counts.pop() if len(counts) == 1 else -1
 

@@ -57,7 +57,7 @@ BY_ROWS = make_nd_compute_dataproto_dispatch_fn(_MESH)
 
 
 def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give each list's entry for a data-parallel rank to all its sp ranks. The ranks are ordered dp-major."""
+    """Pass entry i of each list to all sp ranks of data-parallel rank i. The ranks are in dp-major order."""
     sizes = {len(share) for share in shares}
     num_shares = sizes.pop() if len(sizes) == 1 else 0
     if num_shares == 0 or group.world_size % num_shares:
@@ -266,8 +266,8 @@ class ModelWorker(Worker):
             The same dict on each rank, with the step's metrics and these entries:
 
             - ``digest``, only of the actor: `receipts.token_digest` of the tokens that all ranks have trained on;
-            - ``fetch_s``, ``prepare_s`` and ``train_s``: seconds of the slowest rank for waiting for the batch, for
-              preparing it, and for computing;
+            - ``fetch_s``, ``prepare_s`` and ``train_s``: seconds to wait for the batch, to prepare it and to compute,
+              each of the slowest rank;
             - ``started_at`` of the first rank and ``ended_at`` of the last rank, in seconds since the epoch;
             - ``lag_max``, in learner steps.
 
@@ -332,8 +332,10 @@ class ModelWorker(Worker):
     def publish_weights(self, version: int) -> None:
         """Copy the weights and publish them in the background. Rank 0 offers them to the engines.
 
-        Raises `ValueError` if the role does not publish weights, `WeightsError` if publishing the previous version
-        failed, and `BatchLost` if the step before this call raised `BatchLost`.
+        Raises:
+            ValueError: the role does not publish weights.
+            WeightsError: publishing the previous version failed.
+            BatchLost: the step before this call raised `BatchLost`.
         """
         if self._publisher is None:
             raise ValueError(f"role {self.role.name!r} cannot publish weights: its snapshot_dir is None; pass one")
@@ -471,7 +473,7 @@ class ModelWorker(Worker):
         return {key: np.concatenate(parts) for key, parts in scores.items()}
 
     def _for_people(self, version: int, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-        """Return the sequences for the token log with the learner's log-probs. A collective in a step that logs."""
+        """Return the sequences for the token log, with the learner's log-probs. A collective if the step logs."""
         options = self._token_log_options
         if options is None or version % options.every_steps:
             return []
@@ -554,7 +556,7 @@ class ModelWorker(Worker):
         if self.role.objective is not None:
             step = self._step.pack(sequences, mesh, is_measured=batch.version < self._measured_steps)
         if self._model.mesh.device.type == "cuda":
-            torch.cuda.set_device(self._model.mesh.device)  # for this thread: page-locked memory belongs to a GPU
+            torch.cuda.set_device(self._model.mesh.device)  # page-locked memory belongs to this thread's current GPU
             scored, step = (packed and packed.pinned() for packed in (scored, step))
         return replace(own, sequences=sequences, scored=scored, step=step)
 

@@ -1,4 +1,4 @@
-"""The engine of a rollout worker, and the helpers that prepare its prompts and score its answers."""
+"""The engine of a rollout worker, and the helpers that prepare prompts and score answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .sample_log import Decode, SampleLog, load_decoder
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweringParts:
-    """One engine, the readers of its prompts, and the scorers of its answers.
+    """One engine with its helpers.
 
     Attributes:
         engine: Samples the answers.
@@ -109,8 +109,9 @@ class AnsweringParts:
 def _judge(config: RolloutFleetConfig, *, rank: int, log_dir: str, seed: int) -> SGLangServer:
     if resolve_device(config) is not EngineDevice.cpu:
         raise ValueError(
-            f"rollout_fleet.judge_model must be empty with engines on GPUs, got {config.judge_model!r}: the engine has "
-            "their memory; serve the model elsewhere (python -m sglang.launch_server), and set reward_options.judge.url"
+            f"rollout_fleet.judge_model must be empty with engines on GPUs, got {config.judge_model!r}: the engine "
+            "uses their memory; serve the model elsewhere (python -m sglang.launch_server), and set "
+            "reward_options.judge.url"
         )
     own = replace(config, engine=EngineKind.sglang, sglang=SGLangConfig(tokenizer=True))
     check_engine_installed(own)

@@ -1,4 +1,4 @@
-"""The child's side of the pipes to a rollout worker, for a child process that runs a user's code.
+"""The pipes from a child process with a user's code to its rollout worker.
 
 A message is a frame: eight bytes of length, then the content.
 """
@@ -25,7 +25,7 @@ _ROUNDS = 20
 
 
 def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
-    """Prepare this child process. Returns the pipe of the parent's questions and the pipe of the child's answers.
+    """Prepare this child process. Returns the pipe to read the parent's requests from, and the pipe to answer on.
 
     The child ends with its parent. User code gets an empty standard input, and its output goes to the worker's log.
     """
@@ -38,7 +38,7 @@ def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    # with an open pipe in a forked child, the parent would not see the end of this process
+    # a forked process that keeps the pipes open would hide the end of this process from the parent
     for pipe in (questions.raw, answers.raw):
         os.register_at_fork(after_in_child=pipe.close)
     return questions, answers
@@ -55,7 +55,7 @@ def kill_marked(name: str, value: str, *, spare: Collection[int] = ()) -> int:
     """Kill all processes that inherited ``name=value`` in their environment, except ``spare``. Returns their number."""
     mark = f"{name}={value}".encode()
     killed: set[int] = set()
-    for _ in range(_ROUNDS):  # a process may fork during the search
+    for _ in range(_ROUNDS):  # again, because a process may fork during the search
         found = {
             int(entry.name)
             for entry in Path("/proc").glob("[0-9]*")

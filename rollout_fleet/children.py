@@ -116,7 +116,7 @@ def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
 
 
 def with_remedy(message: str, config: RolloutFleetConfig, *, who: str) -> str:
-    """Add to a message the option that passes the missing secret to ``who``, if the message names a withheld secret."""
+    """If ``message`` names a withheld secret, add the option that passes the secret to ``who``."""
     withheld = sorted(os.environ.keys() - without_secrets(config.pass_secrets).keys())
     missed = next((name for name in withheld if name in message), None)
     if missed is None:

@@ -17,7 +17,7 @@ FLOAT32_NAMES = ("float32", "float")
 """SGLang's names of float32."""
 
 SGLANG_RESERVED_POSITIONS = 6
-"""Positions at the end of the context that SGLang 0.5.21 does not use. It refuses a prompt that leaves only these."""
+"""Positions at the end of the context that SGLang 0.5.21 leaves empty. It refuses a prompt that fills all others."""
 
 
 class EngineKind(StrEnum):
@@ -37,7 +37,7 @@ class EngineDevice(StrEnum):
 
 
 class SaveProgress(StrEnum):
-    """Time at which a worker saves a running group with its lease. Another worker can continue a saved group."""
+    """Time at which a worker saves its running prompt groups. Another worker can continue a saved group."""
 
     never = "never"
     at_stop = "at_stop"
@@ -68,7 +68,7 @@ def _check_least(section: str, options: object, **least: int) -> None:
 class SamplingConfig:
     """Sampling options.
 
-    The log-probs are those before ``top_p``, ``top_k`` and ``min_p`` truncate the distribution. Therefore training
+    Behavior log-probs are those before ``top_p``, ``top_k`` and ``min_p`` truncate the distribution. Therefore training
     refuses these three options.
 
     Attributes:
@@ -79,8 +79,8 @@ class SamplingConfig:
         max_new_tokens: Longest response, in tokens.
         stop: Texts that end a response. The tokens of the stop text stay in the response.
         stop_token_ids: Tokens that end a response, in addition to the model's own.
-        seed: Seed of one response. SGLang uses it only with ``enable_deterministic_inference``, and the in-process
-            engine only without ``top_p``, ``top_k`` and ``min_p``.
+        seed: Seed of one response. SGLang ignores it without ``enable_deterministic_inference``. The in-process engine
+            ignores it with ``top_p``, ``top_k`` or ``min_p``.
         json_schema: JSON schema of the response, as text. With a schema, the log-probs are those of the constrained
             distribution.
     """
@@ -128,17 +128,17 @@ class SGLangConfig:
     """Options of an SGLang server.
 
     Attributes:
-        dtype: Weights and activations on the engine. ``auto`` is bfloat16 on CUDA and float32 on a CPU. float32 is
-            refused on CUDA, because SGLang's attention kernels support only half types.
+        dtype: Weights and activations on the engine. ``auto`` is bfloat16 on CUDA and float32 on a CPU. float32 on CUDA
+            is refused, because SGLang's attention kernels support only half types.
         tp_size: Tensor-parallel ranks of one server.
-        max_total_tokens: KV cache size in tokens; 0 lets SGLang choose, and is 32768 on a CPU.
+        max_total_tokens: KV cache size in tokens. 0: SGLang's choice on a GPU, 32768 on a CPU.
         tokenizer: Load the model's tokenizer in the server, for stop texts and JSON schemas. It is always loaded if
             ``rollout_fleet.environment.name`` or a stop text is set.
         max_running_requests: Largest number of samples that are decoded at once.
         samples_per_request: Largest number of samples in one HTTP request. It affects the throughput of a server on a
             CPU.
-        memory_saver: Launch the server so that it can free its weights and KV cache. Colocated pools on GPUs need this.
-            On a CPU the server only pauses while the learner has the device.
+        memory_saver: Make the server able to free its weights and KV cache. Colocated pools on GPUs need this. On a CPU
+            the server only pauses while the learner has the device.
         on_update: What happens to the KV cache of running samples at a weight update. ``recompute``: the engine
             computes the cache again, so later tokens depend only on the new weights. ``keep``: the update costs less,
             but later tokens also depend on the old cache. ``keep`` launches the server without prefix cache and without
@@ -179,8 +179,8 @@ class TransformersConfig:
     Attributes:
         dtype: Weights and activations: a torch dtype's name, or ``auto`` for the model's own.
         max_rows: Largest number of samples in one batch. Other samples wait for the next batch.
-        reproducible: Sample every answer from its own seed, so that an interrupted answer continues bit for bit. This
-            is slow, and meant for tests. Turns of an environment do not get seeds.
+        reproducible: Sample every answer from its own seed, so an interrupted answer continues with the same tokens.
+            This is slow, and meant for tests. Turns of an environment do not get seeds.
     """
 
     dtype: str = "auto"
@@ -199,7 +199,7 @@ class SamplesConfig:
         every_steps: Learner steps between two sets of training samples; 0 saves none. Evaluations save all their
             samples.
         num_groups: Prompt groups of one set, per engine.
-        num_shown: Samples of a set that the terminal shows, half the worst and half the best.
+        num_shown: Samples of a set that the terminal shows: half are the best, half the worst.
     """
 
     every_steps: int = 10
@@ -220,32 +220,32 @@ class RolloutFleetConfig:
             the CPU.
         num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet. Its run starts when
             ``min`` engines are ready. Later, engines may join (up to ``max``) and leave.
-        min_engines: The run ends when fewer engines than this remain, because the others have failed for good. An
-            elastic fleet first waits ``no_engine_timeout_s`` for other engines to join.
+        min_engines: The run ends when final failures leave fewer engines than this. An elastic fleet first waits
+            ``no_engine_timeout_s`` for other engines to join.
         no_engine_timeout_s: Longest time that training may wait while no engine is up.
-        groups_in_flight: Number of prompt groups that one worker generates at once. The same number may be scored and
-            stored meanwhile. ``{min: 4, max: 64}`` follows the load that the engine reports.
+        groups_in_flight: Number of prompt groups that one worker generates at once. As many further groups may be
+            scored and stored at the same time. ``{min: 4, max: 64}`` follows the load that the engine reports.
         reward: ``exact_match``, ``last_number``, ``final_answer``, ``numeric``, ``math_verify``, ``code``, ``judge``,
             ``format``, ``length``, ``environment``, or your own as ``file.py:function`` or ``module:function``, called
             as reward(prompt, response_text) -> float (docs/rewards.md).
         rewards: Several rewards instead of ``reward``, each as NAME or WEIGHT*NAME. A trajectory earns their weighted
             sum. Example: ``[exact_match,0.2*mine.py:format]``.
-        rewards_by_source: Rewards of the prompts of a data source, as in ``rewards``. Other prompts get ``rewards`` or
-            ``reward``. Example: ``{gsm8k: [math_verify], apps: [code, 0.1*length]}``.
-        reward_options: Options of rewards, by their names in reports. Example: ``{length: {max_tokens: 512,
+        rewards_by_source: Rewards for the prompts of each named data source, in the form of ``rewards``. Other prompts
+            get ``rewards`` or ``reward``. Example: ``{gsm8k: [math_verify], apps: [code, 0.1*length]}``.
+        reward_options: Options of each reward, by the reward's name in reports. Example: ``{length: {max_tokens: 512,
             buffer_tokens: 128}}``.
         judge_model: Folder of a frozen model for the reward ``judge`` without a ``url``. Each rollout worker serves it
-            with SGLang. ``${model.path}`` is the model at the start of the run. On CPUs only.
-        pass_secrets: Secret environment variables that reward processes and inference servers get. Others are withheld:
-            ``*_TOKEN``, ``*_KEY``, ``*_SECRET``, ``*_PASSWORD``, ``AWS_*`` and those in
+            with SGLang. ``${model.path}`` names the run's initial model. On CPUs only.
+        pass_secrets: Secret environment variables that reward processes and inference servers get. Other secrets are
+            withheld: ``*_TOKEN``, ``*_KEY``, ``*_SECRET``, ``*_PASSWORD``, ``AWS_*`` and those in
             `rollout_fleet.engines.process_guard`. Example: ``[OPENAI_API_KEY]`` for a judge.
         reward_processes: Scoring processes per worker and reward; built-in rewards that cannot hang need none.
         reward_timeout_s: Deadline of scoring one prompt group.
         on_reward_failure: ``retry_group``: if the reward fails on one response, the attempt at its group fails.
-            ``drop_trajectory``: only the response is dropped, and the learner trains on the others, at least two. Then
-            the choice of responses depends on their content.
-        max_attempts: A prompt group is dropped and counted after this many failures on any workers. A failure is a
-            failed reward, or an abort by the engine itself. Evictions do not count.
+            ``drop_trajectory``: only the response is dropped, and the learner trains on the others, at least two. This
+            may bias training, because a response's content can make the reward fail.
+        max_attempts: A prompt group is dropped and counted after this many failures, on all workers together. A failure
+            is a failed reward, or an abort by the engine itself. Evictions do not count.
         max_failures_in_a_row: The run ends after this many failures on one worker, without a stored group between them.
             If the engine aborted the last group, the worker ends instead and is replaced.
         max_image_pixels: Largest number of pixels of an image. A larger image is scaled down with its aspect ratio. The
@@ -254,14 +254,14 @@ class RolloutFleetConfig:
             MB of the model.
         load_timeout_s: Deadline of one weight update on one engine, counted from the pause of generation. A second per
             100 MB of weights is added.
-        silence_timeout_s: How long an engine with running requests may produce no token at all. The engine has failed
-            if it then does not answer a probe, or if it is silent for three such periods in a row.
+        silence_timeout_s: How long an engine with running requests may produce no token at all. Then the engine must
+            answer a probe. An engine that does not answer, or is silent for three periods in a row, has failed.
         restarts: How often a failed engine or a dead worker is replaced within ``restart_window_s``. The next failure
             is final. The worker's prompt groups continue elsewhere with their tokens so far, unless
             ``save_progress=never``. 0 replaces nothing.
         restart_window_s: Period in which ``restarts`` counts failures. Older failures do not count.
-        restart_backoff_s: Pause before the second replacement of a window. Each further replacement doubles it, up to a
-            minute.
+        restart_backoff_s: Pause before the second replacement within ``restart_window_s``. Each further replacement
+            doubles the pause, up to a minute.
         drain_timeout_s: How long running prompt groups may continue when the learner takes the device
             (``placement.colocated``). Then they are aborted, and continued after the weight update.
         stop_timeout_s: Deadline of each step of stopping a worker: aborting groups, releasing leases, killing the
@@ -398,7 +398,7 @@ class RolloutFleetConfig:
             if self.sampling_for(source).max_new_tokens > (most := self.sampling.max_new_tokens):
                 raise ValueError(
                     f"{where}.max_new_tokens must be at most rollout_fleet.sampling.max_new_tokens={most}, the bound "
-                    f"of all sequences, got {own['max_new_tokens']}; raise that one"
+                    f"of all sequences, got {own['max_new_tokens']}; raise the bound"
                 )
 
     def options_of(self, reward: str) -> dict[str, Any]:
@@ -513,5 +513,5 @@ def _weighted(entry: str, option: str = "rewards") -> tuple[str, float]:
     except ValueError:
         number = math.nan
     if not name or not math.isfinite(number):
-        raise ValueError(f"rollout_fleet.{option} must hold NAME or WEIGHT*NAME, got {entry!r}; 0.2*mine.py:f, for one")
+        raise ValueError(f"rollout_fleet.{option} must hold NAME or WEIGHT*NAME, got {entry!r}; example: 0.2*mine.py:f")
     return name, number

@@ -28,12 +28,12 @@ from .reward_protocol import Rollout
 from .rewards import Scores
 
 FULL_CACHE = 0.9
-"""KV cache use from which the limit shrinks."""
+"""KV cache use at which the limit begins to shrink."""
 ROOMY_CACHE = 0.75
 """KV cache use below which the limit grows."""
 DECREASE = 0.75
 READINGS_TO_SHRINK = 2
-"""Consecutive full readings before the limit shrinks. One is not enough, because new samples wait for a moment."""
+"""Consecutive readings of a full engine before the limit shrinks. New samples wait briefly, so one is too few."""
 
 
 class GroupPhase(Enum):
@@ -207,7 +207,7 @@ class InflightGroup:
         return self._outstanding.get(request_id) == index
 
     def refuse(self, request_ids: Iterable[str], error: RequestRefused) -> None:
-        """Drop requests of environments that the engine refused. The environments get the error."""
+        """Drop an environment's requests that the engine refused. The environment gets the error."""
         for request_id in self._outstanding.keys() & set(request_ids):
             self.runs[self._outstanding.pop(request_id)].refuse(request_id, error)
 
@@ -278,9 +278,9 @@ def _recorded(progress: TrajectoryGroup, num_samples: int) -> list[Trajectory | 
 class GroupLimit:
     """The limit of prompt groups on one engine, between ``lowest`` and ``highest``.
 
-    The limit follows the load that the engine reports, with additive increase and multiplicative decrease (Chiu and
-    Jain, 1989) and the slow start of TCP. It shrinks while samples wait inside the engine, or while the KV cache is
-    nearly full.
+    The limit follows the load that the engine reports. It has a slow start like TCP, additive increase and
+    multiplicative decrease (Chiu and Jain, 1989). It shrinks while samples wait inside the engine, or while the KV
+    cache is nearly full.
 
     Attributes:
         value: The current limit.
@@ -372,7 +372,7 @@ class InflightGroups:
     def num_free(self) -> int:
         """Number of groups that may be leased now.
 
-        Besides the groups on the engine, the same number of groups may be in settlement or wait for a tool.
+        Groups in settlement, or waiting for a tool, count only towards ``most_held``.
         """
         most = self._most_held or 2 * self._limit.value
         return max(0, min(self._limit.value - self.num_on_engine, most - len(self._groups)))

@@ -1,13 +1,14 @@
-"""The rollout loop of one worker: lease, generate, score, put, until it is stopped.
+"""The rollout loop of one worker. It repeats these steps until it is stopped.
 
     lease ──groups──▶ engine ──samples──▶ score ──▶ put / release
       ▲                                                 │
       └───────── room for another group ◀───────────────┘
 
-Each wait, and who wakes it. Every change of the loop's state or of a group's phase notifies the condition ``_changed``.
+The waits of the loop, and who wakes them. Every change of the loop's state or of a group's phase notifies the condition
+``_changed``.
 
-- `_keep_leasing` waits for room on the engine, then for leases. A group that leaves the engine wakes it, then the
-  buffer. A new version, a released device or a leaving member withdraws the request.
+- `_keep_leasing` waits for room on the engine, then for leases. A group that leaves the engine ends the first wait. The
+  buffer ends the second. A new version, a released device or a leaving member withdraws the request.
 - `_generate` (one task per batch of leases) waits for the next finished sample. The engine wakes it.
 - `_settle` (one task per group) waits for earlier groups, the reward, and the buffer. Each of them wakes it.
 - `load_next` waits for weights. The buffer wakes it when it offers a version.
@@ -18,7 +19,8 @@ Each wait, and who wakes it. Every change of the loop's state or of a group's ph
   wake them.
 
 A stop, a weight update or a failure of the engine can cut a group off. The group's tokens are then saved with its
-lease. After an update, this worker continues the group. After a stop or a failure, the next holder of the lease does.
+lease. After an update, this worker continues the group. After a stop or a failure, the next holder of the lease
+continues it.
 """
 
 from __future__ import annotations
@@ -253,8 +255,8 @@ class RolloutLoop:
         """Stop requesting leases, let running groups finish, and release the engine's device until the next weights.
 
         Groups that do not finish within ``drain_timeout_s`` are aborted, and continue after the next weights. A running
-        weight load, and the first load, finish before the release. If a new learner replaces a dead one, pass its
-        ``incarnation``, so that offers of earlier incarnations are refused.
+        weight load, and the first load, finish before the release. If a new learner replaces a dead one, pass the new
+        ``incarnation``. Then offers of earlier incarnations are refused.
 
         Raises `DeadlineError` if the engine does not abort its groups.
         """
@@ -550,7 +552,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _settle(self, group: InflightGroup) -> None:
-        async with self._settling_turns:  # wait, so that the engine gets its next work first
+        async with self._settling_turns:  # wait, so the engine gets its next work first
             await asyncio.sleep(0)
         await self._settlement.settle(group, engine_failure=self._failure)
         self._groups.remove(group)
@@ -569,7 +571,7 @@ class RolloutLoop:
             group.phase = GroupPhase.ending
 
     async def _park(self, timeout_s: float) -> bool:
-        """Abort running groups until the next weights are loaded. Returns whether all groups were aborted in time."""
+        """Abort running groups, which continue after the next weight load. Returns whether all were aborted in time."""
         for group in self._groups.in_phase(GroupPhase.generating):
             group.phase = GroupPhase.cutting
             if group.runs and not group.outstanding:

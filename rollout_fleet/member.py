@@ -12,8 +12,8 @@
     ready, updating ──▶ draining ──▶ left                           a leave request in another state ──▶ left
 
 This module does not wait and does no I/O. The driver of a member passes the time in, does the work of each state, and
-reports the result. Each report names the epoch in which its work began. A fault begins the next epoch, and reports of
-older epochs have no effect.
+reports the result. Each report names the epoch when its work began. A fault begins the next epoch, and reports of older
+epochs have no effect.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MemberLimits:
         stop_s: Seconds from a fault until the processes of the member have ended.
         drain_s: Seconds from the leave request until the member has left.
         restarts: Number of faults within ``window_s`` that are followed by a restart. The next fault is final.
-        window_s: Period in which faults count, in seconds. Older faults do not count.
+        window_s: Seconds for which a fault counts.
         backoff_s: Pause before the second restart within the window. Each further restart doubles the pause.
     """
 
@@ -101,7 +101,7 @@ class Member:
         name: Identity. Example: ``"engine-3"``.
         epoch: Number of faults so far. Reports of older epochs have no effect.
         version: Policy version that the member has verified or is loading; -1 before the first offer.
-        deadline: Deadline of the state, on the clock of ``now``; infinite if the state has none.
+        deadline: Deadline of the state, on the driver's clock; infinite if the state has none.
         reason: Cause of the last fault; empty before the first.
         on_enter: Called with each new state and the epoch.
     """
@@ -208,7 +208,7 @@ class Member:
         return True
 
     def stopped(self, now: float) -> None:
-        """Record that the processes of the fenced epoch have ended.
+        """Record that the member's processes have ended after a fault.
 
         The member then pauses before its restart, leaves, or has failed for good.
         """

@@ -44,10 +44,10 @@ class Presence(StrEnum):
 
 
 class Roster:
-    """The ranks of a fleet of ``fewest`` to ``most`` engines, of which at least ``needed`` must stay.
+    """The ranks of a fleet of ``fewest`` to ``most`` engines. At least ``needed`` engines must stay.
 
     If ``most`` is None, the fleet has a fixed size. The run keeps Ray resources for the ranks below ``fewest``, so a
-    new engine can get such a rank again. Every other rank is used once, so its logs and counters belong to one engine.
+    new engine can reuse these ranks. Every other rank is used once, so its logs and counters belong to one engine.
     """
 
     def __init__(self, *, fewest: int, most: int | None, needed: int) -> None:

@@ -20,7 +20,7 @@ class EpisodeCount(StrEnum):
 
     unknown_keys = "unknown_keys"  # requests with an unknown key
     closed_keys = "closed_keys"  # requests with the key of an episode that has ended
-    lost_answers = "lost_answers"  # answers whose client had disconnected
+    lost_answers = "lost_answers"  # answers that the client did not get, because it had disconnected
     error_answers = "error_answers"  # requests that were answered with an error, including those with a wrong key
     failed_environment = "failed_environment"  # this and the next four count failed episodes by `FailureKind`
     failed_tool = "failed_tool"

@@ -94,8 +94,8 @@ class Length:
 def environment(prompt: Prompt, rollout: Rollout, *, failed: float = 0.0) -> Score:
     """Return the rewards of the environment's own outcome, including rewards of turns.
 
-    A failed episode gets ``failed`` if ``environment.on_failure`` has it scored. Raises `ValueError` if the outcome has
-    no rewards, or if the run has no environment.
+    A failed episode gets ``failed`` if ``environment.on_failure`` is ``score`` for its failure. Raises `ValueError` if
+    the outcome has no rewards, or if the run has no environment.
     """
     del prompt
     outcome = rollout.outcome
@@ -154,7 +154,7 @@ class MathVerify:
 
 @REWARDS.register("code")
 class Code:
-    """Runs tests on the response's last fenced code block, or on the whole response without such a block.
+    """Runs tests on the response's last fenced code block, or on the whole response if it has none.
 
     The tests run in a sandbox. Tests are Python code with asserts, or pairs of standard input and expected standard
     output. Outputs are compared line by line without trailing spaces. Pairs are a list of ``{"stdin": …, "stdout": …}``
@@ -162,8 +162,8 @@ class Code:
 
     Args:
         tests: The extra column with the tests; by default the ground truth.
-        partial: Score the share of passed tests. Otherwise the score is 1.0 if all tests pass, else 0.0. Asserts are
-            one test.
+        partial: Score the share of passed tests. Otherwise the score is 1.0 if all tests pass, else 0.0. All asserts
+            together are one test.
         language: ``python`` or ``bash``.
         at_once: Number of programs that run at once in one scoring process.
         kind: Kind of the sandbox, as in `Sandbox`.

@@ -75,7 +75,7 @@ class Judge:
         if not low < high:
             raise ValueError(f"low must be below high, got {low} and {high}; 0 and 10 are the default")
         if re.compile(pattern).groups < 1:
-            raise ValueError(f"pattern must have a group, the score, got {pattern!r}; write Score: (\\d+), for one")
+            raise ValueError(f"pattern must have a group, the score, got {pattern!r}; example: Score: (\\d+)")
         self._base = url or os.environ.get(URL_VARIABLE, "")
         self._url = self._base.rstrip("/") + "/chat/completions"
         self._model = model

@@ -81,7 +81,7 @@ class Reward(Protocol):
     """
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
-        """Return the reward of a response. Its text has no special tokens. The prompt has the ground truth."""
+        """Return the reward of a response. A response's text has no special tokens. The prompt has the ground truth."""
         ...
 
 
@@ -137,7 +137,7 @@ class BoundReward:
     async def answers(
         self, prompt: Prompt, rollouts: Sequence[Rollout], *, may_fail: bool = False
     ) -> AsyncIterator[Answer]:
-        """Yield one answer per rollout, in order. Stop after a failure unless ``may_fail`` is true."""
+        """Yield one `Answer` per rollout, in order. Stop after a failure unless ``may_fail`` is true."""
         if self.takes_group:
             for answer in await self._group_answers(prompt, rollouts):
                 yield answer

@@ -83,8 +83,8 @@ class RewardProcesses:
 
         If ``may_fail`` is true, failed rollouts get a message instead of a score. A failed process is replaced.
 
-        Raises `RewardError` if the function raises, hangs, ends its process, or does not return finite numbers. Also
-        raises it if a new process does not start.
+        Raises `RewardError` if the function raises, hangs, or does not return finite numbers. A process that ends, or
+        does not start, also raises it.
         """
         if self._needs_process:
             answers = await self._score_in_process(prompt, rollouts, may_fail=may_fail)
@@ -289,7 +289,7 @@ def _complete(work: Coroutine[Any, Any, None]) -> None:
 
 
 if __name__ == "__main__":
-    # Import the module by its name, so that a user's module uses the same registry of rewards as this process.
+    # Imported by its name, so a user's module and this process use the same registry of rewards.
     from rollout_fleet import rewards
 
     rewards.main()

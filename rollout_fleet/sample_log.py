@@ -104,7 +104,7 @@ class SampleLog:
             await self._write(SampleKind.train, version, rows)
 
     async def keep_answers(self, version: int, rows: Sequence[Mapping[str, Any]], *, per_prompt: int) -> None:
-        """Save answers to held-out prompts: ``per_prompt`` `rows` of each prompt, of which the last is greedy."""
+        """Save `rows` of answers to held-out prompts. Each prompt has ``per_prompt`` rows, the last one greedy."""
         self._num_parts += 1
         part, last = f"-{self._num_parts:05d}", per_prompt - 1
         for kind in (SampleKind.sampled, SampleKind.greedy):

@@ -1,9 +1,10 @@
 """Sandboxes for code that the policy wrote.
 
 A program has no network, a read-only system, its own scratch folder, and limits. A sandbox exists for one program. All
-its processes end with the program, or when the owner of the sandbox ends. The kinds of sandboxes are:
+its processes end when the program ends, or when the owner of the sandbox ends. The kinds of sandboxes are:
 
-- ``bubblewrap``: ``bwrap`` makes the namespaces. Some machines allow only ``bwrap`` to make user namespaces.
+- ``bubblewrap``: ``bwrap`` isolates the program by namespaces. Some machines allow only ``bwrap`` to make user
+  namespaces.
 - ``namespaces``: `rollout_fleet.sandbox_init` makes the same namespaces.
 - ``limits``: there are no namespaces. The program can read this user's files and signal this user's processes. If this
   user is root, the program gets an unused user id instead.
@@ -76,7 +77,7 @@ class SandboxLimits:
 
     Attributes:
         wall_time_s: Seconds from the program's start to its end.
-        cpu_time_s: Seconds of processor time of all its processes.
+        cpu_time_s: Seconds of processor time of all processes together.
         memory_bytes: Address space of each process, and resident memory of all processes.
         processes: Number of processes and threads at once.
         disk_bytes: Size of its scratch folder, which is in memory.
@@ -103,7 +104,8 @@ class SandboxResult:
     """The result of a program.
 
     Attributes:
-        exit_status: Its exit status, or the negative number of the signal that ended it. -9 if it exceeded a limit.
+        exit_status: Exit status of the program, or the negative number of the signal that ended it. -9 if it exceeded a
+            limit.
         stdout: Standard output, as UTF-8 with replacements; the first ``output_bytes`` of both streams together.
         stderr: Standard error, in the same form.
         seconds: Seconds from the start to the end of the program.
@@ -394,7 +396,7 @@ def _environment(python: str, scratch: str) -> dict[str, str]:
 def _unused_uid() -> int | None:
     """Return a unique user id if this process is root, otherwise None.
 
-    The kernel counts processes per user, but not those of root.
+    The kernel limits the number of processes of a user, but not of root.
     """
     if os.geteuid() != 0:
         return None
@@ -457,7 +459,7 @@ def _interpreter_folders(python: str) -> list[str]:
 
 
 OTHERS_PROCESSES = 256
-"""Processes by which the kind ``limits`` may exceed its limit, because the kernel counts all processes of the user."""
+"""The kind ``limits`` allows this many more processes, because the kernel counts all processes of the user."""
 
 _PROBE = """\
 import os, socket, sys

@@ -115,7 +115,7 @@ def build_root(entries: list[list[str]], limits: dict[str, Any], owner: int) -> 
 
 
 def refuse_system_calls() -> None:
-    """Refuse sockets, namespaces, mounts, and memory that no limit counts, for this process and its children."""
+    """Refuse some system calls of this process and its children: sockets, namespaces, mounts, and uncounted memory."""
     machine = platform.machine()
 
     def step(code: int, if_true: int, if_false: int, value: int) -> bytes:

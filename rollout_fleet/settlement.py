@@ -27,7 +27,7 @@ from .metrics import FleetMeter
 logger = logging.getLogger(__name__)
 
 FEWEST_SAMPLES = 2
-"""Responses that a group needs after failed rewards: an advantage compares responses."""
+"""Fewest responses of a group after failed rewards, because an advantage compares responses."""
 
 
 class Settlement:

@@ -1,1 +1,1 @@
-"""Types, errors, ports and the recorder, which all packages share. Importing them does not load torch or ray."""
+"""Types, errors, protocols and the recorder, which all packages share. Importing them does not load torch or ray."""

@@ -20,7 +20,7 @@ class WireError(AsyncRLError):
 
 
 class StalenessError(AsyncRLError):
-    """A batch would exceed ``buffer.max_lag``. This is a bug in the ledger."""
+    """A batch would exceed ``buffer.max_lag``. The cause is a bug in the buffer's ledger."""
 
 
 class AccountError(AsyncRLError):
@@ -72,7 +72,7 @@ class EpisodeOverflow(AsyncRLError):
 
 
 class EpisodeEnded(AsyncRLError):
-    """An engine does not continue an episode: its group was stopped, handed over or revoked, or the engine failed."""
+    """An engine does not continue an episode. The engine failed, or the group was stopped, handed over or revoked."""
 
 
 class WeightsError(AsyncRLError):
@@ -163,7 +163,7 @@ class BatchError(ValueError, AssertionError):
 def root_cause(error: BaseException) -> BaseException:
     """Return the main cause inside exception groups and Ray's wrappers.
 
-    In an exception group, an `AsyncRLError` has priority over other errors. A missed deadline comes last.
+    In an exception group, an `AsyncRLError` has priority over other errors. A missed deadline has the lowest priority.
     """
     if isinstance(error, BaseExceptionGroup):
         return min((root_cause(inner) for inner in error.exceptions), key=_rank)

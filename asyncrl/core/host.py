@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 WORKER_BYTES = 256 << 20
-"""Number of freed bytes that a computing process keeps."""
+"""Bytes for `keep_freed_memory` in a process that computes."""
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """Environment variables that hide all GPUs from a process."""
@@ -102,8 +102,7 @@ def is_bare_name(name: object) -> bool:
 def keep_freed_memory(num_bytes: int) -> None:
     """Make glibc keep freed memory for later allocations instead of returning it to the kernel.
 
-    Otherwise, a process that allocates the same tensors in every step waits in every step for the kernel to zero new
-    pages.
+    Otherwise, a process that allocates the same tensors in every step waits for zeroed pages in every step.
 
     Args:
         num_bytes: Largest number of bytes to keep at the end of each heap, in 0..2**31 - 1.
@@ -132,16 +131,16 @@ def end_with_parent() -> None:
 def own_python() -> dict[str, str]:
     """Return the ``runtime_env`` that Ray needs to start workers with this Python; empty if Ray needs none.
 
-    Ray does not quote the path of Python. Without this, workers do not start if the path contains a space.
+    Ray does not quote the path of Python. Without quotes, workers do not start if the path contains a space.
     """
     quoted = shlex.quote(sys.executable)
     return {} if quoted == sys.executable else {"py_executable": quoted}
 
 
 def forget_process_group(environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Remove the variables of torchrun or a batch system for its process group; return their names.
+    """Remove the environment variables for the process group of torchrun or a batch system; return their names.
 
-    Otherwise the processes of a run would look for the ranks of that group.
+    Otherwise the processes of a run would try to join that group.
     """
     found = [name for name in environment if name in _GROUP_VARIABLES or name.startswith("TORCHELASTIC_")]
     for name in found:

@@ -1,6 +1,6 @@
-"""Reads images in messages and rows, and converts them to `Image` objects with the model's image processor.
+"""Reads images in chat messages and dataset rows, and converts them to `Image` objects.
 
-An image is a data URL, base64 text, or the bytes of a file. In rows it may also be a path.
+An image is a data URL, base64 text, or the bytes of a file. In dataset rows it may also be a path.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_image(part: Any) -> bool:
 
 
 def source_of(part: Mapping[str, Any]) -> Any:
-    """Return the image in a content part of a message, not yet read (path, bytes or text), or None."""
+    """Return the path, bytes or text of the image in a content part of a message, or None."""
     url, source = part.get("image_url"), part.get("source")
     if isinstance(url, Mapping):
         return url.get("url")
@@ -202,7 +202,7 @@ def image_reader(model_path: str, *, max_pixels: int) -> ImageReader | None:
 
 
 async def prompt_images(reader: ImageReader | None, prompt: Prompt) -> tuple[PlacedImage, ...]:
-    """Decode the images of a prompt in a thread, and assign them to its placeholders. Returns nothing without a reader.
+    """Decode the images of a prompt in a thread, and assign them to its placeholders. Without a reader, return ().
 
     Raises:
         ValueError: an image cannot be decoded, or does not fit its placeholders. The message names the prompt group.
@@ -218,7 +218,7 @@ async def prompt_images(reader: ImageReader | None, prompt: Prompt) -> tuple[Pla
 
 
 def sources_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, str]]:
-    """Yield the images in messages, not yet read, each with a name for error messages."""
+    """Yield each image in messages, as `source_of` returns it, with a name for errors."""
     for number, message in enumerate(messages):
         content = message.get("content")
         for place, part in enumerate(content if isinstance(content, list | tuple) else ()):
@@ -250,7 +250,7 @@ def place_images(token_ids: np.ndarray, images: Sequence[Image], token_id: int, 
 
 
 def with_placeholders(token_ids: Sequence[int], counts: Sequence[int], token_id: int, where: str) -> list[int]:
-    """Repeat each placeholder so that the image has one placeholder per token.
+    """Repeat the placeholder of each image; ``counts`` has the number of copies per image.
 
     Raises:
         ValueError: the number of placeholders is not the number of images.
@@ -272,10 +272,10 @@ def placeholder_ids(model_path: str) -> tuple[int, int]:
 
 
 def load_processor(model_path: str) -> Any:
-    """Load the image processor of a model, on Pillow and numpy.
+    """Load the image processor of a model. The processor uses Pillow and numpy.
 
     Raises:
-        ValueError: it is not Qwen's image processor, or cannot be loaded.
+        ValueError: the image processor is not Qwen's, or cannot be loaded.
     """
     from transformers import AutoImageProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -304,7 +304,7 @@ def _size(content: bytes | Path, where: str) -> tuple[int, int]:
             width, height = opened.size
     except (OSError, Pillow.DecompressionBombError) as error:
         what = f"the file {content}, which is" if isinstance(content, Path) else f"{len(content)} bytes, which are"
-        raise ValueError(f"{where} is {what} not an image ({error}), expected one such as PNG or JPEG") from error
+        raise ValueError(f"{where} is {what} not an image ({error}), expected a file such as PNG or JPEG") from error
     if width * height > MAX_SOURCE_PIXELS:
         raise ValueError(f"{where} has {width} × {height} pixels, expected at most {MAX_SOURCE_PIXELS}; shrink it")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):

@@ -1,4 +1,4 @@
-"""Images of prompts and tool results, as grids of patches with 8-bit pixels and as columns of a prompt group.
+"""Images of prompts and tool results. Each image is a grid of patches with 8-bit pixels.
 
 In the token sequence, an image is a run of placeholder tokens, one per ``merge_size``² patches. The language model
 replaces their embeddings by the *merged features* of the image.
@@ -75,8 +75,8 @@ def moved(images: Iterable[PlacedImage], by: int) -> tuple[PlacedImage, ...]:
 def positions_of(start: int, num_tokens: int, images: Sequence[PlacedImage]) -> tuple[np.ndarray, int]:
     """Compute positions for multimodal rotary embeddings (Qwen3-VL, arXiv 2511.21631; Qwen2-VL, arXiv 2409.12191, 2.1).
 
-    A text token has the same position on all axes: one more than the largest earlier position. The position of an image
-    token is its index in the grid plus the position of a text token at the start of the image.
+    On all axes, the position of a text token is one more than the largest earlier position. The position of an image
+    token is its index in the grid plus the position of a text token at the image's start.
 
     Args:
         start: Position of the first token.
@@ -84,9 +84,9 @@ def positions_of(start: int, num_tokens: int, images: Sequence[PlacedImage]) -> 
         images: In the order of their offsets; they do not overlap.
 
     Returns:
-        [T, 3] int32 positions in time, height and width, and the position of the next token. Example: a text token, an
-        image of 1 × 2 × 1 merged patches and a text token, with ``start=5``, give the positions (5, 5, 5), (6, 6, 6),
-        (6, 7, 6) and (8, 8, 8), and the next position 9.
+        [T, 3] int32 positions in time, height and width, and the position of the next token. Example with ``start=5``:
+        a text token, an image of 1 × 2 × 1 merged patches and a text token have the positions (5, 5, 5), (6, 6, 6),
+        (6, 7, 6) and (8, 8, 8). The next position is 9.
     """
     positions, done = np.empty((num_tokens, 3), dtype=np.int32), 0
     for placed in images:
@@ -165,9 +165,8 @@ def group_columns(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return the image columns of a group, and its token columns `IMAGE_ROWS` and `POSITIONS`.
 
-    Equal images are stored once.
-
-    The arguments have one entry per turn of the group. Parents come before their children; the parent of a root is -1.
+    Equal images are stored once. Each argument has one entry per turn. Parents come before their children; the parent
+    of a root is -1.
     """
     distinct: dict[str, tuple[int, Image]] = {}
     rows, positions, ends, num_rows = [], [], [], 0
@@ -233,7 +232,7 @@ class PixelFormat:
 
     @property
     def pixels_per_patch(self) -> int:
-        """Values of one patch: 3 channels of patch size²."""
+        """Number of values of one patch, 3 · patch size²."""
         return 3 * self.patch_size**2
 
     def features(self, pixels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Restarts a component of a run whenever it fails. The time between two restarts is a *life* of the component.
+"""Restarts a component of a run whenever it fails. A *life* of the component is the time between two restarts.
 
     begin ──▶ watch ──raises──▶ end ──▶ pause ──▶ begin ──▶ watch …
       └─────── raises ───────────▲

@@ -80,7 +80,7 @@ class RolloutBuffer(Protocol):
         ...
 
     async def hand_on_request(self) -> list[tuple[int, int]]:
-        """Wait until another worker would finish some groups sooner; return the (group_id, attempt) of each group.
+        """Wait for groups that another worker would finish sooner; return the (group_id, attempt) of each group.
 
         The worker must save and release these groups. The buffer then leases them to a faster worker.
         """
@@ -139,8 +139,8 @@ class ControlBuffer(Protocol):
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> Sequence[GroupSummary]:
         """Queue prompts. Waits while the queue is full. Idempotent per group id.
 
-        With ``wants_outcomes``, the call returns the groups that workers finished since the last such call, including
-        filtered groups. Otherwise it returns nothing. Without prompts, the call does not wait.
+        With ``wants_outcomes``, the call returns the groups that workers finished since the last call with it, also
+        filtered groups. Otherwise the call returns no groups. Without prompts, the call does not wait.
         """
         ...
 
@@ -204,26 +204,26 @@ class ControlBuffer(Protocol):
         """Set the learner back to the ``version`` of a checkpoint; ``incarnation`` is its new incarnation. Idempotent.
 
         The buffer withdraws all offers, revokes running attempts, and drops groups and saved prefixes with a token of a
-        later version. Engines get new leases after they load weights of the new learner. The caller must enqueue the
-        prompts again that finished after the checkpoint.
+        later version. Engines get new leases after they load weights of the new learner. The caller must enqueue again
+        the prompts of groups that finished after the checkpoint.
         """
         ...
 
     async def resume(self, version: int, *, key: str, tokens_generated: int) -> None:
-        """Begin a new life of the run at a checkpoint, as `rewind` does; the learner's incarnation is 0. Idempotent.
+        """Set the buffer of a resumed run to a checkpoint, as `rewind` does, with incarnation 0. Idempotent.
 
         Args:
             version: Learner version of the checkpoint.
             key: Name of the checkpoint, as in `checkpoint`.
-            tokens_generated: Policy tokens that all lives generated up to the checkpoint. Tokens that the restored
+            tokens_generated: Policy tokens that the run generated up to the checkpoint. Tokens that the restored
                 account lacks count as dropped for the reason ``resume``.
         """
         ...
 
     async def checkpoint(self, folder: Path, version: int, *, key: str) -> Any:
-        """Write the state that a new life needs to ``folder``, an absolute path. Returns when the folder is complete.
+        """Write the state for `resume` to ``folder``, an absolute path. Return when the folder is complete.
 
-        The steps before ``version`` must be planned or committed. ``key`` is a random text that names the checkpoint.
+        The steps before ``version`` must be planned or committed. ``key`` is a random name for the checkpoint.
         """
         ...
 
@@ -261,10 +261,9 @@ class LearnerPort(Protocol):
         ...
 
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool, parts: Sequence[str] = ()) -> Awaitable[str]:
-        """Save a checkpoint of ``version`` with the run's state ``run``; ``wait`` waits until it is complete.
+        """Save a checkpoint of ``version`` with the run's state ``run``. With ``wait``, wait until it is complete.
 
-        ``parts`` names the entries of the checkpoint that other processes write. The checkpoint is complete when they
-        exist.
+        ``parts`` names the entries that other processes write. The checkpoint is complete when these entries exist.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Receipts: one JSON line for each act of a process with policy tokens or weights, in the run's ``receipts/``.
+"""Writes receipts to the run's ``receipts/``: one JSON line for each act on policy tokens or weights.
 
 A process calls `start` once, and then `note`. ``asyncrl audit`` compares the lines of all processes.
 """
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "receipts"
 DIGEST_BITS = 62
-"""Digests are added modulo 2 to this power."""
+"""Sums of digests are modulo 2**`DIGEST_BITS`."""
 
 
 class Act(StrEnum):
@@ -97,10 +97,8 @@ def counts_of(versions: np.ndarray) -> dict[str, int]:
 def token_digest(group_id: int, trajectory: int, token_ids: np.ndarray) -> int:
     """Return the digest of the tokens of one sampled turn, in [0, 2**`DIGEST_BITS`).
 
-    Digests of several turns are added.
-
-    It depends on the group, the trajectory, the tokens and their order (SplitMix64, Steele et al., OOPSLA 2014).
-    ``token_ids``: [T] int32.
+    The digest depends on the group, the trajectory, the tokens and their order (SplitMix64, Steele et al., OOPSLA
+    2014). The digest of several turns is the sum of their digests. ``token_ids``: [T] int32.
     """
     owner = (group_id << 16 ^ trajectory) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
     mixed = np.arange(len(token_ids), dtype=np.uint64) << np.uint64(32) | token_ids.astype(np.uint32)

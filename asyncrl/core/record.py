@@ -1,7 +1,7 @@
-"""The profile of each process: spans, levels and group stamps, in one append-only file per process.
+"""Writes the profile of a process: spans (intervals), levels (counts) and stamps (events of prompt groups).
 
-A process calls `start` once; then `span`, `level` and `stamp` record from any thread. A separate thread writes the
-records every 50 ms.
+Each record has a *lane*, the name of the process or of a part of it. `span`, `level` and `stamp` are thread-safe. A
+separate thread writes the records every 50 ms.
 
 The file ``<process>@<host>-<pid>.msgpack`` is a stream of msgpack arrays. The first item of each array is its `Tag`.
 Times are integer nanoseconds of the process's monotonic clock. `clock` records the offset to the buffer server's clock.
@@ -44,9 +44,9 @@ class ProfileConfig:
 
     Attributes:
         enabled: Record spans, levels and group stamps in the run's ``profile/``.
-        advice: After the last step, replay the record to find one option that would have made the run faster.
+        advice: After the last step, simulate the run to find one option that would have made it faster.
         torch_steps: Learner steps with a torch.profiler trace per rank. Example: ``[10, 11]``.
-        max_file_bytes: Maximum size of a process's file; further records are dropped and counted.
+        max_file_bytes: Maximum size of a process's file. Later records are dropped and counted.
         directory: Folder of the files; the run sets it to its ``profile/``. If it is empty, nothing is recorded.
     """
 
@@ -191,14 +191,14 @@ class OpenSpan:
 
 
 NO_SPAN = OpenSpan(None, 0)
-"""A closed span."""
+"""A span that records nothing."""
 
 
 class Recorder:
     """Records the spans, levels and stamps of one process in its own file.
 
-    The queue holds at most 8 MiB, and the file at most ``max_file_bytes``. The recorder drops and counts further
-    records. After a write error it logs one warning and stops.
+    The queue holds at most 8 MiB, and the file at most ``max_file_bytes``. The recorder drops and counts records
+    above these limits. After a write error, the recorder logs one warning and stops.
 
     Args:
         directory: Folder of the file; created if it is missing.
@@ -234,7 +234,7 @@ class Recorder:
         self._wakes, self._ends = threading.Event(), threading.Event()
         host = host or socket.gethostname()
         directory.mkdir(parents=True, exist_ok=True)
-        # A process may start and stop recording several times.
+        # If the process records again after a stop, it writes a new file.
         names = (f"{process}@{host}-{os.getpid()}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 10_000))))
         self._path = next(path for name in names if not (path := directory / f"{name}.msgpack").exists())
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o644)
@@ -372,8 +372,8 @@ _recorder: Recorder | None = None
 def start(config: ProfileConfig, *, process: str, pool: Pool) -> None:
     """Start to record this process, unless it already records or the options disable recording.
 
-    The process also writes `receipts`, and its `stacks` when another process asks, independently of the options. If the
-    folder is not writable, the run continues without recording and logs a warning.
+    If the folder is not writable, the run logs a warning and continues without recording. The process also starts
+    `receipts` and `stacks`, even if recording is disabled.
     """
     global _recorder
     if config.directory:
@@ -400,7 +400,7 @@ def stop() -> None:
 
 
 def current() -> Recorder | None:
-    """Return this process's recorder, or None. Check it before computing values that only a record needs."""
+    """Return this process's recorder, or None if the process does not record."""
     return _recorder
 
 
@@ -439,7 +439,7 @@ def torch_trace_name(step: int, role: str, rank: int | str) -> str:
 
 @cache
 def clock_id() -> str:
-    """Return the name of this process's monotonic clock. Processes on a machine share it until a reboot."""
+    """Return the name of this process's monotonic clock. Processes with the same name share one clock."""
     parts = []
     with suppress(OSError):
         parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/time")]

@@ -16,7 +16,7 @@ E = TypeVar("E")
 
 
 class Registry(Generic[T]):
-    """Named implementations for one option. Error messages contain the option's name. Example: ``algorithm.loss``."""
+    """The named implementations for one option, such as ``algorithm.loss``."""
 
     def __init__(self, option: str) -> None:
         self.option = option

@@ -144,8 +144,8 @@ class StepDeadline:
     async def within(self, pending: Awaitable[T], kind: str, what: str, option: str) -> T:
         """Await a result, as the function `within` does, with the deadline of this kind of call.
 
-        If ``pending`` has ``queued_s``, the measured duration begins at that time. Otherwise a caller that starts to
-        wait late would shorten the next deadline too much.
+        If ``pending`` has ``queued_s``, the measured duration begins at that time. Otherwise a late wait would shorten
+        the next deadline too much.
         """
         began_s = getattr(pending, "queued_s", time.monotonic())
         timeout_s = self.seconds(kind)
@@ -167,7 +167,7 @@ def translated(error: Exception) -> Exception:
     while isinstance(cause, RayTaskError):
         cause = cause.cause
     if isinstance(cause, ObjectLostError):
-        return WorkerDiedError(f"a worker's node died, and with it a result that had not come. {cause}")
+        return WorkerDiedError(f"a worker's node died, and its result is lost. {cause}")
     identity = identities.get(str(cause.actor_id)) if isinstance(cause, RayActorError) else None
     return error if identity is None else death_of(identity, str(cause))
 
@@ -185,7 +185,7 @@ def death_of(identity: WorkerIdentity, reason: str) -> WorkerDiedError:
 
 
 def late_workers(refs: Sequence[Any]) -> str:
-    """Name the workers of missing results, and show the end of the first such worker's log."""
+    """Return a message with the workers of missing results, and the end of the log of the first one."""
     import ray
 
     late = set(ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)[1])
@@ -197,13 +197,13 @@ def late_workers(refs: Sequence[Any]) -> str:
 
 
 _TICK_S = 0.5
-"""A wait counts its seconds in ticks of this length. Therefore at most one tick counts while a process is stopped."""
+"""Waits count time in ticks of this length. While the process is stopped, at most one tick counts."""
 NUM_TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 
 
 async def process_end(pid: int) -> None:
-    """Wait until a process of this machine has ended. It need not be a child. A zombie counts as ended."""
+    """Wait until a process of this machine has ended; it may be any process. A zombie counts as ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,7 +1,6 @@
 """The stacks of all threads of a run's processes, written when a deadline is missed.
 
-The signal handler is C code (`faulthandler`), so it also runs while the process is blocked in a library or holds the
-GIL.
+The signal handler is C code (`faulthandler`), so it also runs while a library blocks the process or holds the GIL.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ _SIGNAL = signal.SIGUSR2
 _ANSWER_S = 0.25
 """Seconds for the processes to write their stacks. After this, the caller may kill them."""
 _REST_S = 10.0
-"""Shortest time in seconds between two requests of a process for stacks. Many calls can miss deadlines at once."""
+"""Shortest time in seconds between two requests of a process for stacks, because many calls can miss deadlines at once.
+"""
 
 _file: TextIO | None = None
 _asked_s = -_REST_S
@@ -51,7 +51,7 @@ def listen(run_dir: Path, process: str) -> None:
 
 
 def stop() -> None:
-    """Stop listening. Remove empty stack files, also those of ended processes."""
+    """Stop listening. Remove the empty stack files of this process and of ended processes."""
     global _file
     if _file is None:
         return

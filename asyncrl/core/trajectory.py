@@ -23,7 +23,7 @@ ROOT = -1  # parent index of a root turn
 UNVERSIONED = -1  # version of a token that the policy did not sample
 
 TURN_DTYPE = np.dtype([(name, "<i4") for name in ("trajectory", "parent", "num_tokens", "sampled", "finish_reason")])
-"""A turn's row.
+"""One row per turn.
 
 - trajectory: index of the trajectory, or `SHARED`.
 - parent: index of the parent, or `ROOT`.
@@ -105,7 +105,8 @@ class Branch:
 
     Attributes:
         turns: Indices of the turns, from the root to the leaf.
-        trained: The sampled turns that are not in an earlier branch. The loss mask includes only these turns.
+        trained: The sampled turns that are not in an earlier branch; none for a baseline. The loss mask includes only
+            these turns.
     """
 
     trajectory: int
@@ -182,7 +183,7 @@ class TrajectoryGroup:
             image_columns=image_columns,
         )
         group.check()
-        _ = group.summary  # a put sends the summary; computed here, while the columns are in the processor's cache
+        _ = group.summary  # computed for the put while the columns are in the processor's cache
         return group
 
     def check(self) -> None:
@@ -303,7 +304,7 @@ class TrajectoryGroup:
     @property
     def policy_versions(self) -> np.ndarray:
         """Versions of the tokens that the policy wrote, [n] int32, without baselines."""
-        is_left_out = np.append(self.is_baseline, False)[self.turns["trajectory"]]  # `SHARED` is the last entry
+        is_left_out = np.append(self.is_baseline, False)[self.turns["trajectory"]]  # `SHARED` = -1 selects False
         versions = self.versions[~np.repeat(is_left_out, self.turns["num_tokens"])]
         return versions[versions != UNVERSIONED]
 
@@ -390,7 +391,7 @@ class TrajectoryGroup:
     def earned(self) -> list[float]:
         """Reward of each sampled turn plus the rewards of the given turns directly after it, [M] float.
 
-        Given turns have 0. The reward of a given turn without a sampled ancestor counts as outcome.
+        The value of a given turn is 0. The reward of a given turn without a sampled ancestor is in no value.
         """
         earned = [0.0] * len(self.turns)
         if "turn_rewards" in self.turn_columns:
@@ -461,7 +462,7 @@ class TrajectoryGroup:
 
     @cached_property
     def summary(self) -> GroupSummary:
-        """The metadata of the group. A put sends it in the header."""
+        """The metadata of the group."""
         lengths, branch_tokens, num_branches = self._counts()
         sampled = [row for row in self._rows[1:] if row[3]]
         if "baseline" in self.trajectory_columns:
@@ -558,7 +559,7 @@ def _skeleton_of(turn: Turn, trajectory: int, parent: int) -> tuple[int, int, in
 
 
 def _token_columns(turns: Sequence[Turn]) -> dict[str, np.ndarray]:
-    """Concatenate the token columns of all turns; zeros where a turn lacks a column."""
+    """Concatenate the token columns of all turns. Use zeros where a turn lacks a column."""
     columns = {
         name: np.concatenate([getattr(turn, name) for turn in turns], dtype=dtype)
         for name, dtype in _TOKEN_COLUMNS.items()

@@ -1,7 +1,7 @@
 """The records that the rollout fleet, the replay buffer, the learner group and the controller exchange.
 
-Arrays are numpy arrays, so that the buffer and the fleet do not need torch. Letters: P prompt tokens, G trajectories of
-a prompt group.
+Arrays are numpy arrays, because the buffer and the fleet do not load torch. P is the number of prompt tokens, and G the
+number of trajectories of a prompt group.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSummary:
-    """Metadata of a stored group for ledger and controller, without the tokens.
+    """Metadata of a stored group for the ledger and the controller, without the tokens.
 
     Attributes:
         group_id: As in `Prompt`; ``attempt``: as in `Lease`.
@@ -99,11 +99,10 @@ class GroupSummary:
         rewards: [G] floats: outcome plus rewards of turns, per trajectory.
         branch_tokens: [G] ints, tokens of all branches of each trajectory, including the prompt of each branch. Empty
             if every trajectory has a single branch.
-        num_branches: [G] ints, number of branches of each trajectory; empty if ``branch_tokens`` is.
+        num_branches: [G] ints, number of branches of each trajectory; empty if ``branch_tokens`` is empty.
         num_truncated: Trajectories with a turn that reached the length limit, without baselines.
         metrics: Name and mean of each metric of the trajectories, without baselines.
-        has_unlike_turns: Whether turns have rewards that differ between trajectories or belong to several branches of a
-            trajectory.
+        has_unlike_turns: True if turns have rewards, and the trajectories differ in these rewards or have branches.
         digest: `receipts.token_digest` of the tokens that the policy wrote, without baselines.
         num_uses: Number of earlier learner steps that trained on the group.
     """
@@ -152,8 +151,7 @@ class Plan:
 class TokenAccount:
     """The token account: generated = trained + dropped + buffered + in_flight.
 
-    At the first use of its group, a token counts as trained. At each further use it counts in ``reused``, which is not
-    in this sum.
+    At the first use of its group, a token counts as trained. Each further use counts in ``reused``, outside this sum.
     """
 
     generated: int
@@ -249,12 +247,11 @@ class WeightOffer:
             Example: ``"10.0.0.5:41234"``.
         digest: Digest of the manifest's bytes, by `digest_of`.
         num_bytes: Bytes of all tensors; for an adapter, including the frozen weights. Deadlines depend on this number.
-        kind: The engine's host converts a delta to a full version before loading. An engine applies an adapter to the
-            frozen weights.
+        kind: Content of the version. The engine's host converts a delta to a full version before loading.
         base_version: The version below a delta; `FROZEN` for an adapter, None for a full version.
         incarnation: Number of restarts of the learner from a checkpoint so far. The same version may have different
             weights in two incarnations.
-        access: Keys of the sender, which messages do not show; empty without a sender.
+        access: Keys of the sender; empty without a sender. ``repr`` does not show them.
     """
 
     version: int

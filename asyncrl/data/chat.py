@@ -22,8 +22,8 @@ def read_messages(
 ) -> list[tuple[Message, ...]]:
     """Return the messages of each row, after the ``system_prompt`` if there is one.
 
-    Each message has a role. Its content is text; only a message with tool calls may lack it. If ``has_images``, the
-    content may also be a list of text and image parts. The function keeps other fields for the template.
+    Each message has a role. Its content is text. Only a message with tool calls may have no content. If ``has_images``,
+    the content may also be a list of text and image parts. All other fields are kept for the chat template.
 
     Raises:
         ValueError: a value is not a list of messages, or begins with a system message although ``system_prompt`` is
@@ -79,7 +79,7 @@ def _part(part: Any, where: str) -> Message:
 
 
 def fill_images(messages: Sequence[Message], images: Any, where: str) -> tuple[Message, ...]:
-    """Replace each mark ``<image>`` in the texts of messages by the next image of the row, without reading it.
+    """Replace each mark ``<image>`` in the messages by the next image of the row. The image is not read yet.
 
     Raises:
         ValueError: the number of marks is not the number of images.
@@ -181,7 +181,7 @@ def render_chat(
     add_generation_prompt: bool,
     tools: Sequence[Message] = (),
 ) -> str:
-    """Render one conversation with its tools to text; ``where`` names its file, row and column in errors.
+    """Render a conversation with its tools to text. ``where`` names the file, row and column in errors.
 
     Raises:
         ValueError: the template refuses the conversation.

@@ -11,7 +11,7 @@ from .samplers import UNIFORM
 
 
 class OverlongPrompts(StrEnum):
-    """What happens to a prompt longer than ``max_prompt_tokens``: an error, or the run leaves it out and counts it."""
+    """Treatment of a prompt longer than ``max_prompt_tokens``: an error, or the run skips and counts it."""
 
     error = "error"
     filter = "filter"
@@ -127,7 +127,7 @@ class DataConfig:
 
 
 def check_prompt_format(section: str, options: Any) -> None:
-    """Check ``prompt_key`` and the options of the chat template in a section of the options. Raises `ValueError`."""
+    """Raise `ValueError` if ``prompt_key`` or the chat template's options of a section are wrong."""
     if not options.prompt_key:
         raise ValueError(f"{section}.prompt_key must name a column, got an empty string; 'prompt' is usual")
     for name in ("chat_template_kwargs", "system_prompt", "tools_key"):
@@ -145,7 +145,7 @@ def check_prompt_format(section: str, options: Any) -> None:
 
 
 def check_key(option: str, key: str) -> None:
-    """Check the name of a column; an empty name stands for no column. Raises `ValueError`."""
+    """Raise `ValueError` if ``key`` is not the name of a column. An empty name means no column."""
     if key and not all(key.split(".")):
         raise ValueError(
             f"{option} must be a column name, got {key!r}; write a nested column as outer.inner, "

@@ -29,7 +29,7 @@ class Demonstration:
 
 @dataclass(frozen=True, kw_only=True)
 class DemonstrationFormat:
-    """Columns and format of the rows; the attributes are those of `asyncrl.config.WarmStartConfig`."""
+    """Columns and format of the rows. `asyncrl.config.WarmStartConfig` describes the attributes."""
 
     prompt_key: str
     response_key: str
@@ -75,7 +75,7 @@ def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokeniz
 
 
 _Stretch = tuple[Sequence[int], bool]
-"""Token ids (or their text), and whether they are learned."""
+"""Token ids, and whether the tokens are learned."""
 
 
 def _demonstration(parts: Sequence[_Stretch], where: str) -> Demonstration:
@@ -109,7 +109,7 @@ def _stretches(
     tokenizer: Tokenizer,
     tools: Sequence[Message],
 ) -> list[tuple[str, bool]]:
-    """Render the conversation up to its last assistant turn, split at the beginning and end of assistant turns."""
+    """Render the conversation up to the last assistant turn. Split it at the start and end of assistant turns."""
     kwargs = dict(form.chat_template_kwargs)
     done, stretches = "", []
     for turn, message in enumerate(messages):

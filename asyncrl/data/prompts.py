@@ -1,4 +1,4 @@
-"""The prompts of a run as token ids: an endless, seeded, resumable stream, and held-out prompts."""
+"""Prompts as token ids: an endless stream of training prompts, and a list of held-out prompts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PromptStream:
         """Read and tokenize the training files.
 
         If ``has_environment``, all prompts have messages. ``images`` is None for a text model. The stream reads image
-        files twice: first to count their tokens, and again when it returns their prompt.
+        files now, to count tokens, and again when it returns their prompt.
 
         Raises:
             ValueError: a file, row or column does not match ``config``. The message names it.
@@ -85,7 +85,7 @@ class PromptStream:
         return len(self._prompts)
 
     def take(self, count: int) -> list[Prompt]:
-        """Return the next ``count`` prompts; ``count`` >= 0."""
+        """Return the next ``count`` prompts. ``count`` must be >= 0."""
         self._position += count
         if self._sampler is not None:
             self._chosen += [self._choose(self._sampler) for _ in range(count)]
@@ -137,7 +137,7 @@ class PromptStream:
                 self._asked("note", self._sampler.note, self._chosen[group.group_id], group)
 
     def state(self) -> dict[str, Any]:
-        """Return the position, the sampler's state, the options, and the files with digests, as JSON values."""
+        """Return the state of the stream and of the sampler, as JSON values."""
         state = {
             "seed": self._seed,
             "position": self._position,
@@ -157,7 +157,7 @@ class PromptStream:
         """Continue from a saved state.
 
         Raises:
-            ValueError: the state belongs to other files or options. The message names the difference.
+            ValueError: the files or options differ from those of the saved state. The message names the difference.
         """
         now = self.state()
         needed = set(now) if state.get("sampler", UNIFORM) == self._sampler_name else set(now) - _OF_SAMPLER
@@ -205,7 +205,7 @@ def load_eval_prompts(
 ) -> list[Prompt]:
     """Read the first ``eval_max_prompts`` held-out prompts (0: all). The group id is the index in the list.
 
-    ``has_environment`` and ``images``: as in `PromptStream`.
+    `PromptStream` describes ``has_environment`` and ``images``.
     """
     if not config.eval_files:
         return []
@@ -228,7 +228,8 @@ class _PromptReader:
         if config.images_key and images is None:
             raise ValueError(
                 f"data.images_key is {config.images_key!r}, but the model has no vision tower that the learner trains, "
-                f"expected one of the families {', '.join(VISION_FAMILIES)}; set model.path to one, or leave it empty"
+                f"expected one of the families {', '.join(VISION_FAMILIES)}; set model.path to such a model, or leave "
+                "data.images_key empty"
             )
         self._config = config
         self._tokenizer = tokenizer
@@ -337,7 +338,7 @@ class _PromptReader:
 
 
 def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) -> list[str]:
-    """Read a column of strings. An empty ``key`` gives empty strings, and so does null if ``may_be_null``."""
+    """Read a column of strings. An empty ``key`` gives empty strings. Null is an empty string if ``may_be_null``."""
     if not key:
         return [""] * len(rows)
     values = rows.column(key) if may_be_null else rows.serializable_column(key)

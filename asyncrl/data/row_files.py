@@ -47,7 +47,7 @@ class Rows:
         """Return the values of a column. Dots separate the names of nested columns.
 
         Raises:
-            ValueError: a row has no such value.
+            ValueError: a row does not have this column.
         """
         return [self._value(index, key) for index in range(len(self))]
 
@@ -55,7 +55,7 @@ class Rows:
         """Return the values of a column after a check that msgpack can encode them.
 
         Raises:
-            ValueError: a value is missing or null, or msgpack has no type for it, such as a date.
+            ValueError: a value is missing or null, or msgpack cannot encode it. Example: a date.
         """
         values = self.column(key)
         for index, value in enumerate(values):
@@ -74,11 +74,11 @@ class Rows:
         """Return the values of a column of lists and mappings, after a check that msgpack can encode them.
 
         Parquet stores null for a missing field of a mapping. Therefore the method removes null fields from mappings of
-        parquet files. If ``is_json``, it decodes strings as JSON and keeps all their fields. Rows with equal values
-        share one object.
+        parquet files. If ``is_json``, the method decodes strings as JSON and keeps their null fields. Rows with equal
+        values share one object.
 
         Raises:
-            ValueError: a value is missing, not JSON, or msgpack has no type for it.
+            ValueError: a value is missing or not JSON, or msgpack cannot encode it.
         """
         known: dict[bytes, Any] = {}
         values = []

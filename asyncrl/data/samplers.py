@@ -1,4 +1,4 @@
-"""Samplers choose the row of the training files for each prompt group; `SAMPLERS` names them for ``data.sampler``.
+"""Samplers choose the row of the training files for each prompt group. ``data.sampler`` is a name in `SAMPLERS`.
 
 A sampler must not use a clock, or random numbers other than those from its seed. Its state is part of each checkpoint.
 """
@@ -36,7 +36,7 @@ class Sampler(Protocol):
         ...
 
     def note(self, row: int, group: GroupSummary) -> None:
-        """Take the outcome of a finished group of a row, even if a filter dropped the group.
+        """Use the outcome of a row's finished group. The call comes even if a filter dropped the group.
 
         The buffer may lose outcomes when its server restarts. If the fleet generates a group again, its outcome arrives
         again.
@@ -78,7 +78,7 @@ class WeightedSampler:
         """Do nothing: this sampler does not use outcomes."""
 
     def _next_source(self) -> str:
-        """Choose the source that is furthest below its share of prompts; on a tie, the first source."""
+        """Choose the source that is furthest below its share of prompts. In a tie, choose the first source."""
         source = min(self._weights, key=lambda name: (self._num_chosen[name] + 1) / self._weights[name])
         self._num_chosen[source] += 1
         return source
@@ -106,7 +106,7 @@ class WeightedSampler:
 
 @SAMPLERS.register("difficulty")
 class DifficultySampler(WeightedSampler):
-    """Prefers rows with a success rate near a target. Rates near 0.5 teach most; a lower target prefers harder rows.
+    """Prefers rows with a success rate near a target. Rates near 0.5 teach most. A lower target prefers harder rows.
 
     Each source has a *pool* of rows with an estimated success rate within ``width`` of ``target``. A finished group
     updates the estimate of its row, and the row enters or leaves the pool. A chosen row leaves the pool until its group

@@ -31,11 +31,11 @@ class Tokenizer(Protocol):
 def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
     """Return the tokenizer of a model directory. With ``chat_template`` it can render conversations.
 
-    The library ``tokenizers`` loads it if ``tokenizer.json`` is complete, otherwise transformers does.
+    Without ``chat_template``, the library ``tokenizers`` loads a plain fast tokenizer. Transformers loads all others.
     """
     file = Path(model_path, "tokenizer.json")
     settings = json.loads(Path(model_path, "tokenizer_config.json").read_text())
-    # Other tokenizer classes may add tokens of their own.
+    # Not for other tokenizer classes, because they may add special tokens that the file does not have.
     if not chat_template and settings.get("tokenizer_class") == _FAST and file.is_file():
         return _FastTokenizer(file)
     from transformers import AutoTokenizer

@@ -71,7 +71,7 @@ def models(setup: Setup, *, experts: bool) -> Measured:
 
 
 def kernels(setup: Setup) -> Measured:
-    """Compare each attention kernel with float32 attention and measure its speed. On the CPU, only name the default."""
+    """Compare the attention kernels with float32 attention and measure their speeds. On the CPU, report the default."""
     device, sizes = torch.device(setup.device), setup.sizes
     dtype = getattr(torch, setup.dtype)
     shape = AttentionShape(head_dim=sizes.head_dim, heads_per_kv_head=sizes.heads // sizes.kv_heads)
@@ -222,7 +222,7 @@ def train(
 
 
 def offload(setup: Setup, *, model: str) -> Measured:
-    """Move model and optimizer to the host and back; the values must stay the same."""
+    """Move model and optimizer to the host and back, and check that the values stay the same."""
     trainer = _trainer(setup, model, offload_at_transition_only=True)
     LearnerStep(trainer, policy_objective(AlgorithmConfig())).run(sequences_of(setup.sizes))
     policy = OffloadPolicy(trainer.config, trainer.head, trainer.optimizer)

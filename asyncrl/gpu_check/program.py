@@ -88,7 +88,7 @@ class Check:
 
     Attributes:
         name: Name for ``--only``.
-        run: Function that yields results. The seconds of a result begin at the previous result.
+        run: Function that yields results. The seconds of a result count from the previous result.
         needs: Required packages. If a package is missing, the check is skipped.
     """
 
@@ -227,7 +227,7 @@ def _saved_model(setup: Setup, *, experts: bool = False) -> str:
 def _variants(setup: Setup) -> list[tuple[int, int, bool | str, bool]]:
     """Return the variants: ranks, sequence-parallel ranks, activation checkpointing, compiling.
 
-    The first is the reference.
+    The first variant is the reference.
     """
     rows: list[tuple[int, int, bool | str, bool]] = [(1, 1, False, False), (1, 1, True, False)]
     if setup.device == "cuda":
@@ -266,7 +266,7 @@ def checkpoint(setup: Setup) -> Iterator[Result]:
 
 
 def serving(setup: Setup) -> Iterator[Result]:
-    """Check engines: output layer, log-probs, weights over each carrier, release of the device, damaged byte."""
+    """Check the output layer, log-probs, weight updates, release of the device, and refusal of damaged weights."""
     model = setup.model or _saved_model(setup)
     found = {}
     for head in ("float32", "bfloat16"):
@@ -278,7 +278,7 @@ def serving(setup: Setup) -> Iterator[Result]:
         if setup.num_gpus < tp_size:
             continue
         carriers = ["folder", "host_stream"]
-        if not is_cuda or setup.num_gpus > tp_size:  # NCCL needs a separate GPU for each member
+        if not is_cuda or setup.num_gpus > tp_size:  # NCCL needs one GPU per process
             carriers.append("engine_stream")
         for one in run_task(setup, "serving_tasks:serving", model=model, tp_size=tp_size, carriers=carriers):
             yield _served(setup, f"tp={tp_size}", one)
@@ -354,7 +354,7 @@ def results_of(check: Check, setup: Setup) -> Iterator[Result]:
             result = next(results)
         except StopIteration:
             return
-        except Exception as error:  # noqa: BLE001 - the next checks go on
+        except Exception as error:  # noqa: BLE001 - the next checks must run
             seconds = time.perf_counter() - began
             text = f"{type(error).__name__}: {error}"
             yield Result(name=check.name, state=State.failed, seconds=seconds, number=text, remedy="see its log")
@@ -386,7 +386,7 @@ def main() -> int:
         folder=str(folder.resolve()),
         timeout_s=arguments.timeout_s,
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that tasks and runs are stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the exit stops tasks and runs
     sys.stdout.write(f"checking {device} x {setup.num_gpus}; logs and report in {folder}\n")
     results = []
     for check in CHECKS:

@@ -1,4 +1,4 @@
-"""The checks that start whole training runs: the quickstart in separate pools, colocated, and with a killed engine."""
+"""Checks that run the quickstart: in separate pools, colocated, and with a killed engine."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from asyncrl.gpu_check.tasks import Setup, TaskFailed
 _SERVER = "sglang::scheduler"
 _TAIL_LINES = 12
 _STOP_S = 90.0
-"""Longest wait for a run to stop. It exceeds the run's own deadlines to save its policy and stop."""
+"""Longest wait for a run to stop. The run's own deadlines to save its policy and stop are shorter."""
 _NUM_STEPS = {"cuda": 40, "cpu": 6}
 
 
 def quickstart(setup: Setup, name: str, *overrides: str, kill_engine: bool = False) -> Iterator[dict[str, Any]]:
-    """Run the quickstart with some options. Yields values of its summary.
+    """Run the quickstart with some options. Yield values of the run's summary.
 
     ``kill_engine`` kills the scheduler of an engine after the first step. The run must continue.
 
@@ -60,7 +60,7 @@ def quickstart(setup: Setup, name: str, *overrides: str, kill_engine: bool = Fal
             raise TaskFailed(f"exit status {process.returncode}; the end of {log}:\n{tail}")
     finally:
         if process.poll() is None:
-            process.terminate()  # the run then ends its own processes
+            process.terminate()  # a run ends its own processes on SIGTERM
             try:
                 process.wait(_STOP_S)
             except subprocess.TimeoutExpired:

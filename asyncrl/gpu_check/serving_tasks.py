@@ -47,7 +47,7 @@ class _Pair:
         config = LearnerConfig(device=Device(setup.device), dtype=Dtype(dtype), max_tokens_per_micro_batch=4096)
         self.learner = PackedModel(config, ACTOR, model_path=model)
         self.is_alone = setup.device == "cuda" and setup.num_gpus > tp_size
-        if self.is_alone:  # the learner already has its GPU; this variable is for the engine's process
+        if self.is_alone:  # for the engine's process; the learner already has its GPU
             visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or "").split(",")
             devices = visible if len(visible) > tp_size else [str(number) for number in range(setup.num_gpus)]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[1 : 1 + tp_size])
@@ -101,7 +101,7 @@ class _Pair:
 
 
 async def serving(setup: Setup, *, model: str, tp_size: int, carriers: list[str]) -> AsyncIterator[dict[str, Any]]:
-    """Start one engine; measure its log-probs, weight updates, release of the device and a damaged byte."""
+    """Start one engine. Test its log-probs, weight updates, release of the device, and refusal of a damaged byte."""
     pair, began = _Pair(setup, model, tp_size), time.perf_counter()
     memory = Path(setup.folder, "memory")
     try:
@@ -202,7 +202,7 @@ def _free_bytes(pair: _Pair) -> int:
 
 
 async def _damage(pair: _Pair, memory: Path) -> dict[str, Any]:
-    """Change one byte of a published version. The engine must refuse it, and is unusable afterwards."""
+    """Change one byte of a published version. The engine must refuse the version, and is unusable afterwards."""
     publisher = _publisher(pair, Carrier.folder, "damage")
     stager = WeightStager("check-damage", memory=memory, copies=False, timeout_s=60.0)
     try:

@@ -1,4 +1,4 @@
-"""Runs one task of the check in its own processes, so that each task starts with an empty device.
+"""Runs each task of the check in new processes, because a task needs an empty device.
 
 A task is a function of `learner_tasks` or `serving_tasks`. Rank 0 prints each measurement as a line that begins with
 `MARK`.
@@ -23,7 +23,7 @@ from asyncrl.core.host import end_with_parent
 
 MARK = "@measured "
 _TAIL_LINES = 12
-_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # `learner.config.RENDEZVOUS_FILE`, without loading the learner
+_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # a copy; an import would load the learner
 
 
 class TaskFailed(Exception):
@@ -36,7 +36,7 @@ class Sizes:
 
     Attributes:
         hidden, mlp, heads, kv_heads, head_dim, layers, vocabulary: Sizes of the dense model.
-        moe_hidden, experts, expert_mlp: Sizes of the mixture of experts. Its other sizes are those of the dense model.
+        moe_hidden, experts, expert_mlp: Sizes of the mixture of experts. All other sizes equal the dense model's.
         head_vocabulary: Vocabulary of the log-prob check.
         length: Tokens of each sequence.
         num_steps: Measured learner steps.
@@ -60,7 +60,7 @@ class Sizes:
     num_new_tokens: int
 
     def budget(self, num_ranks: int) -> int:
-        """Return the token budget of a micro-batch per rank. A batch takes two or more micro-batches."""
+        """Return the token budget of a micro-batch per rank. A batch has at least two micro-batches."""
         return max(self.num_sequences * self.length // num_ranks // 2, self.length)
 
 
@@ -132,7 +132,7 @@ def run_task(setup: Setup, name: str, *, num_ranks: int = 1, **options: Any) -> 
     """Run ``module:function`` of this package on some ranks. Yields the measurements of rank 0 as they arrive.
 
     Raises:
-        TaskFailed: a rank failed, or the task missed its deadline. All its processes have ended.
+        TaskFailed: a rank failed, or the task missed its deadline. All processes of the task have ended.
     """
     lines: Queue[str | None] = Queue()
     ranks, logs = _start_ranks(setup, name, num_ranks, options)
@@ -147,7 +147,7 @@ def run_task(setup: Setup, name: str, *, num_ranks: int = 1, **options: Any) -> 
         codes = [process.wait() for process in ranks]
         if not stop.is_alive():
             raise TaskFailed(f"missed the deadline of {setup.timeout_s:g} s (--timeout-s); logs: {logs[0]}")
-        # Ranks that were killed after another rank's failure have the status -9.
+        # Report the rank that failed first. The ranks that were killed because of it have the status -9.
         for code, log in sorted(zip(codes, logs, strict=True), key=lambda pair: pair[0] == -9):
             if code:
                 tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
@@ -192,7 +192,7 @@ def _start_ranks(
 
 
 def _end_all_after(process: subprocess.Popen[str], ranks: list[subprocess.Popen[str]]) -> None:
-    """End the other ranks when one fails, because they would wait for it."""
+    """End all other ranks when one fails, because they would wait for the failed rank."""
     if process.wait():
         for other in ranks:
             other.kill()

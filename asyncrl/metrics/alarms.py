@@ -1,7 +1,7 @@
 """Alarms: conditions that stop or bias learning, waste devices, or will end the run.
 
-`Alarms` reads only the records of a run. A condition on steps must hold in `WINDOW` consecutive steps before its alarm
-begins, because a single batch may show it by chance.
+`Alarms` reads only the records of a run. An alarm on steps begins after `WINDOW` consecutive steps with its condition,
+because a single batch may meet it by chance.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_ENGINE_GAP = 0.1
 MAX_TRUNCATED = 0.2
 """Largest normal share of samples that reach the length limit."""
 MAX_LENGTH_BIAS = 0.25
-"""Largest normal difference between the mean lengths of dropped and trained samples, as a share of the trained."""
+"""Largest normal difference of the mean length of dropped samples from that of trained samples, as a share."""
 MIN_DROPPED_GROUPS = 20
 """Smallest number of dropped groups for an alarm of their length."""
 FULL = 0.95
@@ -50,12 +50,12 @@ class RunLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """A condition of a run, and its steps.
+    """A condition of a run, with its first and last step.
 
     Attributes:
         name: Name of the alarm in the metrics. Example: ``equal_rewards``.
         first_step: First learner step, or first evaluated policy version.
-        message: What was found, with numbers, and what to do.
+        message: The finding with its numbers, and a remedy.
         last_step: Last step with the condition; None while the alarm lasts.
     """
 
@@ -156,7 +156,7 @@ class Alarms:
         )
 
 
-# The conditions over a full window; each returns its message, or an empty text
+# Conditions over a full window. Each function returns the alarm's message, or an empty text
 
 
 def _equal_rewards(window: Sequence[StepRecord], _: RunLimits) -> str:

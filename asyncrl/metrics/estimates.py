@@ -28,8 +28,7 @@ class Estimate:
         """Estimate the mean of one value per prompt, for prompts drawn independently from a population.
 
         If every value is 0 or 1, the interval is Wilson's (doi 10.1080/01621459.1927.10502953). Otherwise it is the
-        seeded percentile bootstrap with 1,000 resamples of whole prompts, because the samples of one prompt are not
-        independent.
+        seeded percentile bootstrap with 1,000 resamples of whole prompts.
 
         Args:
             values: [N] floats, N >= 1. Example: 95 ones and 5 zeros give 0.95, from 0.888 to 0.978.
@@ -46,15 +45,15 @@ class Estimate:
             generator = np.random.default_rng(0)
             means = [generator.choice(array, len(array)).mean() for _ in range(_NUM_RESAMPLES)]
             low, high = np.quantile(means, (0.025, 0.975)).tolist()
-        return cls(mean=mean, low=min(low, mean), high=max(high, mean))  # rounding may exclude the mean
+        return cls(mean=mean, low=min(low, mean), high=max(high, mean))  # include the mean despite rounding
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """Return the unbiased estimate of the probability that one of k samples passes (arXiv 2107.03374, equation 1).
 
     Args:
-        num_samples: n, samples of the prompt.
-        num_passed: c, samples that pass.
+        num_samples: Samples of the prompt.
+        num_passed: Samples that pass.
         k: At most n. Example: if 1 of 4 samples passes, pass@2 is 1 - C(3, 2) / C(4, 2) = 0.5.
     """
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
@@ -69,7 +68,7 @@ class Evaluation:
         sampled: Mean reward at the training temperature, equal to the estimate ``mean@k``.
         greedy: Mean reward of greedy decoding.
         num_failed: Number of prompts with a failed reward; the means exclude them.
-        num_missing: Number of prompts without an answer after the loss of engines; the means exclude them.
+        num_missing: Number of prompts without an answer, because engines were lost; the means exclude them.
         incomplete: Reason for missing prompts by engine.
         estimates: Estimates by name: ``mean@k`` with all k samples, ``pass@1``, ``pass@2``, ``pass@4``, …, ``greedy``.
         by_source: Estimates per ``data_source``, if there are several.
@@ -99,7 +98,7 @@ class Evaluation:
 
     @property
     def shortfall(self) -> str:
-        """Text about failed and missing prompts for the end of a line; empty if there are none."""
+        """Text about failed and missing prompts, for the end of a line; empty without such prompts."""
         parts = [f"the reward failed on {self.num_failed}"] if self.num_failed else []
         if self.num_missing:
             why = "; ".join(f"engine {engine}: {reason.splitlines()[0]}" for engine, reason in self.incomplete.items())

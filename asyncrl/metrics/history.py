@@ -1,4 +1,4 @@
-"""The metrics of the earlier lives of a run. A resumed run copies them into its own folder."""
+"""Reads the metrics of a run's earlier lives (`life_record`). A resumed run copies them into its own folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class History:
     """Steps and evaluations before a checkpoint, in order.
 
     Attributes:
-        steps: Records of the steps before the checkpoint's version; ``evaluations`` likewise.
+        steps: Records of the steps before the checkpoint's version.
     """
 
     steps: Sequence[StepRecord] = ()
@@ -27,7 +27,7 @@ def read_history(run_dir: Path, version: int) -> History:
     """Return the history in a run's folder before a checkpoint of ``version``.
 
     Raises:
-        ValueError: there are no metrics, or this version of asyncrl did not write a line.
+        ValueError: there are no metrics, or a line is not a record of this version of asyncrl.
     """
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
@@ -43,7 +43,7 @@ def read_records(run_dir: Path) -> History:
     """Return all steps and evaluations in a run's folder. A missing file counts as empty.
 
     Raises:
-        ValueError: this version of asyncrl did not write a line. The message names the line.
+        ValueError: a line is not a record of this version of asyncrl. The message names the line.
     """
     steps = _lines(run_dir / "metrics.jsonl", "step", "reward", "lag_mean", "equal_reward_groups")
     evaluations = _lines(run_dir / "evaluations.jsonl", "policy_version", "greedy", "estimates")

@@ -1,4 +1,4 @@
-"""The record of a life: ``life.json`` in the run folder of each process of ``asyncrl train``."""
+"""The file ``life.json`` of a life of a run. A life is one ``asyncrl train`` process, with its own run folder."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def read_life(run_dir: Path) -> LifeRecord | None:
 
 
 def lives_until(run_dir: Path) -> Sequence[tuple[Path, LifeRecord]]:
-    """Return the life in a folder and the lives before it, oldest first. A missing folder ends the search."""
+    """Return the life in a folder and all lives before it, oldest first. The search ends at a missing folder."""
     found: list[tuple[Path, LifeRecord]] = []
     folder: Path | None = run_dir.resolve()
     while folder is not None and (record := read_life(folder)) is not None:

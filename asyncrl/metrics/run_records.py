@@ -57,8 +57,8 @@ class StepRecord:
         publish_s: Seconds of the last weight publish on the slowest engine.
         buffer_fill: Bytes of the stored groups, as a share of the limit of all stores.
         buffer_on_disk: Share of these bytes that are only on disk; 0 without ``buffer.max_memory_bytes``.
-        slowest_engine: Policy tokens of the slowest engine over the last steps, as a share of the median engine's; 1
-            with fewer than two engines.
+        slowest_engine: Recent policy tokens of the slowest engine, as a share of the median engine's; 1 with fewer than
+            two engines.
         free_disk_bytes: Free bytes on the disk of the run's folder.
         learner: Metrics of the learner by name (loss, grad_norm, clip_fraction, …).
         metrics: Metrics of the trajectories by name, as means over the batch's groups. Example: ``reward.NAME``.
@@ -153,7 +153,7 @@ class PoolUse:
         capacity: Ranks of the learner, or samples that the fleet can generate at a time.
         busy_s: Busy time in seconds times capacity.
         idle_s: Idle time by cause, in the same unit. ``busy_s`` plus all idle time is capacity × time.
-        recent: Share of the time of the last steps, by cause of idle time and for `BUSY`.
+        recent: Shares of the time of the last steps, for `BUSY` and by cause of idle time.
     """
 
     name: str
@@ -217,8 +217,8 @@ def summary_document(
 
     - ``total_steps`` is the configured number of steps; a stopped run has fewer.
     - ``before`` and ``after`` are the evaluations of version 0 and of the final version.
-    - ``restarts`` counts the restarts by component; ``batches`` counts batches that were planned again.
-    - ``wall_s`` has the seconds ``total``, and the seconds ``start`` until the first step could begin.
+    - ``restarts`` counts the restarts by component, and under ``batches`` the batches that were planned again.
+    - ``wall_s`` has the ``total`` seconds, and the seconds until the first step could begin as ``start``.
     - ``overlap`` is None without a profile.
     - ``advice`` is None if no other option would have made the run faster.
     """
@@ -254,11 +254,11 @@ class DiskError(AsyncRLError):
 class MetricsWriter:
     """Writes each record as a line of ``metrics.jsonl`` and as TensorBoard scalars.
 
-    When the learner returns to a checkpoint, the lines of lost steps move to ``metrics.lost.jsonl``, and the
-    evaluations of lost versions to ``evaluations.lost.jsonl``.
+    When the learner returns to a checkpoint, the lost lines move to ``metrics.lost.jsonl`` and
+    ``evaluations.lost.jsonl``.
 
     Attributes:
-        steps: The written records, without lost ones; ``evaluations`` likewise.
+        steps: The written records, without lost steps.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -339,7 +339,7 @@ class ScalarEvents:
         self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
     def go_back(self, step: int) -> None:
-        """Continue in a new file. TensorBoard then ignores scalars of this and later steps in older files."""
+        """Begin a new file. TensorBoard then ignores the scalars of ``step`` and later steps in older files."""
         self._file.close()
         self._file = self._open()
         start = self._log(status=self._log.START)

@@ -1,6 +1,6 @@
-"""The user's view of a run: a live view on a terminal, plain lines otherwise.
+"""The user's view of a run: a live view on a terminal, otherwise plain lines.
 
-Without a terminal, the view writes a line when a component is ready, and every few seconds during training.
+The view also writes a line when a component is ready. Without a terminal, it writes a line every few seconds.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class TerminalView:
             self.say("  ".join(f"{name} {value}" for name, value in self._cells(record)))
 
     def use(self, use: RunUse) -> None:
-        """Show the use of the pools until the next call."""
+        """Show this use of the pools until the next call."""
         self._use = use
 
     def evaluation(self, evaluation: Evaluation) -> None:

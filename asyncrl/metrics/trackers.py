@@ -28,7 +28,7 @@ _LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _PUBLISH_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 Event = StepRecord | Evaluation | RunUse
-"""An event that a tracker records: a finished learner step, a held-out evaluation, or the use of the pools so far."""
+"""A finished learner step, a held-out evaluation, or the use of the pools so far."""
 
 
 class Tracker(Protocol):
@@ -161,7 +161,7 @@ def numbers_of(event: Event) -> dict[str, float]:
 class WandbTracker:
     """Weights & Biases, configured by its environment variables; ``WANDB_MODE=offline`` writes into the run's folder.
 
-    The x axis is ``step`` for steps and ``policy_version`` for evaluations, because these arrive in any order.
+    The x axis is ``step`` for steps, and ``policy_version`` for evaluations.
     """
 
     keeps_history = True
@@ -187,13 +187,13 @@ class WandbTracker:
     def close(self) -> None:
         """Send the remaining metrics and end the tracked run."""
         self._run.finish()
-        self._teardown()  # otherwise wandb's service process would outlive the run
+        self._teardown()  # ends wandb's service process
 
 
 class MlflowTracker:
     """MLflow at ``MLFLOW_TRACKING_URI``; without that variable, a database in the run's folder.
 
-    Some of MLflow's stores refuse values that are not finite, so the tracker leaves them out.
+    The tracker omits values that are not finite, because some stores of MLflow refuse them.
     """
 
     keeps_history = True
@@ -237,7 +237,7 @@ class MlflowTracker:
 class PrometheusTracker:
     """Serves ``http://ADDRESS/metrics`` without a password. With port 0 the system chooses ``port``.
 
-    Counters begin at 0 in each life, as Prometheus expects.
+    Counters begin at 0 in each process of the run, as Prometheus expects.
 
     Raises:
         ValueError: the address is invalid or not available.
@@ -335,7 +335,7 @@ class PrometheusTracker:
         self._thread.join()
 
     def _raise(self, counter: Any, value: float, *labels: str) -> None:
-        """Raise a counter to a total. If the total falls, the counter keeps its value."""
+        """Set a counter to a total. If the total is lower, the counter keeps its value."""
         key = (id(counter), *labels)
         rise = value - self._last.get(key, 0.0)
         child = counter.labels(*labels) if labels else counter

@@ -1,1 +1,1 @@
-"""Predicts the effect of other options: scenarios, the simulation of a run, and advice (docs/planning.md)."""
+"""Predicts the effect of options on the speed of a run, by simulation (docs/planning.md)."""

@@ -1,4 +1,4 @@
-"""Derives a scenario from a recorded run. It removes the recorded waits, because the simulation computes the waits."""
+"""Derives a scenario from a recorded run, without the recorded waits. The simulation computes the waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Calibration:
 
     Attributes:
         scenario: The speeds and lengths of the run, with the options of the run.
-        num_faults: Number of failed attempts, plus engines that are down at the end, plus lost records.
+        num_faults: Sum of failed attempts, lost records, and engines that are down at the end.
         notes: Sentences about values that the record does not contain.
     """
 
@@ -90,7 +90,7 @@ def calibrate(trace: Trace, config: RunConfig) -> Calibration:
 class _Batch:
     """A batch of an in-process engine. ``start`` and ``end`` are in nanoseconds; ``longest`` is in tokens.
 
-    ``token_s`` is the seconds of a decoding step. Without recorded first tokens, the whole batch counts as decoding.
+    ``token_s`` is the time of a decoding step, in seconds.
     """
 
     start: int
@@ -105,7 +105,7 @@ class _Batch:
 
     @property
     def fixed_s(self) -> float:
-        """Seconds in addition to the decoding steps."""
+        """Seconds of the batch outside the decoding steps."""
         return max(0.0, self.duration_s - self.longest * self.token_s)
 
     @classmethod
@@ -181,7 +181,7 @@ class _Reading:
     def on_host(self, scenario: Scenario) -> Scenario:
         """Add the shared cores of one host to the scenario, from the recorded CPU times of the processes.
 
-        The calibration assumes, as the simulation does, that overlapping activities share the engines' core equally.
+        Like the simulation, this method assumes that overlapping activities share the engines' core equally.
         """
         num_steps, num_groups = len(self._updates), len(self.trained)
         rank_s = self._cpu_s(Pool.learner) / max(1, len(self._trace.lanes(Pool.learner)))
@@ -200,7 +200,7 @@ class _Reading:
         load_s, settle_s, batch_s = fair_shares(loads, settled, batches)
         waited_s = sum(batch.duration_s for batch in self._batches) - batch_s
         engine, learner = scenario.engine, scenario.learner
-        used = min(1.0, rank_s / self._step_s)  # the rank's share of its core; other processes used the rest
+        used = min(1.0, rank_s / self._step_s)  # share of the update that the rank computed on its core
         return replace(
             scenario,
             settle_s=0.0,
@@ -281,7 +281,7 @@ class _Reading:
         return tokens
 
     def plan_s(self) -> float:
-        """Return the median seconds from a planned batch and free ranks to the start of the batch's update."""
+        """Return the median seconds until an update starts, after its batch is planned and the ranks are free."""
         planned = {life.step: life.time(GroupEvent.planned) for life in self.trained}
         free_at = {span.version: span.end for span in self._during(SpanKind.publish_copy)}
         gaps = []
@@ -295,7 +295,7 @@ class _Reading:
     # The engines
 
     def engine(self, base: EngineModel) -> EngineModel:
-        """Return ``base`` with the recorded speed of an engine by running samples, and the cost of a weight update."""
+        """Return ``base`` with the recorded speed of an engine and the cost of a weight update."""
         batch_s, variation = 0.0, list[float]()
         if base.takes_batches:
             batches = self._batches
@@ -377,7 +377,7 @@ class _Reading:
         return batches
 
     def _prefill_s_per_token(self) -> float:
-        """Return the seconds to recompute the KV cache of one token, assuming half-written responses at an update."""
+        """Return the seconds to recompute the KV cache of a token. At an update, responses count as half written."""
         spans = self._during(SpanKind.re_prefill)
         if not spans:
             return 0.0
@@ -436,7 +436,7 @@ def _wall_s(spans: Sequence[Span]) -> float:
 
 
 def _line(loads: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """Fit times over loads; return a nonnegative intercept and slope. The slope is 0 if the loads hardly vary."""
+    """Fit a line to times over loads; return its intercept and slope, both >= 0. Equal loads give the slope 0."""
     x, y = np.asarray(loads), np.asarray(times)
     if len(x) < 3 or x.std() < _MIN_VARIATION * x.mean():
         return float(y.mean()), 0.0

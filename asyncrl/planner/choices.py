@@ -1,6 +1,6 @@
-"""Simulates every choice of options and recommends one; `advise` finds the best change of one option of a run.
+"""Simulates every choice of options and recommends a fast choice with a small lag.
 
-The fastest choice is not always the best, because staleness slows learning.
+`advise` finds the best change of one option of a run.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ AS_FAST = 0.02
 MIN_GAIN = 0.03
 """Smallest predicted gain that is worth a change, as a share of the step time."""
 MAX_REPLAY_ERROR = 0.2
-"""Largest error of a replay, as a share of the measured step time. With a larger error, `advise` returns None."""
+"""Largest error of the simulated step time, as a share of the measured step time. Above it, `advise` returns None."""
 _REPLICATES = 3
-"""Number of simulations for the interval of a change in `advise`."""
+"""Number of simulations per interval in `advise`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Prediction:
 
     Attributes:
         outcome: The result with the scenario's own response lengths.
-        step_s: 5th and 95th percentile of the step time over resampled lengths, widened to include ``outcome.step_s``.
+        step_s: 5th and 95th percentile of the step time over resampled lengths; it includes ``outcome.step_s``.
         lag_mean: The same interval for the mean lag.
     """
 
@@ -173,7 +173,7 @@ def make_plan(
     notes: Sequence[str] = (),
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> RunPlan:
-    """Predict every choice that can run; compute intervals only for the base and the fastest choices.
+    """Predict the base and every choice that can run. Compute intervals only for the base and the fastest choices.
 
     ``on_progress`` gets a description of each simulation before it starts.
 
@@ -198,8 +198,11 @@ def make_plan(
 def recommend(predictions: Sequence[Prediction]) -> Prediction:
     """Return the prediction with the smallest lag among the fastest predictions (`AS_FAST`).
 
-    The first prediction is for the present options; it wins a tie. Another choice competes only if it has the same
-    batch size, uses at most as many devices and does not start to drop prompts.
+    The first prediction is for the present options; it wins a tie. Other choices must:
+
+    - have the same batch size
+    - use at most the present number of devices
+    - not drop stale groups, unless the present options do.
     """
     fast = _as_fast(predictions)
     return min(fast, key=lambda one: (round(one.outcome.lag_mean, 2), one.scenario.max_lag, one is not predictions[0]))
@@ -219,11 +222,11 @@ def _as_fast(predictions: Sequence[Prediction]) -> list[Prediction]:
 
 
 def splits_of(base: Scenario) -> list[tuple[int, int]]:
-    """Return the ways to divide the devices between engines and ranks, including the present way."""
+    """Return at most nine ways to divide the devices between engines and ranks, and the present way."""
     total, size = base.num_devices, base.devices_per_engine
     candidates = ((engines, total - engines * size) for engines in range(1, (total - 1) // size + 1))
     possible = [split for split in candidates if _can_have_ranks(base, split[1])]
-    if len(possible) > 9:  # nine points show the shape of the curve
+    if len(possible) > 9:
         possible = [possible[round(place * (len(possible) - 1) / 8)] for place in range(9)]
     return sorted({*possible, (base.num_engines, base.num_ranks)})
 
@@ -233,7 +236,7 @@ def _can_have_ranks(base: Scenario, num_ranks: int) -> bool:
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 5th and 95th percentile, widened to include the first value."""
+    """Return the 5th and 95th percentile. Widen the interval to include the first value."""
     return min(values[0], float(np.quantile(values, 0.05))), max(values[0], float(np.quantile(values, 0.95)))
 
 
@@ -260,12 +263,12 @@ def advise(
     paying = []
     for changed in _changes(scenario, keep_split=keep_split):
         with suppress(ReplayBufferError):  # a run with this change is not possible
-            # Most changes do not need the simulations for the interval.
+            # Compute the interval only for a change with enough gain.
             if predict(changed, replicates=1, seed=seed).outcome.step_s < now.outcome.step_s * (1 - MIN_GAIN):
                 found = predict(changed, replicates=_REPLICATES, seed=seed)
                 paying += [found] if found.step_s[1] < now.step_s[0] else []
     best = min(paying, key=lambda found: found.outcome.step_s, default=None)
-    # Otherwise the error of the replay exceeds the gain.
+    # The gain must also hold against the measured step time.
     if best is None or best.outcome.step_s > measured_step_s * (1 - MIN_GAIN):
         return None
     idle = max((now.outcome.learner_idle, now.outcome.fleet_idle), key=lambda causes: sum(causes.values()))
@@ -280,12 +283,12 @@ def advise(
 
 
 def misses(replayed: Prediction, measured_step_s: float) -> bool:
-    """Return whether the replay differs too much from the run to predict changes."""
+    """Return whether the simulated step time differs too much from the measured one to predict changes."""
     return abs(replayed.outcome.step_s / measured_step_s - 1) > MAX_REPLAY_ERROR
 
 
 def _changes(scenario: Scenario, *, keep_split: bool) -> Iterator[Scenario]:
-    """Change one option at a time to a neighboring value, on the same devices."""
+    """Yield scenarios with one option changed to a neighboring value, on the same devices."""
     for max_lag in {scenario.max_lag + 1, max(2, 2 * scenario.max_lag)}:
         yield replace(scenario, max_lag=max_lag)
     for groups in {scenario.groups_in_flight // 2, scenario.groups_in_flight * 2} - {0}:
@@ -293,7 +296,7 @@ def _changes(scenario: Scenario, *, keep_split: bool) -> Iterator[Scenario]:
     for publish_every in (scenario.publish_every - 1, scenario.publish_every + 1):
         if 1 <= publish_every <= scenario.max_lag + 1:
             yield replace(scenario, publish_every=publish_every)
-    # Move the smallest number of engines that keeps the number of ranks a multiple of `ranks_at_once`.
+    # The new number of ranks must be a multiple of `ranks_at_once`.
     moved = scenario.ranks_at_once // math.gcd(scenario.ranks_at_once, scenario.devices_per_engine)
     for engines in () if keep_split else (scenario.num_engines - moved, scenario.num_engines + moved):
         ranks = scenario.num_devices - engines * scenario.devices_per_engine

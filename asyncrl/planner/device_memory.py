@@ -1,6 +1,6 @@
-"""Computes the memory of each device by kind from the options and ``config.json``, before the run starts.
+"""Computes the memory that each device needs, by kind, from the options and ``config.json`` of the models.
 
-docs/gpus.md explains the terms of `rank_bytes`.
+docs/gpus.md explains the kinds of `rank_bytes`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
 """Names that model families use in ``config.json`` for the sizes of a mixture of experts."""
 _LAYER = re.compile(r"^(?!.*(?:vision|visual)).*\b(?:layers|h)\.(\d+)\.")
-"""Name of a parameter of a decoder layer, but not of a vision tower."""
+"""Pattern of the names of a decoder layer's parameters. Names in a vision tower do not match."""
 _GRAPH_SIZES = 58
 """Number of CUDA graphs that SGLang captures for prefill. Each graph takes 8 MiB."""
 
@@ -64,7 +64,7 @@ class ModelSize:
         key: Key heads × head size.
         cached: Values per token in the KV caches of all layers together.
         cache_heads: Largest number of devices that can divide a KV cache; 1 for latent attention.
-        linear_rows: Sum of the input and output widths of all linear layers, the number of parameters of LoRA rank 1.
+        linear_rows: Sum of the input and output widths of all linear layers; the parameters of an adapter with rank 1.
         is_tied: Whether the output layer shares its weight with the input embedding.
         num_experts: Number of experts per layer; 0 for a dense model.
         experts_per_token: Number of experts that compute a token; 0 for a dense model.
@@ -99,11 +99,11 @@ class ModelSize:
     def of(cls, path: str) -> ModelSize:
         """Read the sizes from ``config.json``, and count the parameters in the headers of the safetensors files.
 
-        Without such files, this method builds the model on the meta device, which loads torch.
+        Without safetensors files, this method loads torch and builds the model on the meta device.
 
         Raises:
-            ValueError: ``config.json`` is missing, it lacks the usual names of a decoder's sizes, or the learner does
-                not support the model.
+            ValueError: ``config.json`` is missing or lacks the sizes under their usual names, or the learner does not
+                support the model.
         """
         if not Path(path, "config.json").is_file():
             raise ValueError(f"{path} holds no config.json: the memory of its model cannot be estimated")
@@ -127,7 +127,7 @@ class ModelSize:
         ``stored`` maps the name of each parameter to its number of values. These numbers replace the computed numbers.
 
         Raises:
-            ValueError: the settings lack the usual names of a decoder's sizes. The message has the model's name.
+            ValueError: the settings lack a size under its usual names. The message has the model's name.
         """
         try:
             hidden, num_layers, vocabulary = (
@@ -213,8 +213,7 @@ class RankSetup:
 
     Attributes:
         num_shards: Ranks that share one copy of the parameters.
-        tokens: Tokens of a micro-batch on this rank. With sequence parallelism, each rank of a sequence holds this
-            number.
+        tokens: Tokens of a micro-batch on this rank.
         checkpointing: The backward pass recomputes the layers.
         keeps_attention: The backward pass does not recompute attention (``activation_checkpointing=selective``).
         whole_gradients: Each rank keeps unsharded float32 gradients until the update (``gradient_sync=update``).
@@ -249,8 +248,8 @@ class RankSetup:
 def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     """Return the peak memory that torch allocates on a rank that trains a model, as kind → bytes.
 
-    The first five kinds count for the whole update. The other kinds are temporary. They have their values at the moment
-    of the backward pass with the largest sum. `_moments` lists the moments.
+    The first five kinds count for the whole update. The other kinds are temporary. Their values are those of the
+    moment in the backward pass with the largest sum.
     """
     model = _padded(model, setup.num_shards)
     size, shards, gathers = setup.compute_bytes, setup.num_shards, int(setup.gathers)
@@ -289,7 +288,7 @@ def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[str, in
         "activations": kept + setup.tokens * (size + 2 * _FLOAT32_BYTES) * model.hidden,  # the last norm and its input
         "output layer": _output_layer(model, setup, head),
     }
-    # FSDP frees the gathered root unit before this moment, but `rank_bytes` still counts it.
+    # `rank_bytes` counts the gathered root unit here, although FSDP has freed it.
     at_end = {"gradients in transit": reduced * model.root * trains_all}
     moments = [at_head, at_end]
     units = {*zip(model.layers, (0, *model.layers[:-1]), (*model.layers[1:], 0), strict=True)}
@@ -317,8 +316,8 @@ def _output_layer(model: ModelSize, setup: RankSetup, head: int) -> int:
 def _padded(model: ModelSize, num_shards: int) -> ModelSize:
     """Return the model as FSDP stores it.
 
-    FSDP pads the experts of a layer to a multiple of the number of shards. The condition is a copy of
-    `learner.fsdp.shard_dimension`, because that module loads torch.
+    FSDP may pad the number of experts of a layer to a multiple of the number of shards. The condition is that of
+    `learner.fsdp.shard_dimension`.
     """
     divides = not any(size % num_shards for size in (model.hidden, model.expert_width))
     if not model.num_experts or divides:
@@ -334,8 +333,8 @@ def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) 
     - A norm keeps its input once in float32 and twice in the dtype of the computation.
     - The MLP keeps gate, activation, up projection and their product.
     - A mixture also keeps the input and the output of each expert.
-    - Attention keeps queries, keys, values and its output once. If it normalizes queries and keys, it also keeps them
-      in float32, and before the rotary embedding.
+    - Attention keeps queries, keys, values and its output once. With normalized queries and keys, it also keeps them
+      in float32 and before the rotary embedding.
     """
     norm = _FLOAT32_BYTES + 2 * size
     heads = model.query + model.key
@@ -374,7 +373,7 @@ def rank_setup(config: RunConfig, role: str, model: ModelSize, *, card_bytes: in
 def rank_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, dict[str, int]]:
     """Return the peak memory of one rank of each learner pool, as pool → kind → bytes.
 
-    The roles of a pool take turns. ``model`` has the sizes of the policy.
+    The roles of a pool compute one after another. ``model`` has the sizes of the policy.
     """
     context = {"CUDA context": CONTEXT_BYTES} if config.learner.device is Device.cuda else {}
     pools: dict[str, dict[str, int]] = {}

@@ -25,7 +25,7 @@ _MIB = 1 << 20
 USABLE_SHARE = 0.95
 """Share of a GPU's memory that a plan may use. torch's allocator also holds bytes that no tensor uses."""
 SELECTIVE_SHARE = 0.85
-"""Layers keep attention activations by default if a rank then needs at most this share of a GPU."""
+"""Largest share of a GPU that a rank may need to keep attention activations by default."""
 CARDS = {
     "A10": 23028, "A100": 81920, "A100-40": 40960, "B200": 183359, "H100": 81559, "H20": 97871, "H200": 143771,
     "L4": 23034, "L40S": 46068, "RTX4090": 24564,
@@ -146,9 +146,10 @@ def check_memory_of_devices(config: RunConfig, model: ModelSize, card: int) -> N
 
 
 def with_recomputation(config: RunConfig, card: int) -> RunConfig:
-    """Set ``learner.activation_checkpointing`` to ``selective`` if it is not set and all ranks then fit easily.
+    """Set ``learner.activation_checkpointing`` to ``selective`` if it is not set and the ranks have enough memory.
 
-    ``card`` is the memory of a GPU in bytes; 0 if it is unknown.
+    Each rank must then need at most `SELECTIVE_SHARE` of a GPU. ``card`` is the memory of a GPU in bytes; 0 if it is
+    unknown.
     """
     if config.learner.activation_checkpointing is not None or config.learner.device is not Device.cuda or not card:
         return config
@@ -162,7 +163,7 @@ def with_recomputation(config: RunConfig, card: int) -> RunConfig:
 
 
 def remedies_of(config: RunConfig, model: ModelSize, card: int) -> dict[str, Any]:
-    """Return options that make a run fit, cheapest in time first; empty if no options suffice."""
+    """Return options that make a run fit; empty if no options suffice. The first options cost the least time."""
     needed: dict[str, Any] = {}
     for name, value in _remedies(config):
         with_it = {**needed, name: value}
@@ -180,7 +181,7 @@ def remedies_of(config: RunConfig, model: ModelSize, card: int) -> dict[str, Any
     changed = with_options(config, needed)
     num_engines = changed.learner.num_ranks // changed.rollout_fleet.sglang.tp_size
     if config.placement.colocated and num_engines != config.rollout_fleet.num_engines:
-        needed["rollout_fleet.num_engines"] = num_engines  # each device has one learner rank and one rank of an engine
+        needed["rollout_fleet.num_engines"] = num_engines  # the engines use the same devices as the ranks
     return needed
 
 
@@ -189,9 +190,9 @@ def _excess(config: RunConfig, model: ModelSize, card: int) -> int:
 
 
 def _remedies(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Yield options that reduce memory, cheapest in time first.
+    """Yield options that reduce memory. The first options cost the least time.
 
-    If a role sets such an option, yield the role's option too.
+    If a role sets its own value for an option, yield the role's option too.
     """
     for name, value in _remedies_of_all_roles(config):
         yield name, value
@@ -263,8 +264,8 @@ class Layout:
 def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: int) -> list[Layout]:
     """Find the layouts that fit on ``num_gpus`` GPUs of ``card`` bytes, at most one per number of ranks and sp size.
 
-    All roles are in the pool ``learner``. The token budgets are powers of two from 1,024 to 131,072. The budgets of the
-    ranks of a sequence must together hold the longest sample.
+    All roles are in the pool ``learner``. The token budgets are powers of two from 1,024 to 131,072. The ranks that
+    share a sequence must together hold the longest sample.
     """
     fleet, learner = config.rollout_fleet, config.learner
     own = [learner.own_options(role) for role in learner_roles(config)]
@@ -276,7 +277,7 @@ def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: i
         ),
         rollout_fleet=replace(fleet, device=EngineDevice.cuda, engine=EngineKind.sglang),
         placement=replace(config.placement, pools={}, **dict.fromkeys(ROLE_SECTIONS.values(), LEARNER_POOL)),
-        algorithm=replace(config.algorithm, groups_per_step=1 << 20),  # so large that a step fills every token budget
+        algorithm=replace(config.algorithm, groups_per_step=1 << 20),  # a step of this size fills every token budget
     )
     tp_sizes = [size for size in (1, 2, 4, 8) if num_gpus > size and not model.key % size]
     engines = ((size, device_uses(with_options(on_cuda, {_TP_SIZE: size}), model, card)[-1]) for size in tp_sizes)

@@ -1,4 +1,4 @@
-"""Scenarios: the numbers that describe engines, learner, weight updates and response lengths for the simulator.
+"""Scenarios for the simulator: speeds of engines and learner, response lengths and options.
 
 Times are in seconds, without waits. Lengths are in tokens.
 """
@@ -28,8 +28,8 @@ class LengthModel:
     """Response lengths in tokens: recorded lengths, or a log-normal distribution.
 
     Attributes:
-        recorded: Response lengths of recorded groups, one list per group. The simulator draws whole groups, so that all
-            samples of a hard prompt stay long. An empty list selects the distribution.
+        recorded: Response lengths of recorded groups, one list per group. The simulator draws whole groups, because
+            samples of one prompt have similar lengths. An empty list selects the distribution.
         mean_tokens: Mean of the distribution before the limit ``max_tokens`` applies.
         spread: Standard deviation of the logarithm of the lengths within one prompt. Example: 0.6.
         prompt_spread: Standard deviation of the logarithm of the mean length per prompt.
@@ -142,8 +142,8 @@ class HostModel:
     activities.
 
     Attributes:
-        is_shared: Whether engines and ranks compute on these cores. If False, the other fields have no effect. True
-            needs engines that take batches.
+        is_shared: Engines and ranks compute on these cores. This needs ``engine.takes_batches``. If False, the other
+            fields have no effect.
         settle_s: CPU time of an engine's process per finished group; it replaces ``Scenario.settle_s``.
         publish_s: CPU time of a rank's process per version, after the copy.
         group_s: CPU time of the other processes per group: buffer and rewards.
@@ -175,16 +175,16 @@ class Scenario:
         publish_every: Learner steps between two published versions.
         bytes_per_token: Bytes per stored token: id, log-prob, version, masks.
         settle_s: Time from a group's last token until the buffer has stored the group: reward, encoding, network.
-        ask_s: Delay between a free group slot and the request for a lease, if other slots are occupied.
+        ask_s: Delay from a free group slot to the request for a lease; 0 if all slots are free.
         plan_s: Time from a complete batch to the start of the step: plan, fetch, reference scores.
-        pipeline_steps: Largest number of planned batches that the learner has not consumed; 2 in asyncrl.
+        pipeline_steps: Largest number of planned batches that the learner has not consumed; 2 in a real run.
         equal_rewards: Share of groups that ``buffer.filters=[equal_rewards]`` drops; 0 without this filter.
         queue_groups: Largest number of finished groups that wait for a batch, at least ``groups_per_step``. Above it,
-            the buffer drops the oldest group and requeues its prompt. 0 means no limit, as in asyncrl.
+            the buffer drops the oldest group and requeues its prompt. 0, as in a real run, is no limit.
         warm_up_steps: Number of first steps that do not count in the results.
-        hands_on: Workers hand over running groups when the buffer asks: ``rollout_fleet.save_progress`` is not
-            ``never``.
-        whole_groups: Simulate a group as its longest sample with the mean load of its samples, for very large fleets.
+        hands_on: Workers hand over running groups when the buffer asks. False for
+            ``rollout_fleet.save_progress=never``.
+        whole_groups: Simulate only the longest sample of a group, with the mean load of all. Faster for large fleets.
     """
 
     num_engines: int = 1
@@ -251,7 +251,7 @@ class Scenario:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the scenario as plain values, with the number of recorded values instead of the recorded lists."""
+        """Return the scenario as plain values. The number of recorded values replaces each recorded list."""
         values = asdict(self)
         for part, name in (("lengths", "recorded"), ("engine", "variation"), ("learner", "variation")):
             values[part][name] = len(values[part][name])
@@ -329,7 +329,7 @@ OVERRIDES: Mapping[str, str] = {
     "on_stale": "buffer.on_stale",
     "publish_every": "weights.publish_every",
 }
-"""Fields of a scenario that a plan may change, and the option of a run for each."""
+"""Fields of a scenario that a plan may change, each with its option of a run."""
 
 
 def overrides(changed: Scenario, base: Scenario) -> list[str]:

@@ -23,7 +23,7 @@ from buffer.service import BufferService
 from buffer.sockets import LoopClock
 
 _NEVER_S = 1e12
-"""Deadline of a simulated buffer. The simulation does not reach it."""
+"""Deadlines of a simulated buffer, in seconds, so long that they never expire."""
 _COLLECT_EVERY = 200_000
 
 OnReply = Callable[[Any], None]
@@ -60,13 +60,13 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return False
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Do nothing: a cancelled timer has no effect when it is due."""
+        """Do nothing. `call_later` ignores a cancelled timer when it is due."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Replace the running event loop of this thread until the context ends. The replaced loop does not run.
+        """Replace the running event loop of this thread until the context ends.
 
-        The context hides the warnings of the simulated buffer, and makes garbage collection rare to save time.
+        The context hides warnings of the buffer. It also makes garbage collection rare, which saves time.
         """
         before, log = events._get_running_loop(), logging.getLogger("buffer")
         events._set_running_loop(self)
@@ -89,7 +89,7 @@ class _SimulatedClock(LoopClock):
         return self._loop.time()
 
     def close(self) -> None:
-        """Do nothing: the clock has no timer."""
+        """Do nothing, because the clock has no timer."""
 
 
 def call_after(env: simpy.Environment, delay: float, callback: Callable[[], None]) -> None:
@@ -100,7 +100,7 @@ def call_after(env: simpy.Environment, delay: float, callback: Callable[[], None
 
 
 class _Size:
-    """A payload without content, only with a size."""
+    """A payload that has only a size."""
 
     __slots__ = ("_num_bytes",)
 
@@ -115,7 +115,7 @@ class SimulatedBuffer:
     """The buffer of a simulated run, and the calls of its clients. A reply takes no simulated time.
 
     Args:
-        config: Options of the buffer, from `buffer_options`, so that leases and producers do not time out.
+        config: Options of the buffer, from `buffer_options`.
         groups_per_step: Prompt groups per batch.
 
     Attributes:
@@ -140,9 +140,9 @@ class SimulatedBuffer:
         self._is_awake = False
 
     def join(self, client: bytes, on_revoked: OnRevoked, on_hand_on: OnHandOn | None = None) -> None:
-        """Register a client. The buffer calls ``on_revoked`` for a lost lease, and ``on_hand_on`` to hand over groups.
+        """Register a client. The buffer calls ``on_revoked`` for lost leases, and ``on_hand_on`` to hand over groups.
 
-        Both get the group id and the attempt of a lease.
+        Both functions get the group ids and attempts of leases.
         """
         self._on_revoked[client] = on_revoked
         if on_hand_on is not None:
@@ -181,7 +181,7 @@ class SimulatedBuffer:
         self._wake()
 
     def _wake(self) -> None:
-        """Handle all requests of the present time in one burst, as the real server does."""
+        """Handle all requests of the present time together, as the real server does."""
         if not self._is_awake:
             self._is_awake = True
             call_after(self._env, 0.0, self._work)

@@ -26,7 +26,7 @@ class SimulatedGroup:
     Attributes:
         lengths: Final number of tokens of each sample.
         to_write: Number of tokens that each unfinished sample needs at the start of this attempt.
-        oldest_version: Policy version of the first token; -1 before the first token.
+        oldest_version: Policy version of the first token; -1 without tokens.
         newest_version: Policy version of the last token.
         written: Tokens of the samples that this attempt finished.
         on_cut: Callback of `SimulatedEngine.cut`; None before that call.
@@ -54,7 +54,7 @@ class SimulatedGroup:
 
 @dataclass(order=True, slots=True)
 class _Running:
-    """A running sample. It is finished when the engine's progress reaches ``ends_at``."""
+    """A running sample. It ends when the engine's progress reaches ``ends_at``."""
 
     ends_at: float
     place: int
@@ -229,7 +229,7 @@ class SimulatedEngine:
         self._begun += weight * self._progress
 
     def _begin_batch(self) -> None:
-        """Start a batch with all samples that fit. The engine returns all of them when the longest is finished."""
+        """Start a batch with all samples that fit. All its samples end with the longest one."""
         longest = 0
         while self._waiting and self._load < self._model.max_running:
             group, length, weight = self._waiting.popleft()
@@ -241,7 +241,7 @@ class SimulatedEngine:
         batch_s = self._vary(num_steps * self._token_s())
 
         def steps_until(moment: float) -> int:
-            """Return the tokens that each sample had at a moment of the batch; valid after the end of the batch."""
+            """Return the tokens that each sample had at ``moment``. Call this at the end of the batch."""
             passed = (moment - began_at) / max(self._env.now - began_at, 1e-9) * num_steps
             return max(0, int(passed - (num_steps - longest)))
 
@@ -375,7 +375,7 @@ class SimulatedHost:
         self._last = self.ranks
 
     def other(self, work_s: float, *, num_slices: int = 1) -> None:
-        """Run work of another process in slices, each on the core with fewer jobs. The cores alternate on a tie."""
+        """Run work of another process in slices. Each slice runs on the core with fewer jobs."""
         if not work_s or not num_slices:
             return
         turns = (self.ranks, self.engines) if self._last is self.engines else (self.engines, self.ranks)

@@ -30,7 +30,7 @@ from buffer import commands, outcomes
 _CONTROLLER = b"controller"
 _LEARNER = b"learner"
 _QUEUED_STEPS = 2
-"""The queue holds prompts for this number of batches, so that admission does not wait for prompts."""
+"""Number of batches of prompts in the queue. With this number, admission does not wait for prompts."""
 _SLICES = 8
 """Number of slices of the controller's work per step. Each slice runs on the core with fewer jobs."""
 
@@ -42,7 +42,7 @@ class SimulatedRun:
     Attributes:
         tokens_per_s: Trained response tokens per second.
         learner_idle: Idle share of the ranks' time, by cause, with the names of `asyncrl.profile.attribution`.
-        fleet_idle: Idle share of the fleet's capacity, by cause. The capacity is the time × all group slots.
+        fleet_idle: Idle share of the fleet's capacity, by cause. The capacity is time × number of group slots.
         stored_bytes: Largest number of bytes in the buffer.
         dropped: Share of the generated tokens that the buffer dropped.
         wait_s: Mean seconds per step that the ranks waited for a batch.
@@ -76,7 +76,7 @@ def simulate(scenario: Scenario, *, seed: int = 0) -> SimulatedRun:
 def variation(recorded: Sequence[float], rng: np.random.Generator) -> Callable[[float], float]:
     """Return a function that multiplies each expected time by the next recorded ratio of measured to expected time.
 
-    The first ratio is random. The function then keeps the order of the record.
+    It starts at a random ratio and then follows the recorded order.
     """
     first = int(rng.integers(len(recorded))) + 1 if recorded else 0
     ratios = cycle([*recorded[first:], *recorded[:first]] or [1.0])
@@ -195,14 +195,14 @@ class SimulatedWorker:
         self._ask()
 
     def _on_hand_on(self, keys: Sequence[tuple[int, int]]) -> None:
-        """Stop groups, save them and release them, except groups that the engine has finished."""
+        """Stop, save and release groups. Skip groups that the engine has finished."""
         for key in keys:
             group = self._groups.get(key)
             if group is not None and group.num_left and group.on_cut is None:
                 self.engine.cut(group, partial(self._give_back, group))
 
     def _give_back(self, group: SimulatedGroup, left: list[int]) -> None:
-        if self._groups.get((group.group_id, group.attempt)) is not group:  # the buffer revoked it in the meantime
+        if self._groups.get((group.group_id, group.attempt)) is not group:  # the buffer has revoked the group
             return
         self.account()
         group_id, attempt = group.group_id, group.attempt
@@ -240,7 +240,7 @@ class SimulatedWorker:
         self._ask()
 
     def _settle_next(self) -> None:
-        """Score and store the next group. On a shared core, the worker does this for one group at a time."""
+        """Score and store the next group. On a shared core, the worker handles one group at a time."""
         host = self._simulation.host
         if self._is_settling or not self._to_settle or host is None:
             return
@@ -274,10 +274,10 @@ class SimulatedWorker:
             self._buffer.request(self._client, commands.Put(summary=summary), num_bytes=num_bytes, **done)
 
         def on_refusal(error: AsyncRLError) -> None:
-            if isinstance(error, StoreFull):  # wait until there is room
+            if isinstance(error, StoreFull):  # wait for space
                 reserve = commands.Reserve(group_id=group.group_id, attempt=group.attempt, num_bytes=num_bytes)
                 self._buffer.request(self._client, reserve, on_reply=put)
-            elif isinstance(error, LeaseExpired):  # the buffer revoked it while the worker scored it
+            elif isinstance(error, LeaseExpired):  # the buffer revoked the group while the worker scored it
                 self._stored(group)
             else:
                 raise error
@@ -308,7 +308,7 @@ class SimulatedWorker:
         def on_loaded() -> None:
             self.account()
             self._report_loaded(version, load_s)
-            if self._asked is not None:  # the pending request names the previous version
+            if self._asked is not None:  # the pending request has the previous version
                 self._buffer.cancel_lease(self._client, self._asked)
                 self._asked = None
             self._follow_weights()
@@ -504,7 +504,7 @@ class Simulation:
         self._most_bytes = max(self._most_bytes, sum(self.buffer.ledger.groups.space.stored_bytes))
         if self.scenario.queue_groups:
             self._queue[group.group_id] = group.attempt
-            call_after(self.env, 0.0, bound_queue)  # a batch that is planned now may take some groups first
+            call_after(self.env, 0.0, bound_queue)  # a batch that is planned now may first take groups
         if self.scenario.equal_rewards and self.buffer.ledger.groups.num_queued < self.capacity:
             self.learner.feed()
         self.learner.account()

@@ -50,7 +50,7 @@ class FleetCause(StrEnum):
 class LearnerCause(StrEnum):
     """Why a learner rank was idle. The first member that applies is the cause.
 
-    From ``batch_tail`` on, the rank waits for a batch.
+    For ``batch_tail`` and all later members, the rank waits for a batch.
     """
 
     rank_down = "rank_down"
@@ -83,7 +83,7 @@ OWN_CAUSES: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """A period with a constant number of places of a lane in one state.
+    """A period without a change in the number of a lane's places in one state.
 
     Attributes:
         lane: The lane of the rank or engine.
@@ -126,7 +126,7 @@ class PoolTime:
         return self.busy / self.capacity if self.capacity else 0.0
 
     def alone(self, pool: str, duration: int) -> float:
-        """Return the nanoseconds of ``duration`` that the pool would need alone: busy time plus `OWN_CAUSES`."""
+        """Return the part of ``duration`` in which the pool was busy, or idle for one of its `OWN_CAUSES`."""
         own = self.busy + sum(self.idle.get(cause, 0) for cause in OWN_CAUSES[pool])
         return duration * own / self.capacity if self.capacity else 0.0
 
@@ -178,7 +178,7 @@ class Series:
     """An integer that changes over time. It is 0 before the first change."""
 
     def __init__(self, changes: Iterable[tuple[int, int]] = ()) -> None:
-        """Take (time, new value) pairs in any order. Of several pairs with the same time, the last counts."""
+        """Take (time, new value) pairs in any order. The last of several pairs with the same time counts."""
         self.changes = sorted(changes, key=lambda change: change[0])
 
     @classmethod
@@ -205,7 +205,7 @@ class Series:
 def swept(window: tuple[int, int], series: Mapping[str, Series]) -> Iterator[tuple[int, int, dict[str, int]]]:
     """Split the window at each change of a series. Yield start, end and the values by name of each interval.
 
-    All intervals share one mapping: the generator updates it in place.
+    Every interval has the same mapping, which the generator updates in place.
     """
     start, end = window
 
@@ -265,7 +265,6 @@ def _engine_states(now: Mapping[str, int]) -> Iterator[tuple[str, int]]:
         if now[f"span.{kind}"]:
             yield cause, left
             return
-    # Find out why free places stay free.
     if not now["buffer.queued"]:
         why_free = FleetCause.no_prompts
     elif now["buffer.full"]:
@@ -360,8 +359,10 @@ def _rank_state(now: Mapping[str, int]) -> str | None:
 def _no_batch(trace: Trace, window: tuple[int, int], fleet: Sequence[Stretch]) -> Series:
     """Return why a batch is missing at each time, as an index into `LearnerCause`.
 
-    The cause is ``batch_tail`` if the staleness bound stops free places from starting a group. At most half of the
-    step's peak number of samples must then be running.
+    The cause is ``batch_tail`` if two conditions hold:
+
+    - at most half of the step's peak number of samples are running
+    - the staleness bound keeps places free.
     """
     deltas: dict[str, Counter[int]] = defaultdict(Counter)
     for stretch in fleet:
@@ -409,7 +410,7 @@ def _summed(deltas: Mapping[int, int]) -> Iterator[tuple[int, int]]:
 
 
 def _merged(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
-    """Sort the stretches by lane and time; join adjacent stretches of the same lane, state and number of places."""
+    """Sort the stretches by lane and time. Join adjacent stretches that differ only in time."""
     found: list[Stretch] = []
     last: dict[tuple[str, str, int], int] = {}
     for stretch in stretches:
@@ -470,7 +471,7 @@ class Figures:
 
     @property
     def ideal_step_s(self) -> float:
-        """Seconds per step of the slower pool alone: the value with perfect overlap."""
+        """Seconds per step of the slower pool alone. A run with perfect overlap needs this time."""
         return max(self.alone_s(pool) for pool in POOLS)
 
     @property
@@ -480,13 +481,13 @@ class Figures:
 
     @property
     def utilisation(self) -> float:
-        """Mean of `PoolTime.utilisation` over both pools, weighted by their number of ranks or engines."""
+        """Mean of `PoolTime.utilisation` over both pools, weighted by the number of ranks or engines."""
         num_lanes = sum(self.num_lanes.values())
         weighted = sum(self.pools[pool].utilisation * self.num_lanes[pool] for pool in POOLS)
         return weighted / num_lanes if num_lanes else 0.0
 
     def idle_s(self, pool: str) -> dict[str, float]:
-        """Return the idle seconds of the pool's average place by cause, largest first."""
+        """Return the pool's mean idle seconds per place, by cause, largest first."""
         time = self.pools[pool]
         return {c: self.duration * _S * total / time.capacity for c, total in time.idle.items()}
 
@@ -540,7 +541,7 @@ class OverlapReport:
         steps = [step for step in trace.steps if not step.is_open]
         lags: dict[int, list[tuple[int, int, int]]] = {step.version: [] for step in steps}
         for group in (use for life in trace.groups.values() for use in life.uses()):
-            if group.step in lags and group.last(GroupEvent.stored) is not None:  # else an earlier life stored it
+            if group.step in lags and group.last(GroupEvent.stored) is not None:  # else stored before a resume
                 lags[group.step].append((group.lag, group.lag_before_queue, group.lag_in_queue))
         num_lanes = {pool: attribution.num_lanes(pool) for pool in POOLS}
 
@@ -576,7 +577,7 @@ class OverlapReport:
         return {"run": self.run.to_dict(), "steps": steps, "recorded": dict(self.recorded)}
 
     def summary(self) -> dict[str, Any]:
-        """Return the section of ``summary.json``. Idle seconds are those of an average place over the whole run."""
+        """Return the section of ``summary.json``. Idle seconds are means per place over the whole run."""
         run = self.run
         return {
             "step_s": run.step_s,

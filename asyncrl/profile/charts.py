@@ -60,9 +60,8 @@ def _pool_use(attribution: Attribution, pool: Pool, edges: np.ndarray) -> Chart:
 def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
     """Return one bar per finished step, or per several consecutive steps.
 
-    A bar has a rank's busy seconds, and its idle seconds by cause.
-
-    ``fleet_s`` is the seconds that the fleet would need for the step's work with all places busy.
+    A bar has the busy seconds per rank, and the idle seconds by cause. ``fleet_s`` is the seconds that an always busy
+    fleet would need for the step's work.
     """
     width = math.ceil(len(windows) / MAX_BARS) or 1
     bars = [slice(first, first + width) for first in range(0, len(windows), width)]
@@ -89,7 +88,7 @@ def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
 
 
 def fill(trace: Trace) -> Chart:
-    """Return how batches fill: the stored share of a batch over time, for at most `MAX_CURVES` evenly spaced steps.
+    """Return the stored share of a batch over time, for at most `MAX_CURVES` evenly spaced steps.
 
     Each curve has ``points`` [seconds, stored share]. The seconds are ≤ 0; the batch is complete at 0. ``tail`` is the
     index of the point at the start of the last 5%.
@@ -129,7 +128,7 @@ def lag(trace: Trace, *, bound: int) -> Chart:
 
 
 def trained_groups(trace: Trace) -> list[GroupLife]:
-    """Return the trained groups, once per use, except groups that were stored in an earlier life of the run."""
+    """Return the trained groups, once per use, except groups that were stored before a resume."""
     uses = (use for life in trace.groups.values() for use in life.uses())
     return [use for use in uses if use.last(GroupEvent.stored) is not None]
 
@@ -155,9 +154,10 @@ def lengths(trace: Trace) -> Chart:
 
 
 def publishes(trace: Trace) -> Chart:
-    """Return the stages of weight updates (median start and end after the copy began), and each version's total time.
+    """Return the stages of weight updates, and the total time per version.
 
-    A stage on several ranks or engines lasts from the first start to the last end.
+    A stage has its median start and end, counted from the start of the copy. A stage on several ranks or engines lasts
+    from the first start to the last end.
     """
     began = {span.version: span.start for span in reversed(trace.spans_of(SpanKind.publish_copy))}
     stages: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
@@ -194,10 +194,10 @@ _STAGES = {
 
 
 def _version_of(trace: Trace, span: Span) -> int:
-    """Return the version of a stage, or else the version that the engine serves next."""
+    """Return the version of a stage. If it has none, return the version that the engine serves next."""
     if span.version != NONE:
         return span.version
-    if span.kind == SpanKind.re_prefill:  # follows a pause; the version may be recorded before or after it
+    if span.kind == SpanKind.re_prefill:  # it loads no version; take that of the pause before it
         pauses = [pause for pause in trace.spans_of(SpanKind.pause, span.lane) if pause.start <= span.start]
         return _version_of(trace, pauses[-1]) if pauses else NONE
     later = (level.value for level in trace.levels_of(LevelName.version, span.lane) if level.time >= span.start)
@@ -210,13 +210,13 @@ _ACTIVITIES = {
     SpanKind.pause: "loading weights",
 }
 _UP = ("starting", "catching_up", "ready", "updating")
-"""If the worker is in one of these states, `_state` returns the state of the engine."""
+"""States of a worker that is up."""
 
 
 def _state(trace: Trace, lane: str) -> str:
-    """Return the state of an engine's member (`rollout_fleet.member`), or of its worker if the worker is not up.
+    """Return the engine's state as text, then its current activities after commas.
 
-    The current activities of the engine follow after commas.
+    If the engine's worker is not up, return the state of the worker.
     """
     spans = (trace.spans_of(SpanKind.member, f"{lane}/{part}") for part in ("worker", "member"))
     worker, own = (max(of_part, key=lambda span: span.start, default=None) for of_part in spans)
@@ -274,7 +274,7 @@ def _served(trace: Trace) -> list[tuple[int, int]]:
 
 
 def _shares(stretches: Iterable[Stretch], edges: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the share of each state in the time of all places, [bins] float64. The shares of a bin add up to 1."""
+    """Return the share of time per state, [bins] float64. The shares of a bin sum to 1."""
     by_cause: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for stretch in stretches:
         by_cause[stretch.state].append((stretch.start, stretch.end, stretch.places))
@@ -345,5 +345,5 @@ def _seconds(nanoseconds: float) -> float:
 
 
 def _rounded(value: float) -> float:
-    """Round to four decimal places, or to four significant digits below 1, to keep the document small."""
+    """Round to four decimals, or to four significant digits below 1. This keeps the document small."""
     return float(f"{value:.{_FIGURES}g}") if abs(value) < 1 else round(value, _FIGURES)

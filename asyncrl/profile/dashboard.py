@@ -1,7 +1,7 @@
 """``asyncrl dashboard RUN`` serves the report of a run over HTTP and updates it while the run is in progress.
 
 The dashboard is a separate process that only reads the run's folder. On an address that is not loopback, it needs a
-token. It has no TLS: use a tunnel (``ssh -L``) over a network that you do not trust.
+token. It has no TLS, so use a tunnel (``ssh -L``) on a network that you do not trust.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COOKIE = "asyncrl_token"
 _KEEP_ALIVE_S = 15.0
 _DEBOUNCE_MS = 1000
 _REST_FACTOR = 5.0
-"""Pause after each report, as a multiple of the time to make it. The dashboard uses at most a sixth of one core."""
+"""Pause after each report, as a multiple of the time to make it. Limits the CPU time to a sixth of one core."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -48,8 +48,8 @@ class Dashboard:
 
     Args:
         token: Secret that visitors send once as ``/?token=``, or as a bearer token. Empty disables the check.
-        only_loopback: Answer only requests with a loopback name in the Host header. This stops DNS rebinding: a foreign
-            web page could use a host name that resolves to 127.0.0.1.
+        only_loopback: Answer only requests with a loopback name in the Host header. This prevents DNS rebinding, where
+            a foreign web page uses a host name for 127.0.0.1.
     """
 
     def __init__(self, run_dir: Path, *, token: str = "", only_loopback: bool = True) -> None:

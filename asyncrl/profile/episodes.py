@@ -1,4 +1,4 @@
-"""Computes the view of an episode in the report: a row per turn and tool, and the reasons for waiting over time.
+"""Computes the view of an episode in the report: a row per turn and tool, and the periods of waiting.
 
 Times are seconds since the episode began.
 """
@@ -13,7 +13,7 @@ from typing import Any
 Values = dict[str, Any]
 
 WAITS = ("generation", "queue", "tool", "environment")
-"""Reasons of waits. Of several reasons at the same time, the first in this order counts."""
+"""Reasons of waits. If several apply at the same time, the first one in this order counts."""
 MAX_LETTERS = 4000
 """Largest number of characters of a turn's text. The report omits the middle of a longer text."""
 MAX_ROWS = 2000
@@ -78,7 +78,7 @@ def _rows(episode: Mapping[str, Any]) -> Iterator[Values]:
     for index, turn in turns.items():
         children[turn["parent"]].append(index)
     size = {-1: 0}
-    for index in sorted(turns, reverse=True):  # parents come before their children
+    for index in sorted(turns, reverse=True):  # count the children before the parents
         size[index] = 1 + sum(size[child] for child in children[index])
     tools = _tools_by_turn(episode)
     roots = children[-1]
@@ -118,7 +118,7 @@ _NOTHING = {
 
 
 def _bars(turn: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Yield the periods of a turn's waits, in order, as [reason, start, end]."""
+    """Yield the waits of a turn in order, as [reason, start, end]."""
     asked, ended = turn["asked_s"], turn["ended_s"]
     if asked is None or ended is None or ended <= asked:
         return
@@ -130,7 +130,7 @@ def _bars(turn: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
 
 
 def _waits(episode: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Yield the periods of the whole episode's waits, as [reason, start, end], from its start to its end."""
+    """Yield consecutive waits [reason, start, end] from the start to the end of the episode."""
     duration = episode["duration_s"]
     found = [bar for turn in episode["turns"] for bar in _bars(turn)]
     found += [

@@ -1,4 +1,4 @@
-"""Builds the report of a run: one document of figures, charts, members and samples, and ``report.html`` from it."""
+"""Builds the report of a run as one document with figures, charts, members and samples, and as ``report.html``."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _figures(overlap: OverlapReport, bound: int, total_steps: int) -> Iterator[d
 
 
 def _rewards(record: Mapping[str, Any] | str | None) -> Iterator[dict[str, str]]:
-    """Yield the figures of ``record``: the last line of ``metrics.jsonl``, or the reason why it cannot be read."""
+    """Yield the figures of the last line of ``metrics.jsonl``. A text is the reason why the line cannot be read."""
     if isinstance(record, str):
         yield _figure("reward", "not known", record)
     elif record is not None:
@@ -344,7 +344,7 @@ class Advice:
 
 
 def advice_file(run_dir: Path) -> Path:
-    """Return the file of the newest advice. Its key ``advice`` holds the fields of `Advice`, or null."""
+    """Return the path of the file with the newest advice. The key ``advice`` holds the fields of `Advice`, or null."""
     return run_dir / "advice.json"
 
 

@@ -35,14 +35,14 @@ class Process:
 
     Attributes:
         name: Name in the run. Example: ``learner-0``.
-        pool: Its `Pool`.
-        start: Time when it began to record.
-        end: Time of its last record.
+        pool: Component of the run, a `Pool`.
+        start: Time when the process began to record.
+        end: Time of the last record.
         wall_ns: Nanoseconds since the Unix epoch at ``start``.
         offset_ns: Last offset that the reader added to the times of the process.
         error_ns: Largest possible error of ``offset_ns``.
         num_dropped: Number of records that the process dropped because its queue was full.
-        is_whole: False if its file has a damaged record, or ends in the middle of a record.
+        is_whole: False if the file has a damaged record, or ends in the middle of a record.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Span:
         lane: Rank or engine. Example: ``engine-0``.
         start: Nanoseconds.
         end: Nanoseconds; for an open span, the end of its process or of the trace.
-        version: Policy version of the activity, or -1; likewise ``step`` and ``group``.
+        version: Related policy version, or -1. ``step`` and ``group`` are also -1 if they are missing.
         cause: Further detail of ``kind``, or empty.
         is_open: True if the end of the span is not recorded.
     """
@@ -126,11 +126,9 @@ class GroupLife:
         return None if stamp is None else stamp.time
 
     def uses(self) -> list[GroupLife]:
-        """Return a `GroupLife` per use of the last stored trajectories.
+        """Return a `GroupLife` per use of the last stored trajectories, with the stamps up to that use.
 
-        Its stamps end with the learner step of the use.
-
-        A step that the learner repeated after a return to a checkpoint counts once.
+        If the learner repeated a step after a return to a checkpoint, the step counts once.
         """
         found: list[GroupLife] = []
         for number, stamp in enumerate(self.stamps, start=1):
@@ -148,13 +146,13 @@ class GroupLife:
 
     @property
     def lag_before_queue(self) -> int:
-        """The lag when the group was stored, from slow generation or an engine with old weights."""
+        """The lag when the group was stored; -1 if the group was not stored."""
         stored = self.last(GroupEvent.stored)
         return NONE if stored is None else stored.details["learner"] - stored.version
 
     @property
     def lag_in_queue(self) -> int:
-        """The lag from the storage of the group to its step; -1 if no step consumed the group."""
+        """The lag that the group gained after it was stored; -1 if no step consumed the group."""
         stored = self.last(GroupEvent.stored)
         return NONE if stored is None or self.step == NONE else self.step - stored.details["learner"]
 
@@ -167,9 +165,9 @@ class GroupLife:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWindow:
-    """The time of a learner step: from the end of the previous step to the end of this step.
+    """The time of a learner step, from the end of the previous step to the end of this step.
 
-    The time between two steps belongs to the later step. The first step begins when training begins.
+    The first step begins when training begins.
     """
 
     version: int
@@ -188,8 +186,8 @@ class Trace:
     """The record of a run.
 
     Attributes:
-        processes: Sorted by start, as are ``spans``.
-        levels: Sorted by time, as are ``stamps``.
+        processes: Sorted by start; ``spans`` too.
+        levels: Sorted by time; ``stamps`` too.
         start: Time of the first record, in nanoseconds.
         end: Time of the last record, in nanoseconds.
     """
@@ -337,7 +335,7 @@ class TraceReader:
         )
 
     def forget(self, before: int) -> None:
-        """Drop the records before a time of the last trace, so that repeated reads of a long run stay cheap.
+        """Drop the records before a time. This keeps repeated reads of a long run cheap.
 
         The next trace still has the value of each level at ``before``.
         """
@@ -414,7 +412,7 @@ class _ProcessFile:
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        """Sort key. The clock of the first process in this order is the reference clock."""
+        """Sort key. The first process in this order has the reference clock."""
         is_other = self.header["process"] != BUFFER_LANE
         return _REFERENCE_ORDER.index(self.header["pool"]), is_other, self.header["started_ns"]
 
@@ -477,10 +475,10 @@ class _ProcessFile:
 
 
 class ClockOffsets:
-    """The offset between two clocks: measurements (time, offset, error) with linear interpolation between them.
+    """The offset from one clock to another, interpolated between measurements (time, offset, error).
 
-    Two quartz clocks drift apart by tens of microseconds per second. Measurements with more than `_WORST_OF_BEST` times
-    the smallest error are ignored. Without measurements the offset is 0.
+    The times are those of the first clock. Measurements with more than `_WORST_OF_BEST` times the smallest error are
+    ignored. Without measurements, the offset is 0.
     """
 
     def __init__(self, measured: Iterable[tuple[int, int, int]] = ()) -> None:
@@ -489,7 +487,7 @@ class ClockOffsets:
         self._measured = [row for row in rows if row[2] <= _WORST_OF_BEST * best]
 
     def at(self, time: int) -> tuple[int, int]:
-        """Return offset and error in nanoseconds at a time of the measuring clock."""
+        """Return offset and error in nanoseconds at a time of the first clock."""
         measured = self._measured
         if not measured:
             return 0, 0
@@ -501,5 +499,5 @@ class ClockOffsets:
         return before + (after - before) * (time - left) // max(1, right - left), max(left_error, right_error)
 
     def shown(self, time: int) -> int:
-        """Convert a time of the measuring clock to the other clock."""
+        """Convert a time of the first clock to the second clock."""
         return time + self.at(time)[0] if self._measured else time

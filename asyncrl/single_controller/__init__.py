@@ -55,4 +55,4 @@ def __getattr__(name: str) -> Any:
         if hasattr(home, name):
             value = globals()[name] = getattr(home, name)
             return value
-    raise AttributeError(f"module {__name__!r} names {name!r} in __all__, and no module of it has that name")
+    raise AttributeError(f"module {__name__!r} names {name!r} in __all__, but no module of it defines the name")

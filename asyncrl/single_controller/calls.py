@@ -1,8 +1,7 @@
 """One call from a worker group: its deadline, its route to each worker, its futures and its results.
 
-Futures among the arguments are sent as references, and Ray starts the call when all their results exist. A method that
-fetched the results itself would block its process. In an asyncio actor, it could even wait for itself. If a result
-failed, Ray raises its error.
+The group sends futures among the arguments as references. Ray starts the call when their results exist, so the worker
+does not block while they are computed. If a result failed, the call raises the same error.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ class Route:
         remote_name: Name of the actor's method that is called.
         role_method: Role and method in a fused worker; None if the worker is called directly.
         is_worker: Whether the actor's class is a `Worker`, which accepts references and silent calls.
-        is_coroutine: Whether the actor's method is async. Such a method awaits its futures itself.
+        is_coroutine: Whether the actor's method is async. An async method awaits its futures itself.
         takes_results: Whether the method receives the results of futures instead of the futures.
         is_beside: Whether the method has the decorator `beside`, so that it runs in a second thread.
     """
@@ -169,7 +168,7 @@ class Route:
 
 
 _SHARE_FROM_BYTES = 100_000
-# These modes return one entry per rank, so their results have no padding.
+# These functions return one entry per rank, so their results have no padded rows.
 _COLLECT_BY_RANK = (collect_all_to_all, collect_dp_compute)
 
 

@@ -35,8 +35,8 @@ _MALFORMED = (
 
 _EXT_MARK, _EXT_ARRAY, _EXT_SCALAR, _EXT_INT, _EXT_COMPLEX, _EXT_TENSOR, _EXT_FOREIGN = range(7)
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
-MAX_DIMS = 64  # numpy's own limit.
-# Largest ratio of a structured dtype's size to the size of its fields. Alignment alone gives smaller ratios.
+MAX_DIMS = 64  # numpy's limit
+# Largest ratio of a structured dtype's size to the sum of its fields' sizes. Alignment causes smaller ratios.
 _MAX_PADDING = 4
 _PLAIN_KINDS = frozenset("biufcmMSU")
 _PLAIN_NAME = re.compile(rb"[<>|][biufcmMSU]\d{1,10}(\[\d{0,19}[a-zA-Z]{1,2}\])?")
@@ -52,7 +52,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Tensors by name. The receiver gets views of the frames, and must copy a tensor before it writes to it."""
+    """Tensors by name. The receiver gets views of the frames, and must copy a tensor before writing to it."""
 
     tensors: dict[str, Any]
 
@@ -61,29 +61,29 @@ def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
     """Turn a value into frames.
 
     Args:
-        value: One of these; subclasses are not supported:
+        value: One of these types, but not a subclass:
 
             - None, bool, int, float, complex, str, bytes, or a datetime with a time zone
             - a list, tuple or dict
             - a numpy array or scalar of numbers, bools, times, bytes or strings
             - an object array of supported values, or a structured array with named fields
-            - if torch is loaded, a dense or nested tensor of a dtype of whole bytes
+            - if torch is loaded, a dense or nested tensor whose values have whole bytes
         foreign: `encode` appends each unsupported value to this list. The transport must send the list, and pass it to
             `decode`. With None, an unsupported value is an error.
 
     Returns:
-        The header, then the memory of the arrays. The buffer of a contiguous array shares its memory, so do not write
-        to the value until the frames are sent.
+        The header, then the memory of the arrays. A contiguous array shares memory with its frame, so do not write to
+        the value until the frames are sent.
 
     Raises:
-        WireError: the value contains an unsupported value or itself, or nests too deep for msgpack (500 levels work).
+        WireError: the value contains an unsupported value or itself, or has too many nested levels. 500 levels work.
     """
     encoder = Encoder(foreign)
     try:
         return [_PREFIX + encoder.pack(value), *encoder.buffers]
     except Unsupported as error:
         raise WireError(f"{_path_to(error.value, value) or 'value'}: {error}") from error
-    except (ValueError, OverflowError) as error:  # also raised for too deep nesting
+    except (ValueError, OverflowError) as error:  # msgpack raises them for too many nested levels
         raise WireError(f"the value cannot be encoded; it may nest too deep, or contain itself: {error}") from error
 
 
@@ -93,10 +93,10 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
     Args:
         frames: The result of `encode`, as any objects with a buffer. The transport must limit their number and size.
         foreign: The list that `encode` filled.
-        writable: Whether arrays over writable frames are writable.
+        writable: Whether the returned arrays are writable if their frames are.
 
     Returns:
-        The value. Arrays are views of the frames, read-only unless ``writable``. Tensors over read-only frames are
+        The value. Arrays are views of the frames, read-only unless ``writable``. Tensors of read-only frames are
         copies, because torch has no read-only tensors. `Columns` become a dict of tensors that are never copied.
 
     Raises:
@@ -128,7 +128,7 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Mark:
-    """The first item of a list that encodes another container. ``build`` makes the container from the other items."""
+    """The first item of a list that encodes another type. ``build`` makes the value from the other items."""
 
     sent: msgpack.ExtType
     build: Callable[[Any, list[Any]], Any]
@@ -230,7 +230,7 @@ class Decoder:
 
     def unpack(self, data: Any) -> Any:
         """Decode the header, and return the value."""
-        # Check that the whole header exists before values are built, so that a false length allocates nothing.
+        # Check that the whole header exists before values are built, so that a false length cannot allocate memory.
         walker = msgpack.Unpacker(max_buffer_size=max(len(data), 1), read_size=max(len(data), 1))
         walker.feed(data)
         try:
@@ -369,7 +369,7 @@ def buffer_of(array: np.ndarray) -> memoryview:
 
 @lru_cache(maxsize=4096)
 def describe(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
-    """Make a descriptor: length of the dtype's name, number of dimensions, the name, the dimensions as int64."""
+    """Make a descriptor: the length of the dtype's name, the number of dimensions, the name, the dimensions (int64)."""
     return descriptor(dtype.str.encode(), shape)
 
 
@@ -418,7 +418,7 @@ def array_of(data: bytes, buffer: memoryview, *, writable: bool) -> np.ndarray:
 
 
 def _check_values(dtype: np.dtype, buffer: memoryview) -> None:
-    """Raise `WireError` for characters that numpy does not check."""
+    """Raise `WireError` for invalid characters, which numpy does not detect."""
     if dtype.kind == "U" and np.frombuffer(buffer, dtype=f"{dtype.byteorder}u4").max() > sys.maxunicode:
         raise WireError("an array of strings contains a character that does not exist in Unicode")
 
@@ -467,7 +467,7 @@ def record_parts(array: np.ndarray) -> list[Any] | None:
 def record_of(parts: list[Any]) -> np.ndarray:
     """Rebuild the structured array from the result of `record_parts`.
 
-    Raises `WireError` in these cases. Other damaged parts raise other errors, which `decode` turns into `WireError`.
+    `decode` turns all errors of this function into `WireError`. The function itself raises `WireError` in these cases:
 
     - The shape is not valid.
     - A column is not an array, or its shape does not begin with the array's shape.

@@ -21,7 +21,7 @@ from asyncrl.single_controller.codec import Unsupported, buffer_of, descriptor, 
 def as_index(idxs: Any, num_rows: int) -> np.ndarray:
     """Convert an index to row positions, int64 in [0, B). The index has integers in [-B, B), or is a mask of B bools.
 
-    Raises `TypeError` for other values, and `IndexError` for a position outside the batch or an index of another shape.
+    Raises `TypeError` for other values. Raises `IndexError` for a position outside the batch or another shape.
     """
     index = np.asarray(idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else idxs)
     if index.ndim != 1:
@@ -41,7 +41,7 @@ def as_index(idxs: Any, num_rows: int) -> np.ndarray:
 
 
 def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
-    """Take rows of a column. Positions copy the rows. A slice of a dense column, with step > 0, shares its memory."""
+    """Return rows of a column. Rows at positions are copies. A slice of a dense column, with step > 0, is a view."""
     if isinstance(column, np.ndarray):
         return column[rows]
     if not is_nested(column):
@@ -86,7 +86,7 @@ def nested_of(rows: Sequence[torch.Tensor], like: Any) -> Any:
 
 
 def object_array(values: Any) -> np.ndarray:
-    """Make an object array as numpy does. Values of equal length become further dimensions."""
+    """Make an object array. As in numpy, values of equal length add dimensions."""
     try:
         return np.array(values, dtype=object)
     except ValueError:  # the arrays have equal sizes only in their first dimensions
@@ -97,7 +97,7 @@ def object_array(values: Any) -> np.ndarray:
 
 
 def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:
-    """Select the named entries. If ``keys`` is None, return the same dict."""
+    """Select the named entries. If ``keys`` is None, return ``entries`` itself."""
     if keys is None:
         return entries
     wanted = set(keys)
@@ -105,7 +105,7 @@ def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any
 
 
 def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[str, Any]]:
-    """Remove and return entries of several dicts. If one is missing, raise `BatchError` and remove nothing."""
+    """Remove and return entries of several dicts. If an entry is missing, raise `BatchError` and remove nothing."""
     for keys, (name, part) in zip(wanted, parts.items(), strict=True):
         known = [] if part is None else list(part.keys())
         missing = sorted(set(keys) - set(known))
@@ -116,9 +116,10 @@ def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[
 
 @dataclass(slots=True)
 class UnbuiltBatch:
-    """The tensors of a `DataProto` before a TensorDict of them is built, because building is slower than cutting.
+    """The tensors of a `DataProto` before their TensorDict is built.
 
-    Do not change an object of this class. It is not frozen, because freezing doubles its construction time.
+    Building takes longer than cutting tensors, so a batch builds its TensorDict only when it is read. Do not change an
+    object of this class. The class is not frozen, because a frozen class takes twice the time to construct.
 
     Attributes:
         tensors: Tensors by name, all of ``num_rows`` rows.
@@ -141,7 +142,7 @@ class UnbuiltBatch:
         return self.tensors.items()
 
     def select(self, *keys: str) -> UnbuiltBatch:
-        """Select tensors by name. Raises `KeyError` if one is missing."""
+        """Select tensors by name. Raises `KeyError` if a tensor is missing."""
         missing = [key for key in keys if key not in self.tensors]
         if missing:
             raise KeyError(f"batch has no {missing}, only {list(self.tensors)}")
@@ -160,7 +161,7 @@ class UnbuiltBatch:
 def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
     """Cut a TensorDict into equal parts. It may have nested tensors and non-tensor entries.
 
-    Raises `BatchError` if it has no batch dimension, or if ``chunks`` does not divide its rows.
+    Raises `BatchError` if there is no batch dimension, or if ``chunks`` does not divide the number of rows.
     """
     if not data.batch_size or chunks < 1 or data.batch_size[0] % chunks != 0:
         raise BatchError(f"a TensorDict of batch size {tuple(data.batch_size)} cannot be cut into {chunks} equal parts")
@@ -171,7 +172,7 @@ def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
 
 
 def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDictBase:
-    """Join TensorDicts with the same entries along the rows. Without a batch dimension, return the first one."""
+    """Join TensorDicts with the same entries along the rows. If they have no batch dimension, return the first."""
     if not data[0].batch_size:
         return data[0]
     same_columns([dict.fromkeys(map(str, part.keys())) for part in data], "a TensorDict")
@@ -245,7 +246,7 @@ def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, An
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
     """Turn records into columns named by the keys of the first record.
 
-    A later record may lack keys. Raises `BatchError` if it has a new key.
+    A later record may lack keys. Raises `BatchError` if a later record has a new key.
     """
     if not list_of_dict:
         return {}
@@ -296,12 +297,12 @@ def deep_equal(a: Any, b: Any) -> bool:
 
 
 def facts_equal(a: Any, b: Any) -> bool:
-    """Return whether two values are `deep_equal`, or equal by ``==`` as 1 and 1.0 are."""
+    """Return whether two values are `deep_equal`, or equal by ``==``. Example: 1 and 1.0."""
     if deep_equal(a, b):
         return True
     try:
         return bool(a == b)
-    except (TypeError, ValueError, RuntimeError):  # arrays have no single result
+    except (TypeError, ValueError, RuntimeError):  # a comparison of arrays has no single result
         return False
 
 
@@ -351,7 +352,7 @@ def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b)
 
 
-# torch cannot copy quantized and opaque dtypes, nor dtypes smaller than one byte.
+# Not sent, because torch cannot copy them: quantized and opaque dtypes, and dtypes smaller than one byte.
 _NOT_SENT = re.compile(r"torch\.(q.*|bits.*|u?int[1-7])")
 _DTYPES = {
     str(dtype).removeprefix("torch.").encode(): dtype
@@ -365,7 +366,7 @@ _descriptor = lru_cache(maxsize=4096)(descriptor)
 
 Description = bytes | list[Any]
 
-with warnings.catch_warnings():  # torch warns about read-only memory once per process
+with warnings.catch_warnings():  # torch's only warning about read-only memory appears here
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))
@@ -428,7 +429,7 @@ def _layout(data: bytes) -> tuple[torch.dtype, np.dtype | None, tuple[int, ...],
 
 
 def tensor_of(description: Any, take: Callable[[], memoryview], *, copy: bool) -> torch.Tensor:
-    """Decode a tensor from its description and the next buffers. With ``copy``, read-only buffers are copied.
+    """Decode a tensor from its description and the buffers that ``take`` returns. ``copy`` copies read-only buffers.
 
     Raises `WireError` if the description and the buffers do not fit together.
     """

@@ -37,7 +37,7 @@ class DataProtoConfig(metaclass=_CheckedSwitches):
 
     Attributes:
         auto_padding: Whether dispatch pads any batch that cannot be split evenly.
-        auto_padding_key: Entry of ``meta_info`` that enables padding for one batch. Scripts set it by verl's name.
+        auto_padding_key: Entry of ``meta_info`` that enables padding for one batch. The name is verl's.
     """
 
     auto_padding: bool = False
@@ -70,14 +70,13 @@ class DataProtoItem:
 
 @dataclass(eq=False, repr=False)
 class DataProto:
-    """B rows of named columns: tensors, numpy arrays, and meta information.
+    """A batch of B rows in named columns, with meta information.
 
-    The tensors of a received batch stay in the received memory, which other processes may read too. The first read of
-    ``batch`` copies the tensors, so that the reader may write to them. A batch from Ray is decoded when one of its
-    attributes is first read.
+    Other processes may read the memory of a received batch. Therefore the first read of ``batch`` copies the tensors,
+    and the caller may write to the copies. The first read of an attribute decodes a batch from Ray.
 
     Args:
-        batch: Tensors with first dimension B; None without tensors.
+        batch: Tensors with first dimension B; None if there are no tensors.
         non_tensor_batch: Numpy arrays with first dimension B, of dtype object for Python values.
         meta_info: Values that apply to all rows.
 
@@ -123,7 +122,7 @@ class DataProto:
         return f"{type(self).__name__} of {len(self)} rows\n{self.get_data_info()}"
 
     def check_consistency(self) -> None:
-        """Raise `BatchError` unless all columns have the same number of rows, and ``batch`` has one batch dimension."""
+        """Raise `BatchError` if columns have different numbers of rows, or ``batch`` has not one batch dimension."""
         if self._batch is not None and len(self._batch.batch_size) != 1:
             raise BatchError(f"batch must have one batch dimension, got {tuple(self._batch.batch_size)}")
         for key, array in self.non_tensor_batch.items():
@@ -154,8 +153,8 @@ class DataProto:
     ) -> DataProto:
         """Build a batch from tensors, arrays and lists with the same number of rows. Lists become object arrays.
 
-        The first ``num_batch_dims`` dimensions of all tensors must be equal. With arrays, ``num_batch_dims`` must be 1.
-        ``auto_padding`` lets dispatch pad the batch.
+        The first ``num_batch_dims`` dimensions of all tensors must be equal. ``num_batch_dims`` must be 1
+        if there are arrays. ``auto_padding`` lets dispatch pad the batch.
         """
         if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
             raise BatchError(
@@ -186,7 +185,7 @@ class DataProto:
     def from_tensordict(
         cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
     ) -> DataProto:
-        """Build a batch from a TensorDict of tensors, values per row, and values for all rows."""
+        """Build a batch. `NonTensorStack` entries become arrays, and `NonTensorData` entries meta information."""
         tensors: dict[str, Any] = {}
         arrays: dict[str, Any] = {}
         facts = dict(meta_info or {})
@@ -208,7 +207,7 @@ class DataProto:
     def to_tensordict(self) -> TensorDict:
         """Make one TensorDict of the tensors, arrays and meta information.
 
-        Raises `BatchError` if two of their entries have the same name.
+        Raises `BatchError` if two entries have the same name.
         """
         batch_size = (len(self),) if self.batch is not None or self.non_tensor_batch else ()
         names = [*self._columns(), *self.non_tensor_batch, *self.meta_info]
@@ -248,7 +247,7 @@ class DataProto:
         return self._mapped(lambda _, column: take_rows(column, rows), len(positions), shares_memory=True)
 
     def select_idxs(self, idxs: Any) -> DataProto:
-        """Copy the rows at these positions, or where the mask is True. Raises the errors of `columns.as_index`."""
+        """Copy the rows at positions, or where a mask is True. Raises the errors of `columns.as_index`."""
         index = columns.as_index(idxs, len(self))
         return self._mapped(lambda _, column: take_rows(column, index), len(index))
 
@@ -281,7 +280,7 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> DataProto:
-        """Move the named columns into a new batch. Raises `BatchError` if one is missing."""
+        """Move the named columns into a new batch. Raises `BatchError` if a column is missing."""
         parts = {"batch": self.batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
         wanted = (batch_keys, non_tensor_batch_keys, meta_info_keys)
         tensors, arrays, meta_info = columns.pop_all(parts, [list(dict.fromkeys(keys or ())) for keys in wanted])
@@ -296,8 +295,8 @@ class DataProto:
                 raise TypeError(f"names must be a string or a list of strings, got {type(keys).__name__}")
         old, new = ([keys] if isinstance(keys, str) else list(keys or ()) for keys in (old_keys, new_keys))
         if len(old) != len(new) or len(set(old)) != len(old) or len(set(new)) != len(new):
-            raise ValueError(f"rename needs as many new names as old ones, each once, got {old} and {new}")
-        # Remove all entries first, because names may be exchanged.
+            raise ValueError(f"rename needs equally many old and new names without repetition, got {old} and {new}")
+        # Remove all entries first, because two tensors may exchange their names.
         (tensors,) = columns.pop_all({"batch": self.batch}, [old])
         for key, tensor in zip(new, tensors.values(), strict=True):
             self.batch.set(key, tensor)
@@ -343,7 +342,7 @@ class DataProto:
 
         Example: ``[B, n * m]`` becomes ``[B * n, m]``. The rows of the other columns are repeated.
 
-        Raises `BatchError` if ``n_split`` does not divide the second dimension, or if its length is not fixed.
+        Raises `BatchError` if ``n_split`` does not divide the second dimension, or if its length differs between rows.
         """
         repeated, split = np.repeat(np.arange(len(self)), n_split), set(split_keys or ())
 
@@ -351,7 +350,7 @@ class DataProto:
             if key not in split:
                 return take_rows(column, repeated)
             if is_nested(column) or column.ndim < 2:
-                raise BatchError(f"{key!r} has no second dimension of one length, which split_keys must have")
+                raise BatchError(f"{key!r} has no second dimension of one length; remove it from split_keys")
             if column.shape[1] % n_split != 0:
                 raise BatchError(f"{key!r} has {column.shape[1]} columns, which {n_split} does not divide")
             return column.reshape(len(repeated), column.shape[1] // n_split, *column.shape[2:])
@@ -394,7 +393,7 @@ class DataProto:
         return [self.slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Cut the rows into parts of ``split_size`` rows, the last perhaps shorter.
+        """Cut the rows into parts of ``split_size`` rows. The last part may be shorter.
 
         The parts share memory with this batch.
         """
@@ -451,7 +450,7 @@ class DataProto:
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     def get_data_info(self) -> str:
-        """Return one line per entry: its name, then its shape, dtype and device, or its type."""
+        """Return a text with one line per entry: the name, then shape, dtype and device, or the type."""
         shapes = {
             key: f"({t.size(0)}, {str(t.layout).removeprefix('torch.')})" if is_nested(t) else str(tuple(t.shape))
             for key, t in self._columns().items()
@@ -469,7 +468,7 @@ class DataProto:
     def save_to_disk(self, filepath: str | Path) -> None:
         """Write the batch to a file atomically.
 
-        Raises `WireError`, with the path in the batch, if the codec does not support a value.
+        Raises `WireError` if the codec does not support a value. The message says where the value is in the batch.
         """
         frames = encode(serialization.parts_of(self))
         partial = Path(f"{filepath}.partial")
@@ -522,7 +521,7 @@ class DataProto:
         return self._derived(batch, arrays, self.meta_info)
 
     def _shared_batch(self) -> Any:
-        """Return the tensors for another batch. Each batch builds its own copies of borrowed tensors."""
+        """Return the tensors to share with another batch. Each batch copies borrowed tensors when it builds them."""
         return self._batch if isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed else self.batch
 
     def _columns(self) -> dict[str, Any]:
@@ -530,7 +529,7 @@ class DataProto:
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
-    """Stack rows into a batch. Values become object arrays, and tensors of different lengths a jagged tensor."""
+    """Stack rows into a batch. Values become object arrays. Tensors of different lengths become a jagged tensor."""
     tensors = [item.batch for item in x if item.batch is not None]
     batch = None
     if tensors:
@@ -599,7 +598,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
 def _dense(key: str, column: Any) -> Any:
     if is_nested(column):
-        raise BatchError(f"{key!r} is a nested tensor, which cannot be folded; take it out by pop")
+        raise BatchError(f"{key!r} is a nested tensor, which cannot be folded; remove it with pop")
     return column
 
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 from asyncrl.core.errors import UsageError
 from asyncrl.core.remote import fetch, fetch_async
 
-# A dispatch function adds this keyword argument, the number of padded rows. The call removes these rows again.
+# A dispatch function adds this keyword argument, the number of padded rows. They are removed from the result.
 _padding_size_key = "_padding_size_key_x123d"
 
 
@@ -32,13 +32,13 @@ def merge(parts: Sequence[Any]) -> Any:
 class DataProtoFuture:
     """References to the results of a call.
 
-    Await the future, call `get`, or pass the future to a call of another group. The workers of that group then fetch
-    the results.
+    Await the future or call `get` for the results. Or pass the future to a call of another group: the workers of that
+    group then fetch the results.
 
     Attributes:
         collect_fn: Joins the list of fetched results into one.
         futures: References to the results, one per collecting rank.
-        dispatch_fn: Selects a part of the joined result; None takes all of it.
+        dispatch_fn: Selects a part of the joined result; None selects the whole result.
     """
 
     collect_fn: Callable[[list[Any]], Any]
@@ -47,7 +47,7 @@ class DataProtoFuture:
 
     @staticmethod
     def concat(data: list[Any]) -> DataProtoFuture:
-        """Make a future of the referenced results, joined along the rows."""
+        """Make a future that joins the referenced results along the rows."""
         return DataProtoFuture(collect_fn=merge, futures=list(data))
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
@@ -106,11 +106,11 @@ class BatchData:
     def chunk(self, chunks: int) -> Sequence[Any]:
         """Cut the value into parts of the same type.
 
-        Raises `BatchError` if the rows cannot be cut evenly, and `UsageError` for a value of another type. A
+        Raises `BatchError` if the rows cannot be cut evenly, and `UsageError` unless `is_chunkable`. A
         `DataProto` with padding enabled may be cut unevenly.
         """
         if _is_tensordict(self._data):
-            from asyncrl.single_controller import columns  # importing it loads torch, which this process has loaded
+            from asyncrl.single_controller import columns  # not at the top, because it loads torch
 
             return columns.chunk_tensordict(self._data, chunks)
         if not self.is_chunkable():
@@ -150,7 +150,7 @@ def _is_reference(data: Any) -> bool:
 
 
 class _Members(type):
-    """Metaclass of enumerations: iteration, ``in``, ``len`` and lookup by name."""
+    """Metaclass of enumerations. It adds iteration, ``in``, ``len`` and lookup by name."""
 
     _registry: dict[str, Any]
 
@@ -310,7 +310,7 @@ def register(
 
 
 BESIDE = "beside"
-"""Ray's concurrency group for methods with `beside`. The group has one thread."""
+"""Ray's concurrency group for methods with the decorator `beside`. The group has one thread."""
 
 
 def beside(method: Method) -> Method:
@@ -345,7 +345,9 @@ def _check_dispatch_mode(dispatch_mode: Any) -> None:
         if missing:
             raise UsageError(f"dispatch_mode lacks {sorted(missing)}; give both dispatch_fn and collect_fn")
     elif not isinstance(dispatch_mode, Dispatch):
-        raise UsageError(f"dispatch_mode must be a Dispatch or a dict of its two functions, got {dispatch_mode!r}")
+        raise UsageError(
+            f"dispatch_mode must be a Dispatch or a dict with dispatch_fn and collect_fn, got {dispatch_mode!r}"
+        )
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -408,7 +410,7 @@ def collect_dp_compute(worker_group: Any, output: Any) -> Any:
 
 
 def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Split every `DataProto` evenly over the ranks. Pad it first if its padding is enabled."""
+    """Split every `DataProto` evenly over the ranks. A `DataProto` with padding enabled is padded first."""
     return _split_args_kwargs_data_proto_with_auto_padding(worker_group.world_size, *args, **kwargs)
 
 
@@ -422,7 +424,7 @@ def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kw
 
 
 def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> Any:
-    """Join the results of the ranks into one `DataProto`. For references, return a future of it."""
+    """Join the results of the ranks into one `DataProto`. If they are references, return a future."""
     return _concat_data_proto_or_future(collect_dp_compute(worker_group, output))
 
 
@@ -452,7 +454,7 @@ def dispatch_nd_compute(
 
 
 def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any) -> Any:
-    """Return the results of the ranks in the mask."""
+    """Return the results of the ranks that are True in ``collect_mask``."""
     collect_dp_compute(worker_group, output)
     return [result for result, is_collect in zip(output, collect_mask, strict=True) if is_collect]
 
@@ -473,7 +475,7 @@ def dispatch_nd_compute_dataproto(
 
 
 def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, output: Any) -> Any:
-    """Join the results of the ranks in the mask into one `DataProto`. For references, return a future of it."""
+    """Join the results of `collect_nd_compute` into one `DataProto`. If they are references, return a future."""
     return _concat_data_proto_or_future(collect_nd_compute(collect_mask, worker_group, output))
 
 
@@ -540,7 +542,7 @@ def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable[..
 
 
 def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
-    """Return the name of the group's method that executes a call in this mode."""
+    """Return ``execute_fn_name``: the name of the group's method that executes a call in this mode."""
     return {"execute_fn_name": _EXECUTE_FN_NAMES[execute_mode]}
 
 
@@ -578,7 +580,7 @@ def _split_args_kwargs_data_proto(chunks: int, *args: Any, **kwargs: Any) -> Dis
 
 
 def _split_args_kwargs_data_proto_with_auto_padding(chunks: int, *args: Any, **kwargs: Any) -> Dispatched:
-    """Pad the batches with padding enabled, all by the same number of rows. Then split all arguments."""
+    """Pad each batch that has padding enabled by the same number of rows. Then split all arguments."""
     lengths = {len(value) for value in (*args, *kwargs.values()) if _asks_for_padding(value)}
     if not lengths:
         return _split_args_kwargs_data_proto(chunks, *args, **kwargs)
@@ -623,9 +625,9 @@ _MAX_THREADS = 16
 
 
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[Any]:
-    """Put at least one value into the object store, in parallel threads. Returns references in order.
+    """Put values into the object store in parallel threads. Returns the references in the order of the values.
 
-    ``max_workers`` is the number of threads, by default at most 16.
+    ``data_list`` must not be empty. ``max_workers`` is the number of threads, by default at most 16.
     """
     import ray
 

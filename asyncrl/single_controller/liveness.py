@@ -43,7 +43,7 @@ async def ray_death() -> NoReturn:
     service dies, Ray ends this process some seconds later without an error.
 
     Raises:
-        ClusterDiedError: the error names the daemon, and ends with the last lines of its log.
+        ClusterDiedError: a daemon has died. The message names the daemon and has the last lines of its log.
     """
     node: Any = ray_worker._global_node
     marks = {
@@ -56,7 +56,7 @@ async def ray_death() -> NoReturn:
         for process in processes
         if marks.get(process.info["name"], "\0") in (process.info["cmdline"] or [])
     }
-    never = asyncio.get_running_loop().create_future()  # there may be no daemons on this machine
+    never = asyncio.get_running_loop().create_future()  # prevents an empty wait if this machine has no daemons
     waiting: dict[Any, int] = {asyncio.ensure_future(process_end(pid)): pid for pid in daemons}
     try:
         ended, _ = await asyncio.wait({never, *waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -115,7 +115,7 @@ async def first_death(workers: Sequence[Any], is_alive: Callable[[Any], bool], e
 
 
 async def _end_on(node_id: str, pids: list[int]) -> int | None:
-    """Return the pid of the first of these processes to end on another node; None if the Ray task there was lost."""
+    """Wait until one of these processes ends on a node. Return its pid, or None if Ray lost the waiting task."""
     there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     task: Any = _first_to_end.options(scheduling_strategy=there).remote(pids)
     try:
@@ -162,7 +162,7 @@ def last_words(actor_id: str, log_file: str | None) -> str:
 
 
 def _newest_complaints() -> str:
-    """Return the path and the last lines of the newest raylet error log. It may say why no process starts."""
+    """Return the path and the last lines of the newest raylet error log. The log may say why no process starts."""
     node: Any = ray_worker._global_node
     logs = [*Path(node.get_logs_dir_path()).glob("raylet*.err")]
     newest = max(logs, key=lambda path: path.stat().st_mtime_ns, default=None)

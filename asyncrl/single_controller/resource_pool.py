@@ -1,4 +1,4 @@
-"""Resource pools: numbers of processes per node, which are reserved in Ray placement groups.
+"""Resource pools, which reserve resources for processes in Ray placement groups.
 
 The processes of a pool become the ranks of a worker group.
 """
@@ -289,7 +289,7 @@ class RayResourcePool(ResourcePool):
 def current_cluster() -> Any:
     """Return the ids of this process's Ray cluster and job; None if this process is not connected."""
     worker = ray_worker.global_worker
-    node = worker.node  # Ray's shutdown removes it before Ray reports the disconnection
+    node = worker.node  # Ray's shutdown removes the node before Ray reports the disconnection
     return (node.cluster_id, worker.current_job_id) if node is not None and worker.connected else None
 
 
@@ -316,7 +316,7 @@ def sort_placement_group_by_node_ip(pgs: list[PlacementGroup]) -> list[Placement
 
 
 def address_order(address: str) -> tuple[int, bytes, str]:
-    """Return the sort key of a node's address: IP addresses by number, so that .9 comes before .10, then names."""
+    """Return the sort key of a node's address. Numerical order puts .9 before .10. Names come after IP addresses."""
     try:
         packed = ip_address(address).packed
     except ValueError:
@@ -346,7 +346,7 @@ class SubRayResourcePool(RayResourcePool):
 
 
 class JoinedResourcePool(RayResourcePool):
-    """A second set of processes in a whole pool. Each process uses the devices of ``size`` adjacent processes.
+    """A second set of processes in a whole pool. Each uses the devices of ``size`` adjacent processes of the pool.
 
     Example: inference engines with ``size`` tensor-parallel ranks, on the devices of ``size`` learner ranks. Both sets
     share the devices, so ``max_colocate_count`` must be at least 2.
@@ -358,8 +358,8 @@ class JoinedResourcePool(RayResourcePool):
     def __init__(self, whole: RayResourcePool, size: int) -> None:
         if any(count % size for count in whole.store):
             raise UsageError(
-                f"pool {whole.name_prefix!r} must have a multiple of {size} processes on each node, since {size} "
-                f"devices of one process are on one node, got {whole.store}"
+                f"pool {whole.name_prefix!r} must have a multiple of {size} processes on each node, because a process "
+                f"uses {size} devices of one node, got {whole.store}"
             )
         counts = [count // size for count in whole.store]
         super().__init__(
@@ -391,8 +391,8 @@ class JoinedResourcePool(RayResourcePool):
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[int]) -> list[SubRayResourcePool]:
     """Cut a pool, or a part of a pool, into parts. The pool is reserved first if it is not reserved yet.
 
-    ``split_size`` is the number of processes of every part, or a list of numbers. Their sum must be the number of
-    processes of the pool.
+    ``split_size`` is the number of processes of every part, or a list with one number per part. All parts together
+    must have as many processes as the pool.
     """
     total = resource_pool.world_size
     sizes = [split_size] * (total // max(split_size, 1)) if isinstance(split_size, int) else list(split_size)
@@ -473,7 +473,7 @@ class ResourcePoolManager:
         resource_pool_spec: Number of processes on each node, by pool. Example: ``{"actor": [8, 8]}``.
         mapping: Pool of each role.
         resource_pool_dict: The pools, after `create_resource_pool` has made them.
-        max_colocate_count: Number of groups that may share a pool; 1 if the roles of a pool share their processes.
+        max_colocate_count: Number of groups that may share a pool; 1 if all roles of a pool run in the same processes.
         device_name: ``cuda`` or ``npu``.
         own_options: Options of `RayResourcePool` by pool. They replace the options of this object.
     """
@@ -508,7 +508,7 @@ class ResourcePoolManager:
         return sum(count for process_on_nodes in self.resource_pool_spec.values() for count in process_on_nodes)
 
     def _check_resource_available(self) -> None:
-        """Raise `ValueError` if the pools do not fit on the nodes. The message assumes the largest demand first."""
+        """Raise `ValueError` if the pools do not fit on the nodes."""
         free = {node: dict(resources) for node, resources in ray_state.available_resources_per_node().items()}
         demands = [(count, name) for name, counts in self.resource_pool_spec.items() for count in counts]
         demands.sort(reverse=True)
@@ -558,9 +558,9 @@ def take(needed: Resources, free: dict[str, float]) -> None:
 
 
 def can_place(needs: Sequence[Resources], nodes: Iterable[Resources]) -> bool:
-    """Return whether all demands can be placed, each on one node. The largest demand comes first.
+    """Return whether all demands can be placed, each on one node. The largest demand must come first.
 
-    Also returns True if the search stops after 10,000 steps; the cluster then decides.
+    The search ends after 10,000 steps. It then returns True, and the cluster decides later.
     """
     steps = 0
 
@@ -619,12 +619,12 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     def for_rank(self, options: dict[str, Any], **changed: Any) -> RayClassWithInitArgs:
         """Return a copy of this object for one rank.
 
-        If the class has no number of CPUs of its own, the actor uses the CPUs that the pool reserved.
+        If the class does not set ``num_cpus``, the actor uses the CPUs that the pool reserved.
 
         Args:
             options: Options of ``ActorClass.options`` that replace this object's options. Environment variables are
                 merged.
-            changed: Keyword arguments of the class that replace this object's.
+            changed: Keyword arguments of the class. They replace those of this object.
         """
         ours = copy(self)
         ours.kwargs = {**self.kwargs, **changed}
@@ -647,7 +647,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     ) -> Any:
         """Start the actor in a bundle of a placement group, with a share of a device if ``use_gpu``.
 
-        With ``sharing_with``, the new actor runs on the node and the devices of that actor instead.
+        If ``sharing_with`` is an actor, the new actor runs on the node and the devices of that actor instead.
         """
         if sharing_with is not None:
             node_id, devices = ray.get(

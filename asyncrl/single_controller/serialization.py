@@ -1,4 +1,4 @@
-"""Serialization of a `DataProto`: through Ray, to disk, between the ranks of a process group, and as plain tuples."""
+"""Serialization of a `DataProto` for Ray, for disk and for the ranks of a process group, and to plain tuples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncrl.single_controller.columns import UnbuiltBatch, is_nested, memory_of
 
 T = TypeVar("T")
 Message = tuple[Frame, Sequence[Any], Sequence[Any]]
-"""Header, buffers and foreign values."""
+"""Header, buffers, and values that the codec does not support."""
 
 
 def rebuild(kind: Any, header: Frame, buffers: Sequence[Any], foreign: Sequence[Any]) -> Any:
@@ -232,7 +232,7 @@ def serialize_tensordict(
 ) -> tuple[tuple[int, ...], str | None, dict[str, TensorParts | tuple[str, list[TensorParts]]]]:
     """Return the batch size, the common device or None, and the serialized tensors by name.
 
-    A tensor is the result of `serialize_single_tensor`. A nested tensor is its layout and its serialized rows.
+    A dense tensor becomes the result of `serialize_single_tensor`. A nested tensor becomes (layout, serialized rows).
     """
     tensors: dict[str, Any] = dict(batch.items())
     items: dict[str, Any] = {

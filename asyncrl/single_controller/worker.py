@@ -1,7 +1,4 @@
-"""Workers, and the fusion of several workers into one process.
-
-A worker knows its rank, its devices, and its data-parallel rank in each mesh.
-"""
+"""Workers, and the fusion of several workers into one process."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ class Worker(WorkerHelper):
     _master_port: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Keep blocked stop signals blocked, and redirect output to the worker's log, before the constructor runs."""
+        """Set up stop signals, and redirect output to the worker's log, before the constructor runs."""
         keep_stop_blocked()
         log_file = os.environ.pop("WG_LOG_FILE", None)
         if log_file is not None:
@@ -164,7 +161,7 @@ class Worker(WorkerHelper):
     ) -> None:
         """Register a mesh with the dp rank and ``is_collect`` that another worker has in its last mesh.
 
-        The last two arguments come from `get_dispatch_collect` of the other worker.
+        `get_dispatch_collect` of that worker returns the last two arguments.
         """
         if not dispatch_dp_rank or not collect_dp_rank:
             raise UsageError(f"mesh {mesh_name!r} cannot copy a worker without a mesh; register its mesh first")
@@ -178,7 +175,7 @@ class Worker(WorkerHelper):
         return mesh_name
 
     def _call_chained(self, method_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *results: Any) -> Any:
-        """Call a method with its futures replaced by ``results``, which Ray has fetched."""
+        """Call a method. ``results``, which Ray has fetched, replace its futures."""
         args, kwargs = attach_results(args, kwargs, results)
         return getattr(self, method_name)(*args, **kwargs)
 
@@ -219,7 +216,7 @@ NOSET_VISIBLE_DEVICES = tuple(
 
 
 def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
-    """Return whether Ray was told not to set the visible devices. A worker then sees all devices of its node."""
+    """Return whether a variable tells Ray not to set the visible devices. A worker then sees all devices."""
     return any(env_vars.get(name) for name in NOSET_VISIBLE_DEVICES)
 
 
@@ -247,7 +244,9 @@ def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
         env_vars.pop("ROCR_VISIBLE_DEVICES", None)
         return
     if hip and cuda and hip != cuda:
-        raise UsageError(f"HIP_VISIBLE_DEVICES is {hip!r} and CUDA_VISIBLE_DEVICES {cuda!r}; set one, or both alike")
+        raise UsageError(
+            f"HIP_VISIBLE_DEVICES is {hip!r} and CUDA_VISIBLE_DEVICES {cuda!r}; set one of them, or both to one value"
+        )
     if hip:
         env_vars["CUDA_VISIBLE_DEVICES"] = cuda = hip
     rocr = env_vars.get("ROCR_VISIBLE_DEVICES")
@@ -258,9 +257,9 @@ def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
 
 
 def _choose_device_within_node(env_vars: MutableMapping[str, str]) -> None:
-    """If a worker sees all devices of its node, set its local rank to the index of its own device.
+    """Set the worker's local rank to the index of its device among the visible devices of the node.
 
-    Ray names a device by its entry in the visible devices of the node, or else by its index.
+    Ray names the device by its entry in the visible devices, or by its index on the node.
     """
     is_npu = visible_devices_name(env_vars) == "ASCEND_RT_VISIBLE_DEVICES"
     assigned = ray.get_runtime_context().get_accelerator_ids()["NPU" if is_npu else "GPU"]
@@ -286,8 +285,8 @@ FusedWorkerCLSName = "FusedWorker"
 def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs]) -> type[Worker]:
     """Make a class that holds one worker per role. Each worker is an attribute with the name of its role.
 
-    A subclass may have methods that use several roles. In this case, set ``fused_worker_used = True`` on its
-    `RayClassWithInitArgs`, and call ``fuse`` on its group.
+    A subclass may have methods that use several roles. In this case, set ``fused_worker_used = True`` on the
+    subclass's `RayClassWithInitArgs`, and call ``fuse`` on the group.
     """
     if not class_dict:
         raise UsageError("class_dict must name at least one role and its class, got none")
@@ -329,7 +328,7 @@ create_colocated_worker_cls = create_colocated_worker_cls_fused  # verl's older 
 
 
 def _route(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call ``role_fwmn_method``, the method of a role's worker."""
+    """Call a method of a role's worker. ``method_name`` is ``role_fwmn_method``."""
     role, _, name = method_name.partition(FUSED_METHOD_SEPARATOR)
     worker = self.fused_worker_dict.get(role)
     if worker is None:
@@ -338,7 +337,7 @@ def _route(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 async def _route_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call the method as `_route` does, but await the futures first, so that they do not block the event loop."""
+    """Call as `_route` does, but await the futures first, because fetching them would block the event loop."""
     role, _, name = method_name.partition(FUSED_METHOD_SEPARATOR)
     attrs = getattr(getattr(self.raw_cls_dict.get(role), name, None), MAGIC_ATTR, {})
     if attrs.get("materialize_futures"):

@@ -1,4 +1,4 @@
-"""Worker groups, which start workers, call their registered methods, and detect the death of a worker."""
+"""Worker groups: they start workers, call registered methods, and detect the death of a worker."""
 
 from __future__ import annotations
 
@@ -161,8 +161,8 @@ class RayWorkerGroup(WorkerGroup):
     Args:
         resource_pool: Pool in which the workers start; None attaches to running workers.
         ray_cls_with_init: Class of the workers with its arguments.
-        bin_pack: If False, Ray may spread the processes of one node of the pool over several nodes. This replaces the
-            pool's strategy.
+        bin_pack: If False, Ray may place the processes of one placement group on several nodes. The pool's strategy is
+            then ignored.
         name_prefix: Name of the group and prefix of its workers' names; random by default.
         detached: Whether the workers continue after the end of the driver. Their pool must be detached too.
         worker_names: Names of running workers to attach to.
@@ -171,19 +171,19 @@ class RayWorkerGroup(WorkerGroup):
         worker_env: Further environment variables of the workers.
         device_name: ``cuda`` or ``npu``.
         use_gpu: Whether each worker takes its share of a device; the pool's setting by default.
-        master_addr: Rendezvous address, given together with ``master_port``; chosen by default.
+        master_addr: Rendezvous address. Give ``master_port`` too. By default, the group chooses both.
         master_port: Rendezvous port.
         master_port_range: Half-open range of ports to choose from; None for any.
-        profile_steps: Steps to profile. If there are any, CUDA workers run under Nsight Systems.
+        profile_steps: Steps to profile. With ``worker_nsight_options``, CUDA workers then run under Nsight Systems.
         worker_nsight_options: Options of Nsight Systems. Example: ``{"trace": "cuda,nvtx"}``.
-        log_dir: Directory for the workers' output, one file per rank; None leaves it to Ray.
+        log_dir: Directory for the workers' output, one file per rank; None uses Ray's log files.
         timeout_s: Seconds that a blocking call may take; None is unlimited.
         first_rank: RANK of the first worker. Several groups can number their workers consecutively with it.
-        python: Shell command that runs Python in the workers; empty leaves it to Ray.
+        python: Shell command that runs Python in the workers; empty uses Ray's default.
 
     Raises:
-        UsageError: options contradict each other or the pool.
-        DeadlineError: the cluster does not grant the pool in time, or the node of rank 0 does not name a port in time.
+        UsageError: the options contradict each other or the pool's options.
+        DeadlineError: the pool is not granted in time, or the node of rank 0 does not name a port in time.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class RayWorkerGroup(WorkerGroup):
             raise UsageError("a group needs ray_cls_with_init, the class of its workers")
         if (self.master_address is None) != (self.master_port is None):
             given = f"master_addr is {self.master_address!r} and master_port {self.master_port!r}"
-            raise UsageError(f"{given}; give both, or neither, and they are chosen")
+            raise UsageError(f"{given}; give both or neither of them")
         if pool.world_size < 1:
             raise UsageError(f"pool {pool.name_prefix!r} has no processes; name some in process_on_nodes")
         if detached and not pool.detached:
@@ -299,7 +299,7 @@ class RayWorkerGroup(WorkerGroup):
                 self.master_address, self.master_port = master_address_port(slots[0], master_ports, port_timeout_s)
             num_devices = pool.num_devices_per_process / pool.max_colocate_count
             if self.use_gpu and isinstance(pool, JoinedResourcePool):
-                # Ray does not support shares of two devices.
+                # Ray has no shares of several devices, so the group sets CUDA_VISIBLE_DEVICES.
                 num_devices, self._devices = 0.0, pool.visible_devices(slots)
             for index in range(len(slots)):
                 start = partial(self._start_worker, index, len(slots), num_devices, detached)
@@ -329,15 +329,13 @@ class RayWorkerGroup(WorkerGroup):
         ray.kill(self._workers[rank])
 
     def replace_worker(self, rank: int, **changed: Any) -> None:
-        """Kill the worker of a rank unless it is dead, and start a new worker of the same class in its slot.
+        """Kill the worker of a rank unless it is dead. Start a new worker of the same class in the same slot.
 
         ``changed`` are keyword arguments of the class that differ from the group's. Ray starts the new worker when the
-        slot is free, and its calls wait until then.
+        slot is free. Calls of the new worker wait until then.
         """
         if not self._replacements:
-            raise UsageError(
-                f"group {self.name_prefix!r} did not start its workers; only the group that did can replace them"
-            )
+            raise UsageError(f"group {self.name_prefix!r} did not start its workers; use the group that started them")
         self.kill_worker(rank)
         self._num_replaced += 1
         self._workers[rank], self._worker_names[rank] = self._replacements[rank](f"~{self._num_replaced}", **changed)
@@ -379,7 +377,7 @@ class RayWorkerGroup(WorkerGroup):
             "WG_BACKEND": "ray",
             "LOCAL_WORLD_SIZE": str(slot.local_world_size),
             "LOCAL_RANK": str(slot.local_rank),
-            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),  # verl's names for the same method
+            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),  # verl's names of the two values above
             "RAY_LOCAL_RANK": str(slot.local_rank),
             "MASTER_ADDR": str(self.master_address),
             "MASTER_PORT": str(self.master_port),
@@ -388,7 +386,7 @@ class RayWorkerGroup(WorkerGroup):
         if taken:
             raise UsageError(f"worker_env sets {taken}, but the group sets them; remove them from worker_env")
         env |= {} if log_file is None else {"WG_LOG_FILE": log_file}
-        # In Ray 2.60, an actor without devices sees all devices.
+        # Ray 2.60 shows all devices to an actor without devices, so hide them.
         hidden = {} if self.use_gpu else NO_GPUS
         return hidden | self.customized_worker_env | env
 
@@ -417,7 +415,7 @@ class RayWorkerGroup(WorkerGroup):
     spawn_fused = spawn  # verl's name for the same method
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Give this group one attribute per role. Its value is the role's group from `spawn`."""
+        """Give this group one attribute per role. The attribute is the role's group from `spawn`."""
         if self.wg_dict is None:
             self.wg_dict = self.spawn(prefix_set)
         for role, group in self.wg_dict.items():
@@ -465,7 +463,7 @@ class RayWorkerGroup(WorkerGroup):
         return pending
 
     def _execute_remote_single_worker(self, worker: Any, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of one worker. Every call with a collected result uses this method."""
+        """Call a method of one worker, and return a reference to the result."""
         return self._route_to(method_name).call(worker, args, kwargs)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Assembly of published tensors from received pieces, with a comparison of each piece with its digest."""
+"""Assembles published tensors from received pieces, and verifies each piece by its digest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def known_dtype(stored: StoredTensor) -> torch.dtype:
 
 
 class DeviceDigests:
-    """The computation of `manifest.device_digest_of` on a device. It does not wait for the device."""
+    """Computes `manifest.device_digest_of` on a device, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._factors: Tensor = factors_of(torch.arange(PIECE_BYTES // 4, device=device))
@@ -162,7 +162,7 @@ class TensorAssembly:
 
 
 def shaped(stored: StoredTensor, data: Tensor) -> Tensor:
-    """Convert [bytes] uint8 to the tensor, a view if the bytes are aligned. Raises as `known_dtype` does."""
+    """View ``data``, [bytes] uint8, as the tensor. Unaligned bytes are copied. Raises the errors of `known_dtype`."""
     dtype = known_dtype(stored)
     aligned = data if data.data_ptr() % dtype.itemsize == 0 else data.clone()
     return aligned.view(dtype).view(stored.shape)

@@ -1,4 +1,4 @@
-"""The carriers, which bring the bytes of weights to the engines, and the check of a run's options."""
+"""Carriers, which bring weights to the engines, and the check of their options."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from asyncrl.core.types import Carrier, OfferKind
 
 Backend = Literal["gloo", "nccl"]
 SLOWEST_LOAD = 1e8
-"""Bytes of weights per second; the deadlines of starts, loads and transfers grow by this rate."""
+"""Slowest expected load, in bytes per second. It sets how deadlines grow with the size of the weights."""
 HOST_WINDOW_S = 0.5
 ENGINE_WINDOW_S = 0.1
 ENGINE_SHARE = 0.4
-"""Part of a load's deadline that one round into engines may take, so that there is time for a second round."""
+"""Share of a load's deadline that one round to engines may take. It leaves time for a second round."""
 _ALL_KINDS: frozenset[OfferKind] = frozenset({"full", "delta", "adapter"})
 
 
@@ -25,7 +25,7 @@ def load_limit_s(timeout_s: float, num_bytes: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions:
-    """How a learner publishes.
+    """How a learner publishes policy versions.
 
     Attributes:
         carrier: How the bytes reach the engines.
@@ -35,9 +35,9 @@ class PublishOptions:
         timeout_s: Deadline of a transfer, to which one second per 100 MB is added.
         num_held: Number of newest versions that each learner rank holds in memory for a stream.
         interface: Network interface on which engines reach the learner ranks; ``lo`` is this host only.
-        num_receivers: Number of waiting receivers that starts a round immediately.
-        backend: ``gloo`` sends between the memories of hosts. ``nccl`` sends between GPUs, and each process has its own
-            GPU.
+        num_receivers: A round starts immediately when this number of receivers wait.
+        backend: ``gloo`` sends between the memories of hosts. ``nccl`` sends between GPUs, and needs one GPU per
+            process.
     """
 
     carrier: Carrier = Carrier.folder
@@ -51,7 +51,7 @@ class PublishOptions:
 
     @property
     def into_engines(self) -> bool:
-        """Whether the receivers are ranks of engines. Engines pause during a round."""
+        """Whether the receivers are ranks of engines, which pause during a round."""
         return self.carrier == Carrier.engine_stream
 
     @property
@@ -117,7 +117,7 @@ CARRIERS: dict[str, CarrierRules] = {
         ),
     )
 }
-"""The rules by value of ``weights.transport``, and by ``collective, collective_into=engine``."""
+"""Rules by name: the value of ``weights.transport``, or ``collective, collective_into=engine``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ def _faults(rules: CarrierRules, use: CarrierUse) -> Iterator[str]:
     for option, value in use.given.items():
         if option not in rules.uses:
             user = next(other.option for other in CARRIERS.values() if option in other.uses)
-            yield f"{option}={value} is used by {user}, got {name}; set it, or leave {option} out"
+            yield f"{option}={value} is used by {user}, got {name}; set {user}, or leave {option} out"
     for kind, is_wanted, fault in (
         (
             "delta",
@@ -159,16 +159,16 @@ def _faults(rules: CarrierRules, use: CarrierUse) -> Iterator[str]:
         ("adapter", use.adapters, f"weights.adapters must be false with {rules.option}, got true: an adapter"),
     ):
         if is_wanted and kind not in rules.kinds:
-            yield f"{fault} needs weights on the engine's host, and the host holds none; set it, or another transport"
+            yield f"{fault} needs weights on the engine's host, and the host holds none; set this, or another transport"
     if use.full_every > 1 and use.adapters:
         yield (
             f"weights.full_every must be 1 where adapters are published alone, got {use.full_every}: adapters are "
-            "already small; set it, or weights.adapters=false to publish merged weights"
+            "already small; set 1, or weights.adapters=false to publish merged weights"
         )
     if use.keeps_all and not rules.keeps_all:
         yield (
-            f"weights.transport must be file to keep all versions (learner.keep_snapshots=-1), got {name}; set it, or "
-            "keep fewer"
+            f"weights.transport must be file to keep all versions (learner.keep_snapshots=-1), got {name}; set file, "
+            "or keep fewer versions"
         )
     where = f"with placement.num_nodes={use.num_hosts}"
     if use.num_hosts > 1 and not rules.is_remote:

@@ -22,12 +22,13 @@ _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int, bytes] | None:
-    """Return the difference between the old and the new bytes of a piece; None if they are equal.
+    """Return the difference between the old and the new bytes of a piece, or None if they are equal.
 
     ``old`` and ``new`` are [bytes] uint8. ``item_bytes`` is the number of bytes per value: 1, 2, 4 or 8.
 
     Returns:
-        The number of values, the bytes per gap (1 or 2; 0 for a whole piece), and the bytes for the delta file.
+        The number of values, the bytes per gap, and the bytes for the delta file. Bytes per gap are 1 or 2, or 0 for a
+        whole piece.
     """
     values = new.view(_INTEGERS[item_bytes])
     indices = np.flatnonzero(values != old.view(_INTEGERS[item_bytes]))
@@ -35,7 +36,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
         return None
     gaps = np.diff(indices, prepend=0)
     encodings: list[np.ndarray] = []
-    for gap_bytes in (1, 2):  # a gap is a sum of codes: largest values, then a smaller remainder
+    for gap_bytes in (1, 2):  # the codes of a gap add up to the gap: maximal codes, then one smaller code
         full = np.iinfo(_INTEGERS[gap_bytes]).max
         ends = np.cumsum(gaps // full + 1) - 1
         encodings.append(np.full(ends[-1] + 1, full, dtype=_INTEGERS[gap_bytes]))
@@ -47,9 +48,10 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
 
 
 def decode(change: Change, data: bytes, place: np.ndarray) -> None:
-    """Turn the old bytes of a piece, ``place``, into the new ones, in place.
+    """Change ``place``, the old bytes of a piece, into the new bytes.
 
-    ``place`` is [bytes] uint8, and undefined after an error. ``data`` is the bytes of the change in the delta file.
+    ``place`` is [bytes] uint8. Its content is undefined after an error. ``data`` is the change's bytes in the delta
+    file.
 
     Raises:
         ValueError, IndexError: ``data`` does not fit ``change``.
@@ -97,7 +99,7 @@ def write_delta(
                     )
                     stream.write(data)
         stream.flush()
-        os.fsync(stream.fileno())  # other hosts see the bytes only after this
+        os.fsync(stream.fileno())  # now other hosts can see the bytes
     return changes
 
 
@@ -106,11 +108,11 @@ def apply_delta(manifest: Manifest, image: np.ndarray) -> None:
 
     Args:
         manifest: Manifest of a delta.
-        image: The base's data file, [bytes] uint8; changed in place.
+        image: The base's data file, [bytes] uint8. It is changed in place.
 
     Raises:
-        FileNotFoundError: a newer version has replaced the version.
-        WeightsError: a changed piece differs from the published one. ``image`` is then undefined.
+        FileNotFoundError: a newer version has replaced this version.
+        WeightsError: a changed piece differs from the published one. The content of ``image`` is then undefined.
     """
     delta = manifest.delta
     assert delta is not None, "a full version has nothing to apply"

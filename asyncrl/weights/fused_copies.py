@@ -2,16 +2,16 @@
 
 A checkpoint has one tensor per expert and projection. An engine has all experts of a layer in one parameter.
 `LoadObserver` records the copies of the first load, which calls the model's ``load_weights``. `FusedCopies` repeats
-these copies in later loads. It joins copies at equal distances, so that thousands of calls become a few.
+these copies in later loads. It joins copies at equal distances into one copy, which saves thousands of calls.
 
-A parameter is loaded in this way only if all of these conditions hold. Otherwise the model's loader gets its tensors in
-every load.
+A parameter is loaded in this way only if all of these conditions hold. Otherwise the model's loader loads it every
+time. The parameter's tensors are the checkpoint's tensors that the loader copied into it.
 
-- The loader only copied these tensors into parameters, without conversion.
-- The loader wrote each element of the parameter exactly once, from a tensor or as a constant (padding), and did nothing
-  else with the parameter.
-- Both conditions also hold for every other parameter that received a part of these tensors.
-- The parameter is of a floating type with at least 16 bits, because loaders of quantized parameters keep other state.
+- The loader only copied the parameter's tensors, without conversion.
+- The loader wrote each element of the parameter exactly once: a value of a tensor, or a constant as padding.
+- The loader did nothing else with the parameter.
+- These conditions also hold for every other parameter that received a part of the same tensors.
+- The parameter is float32, bfloat16 or float16, because loaders of quantized parameters keep other state.
 - Address, shape, strides and type of all parameters, and the arrangement of the experts, have not changed.
 - The parameter has at least `MIN_TENSORS` tensors. From fewer tensors, a loader may derive other values.
 """
@@ -30,9 +30,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 MIN_TENSORS = 4
-"""Fewest tensors of a parameter that is loaded with joined copies."""
+"""Smallest number of tensors of a parameter that is loaded with joined copies."""
 MAX_RANGES = 1 << 22
-"""Most contiguous ranges of one parameter that are compared with one another."""
+"""Largest number of contiguous ranges of a parameter that are checked for overlap."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Parameters = Mapping[str, Tensor]
@@ -64,7 +64,7 @@ class _TensorCopies:
 
 
 class FusedCopies:
-    """The recorded copies of a model's loader into completely recorded parameters; may be empty.
+    """The recorded copies of a model's loader; may be empty.
 
     Args:
         parameters: The model's parameters by name.
@@ -170,12 +170,12 @@ def _as_one(run: list[_Block]) -> _Block:
 
 
 class LoadObserver:
-    """A record of the targets of a model loader's copies.
+    """A record of the copies of a model's loader.
 
     Args:
         parameters: The model's parameters by name.
-        arrangement: Other conditions that determine the loader's targets, such as this rank's experts. None means that
-            they are unknown; the copies are then never used.
+        arrangement: Other conditions that determine the loader's targets, such as this rank's experts. If they are
+            unknown, None prevents the use of the copies.
     """
 
     def __init__(self, parameters: Parameters, arrangement: str | None = "") -> None:
@@ -229,7 +229,7 @@ class LoadObserver:
                     self._excluded.add(found[0])
 
     def copies(self) -> FusedCopies:
-        """Return the copies into completely recorded parameters. Call this after a successful load."""
+        """Return the copies into parameters that meet the module's conditions. Call this after a successful load."""
         sources = {
             name: {tensor for _, tensor in writes if isinstance(tensor, str)} for name, writes in self._writes.items()
         }

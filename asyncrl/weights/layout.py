@@ -1,8 +1,8 @@
 """The layout of a checkpoint file: the bytes that each learner rank writes.
 
-The ranks copy a tensor of the file from their shards if it is a contiguous part of a parameter, such as one expert of
-fused experts. Any other tensor, such as a merged adapter, must be computed from whole parameters. For each layer, one
-rank computes these tensors, and receives the parameters of the layer from the other ranks.
+If a tensor of the file is a contiguous part of a parameter, the ranks copy it from their shards. Example: one expert of
+fused experts. All other tensors, such as merged adapters, are computed from whole parameters. For each layer, one rank
+receives the parameters from the other ranks and computes these tensors.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class ModelLayout:
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         if tuple(shape[2:]) != tuple(parameter.shape[2:]):
             raise WeightsError(f"{name} is sharded as {placements}; only shards of dimension 0 or 1 can be published")
-        # The first of the ranks with the same shard writes it.
+        # If several ranks have the same shard, the first of them writes it.
         if any(mesh.get_local_rank(axis) for axis, kind in enumerate(placements) if kind.is_replicate()):
             return
         row, size = parameter.shape[1:].numel(), torch.Size(shape).numel()
@@ -301,7 +301,7 @@ class ModelLayout:
 
 
 def in_file(data: Tensor) -> Callable[[StoredTensor], Tensor]:
-    """Return a function that returns the memory of a tensor in a whole file, [bytes] uint8."""
+    """Return a function that finds the memory of a tensor in the file ``data``, [bytes] uint8."""
     return lambda stored: data[stored.start : stored.start + stored.num_bytes]
 
 

@@ -49,7 +49,7 @@ from asyncrl.weights.stream import NUM_AHEAD, ArrivingWeights, RoundFailed
 
 T = TypeVar("T")
 COPY_THREADS = min(8, os.cpu_count() or 1)
-"""Threads that copy to page-locked memory during a load onto a GPU; one thread copies 5-10 GB/s."""
+"""Number of threads that copy to page-locked memory for a GPU. One thread copies 5-10 GB/s."""
 LOAD_TIMEOUT_S = 120.0
 """Default deadline of a load."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -104,7 +104,7 @@ def load_verified(
         tensors = weights.tensors()
         if adapter is not None:
             tensors = adapter.merged(tensors, device)
-        fused, observer = _fused.pop(model, None), None  # a failure forgets the copies
+        fused, observer = _fused.pop(model, None), None  # a failed load forgets the recorded copies
         if fused is not None and fused.fit(parameters, arrangement):
             tensors = fused.take(tensors, parameters)
         else:
@@ -154,7 +154,7 @@ def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) 
         FileNotFoundError: a newer version has replaced the files.
         WeightsError: the manifest differs from the offered one.
     """
-    if offer.carrier == Carrier.engine_stream:  # an engine server has a plain string here
+    if offer.carrier == Carrier.engine_stream:  # not `is`: an engine server has a plain string here
         return ArrivingWeights(offer, device, timeout_s=timeout_s)
     return FileWeights(offer, None if device.type == "cpu" else device)
 
@@ -201,7 +201,7 @@ class FileWeights:
             yield stored.name, shaped(stored, self._files[stored.file][stored.start : stored.start + stored.num_bytes])
 
     def _copies(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Copy in a thread, a few spans ahead of the loader. `ComparedWrites` does not see that thread."""
+        """Copy tensors in a thread, a few spans ahead of the model's loader."""
         copies, digests = BucketCopies(self._threads, device), DeviceDigests(device)
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         pending: deque[Future[list[tuple[str, Tensor]]]] = deque()
@@ -214,7 +214,7 @@ class FileWeights:
                 yield from pending.popleft().result()
 
     def _spans(self) -> Iterator[list[StoredTensor]]:
-        """Yield adjacent tensors of up to `BUCKET_BYTES` together, because there are many small experts."""
+        """Yield groups of adjacent tensors, up to `BUCKET_BYTES` each. Small experts are then copied together."""
         span: list[StoredTensor] = []
         for stored in self.manifest.tensors:
             if span:
@@ -234,7 +234,7 @@ class FileWeights:
         digests: DeviceDigests,
         stream: torch.cuda.Stream | None,
     ) -> list[tuple[str, Tensor]]:
-        """Copy adjacent tensors, and begin to digest the copy. Returns the name and the copy of each."""
+        """Copy adjacent tensors, and begin to digest the copy. Returns the name and the copy of each tensor."""
         first, end = span[0].start, span[-1].start + span[-1].num_bytes
         with torch.cuda.stream(stream):
             data = copies.copied(self._maps[span[0].file][first:end])
@@ -248,7 +248,7 @@ class FileWeights:
         return self if self._device is None else None
 
     def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:
-        """Return the pieces that cover exactly these bytes of a mapped file; empty if no pieces do."""
+        """Return the pieces that cover exactly these bytes of a mapped file, or an empty list."""
         for index, data in enumerate(self._maps):
             start = address - data.ctypes.data
             if 0 <= start <= len(data) - num_bytes:
@@ -396,9 +396,9 @@ def _add(down: Tensor, up: Tensor, scale: float, _: nn.Module, inputs: tuple[Ten
 
 @contextmanager
 def submissions_run_at_once() -> Iterator[None]:
-    """Inside this context, run work that this thread submits to a ``ThreadPoolExecutor`` at once, on this thread.
+    """Inside this context, ``ThreadPoolExecutor.submit`` on this thread runs the function at once, on this thread.
 
-    Calls of other threads do not change. Neither do subclasses with their own ``submit``, such as `DigestThreads`.
+    Other threads submit as usual. Subclasses with their own ``submit``, such as `DigestThreads`, do not change.
     """
     this_thread, submit = threading.get_ident(), ThreadPoolExecutor.submit
 
@@ -425,8 +425,8 @@ class ComparedWrites(TorchDispatchMode):
     A copy of whole pieces on the CPU is compared with the published digest. Any other copy is compared with its source,
     and the source's digest is verified at the end.
 
-    The context sees only operations of its own thread. It therefore runs copies on this thread that a model's loader
-    submits to a thread pool. ``observer`` records the operations of the loader.
+    The context sees only operations of its own thread. If a model's loader submits copies to a thread pool, the context
+    therefore runs them on its own thread. ``observer`` records the operations of the loader.
     """
 
     def __init__(
@@ -513,7 +513,7 @@ class ComparedWrites(TorchDispatchMode):
             differs = torch.tensor(not copier.copy(pieces, flat))
         else:
             _copy(target, source)
-            # Compare integers, because NaN differs from itself. `check` reads the result, so nothing waits here.
+            # Compare integers, because NaN differs from itself. Only `check` waits for the result.
             integers, wanted = _INTEGERS[target.element_size()], source
             if not (is_alike and is_flat and source.device == target.device):
                 target, wanted = target.contiguous(), source.to(target).expand(target.shape).contiguous()

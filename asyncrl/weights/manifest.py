@@ -71,7 +71,7 @@ class Piece:
     """Bytes of one tensor in a data file, with their digest.
 
     Attributes:
-        device_digest: The `device_digest_of` the bytes, for engines on a GPU; None from a learner on a CPU.
+        device_digest: Result of `device_digest_of`, for engines on a GPU; None from a learner on a CPU.
     """
 
     file: int
@@ -151,9 +151,9 @@ class Manifest:
     """The description of a version: everything except its bytes.
 
     Attributes:
-        directory: Folder of ``files``. The written path is relative if the manifest is in the folder or beside it, so
-            that both can be moved together.
-        files: Data files in safetensors format. For a delta, the file that it results in.
+        directory: Folder of ``files``. In the written file, the path is relative if the manifest is in or beside the
+            folder. Both can then be moved together.
+        files: Data files in safetensors format. For a delta, the file that results from it.
         pieces: The pieces, which cover all bytes of all tensors in ``files``.
         delta: The changes, if the version has no data file.
         adapter: The adapted layers, if ``tensors`` are the matrices A and B of adapters.
@@ -314,7 +314,7 @@ def read_manifest(offer: WeightOffer) -> Manifest:
     """Read the manifest of an offer.
 
     Raises:
-        FileNotFoundError: a newer version has replaced it.
+        FileNotFoundError: a newer version has replaced this version.
         WeightsError: the manifest differs from the offered one, or names a file outside its folder.
     """
     return parse_manifest(offer, Path(offer.manifest).read_bytes())

@@ -1,4 +1,4 @@
-"""Publishing a policy version: each learner rank copies and digests its shards, and rank 0 offers the version.
+"""Publishes policy versions: each learner rank copies and digests its shards, and rank 0 offers the version.
 
 Training waits only for the copy. A thread then converts and digests the bytes, gathers the digests of all ranks, and
 writes the manifest. If a rank fails, the other ranks do not wait for it, and rank 0 reports the failure.
@@ -38,12 +38,12 @@ class WeightPublisher:
     """The publisher of a model's policy versions on one learner rank. Every method is a collective.
 
     A version is full, a delta to the previous version, or the adapters alone. If an adapted weight is not a tensor of
-    the checkpoint, adapters are merged even with ``options.adapters``.
+    the checkpoint, the publisher merges adapters even with ``options.adapters``.
 
     Args:
         shards: The model on this rank.
         directory: Folder of the versions, each in a folder such as ``v00000012``. With the carrier ``folder``, engines
-            read it.
+            read this folder.
         keep: Number of versions kept, including the new one; -1 keeps all. The publisher also keeps versions that the
             buffer may still offer, and the full version that the oldest kept delta needs.
         options: How versions are published.
@@ -77,7 +77,7 @@ class WeightPublisher:
         self._adapter: Adapter | None = None
         if self._options.adapters and shards.has_adapters:
             self._publish_adapters_alone()
-        # Rank 0 takes the names from the checkpoint's files; the other ranks take them from the model class.
+        # Names may differ: rank 0 takes them from the checkpoint's files, the other ranks from the model class.
         heads = digest_of(self._layout.head + (b"" if self._frozen is None else self._frozen.head))
         if len(set(shards.gather(heads, str))) > 1:
             raise WeightsError(
@@ -110,7 +110,7 @@ class WeightPublisher:
             A future of the offer on rank 0, and of None on the other ranks. The next call waits for it.
 
         Raises:
-            WeightsError: the files could not be prepared, for example without disk space, or the previous version
+            WeightsError: the files could not be prepared, for example for lack of disk space, or the previous version
                 failed.
         """
         self.wait()
@@ -236,7 +236,7 @@ class WeightPublisher:
         return record.span(SpanKind.publish_stage, lane="/publish", version=version, cause=name)
 
     def _gathered(self, version: int, parts: list[RankPart] | Exception) -> list[Any]:
-        """Finish this rank's part. Return the `RankShare`s of every rank, or the text of its failure."""
+        """Finish this rank's part. Return, for every rank, the `RankShare`s or the text of a failure."""
         own: list[RankShare] | str | None = None
         if self._exchanged(parts):
             try:

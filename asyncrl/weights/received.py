@@ -4,8 +4,8 @@ The engine workers of a host share one folder in the host's memory. A worker tha
 receives the version if it is not there, and links it. So each byte crosses the network once per host. If a worker dies,
 the kernel releases its lock. A version's folder gets its name when it is complete.
 
-The folder keeps the newest version until the next one arrives, because some workers ask late, and a delta needs its
-base. The last worker removes the folder.
+The folder keeps the newest version until the next one arrives, because slow workers and a delta may need it. The last
+worker removes the folder.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class ReceivedVersions:
 
     @asynccontextmanager
     async def version(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
-        """Receive an offered version unless the host has it. Yield an offer of the local version, full or an adapter.
+        """Receive an offered version unless the host has it. Yield a full or adapter offer of local files.
 
-        No other worker changes the folder of the version before the context ends. The frozen weights of an adapter are
-        beside it. If another worker holds the lock for twice the deadline of a transfer, this worker receives into
-        folders of its own.
+        No other worker changes the folder of the version before the context ends. Frozen weights of an adapter are in
+        another folder beside it. If another worker holds the lock for twice the deadline of a transfer, this worker
+        receives into folders of its own.
 
         Raises the errors of `receive_weights`.
         """
@@ -157,7 +157,7 @@ class ReceivedVersions:
         return self._folder / f"{learner}-{offer.version:08d}"
 
     def _make_room(self, entry: Path, offer: WeightOffer) -> Path | None:
-        """Remove incomplete, older and other learners' versions. Keep and return the base of a delta."""
+        """Remove incomplete and older versions, and those of other learners. Keep and return the base of a delta."""
         base = entry.with_name(f"{entry.name[:8]}-{offer.base_version:08d}") if offer.kind == "delta" else None
         for path in self._folder.iterdir():
             other = _ENTRY.fullmatch(path.name)
@@ -167,7 +167,7 @@ class ReceivedVersions:
         return base if base is not None and base.is_dir() else None
 
     async def _received(self, offer: WeightOffer, base: Path | None) -> Path:
-        from asyncrl.weights.stream import receive_weights  # loads torch, which other workers do not need
+        from asyncrl.weights.stream import receive_weights  # not at the top, because it loads torch
 
         holds = "" if base is None else digest_of((base / MANIFEST).read_bytes())
         local = await receive_weights(offer, self._folder, timeout_s=self._timeout_s, holds=holds)

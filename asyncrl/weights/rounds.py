@@ -6,8 +6,8 @@
     ranks ──done──▶ rank 0                 Then the next round begins.
 
 These messages use a TCP socket of rank 0, the *channel*. A message is its length followed by a msgpack map. Each side
-proves that it has the channel's key, which receivers get in the offers. The buffer encrypts the offers beyond loopback.
-The weights go from each rank to the receivers directly (`stream.py`).
+proves that it has the channel's key, which receivers get in the offers. Except on loopback, the buffer encrypts the
+offers. The weights go from each rank to the receivers directly (`stream.py`).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ CALL_S = 3.0
 """Seconds within which a receiver must answer rank 0's call."""
 HEARTBEAT_S = 5.0
 SILENCE_S = 15.0
-"""Seconds after which a connection ends if the other host answers nothing, not even TCP's keep-alive probes."""
+"""Seconds until a connection ends if the other host does not answer, not even TCP's keep-alive probes."""
 _MAX_REQUEST_BYTES = 1 << 20
-"""Longest message to rank 0; members send addresses and numbers."""
+"""Longest message to rank 0, because members send only addresses and numbers."""
 _NONCE_BYTES, _PROOF_BYTES, _SIZE_BYTES = 16, 32, 4
 
 
@@ -55,12 +55,12 @@ class Round:
 
     Attributes:
         number: Number of the round, from 1.
-        group: Number of the round that made the process group of the members. Its first ranks are the learner ranks.
-        shares: Number of the manifest's pieces that each learner rank sends, in the manifest's order.
+        group: Number of the round that made the members' process group. The group's first ranks are the learner ranks.
+        shares: Number of pieces that each learner rank sends. The manifest lists rank 0's pieces first.
         is_delta: Whether each rank sends its delta file instead of its pieces. The receivers then hold the previous
             version.
         timeout_s: Deadline of the round, including the transfers.
-        oldest: Oldest version that the ranks still hold.
+        oldest: Oldest version that the ranks must hold. They forget older versions.
     """
 
     number: int
@@ -139,8 +139,8 @@ def rounds_of(
     Args:
         requests: At least one request.
         offers: The versions that the ranks hold.
-        only_newest: Send only the newest requested policy version. The other receivers then request again. Must be
-            False for paused engines, which cannot load another version.
+        only_newest: Send only the newest requested policy version. The other receivers then request again. It must
+            be False for paused engines, which cannot load another version.
 
     Returns:
         Per round the offer, its requests, and whether a delta is sent. The offer is None if no version is sent.
@@ -216,7 +216,7 @@ class RoundCoordinator:
             making = asyncio.create_task(self._make_rounds())
             await asyncio.wait({making, asyncio.wrap_future(self._closed)}, return_when=asyncio.FIRST_COMPLETED)
             if making.done() and (error := making.exception()) is not None:
-                # No other code reads this error. The receivers report only missed deadlines.
+                # Log the error here, because no other code reads it. The receivers report only missed deadlines.
                 logger.error("no further round of weights is made: %r", error)
         finally:
             server.close()
@@ -314,7 +314,7 @@ class RoundCoordinator:
             backend=self._options.backend,
         )
         now_s = asyncio.get_running_loop().time()
-        # A receiver may still need the addresses of other members when the ranks are done.
+        # Keep earlier meetings: a receiver may need the addresses of members after the ranks are done.
         self._meetings = {other: held for other, held in self._meetings.items() if now_s < held.ends_s}
         self._meetings[number] = Meeting(ends_s=now_s + this.timeout_s)
         for rank in self._ranks.values():
@@ -364,7 +364,7 @@ class ChannelAddress:
 
     Attributes:
         endpoint: IPv4 address and port. Example: ``"10.0.0.5:41234"``.
-        access: The key, which is never shown.
+        access: The channel's key. ``repr`` does not show it.
     """
 
     endpoint: str

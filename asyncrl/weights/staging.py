@@ -62,11 +62,11 @@ class WeightStager:
     async def staged(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
         """Stage an offer in a thread, and yield an offer of the local files.
 
-        The yielded offer is of the same version, in full or as an adapter. After a deadline or a cancellation, the
+        The yielded offer is a full version or an adapter. After a deadline or a cancellation, the
         thread still runs. It removes its folders when it ends, and the next version uses other folders.
 
         Raises:
-            WeightsGone: the version was removed before it was staged; ask for the newest.
+            WeightsGone: the version was removed before it was staged. Ask for the newest version.
             WeightsError: the version is damaged, there is no room, or another user may write to the folder.
             DeadlineError: the version was not staged in time.
         """

@@ -1,15 +1,15 @@
-"""Weights over the network: the learner ranks send their own bytes, and the receivers of a round forward them.
+"""Weights over the network. In a *round*, the learner ranks send a version, and the receivers forward it.
 
     each rank ══ its own bytes ══▶ receiver ══▶ receiver ══▶ …      All are members of one process group.
 
-Receivers compare every byte with its digest as it arrives. There are two kinds of receivers:
+Receivers verify all bytes by their digests. There are two kinds of receivers:
 
 - A host of engines receives a version into its memory while its engines generate (`receive_weights`).
 - An engine's rank receives bucket by bucket while the engine is paused (`ArrivingWeights`).
 
-If a member dies or stops, the round ends for all members by its deadline. The receivers ask again, up to `MAX_ROUNDS`
-times, in a new group. Training does not wait for a round, because the learner ranks send from threads. The members of a
-group do not authenticate each other, and the digests do not protect against an attacker.
+If a member dies or stops, all members leave the round by its deadline. The receivers then ask for a new round, until
+`MAX_ROUNDS` have failed. Training does not wait for a round, because the learner ranks send from threads. The members
+of a group do not authenticate each other, and the digests do not protect against an attacker.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _FOREVER = timedelta(days=20)  # the longest timeout that torch accepts
 
 @dataclass(frozen=True, kw_only=True)
 class HeldPart:
-    """One learner rank's part of a version: the data file, [bytes] uint8, its own pieces, and its delta file."""
+    """One learner rank's part of a version. The data file and the rank's delta file are [bytes] uint8."""
 
     data: Tensor
     pieces: tuple[Piece, ...]
@@ -85,7 +85,7 @@ class HeldPart:
 
 
 class WeightSender:
-    """The sender of one learner rank. `hold` and `offer` return at once; rounds run on the sender's own thread.
+    """The sender of one learner rank. `hold` and `offer` do not wait for rounds, which run on a thread.
 
     Without an ``address`` this is rank 0's sender, which listens. Other senders connect to ``address``.
 
@@ -125,9 +125,9 @@ class WeightSender:
         self._parts.add(version, HeldPart(data=data, pieces=tuple(pieces), delta=delta))
 
     def offer(self, offer: WeightOffer, shares: Sequence[int]) -> WeightOffer:
-        """Return the offer with rank 0's channel in place of the path. Call this when every rank holds its part.
+        """Return the offer with the address of rank 0's channel as its path. Call this when every rank holds its part.
 
-        ``shares`` are the numbers of the manifest's pieces that the ranks hold, in the manifest's order.
+        ``shares`` has the number of pieces that each rank holds. The manifest lists rank 0's pieces first.
         """
         assert self._coordinator is not None, "rank 0 offers"
         delta = read_manifest(offer).delta
@@ -148,7 +148,7 @@ class WeightSender:
             self._coordinator.offers.retire(oldest)
 
     def close(self) -> None:
-        """Abandon a running round, and take part in no more. May be called more than once."""
+        """Abandon a running round, and take part in no further round. May be called more than once."""
         self._is_closed.set()
         if self._coordinator is not None:
             self._coordinator.close()
@@ -241,12 +241,12 @@ class RoundDeadline:
 
 
 class RoundStore(Store):
-    """A torch store on rank 0, over the channel. The members of a new group exchange their addresses there."""
+    """A torch store that keeps values on rank 0. The members of a new group exchange their addresses in it."""
 
     def __init__(self, channel: WeightChannel, this: Round, deadline: RoundDeadline) -> None:
         super().__init__()
         self._channel, self._this, self._deadline = channel, this, deadline
-        self._lock = threading.Lock()  # NCCL has its own threads
+        self._lock = threading.Lock()  # NCCL's own threads use the store too
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -256,17 +256,17 @@ class RoundStore(Store):
             self._channel.send({"kind": "leave", "round": self._this.number, "key": key, "value": content})
 
     def get(self, key: str) -> bytes:
-        """Wait for a value.
+        """Wait for a value, and return it.
 
         Raises:
-            WeightsError: the round is over, or the connection ended.
+            WeightsError: the round or the connection ended.
             TimeoutError: no member has sent the value by the deadline.
         """
         self.wait([key])
         return self._known[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for several keys, until the round's deadline; ``timeout`` is ignored. Raises the errors of `get`."""
+        """Wait for several keys until the round's deadline. ``timeout`` is ignored. Raises the errors of `get`."""
         # Each member of a gloo group stores one key, so one answer with all keys is enough.
         count = self._this.num_members if self._this.backend == "gloo" else 1
         for key in keys:
@@ -284,10 +284,10 @@ class RoundStore(Store):
 
 
 class WeightGroup:
-    """A process group of the learner ranks, followed by the receivers.
+    """A process group. Its first ranks are the learner ranks, and the receivers follow.
 
-    All rounds with the same members use one group. ``place`` is the rank of this process in the group, and ``deadline``
-    limits the making of the group.
+    Successive rounds with the same members use one group. ``place`` is the rank of this process in the group.
+    ``deadline`` limits the time to make the group.
     """
 
     def __init__(self, channel: WeightChannel, this: Round, place: int, deadline: RoundDeadline) -> None:
@@ -309,7 +309,7 @@ class WeightGroup:
             self._group = ProcessGroupGloo(own, place, this.num_members, options)
 
     def send(self, data: Tensor, to: int, deadline: RoundDeadline) -> Callable[[], None]:
-        """Begin to send [bytes] uint8. With NCCL, host memory is first copied to the GPU.
+        """Begin to send ``data``, [bytes] uint8, to rank ``to``. With NCCL, host memory is first copied to the GPU.
 
         Returns:
             A function that waits until the transfer has ended. It raises `RuntimeError` if the other member was lost,
@@ -322,11 +322,11 @@ class WeightGroup:
         return partial(self._wait, self._group.send([data], to, 0), data, deadline)
 
     def receive(self, data: Tensor, source: int, deadline: RoundDeadline) -> Callable[[], None]:
-        """Begin to receive [bytes] uint8. Returns the same as `send`."""
+        """Begin to receive ``data``, [bytes] uint8, from rank ``source``. Returns the same as `send`."""
         return partial(self._wait, self._group.recv([data], source, 0), data, deadline)
 
     def _wait(self, work: Any, _data: Tensor, deadline: RoundDeadline) -> None:
-        """Wait for a transfer. The argument ``_data`` keeps its memory alive until then."""
+        """Wait for a transfer. The argument ``_data`` keeps the memory alive until then."""
         work.wait(deadline.left)
 
     def abort(self) -> None:
@@ -368,13 +368,13 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
 
     Args:
         offer: An offer with `Carrier.host_stream`.
-        folder: Parent of the new folder for the version; it should be in shared memory.
+        folder: Parent of the new folder for the version. It should be in shared memory.
         timeout_s: Deadline of the transfer, to which one second per 100 MB is added.
-        holds: Digest of the manifest of the version that this host holds. If the offer is a delta to it, the ranks send
-            the delta alone.
+        holds: Manifest digest of the version that this host holds. If the offer is a delta to that version, the ranks
+            send the delta alone.
 
     Returns:
-        The same version on this host: a full version, or a delta that the caller must apply and verify.
+        The offer of the files on this host. The caller must apply and verify a delta.
 
     Raises:
         WeightsGone: the ranks no longer hold the version, or rank 0 has ended.
@@ -606,7 +606,7 @@ _idle: list[GroupMember] = []
 
 
 def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -> ReceiverRound:
-    """Ask rank 0 for a version, and answer rank 0's call. Returns this receiver's membership in a round.
+    """Ask rank 0 for a version, answer its call before the round, and join the round. Returns the membership.
 
     Raises:
         WeightsGone: the ranks no longer hold the version, or rank 0 has ended.
@@ -654,7 +654,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """The bytes of one transfer from a learner rank: adjacent pieces of a data file, or a part of a delta file."""
+    """Bytes that a learner rank sends in one transfer: adjacent pieces of a data file, or a part of a delta file."""
 
     sender: int
     first: int
@@ -693,7 +693,7 @@ def interface_address(interface: str) -> str:
         except OSError as error:
             raise ValueError(
                 f"weights.interface must be a network interface with an IPv4 address where learner rank 0 runs, got "
-                f"{interface!r} ({error.strerror}); there are {[name for _, name in socket.if_nameindex()]}"
+                f"{interface!r} ({error.strerror}); choose one of {[name for _, name in socket.if_nameindex()]}"
             ) from error
     return socket.inet_ntoa(answer[20:24])
 

@@ -43,7 +43,7 @@ class Texts:
         return {"role": "tool", "tool_call_id": call.id, "content": content}
 
     def search(self, arguments: dict[str, str]) -> str:
-        """Find the lines with any of the words in the files with all of the words; at most three lines per file."""
+        """Return the first three lines with any of the words, from each file that contains all words."""
         words = arguments["words"].lower().split()
         found = []
         for name, text in self.texts.items():
@@ -70,7 +70,7 @@ async def main(
             messages += await asyncio.gather(*map(texts.call, message.tool_calls))
             if sum(len(str(entry.get("content"))) for entry in messages) > max_chars:
                 request = [*messages, {"role": "user", "content": SUMMARIZE}]
-                summary = await client.chat.completions.create(  # needs the same tools to continue the history
+                summary = await client.chat.completions.create(  # equal tools keep the history equal
                     model="policy", messages=request, tools=TOOLS, tool_choice="none"
                 )
                 found = {"role": "user", "content": f"You found out before: {summary.choices[0].message.content}"}

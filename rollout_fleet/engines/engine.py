@@ -27,7 +27,7 @@ from asyncrl.weights.carriers import SLOWEST_LOAD, load_limit_s
 from rollout_fleet.config import SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4
-PROBE_SHARE = 0.25  # share of the silence deadline for the probe
+PROBE_SHARE = 0.25  # share of the silence deadline that is left for the probe
 MAX_SILENT_PERIODS = 3
 STREAM_END_S = 1.0  # longest time to wait for the end of a stream after its last sample
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class RunningSample:
         self.is_aborted = False
 
     def so_far(self) -> SampleOutput:
-        """Return the tokens with a certain version, which are kept if the engine fails."""
+        """Return the tokens of known policy version. They are kept if the engine fails."""
         return NOTHING
 
 
@@ -141,8 +141,13 @@ Answers = asyncio.Queue[list[tuple[SampleRequest, SampleOutput]] | Exception]
 class Engine(ABC):
     """An inference engine that serves one policy version at a time.
 
-    One request is one sample. An engine fails if it dies, is silent while requests run, gives a wrong answer, or cannot
-    load and verify weights. A failure is final, and every later call raises it.
+    One request is one sample. An engine fails in these cases:
+
+    - It dies, or is silent while requests run.
+    - It gives a wrong answer.
+    - It cannot load and verify weights.
+
+    A failure is final, and every later call raises it.
 
     A subclass calls `_come_up` when it can generate, and `_go_down` when it is stopped.
 
@@ -150,7 +155,7 @@ class Engine(ABC):
         name: Name in messages.
         silence_timeout_s: Deadline of `SilenceWatch`, in seconds.
         log_tail: Returns the end of the engine's log, for messages.
-        image_token_id: The field of `ModelFacts`.
+        image_token_id: As in `ModelFacts`.
     """
 
     sample_type: ClassVar[type[RunningSample]] = RunningSample
@@ -200,9 +205,9 @@ class Engine(ABC):
         """
 
     async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
-        """Sample responses. Yields each request with its answer when its sample is finished or aborted, in any order.
+        """Sample responses. Yields each request with its finished or aborted answer, in any order.
 
-        If the engine fails, each running sample is first yielded as aborted, with its tokens of a certain version.
+        If the engine fails, each running sample is first yielded as aborted, with its tokens of known policy version.
 
         Raises:
             DeadlineError: no running request received a token within ``silence_timeout_s``.
@@ -245,7 +250,7 @@ class Engine(ABC):
             await cancel(tasks)
 
     def _check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise `RequestRefused` for options that the engine does not support. By default this is a JSON schema."""
+        """Raise `RequestRefused` for an unsupported option. By default, a JSON schema is not supported."""
         if sampling.json_schema:
             raise RequestRefused(
                 f"{self._name} has no constrained decoding for a JSON schema; use rollout_fleet.engine=sglang, or ask "
@@ -331,7 +336,7 @@ class Engine(ABC):
         """Stop the engine and free its process, port and memory. May be called at any time and repeatedly."""
 
     def _come_up(self, *failures: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """Mark the engine as running. The first exception of ``failures`` is the engine's failure."""
+        """Mark the engine as running. The engine fails with the first exception that one of ``failures`` raises."""
         self._failure = asyncio.get_running_loop().create_future()
         if failures:
             self._watching = asyncio.create_task(self._watch(failures))
@@ -369,7 +374,7 @@ class Engine(ABC):
     async def _deadline(
         self, what: str, timeout_s: float, option: str, *, num_bytes: int = 0, spent_s: float = 0.0
     ) -> AsyncIterator[None]:
-        """Limit the block to ``timeout_s`` plus the time for ``num_bytes``, less ``spent_s``.
+        """Limit the block to ``timeout_s`` plus the time to load ``num_bytes``, minus ``spent_s``.
 
         ``what`` and ``option`` are for the message of the `DeadlineError`.
         """
@@ -539,7 +544,7 @@ def check_output(
 
 
 def _in_vocabulary(token_ids: np.ndarray, vocab_size: int) -> bool:
-    """Return whether all ids are in the vocabulary. As uint32, negative ids are too large."""
+    """Return whether all ids are in the vocabulary. The cast to uint32 makes negative ids too large."""
     if token_ids.dtype == np.int32:
         return int(np.maximum.reduce(token_ids.view(np.uint32))) < vocab_size
     return int(token_ids.min()) >= 0 and int(token_ids.max()) < vocab_size
@@ -583,7 +588,7 @@ class SilenceWatch:
 
     @contextmanager
     def paused(self, *, recomputes: bool = False) -> Iterator[Callable[[], None]]:
-        """Do not watch inside the block, because generation is paused.
+        """Stop watching inside the block, because generation is paused.
 
         Yields a function to call when generation has stopped. ``recomputes``: whether the engine recomputes the KV
         cache after the pause.

@@ -4,8 +4,8 @@ Usage of the guard: ``process_guard.py OWNER_PID SCRATCH_DIR COMMAND...``
 
 The guard waits for the exit of the server. SIGHUP from the owner, or from the kernel when the owner dies, makes the
 guard kill the server's process group. Then the guard removes SCRATCH_DIR and the group's shared memory. SIGUSR1 makes
-it record the current shared memory. Guard and server ignore SIGINT and SIGTERM, because a scheduler sends these to all
-processes at once.
+the guard record the group's current shared memory. Guard and server ignore SIGINT and SIGTERM, because a scheduler
+sends these to all processes at once.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _SETTING = re.compile(r"-?\d{0,9}|true|false|yes|no|on|off", re.IGNORECASE)
 def is_secret(name: str, value: str = "...") -> bool:
     """Return whether the name of a variable suggests that it holds a secret. Example: ``HF_TOKEN``.
 
-    A ``*_TOKEN`` or ``*_TOKENS`` with a number or a switch as value is not a secret.
+    A ``*_TOKEN`` or ``*_TOKENS`` is not a secret if its value is a number or a switch such as ``true``.
     """
     is_setting = name.upper().endswith(("TOKEN", "TOKENS")) and _SETTING.fullmatch(value) is not None
     return _SECRET.fullmatch(name) is not None and not is_setting
@@ -56,7 +56,7 @@ def signal_at_parent_death(signum: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of orphaned descendants, so that this process can reap them."""
+    """Become the parent of orphaned descendants, to reap them when they end."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -87,7 +87,7 @@ class Guard:
         self._kill_group()
 
     def _look_until_not_asked(self) -> None:
-        """Record the shared memory. Signals may arrive during a search, and searches must not nest."""
+        """Record the group's shared memory. If another signal arrives during the search, search again afterwards."""
         if self._is_looking:
             self._is_asked = True
             return
@@ -108,7 +108,7 @@ class Guard:
                 os.wait()
 
     def _mapped_shared_memory(self) -> set[int]:
-        """Return the inodes of the group's shared memory, because a semaphore has another name after it is mapped."""
+        """Return the inodes of the group's shared memory. A semaphore changes its name after it is mapped."""
         inodes = set()
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ IMAGES_READ = "sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor.pro
 """SGLang's method that converts the images of a request to the vision tower's input."""
 WEIGHT_LOADER = f"{__name__}.load"
 IMAGES_VARIABLE = "ASYNCRL_IMAGES"
-"""Environment variable that is set for a model with images, because only its server imports the code for images."""
+"""Environment variable for the server of a model with images. Other servers do not import SGLang's code for images."""
 ORDER_VARIABLE = "ASYNCRL_WEIGHT_ORDER"
 """Environment variable with the path of the file that tells `load` which weights to load."""
 UNUSED_KERNELS = (
@@ -45,8 +45,8 @@ if not torch.cuda.is_available():
 """
 """Stand-in for the module ``sgl_kernel`` on a machine without SGLang's kernel package.
 
-SGLang imports names from ``sgl_kernel`` that only speculative decoding calls. SGLang's weight checker waits for CUDA on
-every device, so without CUDA the wait is replaced.
+SGLang imports names from ``sgl_kernel`` that only speculative decoding calls. SGLang's weight checker waits for CUDA
+even on a CPU, so the stand-in replaces that wait.
 """
 
 
@@ -83,7 +83,7 @@ def register() -> None:
     HookRegistry.register(PAUSED, rest_while_paused, HookType.AFTER)
     HookRegistry.register(RETRACTED, skip_known_logprobs, HookType.AFTER)
     if os.environ.get(IMAGES_VARIABLE):
-        importlib.import_module("sgl_kernel")  # SGLang's code for images names operators of this package
+        importlib.import_module("sgl_kernel")  # it defines operators that SGLang's code for images names
         HookRegistry.register(IMAGES_READ, take_pixels, HookType.BEFORE)
 
 
@@ -152,7 +152,7 @@ def load(model: Any, _named_tensors: Any) -> None:
 
 
 def arrangement_of_experts(model: Any) -> str | None:
-    """Return a JSON text with the experts of this rank's parameters, in order; None if SGLang does not tell.
+    """Return JSON with the experts of this rank's parameters, in order. None if SGLang does not report them.
 
     SGLang moves experts between ranks while it serves (``--enable-eplb``).
     """

@@ -45,15 +45,15 @@ logger = logging.getLogger(__name__)
 WARM_UP_PROMPTS = (1, 16)  # lengths of the prompts, in tokens
 WARM_UP_TOKENS = 4
 STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the first token
-LOADERS_SHARE = 0.9  # share of the load's deadline for the loader, which can then still report an error
+LOADERS_SHARE = 0.9  # the loader gets this share of the load's deadline, so it can still report an error
 
 
 class _StreamedSample(RunningSample):
     """Joins the chunks of one sample.
 
     A chunk holds the tokens since the previous chunk. If a request was aborted in the queue, its last chunk holds all
-    tokens. Only the last chunk has the versions of all tokens. Before it, a version is certain only until the first
-    weight update.
+    tokens. Only the last chunk has the versions of all tokens. In earlier chunks, the version is known only until the
+    first weight update.
     """
 
     def __init__(self, request: SampleRequest, version: int = 0) -> None:
@@ -286,7 +286,7 @@ class SGLangEngine(Engine):
             "sampling_params": [options[request.sampling] for request in requests],
             **self._image_data(requests),
         }
-        is_single = len(requests) == 1  # a batch of one is slower
+        is_single = len(requests) == 1  # not as a batch of one, which is slower
         values = {name: column[0] for name, column in columns.items()} if is_single else columns
         return {**values, "return_logprob": True, "stream": True}
 
@@ -345,7 +345,7 @@ class SGLangEngine(Engine):
     async def _transact(self, offer: WeightOffer, stands_still: Callable[[], None]) -> float:
         """Pause, load, verify, name the version, continue. After an error the server stays paused.
 
-        ``stands_still`` is called when the running step is done. Returns the seconds from this call until the server
+        ``stands_still`` is called when the running step is done. Returns the seconds from then until the server
         continues.
         """
         order, number = self._server.weight_order, secrets.token_hex(8)
@@ -379,7 +379,7 @@ class SGLangEngine(Engine):
                 self._order("/end_weight_update", {}, success=True),
                 self._order("/update_weight_version", named, new_version=version),
             )
-            if takes_memory_back:  # loading the weights may need this memory
+            if takes_memory_back:  # not earlier, because the load may need this memory
                 await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
         self._is_released = False
         self._version = offer.version

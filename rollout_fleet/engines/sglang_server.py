@@ -38,7 +38,7 @@ READY_LINE = "Uvicorn running on"
 BIND_FAILURE = "address already in use"
 BIND_ATTEMPTS = 3
 TAIL_LINES = 40
-SERVER_KEEP_ALIVE_S = 60  # limit of idle seconds; SGLang's default is 5
+SERVER_KEEP_ALIVE_S = 60  # the server closes connections that are idle for longer; SGLang's default is 5
 DEATH_GRACE_S = 2.0
 # The client must close idle connections first. If the server closes one, a request on it is lost.
 CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
@@ -64,7 +64,7 @@ _LOGGING = {
     "formatters": {"plain": {"format": "[%(asctime)s %(process)d %(levelname)s] %(message)s"}},
     "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}},
     "root": {"level": "WARNING", "handlers": ["out"]},
-    # Without its warm-up, the server calls itself before it listens, and would log three tracebacks.
+    # The server runs without warm-up, so it calls itself before it listens. It would log three tracebacks.
     "loggers": {"sglang.srt.entrypoints.http_server": {"level": "ERROR"}},
 }
 
@@ -73,7 +73,7 @@ class SGLangServer:
     """One server process group, reachable at `url` with `headers` after `start`. Its log is ``<name>-<rank>.log``.
 
     Args:
-        head_dim: The field of `ModelFacts`.
+        head_dim: As in `ModelFacts`.
         fp32_head: Whether the output layer computes in float32. None: on a GPU only.
     """
 
@@ -172,7 +172,7 @@ class SGLangServer:
     async def stop(self) -> None:
         """Kill the server's process group. Returns when the guard has cleaned up."""
         self._stopping = True
-        async with self._launching:  # waits for a running launch
+        async with self._launching:  # wait for a running launch
             guard = self._guard
         if guard is None:
             return
@@ -187,7 +187,7 @@ class SGLangServer:
                 )
                 guard.kill()
                 await guard.wait()
-        if self._scratch is not None:  # the guard may have been stopped during its start
+        if self._scratch is not None:  # the guard may have ended before it could remove the folder
             shutil.rmtree(self._scratch, ignore_errors=True)
         if self._log_task is not None:
             await asyncio.wait([self._log_task], timeout=1.0)
@@ -375,8 +375,8 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
 class SGLangClient:
     """A pool of connections to one running server. Call `open` when the server is up.
 
-    Every call raises `RequestRefused` for a status of 4xx, `EngineError` if the server fails or cannot be reached, and
-    `WorkerDiedError` if the server died.
+    Every call raises `RequestRefused` for a status of 4xx, and `WorkerDiedError` if the server died. It raises
+    `EngineError` for other failures, or if the server cannot be reached.
     """
 
     def __init__(self, server: SGLangServer) -> None:
@@ -400,7 +400,7 @@ class SGLangClient:
     async def call(self, method: str, path: str, body: Any = None) -> Any:
         """Call the server. Returns the JSON answer, or None for an empty answer.
 
-        If the connection breaks, the call is sent once more, because it has the same result or is refused.
+        If the connection breaks, the call is sent again. A second call has the same result, or is refused.
         """
         session = self._opened(method, path)
         try:

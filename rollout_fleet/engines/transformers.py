@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 _TRIED_LENGTHS = (3, 11, 11)
 _TRIED_TOKENS = 4
-TAIL_TOKENS = 8  # decoded tokens beyond a stop text's length, because a character may take several tokens
+TAIL_TOKENS = 8  # number of decoded tokens beyond a stop text's length; a character may take several tokens
 
 
 class StepRecorder:
@@ -57,8 +57,8 @@ class StepRecorder:
 
     - A row ends with one of ``eos_ids``, with its own stop token or stop text, or at its ``max_new_tokens``. An aborted
       row ends at its next token.
-    - A batch is written in rounds. Each round has the unfinished rows. With ``drops_rows`` a round ends when half of
-      its rows have ended.
+    - A batch is written in rounds. Each round continues the unfinished rows. With ``drops_rows`` a round ends when half
+      of its rows have ended.
     - In a row with a seed, the seed and the position determine each token, unless the distribution is truncated.
     - At temperature 0 (greedy) log-probs are those of temperature 1.
 
@@ -109,7 +109,7 @@ class StepRecorder:
     def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
         """Keep the log-probs under the temperature for `after_sampling`.
 
-        Returns the [b, V] logits. In a row with a seed, they allow only the token that is drawn here.
+        Returns the [b, V] logits. In a row with a seed, the logits allow only the token that this call draws.
         """
         scaled = logits.float() if self._temperature == 1.0 else logits.float() / self._temperature
         self._step_logprobs = scaled.log_softmax(-1)
@@ -184,7 +184,7 @@ class GenerationModel:
         dtype: Name of a torch dtype, or ``auto`` for the dtype of the stored model.
         device: ``cpu`` or ``cuda``.
         seed: Seeds torch in this process.
-        reproducible: The option of `TransformersConfig`.
+        reproducible: As in `TransformersConfig`.
         on_step: Called by the generating thread after every token of a batch.
     """
 
@@ -210,7 +210,7 @@ class GenerationModel:
         self._pixel_format: PixelFormat | None = None
         self._decode: Decode | None = None
         self._may_pad, self._cuts_cache = True, False
-        self._eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, so that no token ends a row
+        self._eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, so no token ends a row
         self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
@@ -273,7 +273,7 @@ class GenerationModel:
         return {name: module for name, module in held.items() if module is not None}
 
     def _checkpoint(self) -> dict[str, Tensor]:
-        """Return the parameters by their names in a checkpoint, which may fuse or split tensors."""
+        """Return the parameters by their names in a checkpoint. A checkpoint may fuse or split the model's tensors."""
         if not self._held:
             self._held = revert_weight_conversion(self._model, dict(self._model.named_parameters()))
         return self._held
@@ -313,7 +313,7 @@ class GenerationModel:
     def _batches(self, requests: Sequence[SampleRequest]) -> Iterator[list[int]]:
         """Yield indices of requests that may share a batch.
 
-        An ended row is still computed until its round ends. Therefore its positions must fit into the model until then.
+        An ended row is still computed until its round ends. Therefore the model must have positions for it until then.
         """
         if self._reproducible:
             yield from ([row] for row in range(len(requests)))
@@ -363,9 +363,10 @@ class GenerationModel:
         return recorder.outputs(version)
 
     def _seen(self, requests: Sequence[SampleRequest], mask: Tensor, *, is_first: bool) -> dict[str, Tensor]:
-        """Return the model arguments of a batch with images: positions [4, b, T], and at first also pixels.
+        """Return the model arguments of a batch with images: positions [4, b, T], and pixels if ``is_first``.
 
-        The first of the four is the position in the text. Without positions, transformers would keep them in the model.
+        The first of the four is the position in the text. Without this argument, transformers would store positions in
+        the model.
         """
         images = [placed.image for request in requests for placed in request.images]
         if not images or self._pixel_format is None:
@@ -432,8 +433,8 @@ class GenerationModel:
         if difference > bound:
             raise EngineError(
                 f"log-probs of tokens that {name} generates must be within {bound} of its forward pass, got a "
-                f"difference of {difference:.3g}: transformers' generate does not carry "
-                "its state; use another engine or model"
+                f"difference of {difference:.3g}: transformers' generate does not keep "
+                "the model's state; use another engine or model"
             )
 
     def _tried_image(self, prompt: np.ndarray, rng: np.random.Generator) -> tuple[PlacedImage, ...]:
@@ -470,7 +471,7 @@ class GenerationModel:
         return largest
 
     def _can_cut_cache(self, request: SampleRequest) -> bool:
-        """Return whether rows of the model's cache can be dropped and copied: it must hold only keys and values."""
+        """Return whether rows of the model's cache can be dropped and copied. It must hold only keys and values."""
         ids, mask = self._left_padded([request.prompt_ids])
         config = self._generation_config(request.sampling, 1)
         cache = self._model.generate(ids, attention_mask=mask, generation_config=config).past_key_values

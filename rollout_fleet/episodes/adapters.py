@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _INTEGER = re.compile(r"-?\d+")
 _GYMNASIUM_ID = re.compile(r".*-v\d+")
 _MCP_TRANSPORTS = ("anyio", "httpcore", "httpx", "httpx2", "mcp")
-"""Packages whose exceptions end a connection to an MCP server."""
+"""An exception of one of these packages means that the connection to an MCP server is lost."""
 _SHOWN = 2000
 """Bytes of a program's output in a message."""
 _MOST_OUTPUT = 1 << 20
@@ -41,7 +41,7 @@ _MOST_OUTPUT = 1 << 20
 class FunctionEnvironment:
     """A function ``main(prompt, policy, **options)`` or ``main(prompt, base_url, api_key, **options)``.
 
-    A function that is not async runs in a thread. It may have an attribute ``replayable`` like `Environment`.
+    A function that is not async runs in a thread. Any function may have an attribute ``replayable`` like `Environment`.
 
     Raises:
         ValueError: the function has other parameters.
@@ -80,12 +80,12 @@ class CommandEnvironment:
 
     The program may write its outcome as JSON to the path ``ASYNCRL_OUTCOME``: a reward, or the fields of `Outcome`.
     Otherwise reward functions score the last MiB of its standard output. This output is never read as a reward, because
-    it has text of the policy. An exit status other than 0 is a failure.
+    it contains text of the policy. An exit status other than 0 is a failure.
 
     Args:
         command: The program and its arguments. Example: ``python agent.py --fast``. A relative path is looked up in the
             directory of the run.
-        cwd: Its working directory. Empty: an empty folder, which is removed at the end.
+        cwd: Working directory of the program. Empty: a new folder, which is removed at the end.
         ground_truth: Whether the JSON file has ``ground_truth`` and ``extra``. Use false if the program runs commands
             of the policy, because these could read the file.
     """
@@ -206,7 +206,7 @@ async def _play(
 
 
 def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
-    """Append an observation, which is chat messages or text. Text extends the last message if it is the user's."""
+    """Append an observation: chat messages or text. Text is added to the last message if that message is the user's."""
     if isinstance(observation, (list, tuple)) and all(isinstance(part, Mapping) for part in observation):
         return [*messages, *observation]
     text = str(observation)
@@ -221,8 +221,8 @@ def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
 class GymEnvironment:
     """A game with ``reset`` and ``step``: Gymnasium's interface, in text or messages.
 
-    - ``reset`` may have the parameters ``seed`` and ``options``. It gets the prompt's ``group_id`` as seed, so that all
-      rollouts of a group start in the same state, and the row's ``extra`` as options. It returns the observation, or
+    - ``reset`` may have the parameters ``seed`` and ``options``. It gets the row's ``extra`` as options. It gets the
+      prompt's ``group_id`` as seed, so all rollouts of a group start in the same state. It returns the observation, or
       ``(observation, info)``.
     - ``step`` gets the policy's text. In a discrete action space (with ``n``), it gets the last integer of the text. It
       returns ``(observation, reward, terminated, truncated, info)``, or ``(observation, reward, done, info)``.
@@ -231,7 +231,7 @@ class GymEnvironment:
     Args:
         env: Your class as ``file.py:Class`` or ``module:Class``, or the id of a registered environment of the package
             ``gymnasium``. Example: ``FrozenLake-v1``.
-        kwargs: Its keyword arguments.
+        kwargs: Keyword arguments of ``env``.
         max_steps: The game ends after this many steps.
         turn_rewards: Give the reward of each step to its turn. Otherwise the episode gets the sum of the rewards.
     """
@@ -452,7 +452,7 @@ class McpEnvironment:
         """Connect to the servers, and let the policy use their tools."""
         try:
             return await self._use_servers(prompt, policy)
-        except ExceptionGroup as group:  # the client of a URL sends and receives in its own tasks
+        except ExceptionGroup as group:  # the client of a URL raises it from its own tasks
             lost, others = group.split(_is_of_connection)
             if lost is None or others is not None:
                 raise

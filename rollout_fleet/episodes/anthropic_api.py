@@ -32,7 +32,7 @@ _FIELDS = {
     "inference_geo",
 }
 _BLOCKS = {"user": "text, image or tool_result", "assistant": "text, thinking or tool_use", "system": "text"}
-"""The types of blocks in the messages of a role."""
+"""The allowed types of blocks, by the role of the message."""
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -64,7 +64,7 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
 
 
 def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the body without ``thread``, with the messages and fields of the earlier request if the thread continues.
+    """Return the body without ``thread``. If the thread continues, add the messages and fields of the earlier request.
 
     ``stored`` maps the id of an answer to the result of `store_thread`. Raises `ValueError` if ``thread`` is malformed
     or names an unknown answer.
@@ -189,4 +189,4 @@ def _input_of(arguments: str) -> Any:
     try:
         return json.loads(arguments or "{}")
     except ValueError:
-        return {"arguments": arguments}  # Anthropic's format has no field for plain text
+        return {"arguments": arguments}  # the API requires an object here

@@ -1,4 +1,4 @@
-"""Parses sampled tokens into an assistant message, if the model's chat template renders."""
+"""Parses sampled tokens into an assistant message, for `TemplateRenderer`."""
 
 from __future__ import annotations
 

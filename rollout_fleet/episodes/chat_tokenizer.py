@@ -34,7 +34,7 @@ class ChatTokenizer:
     It has the methods of a transformers tokenizer that the library ``renderers`` calls.
 
     Attributes:
-        name_or_path: The model name by which ``renderers`` selects a renderer. Example: ``"Qwen/Qwen3-8B"``.
+        name_or_path: The model name. ``renderers`` selects a renderer by it. Example: ``"Qwen/Qwen3-8B"``.
         chat_template: The Jinja template; empty if the model has none.
         special_tokens: Maps the role of a special token to the token. Example: ``{"eos_token": "<eos>"}``.
 

@@ -20,7 +20,7 @@ class OnFailure(StrEnum):
 
 
 class OnSamplingOption(StrEnum):
-    """What happens with a request for other sampling options than the run's, for example another temperature."""
+    """What happens with a request for sampling options that differ from the run's."""
 
     override = "override"
     refuse = "refuse"
@@ -53,9 +53,8 @@ class RendererConfig:
         name: ``auto`` selects the renderer of the library ``renderers`` if its tokens equal those of the model's chat
             template, otherwise the template. ``template`` always selects the template. Any other name is a renderer of
             that library. Example: ``qwen3``.
-        tool_parser: The parser of tool calls if ``template`` renders: a parser of ``renderers``, ``sglang:NAME``, or
-            ``json`` for ``<tool_call>{JSON}</tool_call>``. Empty: ``json`` if the template writes these tags, otherwise
-            none.
+        tool_parser: The parser of tool calls with ``template``: a parser of ``renderers``, ``sglang:NAME``, or ``json``
+            for ``<tool_call>{JSON}</tool_call>``. Empty: ``json`` if the template writes these tags, otherwise none.
         keep_reasoning: Keep sampled reasoning in the context even if the template drops it. Then reasoning never causes
             a new branch, but the contexts differ from those of the template.
         options: Arguments of the renderer or the template. Example: ``{"enable_thinking": false}``.
@@ -79,12 +78,12 @@ class EnvironmentConfig:
             Empty: the interpreter of the run.
         processes: Child processes per rollout worker.
         episodes_per_process: Episodes that one process runs at once.
-        threads: Threads of numerical libraries per process, such as ``OMP_NUM_THREADS``.
+        threads: Threads of numerical libraries per process: the value of ``OMP_NUM_THREADS`` and similar variables.
         memory_limit_gb: A process that uses more memory (with its children) is killed, and its episodes fail.
         max_turns: Sampled turns per episode.
         max_tokens: Sampled tokens per episode; 0 is ``max_turns`` times ``sampling.max_new_tokens``.
-        max_context: Tokens on any path of an episode, including prompt and answer. 0: the largest number that fits into
-            the model's context and into a micro-batch of each learner role. SGLang reserves 6 positions of the context.
+        max_context: Tokens on any path of an episode, including prompt and answer. 0: as many as the model's context
+            and a micro-batch of each learner role can hold. SGLang reserves 6 positions of the context.
         max_tree_tokens: Tokens of all paths of an episode together, each path with its whole history; 0 is no limit. A
             loss, weight or mask that reads whole trajectories needs a limit, because the learner then reads all paths
             in one micro-batch.
@@ -92,13 +91,13 @@ class EnvironmentConfig:
         turn_timeout_s: Deadline of one request for a turn.
         tool_timeout_s: Deadline of one call of a tool.
         episode_timeout_s: Deadline of an episode, from its start in a process.
-        blocked_timeout_s: A process whose event loop is blocked for this long is killed, and its episodes fail.
+        blocked_timeout_s: A process is killed if its event loop is blocked for this long. Its episodes fail.
         on_failure: What happens with failed episodes, by the kind of the failure.
         sampling: What happens with sampling options of a request that differ from the run's. ``override``: the run's
             values replace them, tool calls are not forced, and tools of a provider's servers are left out. Each case is
             counted and named in a warning. ``refuse``: the request fails.
         renderer: How messages become tokens.
-        max_groups: Prompt groups that a worker may hold while their environments work; 0 is twice
+        max_groups: Largest number of prompt groups of a worker, including those that wait for tools; 0 is twice
             ``rollout_fleet.groups_in_flight``.
     """
 

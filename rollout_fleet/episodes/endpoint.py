@@ -1,7 +1,7 @@
 """The policy's HTTP endpoint in a rollout worker, with OpenAI's and Anthropic's routes.
 
-The key of a call selects its episode. An answer is sent when its turn has finished. Until then, comments are sent into
-a stream, so that proxies and clients do not close the connection.
+The key of a call selects its episode. An answer is sent when its turn has finished. In a stream, comments are sent
+until then, so proxies and clients keep the connection open.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """The address and key by which an environment reaches the policy.
+    """The address and key of the policy for an environment.
 
     Attributes:
         base_url: OpenAI's base URL. Anthropic's is the same without ``/v1``. Example: ``"http://127.0.0.1:41001/v1"``.
@@ -54,7 +54,7 @@ class EndpointCounts:
         requests: Calls with a key of a running episode.
         unknown_keys: Calls with an unknown key.
         closed_keys: Calls with the key of an ended episode.
-        lost: Answers whose client had disconnected.
+        lost: Answers that the client did not get, because it had disconnected.
         errors: Error answers by HTTP status.
     """
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 OVERFLOW_CODE = "context_length_exceeded"
 """Code of the endpoint's error when the episode's budget is used up. OpenAI's API uses it too."""
 OnTool = Callable[[int, str, bool], None]
-"""Called when a tool call begins and when it ends: its number in the episode, the tool's name, whether it begins."""
+"""Called at the beginning and end of a tool call. Arguments: number in the episode, tool name, whether it begins."""
 _LARGEST = 3.4028234663852886e38  # of float32
 
 
@@ -217,7 +217,7 @@ class Policy:
     async def sample(self, tokens: Sequence[int], *, parent: int | None = 0, **options: Any) -> SampledTurn:
         """Sample a turn after the turn ``parent`` and the new ``tokens``.
 
-        The prompt is turn 0. None begins a new root. ``options`` and errors are those of `chat`.
+        ``parent`` 0 is the prompt; None begins a new root. ``options`` and errors are those of `chat`.
         """
         body = {"parent": parent, "tokens": [int(token) for token in tokens], **options}
         answer = await self._post("/asyncrl/sample", body)
@@ -307,8 +307,8 @@ async def _post_json(url: str, api_key: str, body: Mapping[str, Any]) -> tuple[i
 class Environment(Protocol):
     """The user's code between the turns of an episode.
 
-    One object serves all episodes of a process with the same options, also at the same time. So keep the state of an
-    episode in `run`.
+    One object serves all episodes of a process with the same options. Episodes may run at the same time. So keep the
+    state of an episode in `run`.
 
     If the worker of an episode dies, the episode runs again and gets its recorded turns. Set the class attribute
     ``replayable = False`` to drop them, if `run` changes anything outside its process.

@@ -1,4 +1,4 @@
-"""The process in which environments run: many episodes at once in one event loop.
+"""The process that runs environments: many episodes at once in one event loop.
 
 The parent, `rollout_fleet.episodes.environment_processes`, sends pickled requests. This process answers in JSON::
 
@@ -8,8 +8,8 @@ The parent, `rollout_fleet.episodes.environment_processes`, sends pickled reques
                         {"id": 7, "outcome": …, "num_left": 0, "num_stuck": 0}  or  {"id": 7, "failure": …, …}
     {"cancel": 7} ──▶   the answer to 7
 
-At the end of an episode, its tasks are cancelled and its programs are killed. Threads may be left, and tasks that
-ignore their cancellation. If there are too many, the parent replaces the process.
+At the end of an episode, its tasks are cancelled and its programs are killed. Threads, and tasks that ignore their
+cancellation, may still run. If too many still run, the parent replaces the process.
 
 This module needs only the standard library, because the process may use another Python than the run.
 """

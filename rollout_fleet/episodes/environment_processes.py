@@ -1,8 +1,8 @@
 """Runs environments in child processes, and assigns episodes to them.
 
 An episode waits until a process has room, and its deadline starts then. One task per process reads the answers and
-wakes the episodes. Another task checks all processes twice per second. It kills those with a blocked event loop or too
-much memory, and their episodes fail.
+wakes the episodes. Another task checks all processes twice per second. It kills a process with a blocked event loop or
+too much memory. The episodes of that process fail.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _EnvironmentProcess:
         return self._end is not None
 
     async def ask(self, question: Mapping[str, Any], number: int) -> dict[str, Any]:
-        """Send a request and return the answer. If this call is cancelled, the future stays in ``answers``."""
+        """Send a request and return the answer. If this call is cancelled, `cancel` can still wait for the answer."""
         answer = self.answers[number] = asyncio.get_running_loop().create_future()
         answer.add_done_callback(lambda _: self.answers.pop(number, None))
         if self._end is not None:

@@ -1,4 +1,4 @@
-"""An episode: the forest of turns of one rollout, its requests to the engine, its budget, and its replay.
+"""An episode: one rollout as a forest of turns, with requests to the engine, budget and replay.
 
 ::
 
@@ -12,7 +12,7 @@ The states of a sampled turn::
         │                   └──abandon──▶ dropped            after each abort, with its tokens so far as prompt
         └──sample of another request──▶ dropped
 
-The index of a turn names it, and a parent comes before its children. The engine's prompt for a turn is exactly the
+Turns are named by index. A parent's index is below those of its children. The engine's prompt for a turn is exactly the
 tokens on the path to the turn. Tokens are never decoded and encoded again.
 """
 
@@ -191,7 +191,7 @@ class Episode:
             parts.append(self._nodes[index].turn.token_ids)
             index = self._nodes[index].turn.parent
         parts = [part for part in parts[::-1] if len(part)]
-        if len(parts) == 1:  # the same array for all requests, so that the engine sees the shared prompt
+        if len(parts) == 1:  # one array for all requests, so the engine sees the shared prompt
             return parts[0]
         return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
 
@@ -239,12 +239,12 @@ class Episode:
         *,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Start a turn that continues the path of ``parent`` with ``new_tokens``. Returns the running turn.
+        """Start a turn that continues the path of ``parent`` with ``new_tokens``. Returns the turn.
 
         ``images`` belong to the placeholders in ``new_tokens``. Equal requests get separate turns.
 
-        If a recorded turn matches the request, it is returned, finished or still running. Otherwise the recorded turns
-        of other requests from this parent are dropped, with all turns below them.
+        If a recorded turn matches the request, that turn is returned. It may already be finished. Otherwise the
+        recorded turns of other requests from this parent are dropped, with all turns below them.
 
         Raises:
             EpisodeOverflow: the budget has no turn, token, context or tree tokens left. The forest does not change.
@@ -340,8 +340,8 @@ class Episode:
     ) -> Trajectory:
         """Convert the finished episode to a trajectory.
 
-        ``turn_rewards`` uses the indices of this episode. The result omits recorded turns that were not requested, and
-        given turns that have neither a reward nor a sampled turn after them.
+        ``turn_rewards`` uses the indices of this episode. The result omits recorded turns that were not requested. It
+        omits given turns without a reward and without a later sampled turn.
 
         Raises:
             ValueError: a turn is still running.
@@ -402,7 +402,7 @@ class Episode:
         return sum(node.reserved_depth for index, node in live.items() if index not in inner and index != extended)
 
     def _room(self, depth: int, above: int) -> int:
-        """Return the largest length of a new turn, after a path of ``depth`` tokens that ends in turn ``above``."""
+        """Return the largest length of a turn that begins after ``depth`` tokens, below the existing turn ``above``."""
         asked = [node for node in self._nodes if node.sampling is not None]
         spent = sum(
             node.sampling.max_new_tokens if node.is_running and node.sampling else len(node.turn.token_ids)

@@ -1,4 +1,4 @@
-"""One running episode, whose turns continue across weight updates and aborts."""
+"""One running episode. Its turns continue across weight updates and aborts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Player(Protocol):
         ...
 
     async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
-        """Play one episode of a group, the one with this ``index``. Set the outcome or the failure of its run."""
+        """Play the episode with this ``index`` in its group. Set the outcome or the failure of ``run``."""
         ...
 
 
@@ -142,7 +142,7 @@ class EpisodeRun:
         ]
 
     def sampled(self) -> SampleOutput:
-        """Return all tokens that the policy wrote in this attempt, turn after turn. They may be unfinished or none."""
+        """Return all tokens that the policy wrote in this attempt, turn after turn. This includes unfinished turns."""
         turns = [self.episode.turn(index) for index in self.episode.sampled]
         return SampleOutput(
             token_ids=np.concatenate([NOTHING.token_ids, *(turn.token_ids for turn in turns)]),

@@ -4,8 +4,8 @@
 
     asked ──queue──▶ first token ──generation──▶ ended ──tool or environment──▶ the next turn is asked for
 
-An episode waits for a tool while a call of `Policy.run_tool` runs, and from an answer with tool calls until its next
-request. Otherwise it waits for its environment while no turn runs.
+An episode waits for a tool while a call of `Policy.run_tool` runs. It also waits for a tool from an answer with tool
+calls until the next request. At other times without a running turn, it waits for its environment.
 """
 
 from __future__ import annotations

@@ -3,8 +3,10 @@
 Client libraries change the form of messages. So messages are equal if they differ only in:
 
 - ids of tool calls and the formatting of JSON arguments,
-- white space around an assistant's content, and the form of a content (a text, text parts or None),
-- unknown fields, and reasoning that the client left out.
+- white space around an assistant's content,
+- the form of a content: a text, text parts or None,
+- unknown fields, or
+- reasoning that the client left out.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ def chat_chunks(
 
 
 def completion(body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """Return the answer of ``/v1/completions``. With ``stream`` it is the only chunk."""
+    """Return the answer of ``/v1/completions``. With ``stream``, the answer is the only chunk."""
     choices = [
         {
             "index": index,

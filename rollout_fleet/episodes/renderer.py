@@ -99,7 +99,7 @@ class ChatRenderer(ABC):
 
     @abstractmethod
     def close(self, history: Sequence[Message], answer: Message, tools: Sequence[Message]) -> list[int] | None:
-        """Return the tokens of an assistant's message in the template, with its stop token; for `self_test`."""
+        """Return the tokens of an assistant's message in the template, with its stop token. `self_test` uses them."""
 
     def without_stop(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens without a stop token at the end."""
@@ -109,7 +109,7 @@ class ChatRenderer(ABC):
         """Render a conversation of each kind. Returns the result for each kind.
 
         ``continues``: the next turn only appends tokens. ``branches``: the template renders the history differently, so
-        the session starts a new branch. ``refused``: the template does not accept such a conversation.
+        the session starts a new branch. ``refused``: the template does not accept the conversation.
         """
         verdicts: dict[str, str] = {}
         for kind, (messages, answer, new, tools) in _TEST_TURNS.items():
@@ -202,7 +202,7 @@ class _PromptTexts:
         self._texts: dict[int, str] = {}
 
     def of(self, token_ids: Sequence[int]) -> str:
-        """Return a prompt's text, or an empty text. A hash may collide, so the caller compares the text."""
+        """Return a prompt's text, or an empty text. Hashes may collide, so the caller must check the text."""
         return self._texts.get(hash(tuple(token_ids)), "")
 
     def keep(self, token_ids: Sequence[int], text: str) -> None:
@@ -218,14 +218,14 @@ class _PromptTexts:
 class TemplateRenderer(ChatRenderer):
     """Renders with the model's chat template.
 
-    `extend` renders the whole conversation after each turn. If it begins with the text of the turn's path, the rest is
-    the text of the new messages. Otherwise `extend` renders a short conversation with and without the new messages, and
-    checks that the template appends the same text to the whole conversation.
+    `extend` renders the whole conversation after each turn. If the result begins with the text of the turn's path, the
+    rest is the text of the new messages. Otherwise `extend` renders a short conversation with and without the new
+    messages. It checks that the template appends the same text to the whole conversation.
 
     Args:
         tokenizer: The model's tokenizer.
         tool_parser: Name of the parser of tool calls.
-        keeps_reasoning: Skip the whole conversation, so that sampled reasoning stays in the context even if the
+        keeps_reasoning: Do not render the whole conversation. Then sampled reasoning stays in the context even if the
             template drops it.
         options: Arguments of the template.
     """
@@ -298,7 +298,7 @@ class TemplateRenderer(ChatRenderer):
         return suffix
 
     def _short_difference(self, answer: Message, new_messages: Sequence[Message]) -> str | None:
-        """Return the text that new messages append to a conversation of one answer; None if they change its text."""
+        """Return the text that new messages append to a short conversation. None if they change its earlier text."""
         short = {**answer, "content": _SENTINEL}
         short.pop("reasoning_content", None)
         before = self._prepared_text([_USER, short], (), prompts=False)
@@ -330,7 +330,7 @@ class TemplateRenderer(ChatRenderer):
             sampled = after[len(before) :]
         elif opened != before.rstrip() and after.startswith(
             opened
-        ):  # the prompt starts the reasoning, and the history has none
+        ):  # the prompt opens the reasoning, but the rendered history drops it
             sampled = f"{answer.get('reasoning_content', '')}{REASONING_END}{after[len(opened) :]}"
         else:
             return None
@@ -363,7 +363,7 @@ class TemplateRenderer(ChatRenderer):
         return found
 
     def _after_stop(self, sampled_ids: Sequence[int], text: str) -> str | None:
-        """Return ``text`` after the sampled tokens. ``text`` has the end of the turn and the new messages."""
+        """If the turn ends with a stop token, return ``text`` after its stop token. None if the two differ."""
         if not len(sampled_ids) or sampled_ids[-1] not in self.stop_ids:
             return text
         sampled = self.tokenizer.decode([int(sampled_ids[-1])])
@@ -393,8 +393,8 @@ def load_renderer(model_path: str, config: RendererConfig) -> ChatRenderer:
     """Choose the renderer of a model, run its self-test, and log the results.
 
     Raises:
-        ValueError: the named renderer does not exist or does not fit the tokenizer, or a model without a chat template
-            has no tokens for the markers of roles.
+        ValueError: the named renderer does not exist or does not fit the tokenizer. Or the model has neither a chat
+            template nor tokens for the markers of roles.
     """
     tokenizer = ChatTokenizer(model_path)
     renderer = _choose(tokenizer, config, is_vision=is_vision_model(model_path))

@@ -6,7 +6,7 @@
                            └─ no such turn, or the template renders its path differently: render the whole request,
                               and branch at the first difference; counted by cause
 
-Sampled tokens never change: only the tokens of new messages continue a path.
+Sampled tokens never change. Only the tokens of new messages are added to a path.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NEUTRAL: Mapping[str, Any] = {
     "verbosity": "medium",
     "hosted_tools": [],
 }
-"""Options that the policy's turns cannot follow, and their values without effect."""
+"""Options that are not supported, each with the value that has no effect."""
 
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class TurnSampler(Protocol):
         sampling: SamplingConfig,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Request a turn as `Episode.sample`, wait for its end across weight updates and aborts, and return it.
+        """Sample a turn as `Episode.sample`, and return the finished turn. Aborts do not end the wait.
 
         Raises:
             EpisodeOverflow: the episode has used up its budget.
@@ -90,8 +90,8 @@ class SampleOptions:
 
     Attributes:
         n: Number of turns to sample. The turns are siblings.
-        max_tokens: Maximum length of a turn in tokens, at most ``rollout_fleet.sampling.max_new_tokens``. None: this
-            maximum.
+        max_tokens: Maximum length of a turn in tokens. ``rollout_fleet.sampling.max_new_tokens`` is the largest value
+            and the default.
         stop: Texts that end a turn.
         stop_token_ids: Tokens that end a turn, in addition to the renderer's tokens.
         seed: As `SamplingConfig.seed`; the i-th of n turns gets ``seed + i``.
@@ -267,9 +267,14 @@ class Session:
     async def chat(self, request: ChatRequest) -> list[SampledAnswer]:
         """Sample ``n`` answers to the messages. A repeated request gets the turns of the first request.
 
-        A request is repeated if it has the key of an earlier request. An equal request without a key is repeated if the
-        first one is still running, if the first answer was lost (`lose`), or if the client marks a retry. Otherwise it
-        gets siblings.
+        A request with the key of an earlier request is a repeat. An equal request without a key is a repeat in three
+        cases:
+
+        - the earlier request still runs,
+        - its answer was lost (`lose`), or
+        - the client marks a retry.
+
+        Otherwise it gets siblings of the earlier turns.
 
         Raises:
             ValueError: a message, a tool or an option is not supported.
@@ -378,7 +383,7 @@ class Session:
         read_image = None if self._reader is None else self._read_image
         contents = (message.get("content") for message in sent if isinstance(message, Mapping))
         if any(is_image(part) for content in contents if isinstance(content, list) for part in content):
-            return await asyncio.to_thread(_read_messages, sent, read_image)  # takes milliseconds per image
+            return await asyncio.to_thread(_read_messages, sent, read_image)  # each image takes milliseconds
         return _read_messages(sent, read_image)
 
     def _place(
@@ -582,7 +587,7 @@ class Session:
     def _sampling_of(self, options: SampleOptions, *, stops: bool) -> SamplingConfig:
         """Return the run's sampling options with the permitted changes.
 
-        Other changes raise `ValueError`, or are counted.
+        Other changes raise `ValueError` if the session refuses them. Otherwise they are counted.
         """
         if options.n < 1:
             raise ValueError(f"n must be >= 1, got {options.n}")

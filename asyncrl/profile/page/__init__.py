@@ -15,8 +15,8 @@ def render(document: Mapping[str, Any] | None, *, title: str) -> str:
     """Render the whole page as HTML.
 
     Args:
-        document: The document of `asyncrl.profile.report.RunReport.document`. None renders a page that fetches
-            ``document.json`` at first and at each of the server's ``events``.
+        document: The document of `asyncrl.profile.report.RunReport.document`. With None, the page fetches
+            ``document.json`` when it opens and after each server-sent event.
         title: Title of the window.
     """
     folder = files(__name__)
