@@ -94,7 +94,7 @@ def run(*options):
 
 
 def seen_by_all(config, num_joining=0):
-    """The environment of each process, by the name of the process. The groups are started as in a run."""
+    """Return the environment of each process, by the name of the process. The groups are started as in a run."""
     probe = RayClassWithInitArgs(ray.remote(Probe))
     layout = learner_layout(config)
     groups = {

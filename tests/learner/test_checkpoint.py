@@ -41,7 +41,7 @@ def step(trainer: Trainer, seed: int) -> None:
 
 
 def resumed_run(model_path: str, directory: str, num_ranks: int, **options: Any) -> tuple[dict, dict, int]:
-    """The weights of a run of four steps, and of a run that stops after two steps and that another trainer resumes."""
+    """Return the weights of a run of four steps, and of a run that another trainer resumes after two steps."""
     trainer = trainer_of(model_path, num_ranks, **options)
     for seed in (0, 1):
         step(trainer, seed)
@@ -59,7 +59,7 @@ def resumed_run(model_path: str, directory: str, num_ranks: int, **options: Any)
 
 @pytest.fixture
 def checkpointer(model_path: str, tmp_path: Path) -> ShardedCheckpointer:
-    """A checkpointer for a trainer that has made no step yet."""
+    """Return a checkpointer for a trainer that has made no step yet."""
     return ShardedCheckpointer(trainer_of(model_path), str(tmp_path / "c"))
 
 

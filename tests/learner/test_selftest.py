@@ -1,4 +1,4 @@
-"""The self-test of loaded models: refused models, supported models, and the absence of side effects."""
+"""The self-test of loaded models: refused models, supported models, and side effects."""
 
 import logging
 import re
@@ -240,7 +240,7 @@ def test_samples_share_their_prompt_if_no_layer_carries_a_state(hybrid, tmp_path
 
 
 def model_shares(model: PackedModel) -> bool:
-    """Whether the model shares packed tokens between sequences. Some of the sequences have a common prompt."""
+    """Return whether the model shares packed tokens between sequences. Some of the sequences have a common prompt."""
     return any(batch.token_index is not None for batch in model.pack(random_sequences(9)).micro_batches)
 
 
