@@ -117,7 +117,10 @@ class RunningTraining(ProcessOutput):
                 process.send_signal(number)
 
     def pid_of(self, words: str) -> int:
-        """Return the pid of the run's first process with ``words`` in its name or the first four words of its command."""
+        """Return the pid of the run's first process with ``words`` in its name or the start of its command.
+
+        The start is the first four words.
+        """
         self.remember_family()
         for child in self.family.values():
             if child.is_running() and words in child.name() + " " + " ".join(child.cmdline()[:4]):
