@@ -264,7 +264,7 @@ def test_only_the_owner_of_a_lease_reports_it_also_after_it_was_taken_back():
 
 
 def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatch: pytest.MonkeyPatch):
-    """Groups end in every way: stored, filtered, dropped, released, too old, expired, or lost with their worker."""
+    """Groups end in every way."""
     of = DrivenLedger(
         StalenessRule(max_lag=2, groups_per_step=4), on_stale=OnStale.drop, filters=["equal_rewards"], lease_s=5.0
     )

@@ -270,7 +270,7 @@ def test_an_export_reads_one_layer_at_a_time(checkpointer, tmp_path, monkeypatch
 
 
 def test_saving_before_the_first_update_changes_nothing(model_path, tmp_path):
-    """This happens in the critic's warm-up, before the first update of the policy."""
+    """The policy is saved without an update in the critic's warm-up."""
     straight, saved = trainer_of(model_path), trainer_of(model_path)
     ShardedCheckpointer(saved, str(tmp_path)).save(0)
     resumed = trainer_of(model_path)

@@ -115,7 +115,7 @@ def test_an_output_layer_that_takes_other_than_the_last_hidden_states_is_refused
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "mixtral"])
 def test_dropout_and_noise_of_a_family_are_off_and_logged(family, tmp_path, caplog):
-    """The ratio must compare with the policy that sampled. Dropout would change the model in each micro-batch."""
+    """Dropout would change the model in each micro-batch."""
     path = saved(tmp_path, family)
     with caplog.at_level(logging.INFO):
         model = load(path)
