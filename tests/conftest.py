@@ -1,7 +1,7 @@
 """Setup of a test session: the shared Ray cluster, the split over processes, and the cleanup.
 
-With ``pytest -n 2``, as in `scripts/test.sh`, a test file runs in one process. All tests with the shared cluster run in
-one process too. So do all tests that start whole training runs, because two training runs at once would be too slow.
+With ``pytest -n 2``, each test file runs in one process. All tests with the shared cluster run in one process. All
+tests that start training runs also run in one process, because two runs at once are too slow.
 """
 
 import gc
@@ -27,13 +27,16 @@ _GROUPS = {
     "tests/asyncrl/test_examples.py": "cluster",
     "tests/single_controller/test_future.py": "cluster",
 }
-"""Group by start of the path. The tests of a group run in one process. The longest groups stand first and run first."""
+"""Names of groups by the start of a test's path.
+
+The tests of a group run in one process, and the longest groups run first.
+"""
 _SESSION = pytest.StashKey[str]()
 _WATCHER = pytest.StashKey[subprocess.Popen]()
 
 
 def pytest_configure(config):
-    # So the processes of tests find the packages and `tests.support` from any folder.
+    # the processes of tests find the packages and `tests.support` from any folder
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if not hasattr(config, "workerinput"):
@@ -63,7 +66,7 @@ def pytest_collection_modifyitems(items):
 
 
 def group_of(nodeid):
-    """The group of this test: a name of `_GROUPS`, or else the test's file. A group runs in one process."""
+    """Return the group of this test: a name of `_GROUPS`, or the test's file."""
     return next((name for start, name in _GROUPS.items() if nodeid.startswith(start)), nodeid.partition("::")[0])
 
 
@@ -94,9 +97,6 @@ def collects_garbage():
 
 @pytest.fixture(scope="session")
 def cluster():
-    """The shared Ray cluster of all tests that need one, because its start takes longer than most tests.
-
-    `tests/single_controller/test_two_clusters.py` tests a second cluster in the same process.
-    """
+    """Yield the Ray cluster that all tests share, because its start takes longer than most tests."""
     with two_node_cluster() as cluster:
         yield cluster

@@ -39,7 +39,7 @@ echo training
 
 @pytest.fixture(params=["in the temporary folder", "beside the repository"])
 def hosts(request, tmp_path):
-    """The script in a separate repository with fake Ray and fake training, and a folder for results."""
+    """Yield the script in a separate repository with fake Ray and fake training, and a folder for results."""
     with ExitStack() as stack:
         folder = tmp_path
         if request.param == "beside the repository":

@@ -15,7 +15,7 @@ WAIT = "echo up; read line"
 
 @pytest.fixture
 def orphan():
-    """A process of a session called `MINE`, in its own process group, like a daemon."""
+    """Yield a process of a session called `MINE`, in its own process group, like a daemon."""
     process = subprocess.Popen(
         ["sh", "-c", WAIT],
         env=os.environ | {"ASYNCRL_TEST_SESSION": MINE},

@@ -6,6 +6,7 @@ digest, so a reader can verify every byte of the version from the offer.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -335,6 +336,14 @@ def parse_manifest(offer: WeightOffer, content: bytes) -> Manifest:
                 "manifest was not written by a learner of this release"
             )
     return manifest.with_paths(lambda other: os.path.normpath(folder / other))
+
+
+def write_error(num_bytes: int, where: Path | str, error: OSError, remedy: str = "") -> WeightsError:
+    """Return the error for weights that cannot be written to ``where``. ``remedy`` is for a lack of room."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+        return WeightsError(f"{num_bytes} bytes of weights cannot be written to {where}: {error}")
+    more = f", or {remedy}" if remedy else ""
+    return WeightsError(f"no room for {num_bytes} bytes of weights in {where}: {error}; free some{more}")
 
 
 def map_file(path: Path) -> np.ndarray:

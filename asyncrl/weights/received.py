@@ -35,7 +35,7 @@ from asyncrl.core.stacks import missed
 from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights.carriers import load_limit_s
 from asyncrl.weights.delta import apply_delta
-from asyncrl.weights.manifest import Manifest, digest_of, read_manifest
+from asyncrl.weights.manifest import Manifest, digest_of, read_manifest, write_error
 
 logger = logging.getLogger(__name__)
 
@@ -244,11 +244,8 @@ def copy_file(source: Path, target: Path) -> None:
                 shutil.copyfileobj(data, copied, _COPY_BYTES)
                 copied.truncate()
         except OSError as error:
-            num_bytes = source.stat().st_size
-            raise WeightsError(
-                f"no room for {num_bytes} bytes of weights in {target.parent}: {error}; free some, or set "
-                "weights.full_every=1 and weights.copy_to_memory=false in a directory with hard links"
-            ) from error
+            remedy = "set weights.full_every=1 and weights.copy_to_memory=false in a directory with hard links"
+            raise write_error(source.stat().st_size, target.parent, error, remedy) from error
 
 
 def _is_of(folder: Path, digest: str) -> bool:

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.core.errors import WeightsError
 from asyncrl.weights.assembly import BUCKET_BYTES
 from asyncrl.weights.delta import write_delta
 from asyncrl.weights.layout import ModelLayout, Part, Region, dtype_of
-from asyncrl.weights.manifest import DIGEST_THREADS, PIECE_BYTES, Change, Piece, map_file, pieces_of
+from asyncrl.weights.manifest import DIGEST_THREADS, PIECE_BYTES, Change, Piece, map_file, pieces_of, write_error
 
 DATA_FILE = "model.safetensors"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; older kernels allocate the pages at the first write
@@ -54,11 +53,16 @@ class WritableFile:
         is_alone: Whether to reserve the whole file, because no other rank opens it.
 
     Raises:
-        WeightsError: the bytes cannot be reserved, for example because there is no room.
+        WeightsError: the file cannot be opened, or its bytes cannot be reserved.
     """
 
     def __init__(self, path: Path | None, num_bytes: int, regions: Sequence[Region], *, is_alone: bool = False) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644) if path else os.memfd_create("weights")
+        where = path.parent if path else "memory"
+        remedy = "publish elsewhere with weights.transport=file and weights.directory"
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644) if path else os.memfd_create("weights")
+        except OSError as error:
+            raise write_error(num_bytes, where, error, remedy) from error
         try:
             os.ftruncate(self._descriptor, num_bytes)
             for start, size in [(0, num_bytes)] if is_alone else [(r.start, r.num_bytes) for r in regions]:
@@ -66,11 +70,7 @@ class WritableFile:
             mapping = mmap.mmap(self._descriptor, num_bytes)
         except OSError as error:
             os.close(self._descriptor)
-            where = path.parent if path else "memory"
-            raise WeightsError(
-                f"no room for {num_bytes} bytes of weights in {where}: {error}; free some. To "
-                "publish elsewhere, set weights.transport=file and weights.directory"
-            ) from error
+            raise write_error(num_bytes, where, error, remedy) from error
         self.data = torch.frombuffer(mapping, dtype=torch.uint8)
         page = mmap.PAGESIZE
         for region in regions:

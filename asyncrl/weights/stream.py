@@ -48,7 +48,15 @@ from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights import rounds
 from asyncrl.weights.assembly import BucketCopies, TensorAssembly
 from asyncrl.weights.carriers import HOST_WINDOW_S, PublishOptions, load_limit_s
-from asyncrl.weights.manifest import DigestThreads, Manifest, Piece, parse_manifest, read_manifest, safetensors_header
+from asyncrl.weights.manifest import (
+    DigestThreads,
+    Manifest,
+    Piece,
+    parse_manifest,
+    read_manifest,
+    safetensors_header,
+    write_error,
+)
 from asyncrl.weights.rounds import (
     MAX_ROUNDS,
     ChannelAddress,
@@ -455,15 +463,15 @@ def new_data_file(folder: Path, manifest: Manifest) -> Tensor:
 
 
 def new_file(path: Path, size: int) -> Tensor:
-    """Create a file and map it: [size] uint8. Raises `WeightsError` if there is no room for it."""
-    with os.fdopen(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), "w+b") as file:
-        if size == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        try:
+    """Create a file and map it: [size] uint8. Raises `WeightsError` if the file cannot be written."""
+    try:
+        with os.fdopen(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), "w+b") as file:
+            if size == 0:
+                return torch.empty(0, dtype=torch.uint8)
             os.posix_fallocate(file.fileno(), 0, size)
-        except OSError as error:
-            raise WeightsError(f"no room for {size} bytes of weights in {path.parent}: {error}; free some") from error
-        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+            return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+    except OSError as error:
+        raise write_error(size, path.parent, error) from error
 
 
 class RoundFailed(WeightsError):

@@ -1,4 +1,4 @@
-"""Each idle second has one cause. Tests use small traces with known causes, and sums that hold for any trace."""
+"""Each idle second of a run has exactly one cause."""
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ OPEN = [("queued", 0, 5), ("budget", 0, 1)]
 
 
 def states(attribution, pool, lane=None):
-    """The periods as (start, end, state, number of places), sorted by time."""
+    """Return the periods as (start, end, state, number of places), sorted by time."""
     found = [(s.start, s.end, s.state, s.places) for s in attribution.stretches[pool] if lane in (None, s.lane)]
     return sorted(found)
 

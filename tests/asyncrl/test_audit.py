@@ -19,7 +19,7 @@ IDS = np.array([5, 6, 7, 8], dtype=np.int32)
 
 
 def group_of(group_id, versions, attempt=0):
-    """Two answers of four tokens each."""
+    """Return two answers of four tokens each."""
     prompt = Turn.given(np.array([1, 2], dtype=np.int32))
     turns = [
         Turn(
@@ -42,7 +42,7 @@ def trained_on(group, step, samples):
 
 
 def write_life(folder, steps, *, resumed=None, before=()):
-    """Write a life with one group per step. Of a group of attempt 1, another engine sampled four tokens."""
+    """Write a life with one group per step. In groups of attempt 1, another engine sampled four of the tokens."""
     make_life(folder, resumed=resumed, status=0)
     receipts.start(folder, "all")
     for step in steps:
@@ -80,7 +80,7 @@ def write_life(folder, steps, *, resumed=None, before=()):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of two lives. Two engines sampled the groups of attempt 1; one engine sampled the others.
+    """Write a run of two lives.
 
     The first life made three steps, and its last step was lost. The second life made two steps.
     """
@@ -145,10 +145,7 @@ def test_a_receipt_that_is_wrong_or_missing_is_named(run, capsys, act, chosen, v
 
 
 def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, capsys):
-    """The step of the killed life is lost.
-
-    The next life inherits the journal, and trains a group that the killed life's engine sampled.
-    """
+    """The next life inherits the journal, and trains a group that the killed life's engine sampled."""
     checkpoint = run.parent / "1" / "checkpoints" / "v00000002"
     killed = write_life(run.parent / "1b", {2: group_of(3, [2] * 4)}, resumed=checkpoint)
     (killed / "summary.json").unlink()

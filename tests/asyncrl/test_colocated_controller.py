@@ -1,4 +1,4 @@
-"""Colocated training with scripted parts. Events have the right order, and only one pool works at a time."""
+"""Colocated training with scripted parts: the order of events, and one pool at a time on the device."""
 
 import asyncio
 
@@ -107,7 +107,7 @@ class SharedDevice:
 
 
 class DyingLearner(MortalLearner):
-    """A learner that dies in one call of one step."""
+    """A learner that dies in a given call of one step."""
 
     def __init__(self, buffer, folder, device, dies_in):
         super().__init__(buffer, folder, [])

@@ -363,7 +363,10 @@ def test_the_written_configuration_composes_to_the_same_run():
 
 
 def leaves(text):
-    """The dotted names of all options in a YAML text. An empty mapping is an option, other mappings are sections."""
+    """Return the dotted names of all options in a YAML text.
+
+    An empty mapping is an option. Other mappings are sections.
+    """
 
     def walk(node, prefix):
         for name, value in node.items():

@@ -23,10 +23,10 @@ TOKENS_PER_STEP = 10
 
 
 class ScriptedBuffer(OffersInMemory):
-    """Like the real ledger, this buffer may plan one version ahead of the last commit.
+    """A scripted buffer. Like the real ledger, it can plan one version ahead of the last commit.
 
-    ``slow_parts`` maps the version of a checkpoint to a step. The buffer finishes its part of the checkpoint only after
-    the commit of this step.
+    ``slow_parts`` maps a checkpoint's version to a step. The buffer finishes its part of the checkpoint after the
+    commit of this step.
     """
 
     def __init__(self, trained_per_step=TOKENS_PER_STEP, version=0, earlier=None, slow_parts=()):
@@ -97,7 +97,7 @@ class ScriptedBuffer(OffersInMemory):
 
 
 class ScriptedLearner:
-    """A learner with short sequential updates. It may die in one of them."""
+    """A learner with short sequential updates. It can die in an update."""
 
     checkpoints = Path("/checkpoints")
 
@@ -352,9 +352,9 @@ async def test_a_record_carries_the_batchs_numbers():
 
 
 class BufferOfShortGroups(ScriptedBuffer):
-    """Each batch has a complete group of four samples and a short group.
+    """A buffer with a complete group of four samples and a short group in each batch.
 
-    The short group has lost one sample, or two samples at odd versions.
+    The short group lacks one sample, or two samples at odd versions.
     """
 
     async def plan(self, version):
@@ -421,7 +421,7 @@ async def test_both_parts_of_a_checkpoint_are_queued_between_two_updates():
 
 
 async def test_checkpoints_wait_while_the_buffer_writes_two(caplog):
-    """The buffer finishes its first two parts only after step 9, as if it could not reach a store server."""
+    """The buffer finishes its parts of the first two checkpoints only after step 9."""
     saved = []
     buffer = ScriptedBuffer(slow_parts={1: 9, 2: 9})
     controller, _, fleet, _ = make_controller(

@@ -1,7 +1,4 @@
-"""A curriculum on the real buffer.
-
-The outcomes of groups, including filtered groups, change which groups are trained.
-"""
+"""A curriculum on the real buffer: the outcomes of groups change the order of training."""
 
 import json
 from collections import Counter
@@ -26,7 +23,7 @@ def stream_of(tmp_path, sampler: str) -> PromptStream:
 
 
 async def train(client: AnyRole, prompts: RepeatedPrompts, steps: range) -> Counter[str]:
-    """Make the steps. Returns the number of generated groups per difficulty of their row."""
+    """Make the steps, and return the number of generated groups per difficulty."""
     generated: Counter[str] = Counter()
     for step in steps:
         while (await client.stats()).groups["stored"] < SIZE:

@@ -19,7 +19,7 @@ async def client_of(run_dir, **options):
 
 
 async def event(stream):
-    """The name and the data of the next event in a stream."""
+    """Return the name and the data of the next event in a stream."""
     lines = {}
     while not lines.get("data"):
         name, _, value = (await stream.content.readline()).decode().strip().partition(": ")

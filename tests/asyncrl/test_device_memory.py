@@ -1,4 +1,4 @@
-"""Memory of ranks and engines, compared with hand-computed values, torch's memory tracker, and the memory of GPUs."""
+"""The predicted memory of ranks and engines, compared with hand-computed values and torch's memory tracker."""
 
 import json
 from dataclasses import replace
@@ -60,7 +60,7 @@ def run(*options, model="Qwen3-0.6B", experiment="gsm8k"):
 
 
 def test_parameters_are_counted_in_existing_weights(tmp_path):
-    """75,008 parameters, as on the quickstart's page."""
+    """The quickstart's model has 75,008 parameters."""
     assets = make_assets(tmp_path / "assets", seed=0, num_train=8, num_held_out=8, num_demonstrations=8)
     assert ModelSize.of(str(assets.model)).num_parameters == 75_008
 
@@ -126,9 +126,11 @@ TRACKED = [
     ("Qwen3-0.6B", 8, {"num_shards": 2, "tokens": 16384, "whole_gradients": True, "keeps_attention": True}, 7.988),
     ("Qwen3-30B-A3B", 3, {"num_shards": 8, "tokens": 16384, "keeps_attention": True}, 17.148),
 ]
-"""Model, number of layers, setup, and peak memory in GB. torch's `FSDPMemTracker` measured the peak on the learner's
-packed model, in the second of two micro-batches. The measurement had fake tensors, CUDA's matrix products, chunks of
-1,024 tokens, and AdamW's state."""
+"""Model, number of layers, setup, and peak memory in GB.
+
+torch's `FSDPMemTracker` measured the peak on the learner's packed model, in the second of two micro-batches. The
+measurement used fake tensors, CUDA's matrix products and chunks of 1,024 tokens.
+"""
 
 
 @pytest.mark.parametrize(("name", "num_layers", "setup", "tracked_gb"), TRACKED)

@@ -15,7 +15,7 @@ EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.y
 
 @pytest.fixture
 def qwen(tmp_path):
-    """A folder with the sizes of Qwen3-0.6B, and no weights."""
+    """Return a folder with the sizes of Qwen3-0.6B, and no weights."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(MODELS["Qwen3-0.6B"]))

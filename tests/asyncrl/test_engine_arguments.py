@@ -74,7 +74,7 @@ MODELS = {
 
 
 def engine_of(name, folder):
-    """The engine of an experiment on CUDA, with a folder that has only the model's configuration."""
+    """Return the engine of an experiment on CUDA, with a folder that has only the model's configuration."""
     config = compose_run([f"experiment={name}"])
     model = MODELS.get(config.model.path)
     settings = MODEL_CONFIG if model is None else QWEN | model
@@ -89,7 +89,7 @@ def engine_of(name, folder):
 
 @pytest.fixture(scope="module")
 def on_cards(tmp_path_factory):
-    """For each card and experiment: the options, the engine, and the arguments that SGLang resolves on this card."""
+    """Return the options, the engine and SGLang's resolved arguments for each card and experiment."""
     folder = tmp_path_factory.mktemp("cards")
     (folder / "server.yaml").write_text("api-key: 0\n")
     engines = [engine_of(name, folder) for name in EXPERIMENTS]

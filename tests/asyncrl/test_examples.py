@@ -19,7 +19,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def trained(cluster, tmp_path_factory):
-    """The trainer of the PPO example after two steps, and the reported metrics. The policy had no warm start."""
+    """Yield the trainer of the PPO example after two steps, and the reported metrics. The policy had no warm start."""
     folder = tmp_path_factory.mktemp("ppo")
     options = ["total_steps=2", "algorithm.groups_per_step=4", "algorithm.samples_per_prompt=2", "learner.num_ranks=2"]
     run = with_quickstart_assets(compose_run([*OPTIONS, *options, f"output_dir={folder}"]))

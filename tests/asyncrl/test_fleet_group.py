@@ -39,7 +39,7 @@ ELASTIC = "rollout_fleet.num_engines={min: 1, max: 3}"
 
 @pytest.fixture
 async def running(fleet_of):
-    """Return a function that makes workers which have served for ten seconds, their fleet, and its task `run`."""
+    """Return a function that makes a fleet, its workers and its task `run`. The workers have served for ten seconds."""
     runs = []
 
     async def run(takes_s, *options):
@@ -57,7 +57,7 @@ async def running(fleet_of):
 
 @pytest.fixture
 async def started(fleet_of):
-    """Return a function that makes workers, their started elastic fleet, and its `run`."""
+    """Return a function that makes a started elastic fleet, its workers and its task `run`."""
     runs = []
 
     async def start(*options, is_full=False):

@@ -25,7 +25,7 @@ def logprobs_under(folder):
 
 @pytest.fixture
 def run(tmp_path):
-    """A life that stored versions 2 and 3, and a sample with tokens of both. Version 4 was removed."""
+    """Return a life that stored versions 2 and 3, and a sample with tokens of both. Version 4 was removed."""
     folder = make_life(tmp_path / "1", status=0)
     second, third = (folder / "snapshots" / f"v{version:08d}" for version in (2, 3))
     for place, seed in ((second, 2), (third, 3)):

@@ -87,7 +87,7 @@ def test_wrong_arguments_are_refused_with_the_choices(arguments, words, monkeypa
 
 
 def measured(setup, name, options):
-    """The measurements of a task, as a list."""
+    """Return the measurements of a task, as a list."""
     module, _, function = name.partition(":")
     return list(getattr(import_module(f"asyncrl.gpu_check.{module}"), function)(setup, **options))
 
@@ -134,7 +134,7 @@ def test_learner_engines_and_runs_pass_the_check_at_toy_size(tmp_path):
 
 
 def check(folder, *arguments):
-    """The results of the program on the CPU, by name."""
+    """Return the results of the program on the CPU, by name."""
     command = [sys.executable, "-m", "asyncrl", "check-gpu", "--device", "cpu", "--output", str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     report = json.loads((folder / "check.json").read_text())

@@ -1,4 +1,4 @@
-"""Deadlines and the environment of a run that follow from its models and devices."""
+"""The deadlines and the environment variables that follow from the models and devices of a run."""
 
 import os
 

@@ -24,7 +24,7 @@ EVALUATIONS = [
 
 @pytest.fixture
 def life(tmp_path):
-    """A folder with five steps and three evaluations. The last line of each file was cut off."""
+    """Return a folder with five steps and three evaluations. The last line of each file was cut off."""
     folder = tmp_path / "first"
     folder.mkdir()
     writer = MetricsWriter(folder)

@@ -44,7 +44,7 @@ class Control:
 
 
 class Actor:
-    """A `NodeStore` behind ``.remote``. Tests put restarts, or a final error, into ``events``."""
+    """Stands in for the actor of a `NodeStore`. Tests put restarts, or a final error, into ``events``."""
 
     def __init__(self, host: str, number: int) -> None:
         self.host, self.number = host, number

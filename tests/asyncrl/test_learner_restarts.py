@@ -1,4 +1,4 @@
-"""A learner rank dies during training: the restart point, the number of restarts, and the end without a restart."""
+"""A learner rank dies during training: the restart point, and the number of restarts."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A fault of a worker ends only this worker. The fleet's calls end, and the run continues with the other workers."""
+"""A fault of a worker ends only this worker, and the run continues with the other workers."""
 
 import asyncio
 import time
@@ -153,7 +153,7 @@ async def test_nothing_of_the_fleet_stands_still_after_a_stall_in_any_phase(flee
     workers.stand_still(1, stall_s)
     await asyncio.wait({call}, timeout=100)
     assert call.done()
-    if call.exception() is not None:  # a fleet that does not start ends the run; the error names what it awaited
+    if call.exception() is not None:  # a fleet that does not start ends the run
         assert (phase, stall_s > DEADLINE_S) == (in_start, True)
         assert "waited 10 s for the rollout workers, which wait for the first weights" in str(call.exception())
         return

@@ -72,7 +72,7 @@ RUN = """
     while "buffer.max_lag=1" in sys.argv:
         signal.pause()
 """
-"""A program that stands in for a run. With ``buffer.max_lag=1`` it waits for SIGTERM."""
+"""Program that stands in for a run. With ``buffer.max_lag=1`` it waits for SIGTERM."""
 
 
 def test_a_multirun_starts_a_run_per_value_and_a_signal_stops_it_with_its_running_run(tmp_path):

@@ -1,7 +1,4 @@
-"""Files that are sent to other nodes and collected from them.
-
-Folders of this machine stand in for the nodes' file systems.
-"""
+"""The files that a run sends to other nodes and collects from them."""
 
 import asyncio
 import shutil
@@ -22,7 +19,7 @@ from buffer import make_keys
 class Node:
     """Stands in for the actor of a node. The node's files are under ``root``.
 
-    If ``root`` is None, the node shares the file system of this process.
+    If ``root`` is None, the node uses the file system of this process.
     """
 
     def __init__(self, root=None):
@@ -49,7 +46,7 @@ class Node:
 
 @pytest.fixture
 def nodes(tmp_path, monkeypatch):
-    """Two nodes: one shares this process's file system, the other has its own."""
+    """Yield two nodes. One uses this process's file system, and the other has its own."""
     monkeypatch.setattr(node_folders.ray, "put", lambda data: data)
     monkeypatch.setattr(run_folder, "SHARED_MEMORY", tmp_path / "memory")
     monkeypatch.setattr(node_folders, "CHUNK_BYTES", 7)

@@ -15,7 +15,7 @@ COLLECTIVE = {"transport": Transport.collective, "interface": "eth0"}
 
 
 def config_of(**sections):
-    """A run on two nodes with changes to its sections."""
+    """Return a run on two nodes with changes to its sections."""
     several = {"placement": {"num_nodes": 2}, "ray": {"address": "auto"}, "buffer": {"host": "10.0.0.1"}}
     kinds = {section.name: section.default_factory for section in fields(RunConfig)}
     names = several.keys() | sections.keys()
@@ -91,7 +91,7 @@ def test_options_for_several_nodes_are_refused_on_one():
 
 
 def on_gpus(**placement):
-    """Two nodes, eight learner ranks and four engines of two GPUs each."""
+    """Return a run on two nodes with eight learner ranks, and four engines of two GPUs each."""
     return config_of(
         weights=COLLECTIVE,
         learner={"device": Device.cuda, "num_ranks": 8},

@@ -12,7 +12,7 @@ from tests.support.traces import record_run, trace_of
 
 
 def half_and_half():
-    """Two steps of 100 ns.
+    """Return the report of two steps of 100 ns.
 
     In each step, the learner rank waits 40 ns and works 60 ns. The engine has 2 places and always runs one sample.
     """

@@ -1,7 +1,4 @@
-"""A rollout worker dies in the middle of a group, and another worker finishes the group.
-
-Processes and sockets are real.
-"""
+"""A rollout worker dies in the middle of a group, and another worker finishes the group."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ asyncio.run(until_killed(sys.argv[1]))
 
 
 async def make_loop(buffer: AnyRole, *, version: int, token_delay_s: float) -> tuple[RolloutLoop, ScriptedEngine]:
-    """A worker whose finished samples have ``NUM_TOKENS`` tokens, including the tokens of other workers."""
+    """Return a worker whose finished samples have ``NUM_TOKENS`` tokens, including the tokens of other workers."""
 
     def script(request: SampleRequest, version: int) -> ScriptedAnswer:
         num_left = NUM_TOKENS - int(np.count_nonzero(request.prompt_ids == WRITTEN))
@@ -56,7 +53,7 @@ async def make_loop(buffer: AnyRole, *, version: int, token_delay_s: float) -> t
 
 
 async def until_killed(address: str) -> None:
-    """Run the worker that dies. It loads two versions, reports each load, and is killed before its samples finish."""
+    """Run a worker that loads two versions, reports each load, and is killed before its samples finish."""
     loop, engine = await make_loop(AnyRole(address), version=0, token_delay_s=0.1)
     run = asyncio.create_task(loop.run())
     for version in (1, 2):

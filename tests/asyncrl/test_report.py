@@ -1,4 +1,4 @@
-"""The figures in the report of recorded runs with known stages, and the other files of a run's folder."""
+"""The report of recorded runs with known stages, and the other files of a run's folder."""
 
 import itertools
 import json

@@ -185,7 +185,6 @@ def test_keys_of_two_runs_are_refused_before_anything_starts(tmp_path):
 
 
 def test_old_checkpoints_of_another_run_in_the_same_folder_stay(tmp_path):
-    """When two runs used one directory, the first checkpoint of the second run removed those of the first run."""
     other = replace(STATE, lineage="another run")
     theirs = [save(tmp_path, version, other, parts=["buffer"]) for version in (1, 6, 90)]
     for path in theirs:

@@ -30,7 +30,7 @@ def data(tmp_path):
 
 
 def answers(capsys, *arguments):
-    """Exit status and the output of ``--json``."""
+    """Return the exit status and the output of ``--json``."""
     status = rewards_command.main(["try", *arguments, "--json"])
     return status, json.loads(capsys.readouterr().out)
 
@@ -122,7 +122,7 @@ def assets(tmp_path_factory):
 
 @pytest.fixture
 def run_folder(assets, tmp_path):
-    """The folder of a run with samples of two training groups, and of one held-out prompt."""
+    """Return the folder of a run with samples of two training groups, and of one held-out prompt."""
     files = [f"data.train_files=[{assets.train}]", f"data.eval_files=[{assets.held_out}]"]
     config = compose_run([f"model.path={assets.model}", *files, "data.extra_keys=[prompt]", "seed=3"])
     (tmp_path / "run").mkdir()

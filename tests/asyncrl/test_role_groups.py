@@ -1,4 +1,4 @@
-"""Roles on Ray. Fused roles and roles in separate pools compute the same numbers."""
+"""Roles on Ray: fused roles and roles in separate pools compute the same numbers."""
 
 import asyncio
 import gc
@@ -59,7 +59,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def group(group_id: int, version: int = 0) -> TrajectoryGroup:
-    """Two samples, the first of two turns."""
+    """Return two samples, the first of two turns."""
     rng = np.random.default_rng(group_id)
     lengths = np.array([5, 3], dtype=np.int32)
     return make_group(
@@ -94,7 +94,7 @@ class ScriptedConnection(BufferConnection):
 
 @pytest.fixture(scope="module", autouse=True)
 def by_value():
-    """Workers cannot import this file, so the call carries the definitions of this file."""
+    """Send the definitions of this file with the call, because workers cannot import this file."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -130,7 +130,7 @@ class Learners:
 
 @pytest.fixture
 def learners(cluster, tmp_path):
-    """A starter of learners. The fixture stops them at the end of the test."""
+    """Yield an object that starts learners. The fixture stops the learners at the end of the test."""
     learners = Learners(tmp_path)
     yield learners
     learners.stop()
@@ -199,10 +199,10 @@ async def fail(learner: LearnerGroup) -> None:
 
 @pytest.fixture(scope="module")
 def fused(cluster, tmp_path_factory):
-    """The results of a learner with all roles in one process, before a death and after a restart.
+    """Return the results of a learner with all roles in one process, before a death and after a restart.
 
-    It makes two steps, a checkpoint, a third step, a step whose tokens differ from the plan, and a failing step. Then
-    its process is killed, and the learner repeats the third step from the checkpoint.
+    The learner makes two steps, a checkpoint and a third step. One more step has tokens that differ from the plan, and
+    one fails. Then the process is killed, and the learner repeats the third step from the checkpoint.
     """
     learners = Learners(tmp_path_factory.mktemp("fused"))
     learner = learners.start()
@@ -359,10 +359,7 @@ def test_an_estimator_of_ones_own_has_a_critic_which_learns_while_the_policy_war
 
 
 def test_a_reward_model_scores_what_is_planned_and_training_goes_on_without_a_group_that_has_no_score(start, tmp_path):
-    """The reward model's embedding of one token is NaN, so the group with this token has no score.
-
-    The other groups have scores.
-    """
+    """The reward model's embedding of one token is NaN, so the group with this token has no score."""
     torch.manual_seed(3)
     groups = {summary.group_id: group(summary.group_id, 1) for summary in plan_of(1).groups}
     broken, *others = groups

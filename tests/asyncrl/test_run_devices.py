@@ -94,7 +94,7 @@ def run(*options):
 
 
 def seen_by_all(config, num_joining=0):
-    """The environment of each process, by the name of the process. The groups are started as in a run."""
+    """Return the environment of each process, by the name of the process. The groups are started as in a run."""
     probe = RayClassWithInitArgs(ray.remote(Probe))
     layout = learner_layout(config)
     groups = {
@@ -195,7 +195,8 @@ async def test_a_warm_start_on_a_gpu_needs_one_on_the_node_of_the_controller(gpu
                      [1] * 2, [3] * 2, id="tp=3"),
         pytest.param(["learner.device=cpu", "rollout_fleet.num_engines=2", "rollout_fleet.sglang.tp_size=4"],
                      [0], [4] * 2, id="learner-on-cpu", marks=pytest.mark.slow),
-        pytest.param(["rollout_fleet.device=cpu", "learner.num_ranks=2"], [1] * 2, [0], id="engines-on-cpu", marks=pytest.mark.slow),
+        pytest.param(["rollout_fleet.device=cpu", "learner.num_ranks=2"],
+                     [1] * 2, [0], id="engines-on-cpu", marks=pytest.mark.slow),
         pytest.param(["learner.device=cpu", "rollout_fleet.device=cpu"], [0], [0], id="cpu", marks=pytest.mark.slow),
         pytest.param(["rollout_fleet.num_engines=2", "rollout_fleet.sglang.tp_size=4"],
                      [0], [0] * 2, id="auto-with-too-few"),

@@ -96,7 +96,7 @@ def test_a_directory_that_hosts_share_gets_a_folder_per_run(run_dir, tmp_path):
 
 @pytest.fixture
 def shared_memory(tmp_path, monkeypatch):
-    """A folder that replaces the machine's shared memory."""
+    """Return a folder that replaces the machine's shared memory."""
     folder = tmp_path / "shm"
     folder.mkdir()
     monkeypatch.setattr(run_folder, "SHARED_MEMORY", folder)
@@ -104,7 +104,7 @@ def shared_memory(tmp_path, monkeypatch):
 
 
 def forked(work):
-    """The pid of a process that does ``work`` and then waits."""
+    """Return the pid of a process that does ``work`` and then waits."""
     ready, write = os.pipe()
     if (pid := os.fork()) == 0:
         work()

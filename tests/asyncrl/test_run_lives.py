@@ -25,7 +25,7 @@ def make_life(folder: Path, *, resumed: Path | None = None, steps: int = 0, stat
 
 @pytest.fixture
 def runs(tmp_path):
-    """A run of three lives, of which the last one is still running, and a run that failed."""
+    """Return a run of three lives and a failed run. The last of the three lives is still running."""
     first = make_life(tmp_path / "digits" / "1", steps=12, status=143)
     save(first / "checkpoints", 10)
     newest = save(first / "checkpoints", 12)

@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 
 def composed(folder, *overrides):
-    """The quickstart with a quarter of its demonstrations."""
+    """Return the quickstart with a quarter of its demonstrations."""
     assets = make_assets(f"{folder}/assets", seed=0, num_train=NUM_ROWS, num_held_out=256, num_demonstrations=NUM_ROWS)
     files = [
         f"model.path={assets.model}",

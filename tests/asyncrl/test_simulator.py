@@ -1,4 +1,4 @@
-"""The simulator, compared with hand-computed steps. Every lag comes from the real ledger."""
+"""The simulator of a run, compared with hand-computed steps."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -24,9 +24,9 @@ EQUAL = LengthModel(mean_tokens=100, spread=0.0, prompt_spread=0.0)
 
 
 def scenario(**options):
-    """Responses have 100 tokens at 0.03 s per token.
+    """Return a scenario with responses of 100 tokens at 0.03 s per token.
 
-    So a batch takes 3 s to generate and 2 s to train; nothing else takes time.
+    A batch takes 3 s to generate and 2 s to train. Nothing else takes time.
     """
     numbers = {
         "groups_in_flight": 4,
@@ -126,8 +126,8 @@ def test_two_engines_on_one_core_are_as_fast_as_one():
 def test_other_work_on_the_host_slows_down_busy_pools(max_lag, expected_s):
     """The engine generates for 3 s. It stores four groups in 0.0625 s each, and waits 0.3 s before it requests a lease.
 
-    The controller's 1 s per step uses the core with fewer jobs. With lag, both cores are busy, so this work slows them
-    down.
+    The controller's 1 s per step uses the core with fewer jobs. With lag, both cores are busy, so the controller slows
+    down both pools.
     """
     host = HostModel(is_shared=True, settle_s=0.0625, step_s=1.0)
     work = {"engine": BATCHES, "learner": LearnerModel(step_s=3.0), "host": host}
@@ -333,7 +333,10 @@ def test_a_group_stopped_in_a_batch_is_returned_at_the_end_of_the_batch():
 
 
 def test_a_waiting_group_that_is_stopped_is_returned_after_a_batch_of_one_token():
-    """Each batch has one row. The second group is stopped before its batch of one token (1.5 s to 2.01 s) begins."""
+    """Each batch has one row.
+
+    The second group is stopped before its batch begins. Its batch still makes one token, from 1.5 s to 2.01 s.
+    """
     simulation, left = Simulation(scenario()), []
     model = EngineModel(step_s=0.01, batch_s=0.5, takes_batches=True, max_running=1)
     engine = engine_of(simulation, model)

@@ -1,4 +1,4 @@
-"""The parent of a run, on scripted children: statuses, signals, orphans."""
+"""The supervisor of a run with scripted children: exit statuses, signals and orphans."""
 
 import signal
 import subprocess

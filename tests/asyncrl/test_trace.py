@@ -23,7 +23,10 @@ def test_a_trace_has_consecutive_steps(tmp_path):
 
 
 def steps_of(*spans):
-    """Make a trace from spans (version, start, end). An end of 0 makes an open span. Returns its steps and window."""
+    """Make a trace from spans (version, start, end), and return its steps and window.
+
+    An end of 0 makes an open span.
+    """
     spans = [
         Span(lane="controller", kind="step", step=step, start=start, end=end or 99, is_open=not end)
         for step, start, end in spans

@@ -1,7 +1,4 @@
-"""The end of ``asyncrl train``: exit status, last output and processes.
-
-The runs are scripted, without torch and Ray.
-"""
+"""The end of ``asyncrl train`` with a scripted run: exit status, last output and processes."""
 
 import os
 import shlex
@@ -59,7 +56,7 @@ class Command:
         return next(line for line in self.process.stdout if words in line)
 
     def end(self):
-        """Exit status and the unread output."""
+        """Return the exit status and the unread output."""
         output, _ = self.process.communicate(timeout=60)
         return self.process.returncode, output.strip()
 

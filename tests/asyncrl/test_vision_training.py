@@ -1,4 +1,4 @@
-"""Training on images in one process, with a real engine, real sessions, a real learner, and real weights."""
+"""Training on images in one process, with a real engine and a real learner."""
 
 import base64
 import json
@@ -36,7 +36,7 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture
 def stream(model_path, tmp_path):
-    """Prompts that ask for the colour of an image."""
+    """Return prompts that ask for the colour of an image."""
     rows = [
         {
             "messages": [{"role": "user", "content": "<image>which colour?"}],
@@ -56,7 +56,7 @@ def stream(model_path, tmp_path):
 
 
 async def roll_out(engine, prompt, model_path, tokenizer):
-    """A scored group of a prompt, as it arrives at the learner. The reward is 1 for the colour's letter."""
+    """Return a scored group of a prompt, as it arrives at the learner. The reward is 1 for the colour's letter."""
     prompt = prompt_of([bytes(frame) for frame in prompt_frames(prompt)])
     images = await prompt_images(image_reader(model_path, max_pixels=4096), prompt)
     requests = [

@@ -1,4 +1,4 @@
-"""The terminal, trackers, dashboard and advice of a run. If one of them fails, the run logs a line and continues."""
+"""The terminal, trackers, dashboard and advice of a run, and the effect of their failures."""
 
 import asyncio
 import io
@@ -18,7 +18,7 @@ from tests.support.traces import record_run
 
 @pytest.fixture
 def watched(tmp_path):
-    """Return a function that makes a watched run, and the list of its messages."""
+    """Return a function that makes a watched run and the list of its messages."""
     (tmp_path / "logs").mkdir()
     said = io.StringIO()
 

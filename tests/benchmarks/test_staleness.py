@@ -1,4 +1,4 @@
-"""The staleness table. The lag is exact, finished cells are kept, and missing cells are visible."""
+"""The staleness table: the exact lag, finished cells and missing cells."""
 
 import argparse
 import json

@@ -160,7 +160,7 @@ async def test_a_pending_request_is_answered_once_by_its_timer_or_by_a_grant():
 
 @pytest.mark.parametrize("num_store_servers", [0, 1])
 async def test_a_full_store_makes_nobody_send_a_payload_twice(monkeypatch: pytest.MonkeyPatch, num_store_servers: int):
-    """Eight producers wait for bytes that suffice for three of their groups. Each group is sent only once."""
+    """Eight producers share room for three of their groups. Each group is sent only once."""
     num_sent = Counter()
     push = ChunkSender.push
 

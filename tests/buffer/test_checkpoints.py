@@ -1,7 +1,4 @@
-"""The next life of a run begins from a checkpoint of its buffer.
-
-It has every group, prompt and prefix that is still valid.
-"""
+"""The next life of a run begins with the valid groups, prompts and prefixes of a checkpoint."""
 
 from pathlib import Path
 from typing import Any

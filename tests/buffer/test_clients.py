@@ -95,7 +95,7 @@ def test_a_client_of_another_loop_is_refused_by_name_and_an_open_one_does_not_ho
 
 @pytest.mark.parametrize("call", ["enqueue", "lease", "put", "plan", "fetch", "commit", "renew", "release"])
 async def test_a_call_cancelled_at_any_moment_loses_no_group(call: str):
-    """A cancelled call may or may not have taken effect. Repeating the call gives the result of a single call."""
+    """A cancelled call may have taken effect. A repeated call gives the result of a single call."""
     async with running(groups_per_step=2, max_lag=0) as run:
         worker, control = run.client(), run.client()
 

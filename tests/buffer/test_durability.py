@@ -1,4 +1,4 @@
-"""A server is killed and restarted from its journal. No work is lost, and no group is consumed twice."""
+"""A server that is killed and restarted from its journal loses no work."""
 
 import asyncio
 import errno
@@ -129,7 +129,7 @@ async def work(client: AnyRole, learner: Learner) -> None:
 
 
 async def train(control: AnyRole, learner: Learner, *, num_steps: int) -> list[int]:
-    """Act as the learner. Returns the ids of the consumed groups."""
+    """Act as the learner, and return the ids of the consumed groups."""
     consumed: list[int] = []
     while learner.version < num_steps:
         plan = await control.plan(learner.version)
@@ -333,7 +333,7 @@ def test_inspect_prints_what_the_server_holds(tmp_path: Path, capsys, monkeypatc
 
 @pytest.fixture
 def no_frames_in_the_log(monkeypatch):
-    """The journal's thread writes frames of any size, as otherwise only large frames."""
+    """Let the journal's thread write frames of any size. By default it writes only large frames."""
     monkeypatch.setattr(service, "JOIN_BELOW_BYTES", 0)
 
 
@@ -424,7 +424,7 @@ async def test_a_saved_prefix_that_did_not_survive_is_dropped_and_counted(tmp_pa
 
 
 def test_frames_are_written_whole_though_the_system_takes_few_bytes_at_once(tmp_path: Path, monkeypatch):
-    """A `writev` that writes only a part of the bytes, as the real one does above 2^31 bytes."""
+    """The test's `writev` writes only some of the bytes, like the real one above 2^31 bytes."""
     written = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, parts, *at: written(fd, [bytes(parts[0])[:7]], *at))
     file = AppendOnlyFile(tmp_path / "file")

@@ -1,4 +1,4 @@
-"""Exports of a buffer from every kind of checkpoint. Reading the parquet files gives the same bits."""
+"""Exports of a buffer from every kind of checkpoint give the same bits."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ DTYPES = ("?", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16")
 
 
 def column(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
-    """Values with any bits, including NaN with a payload, -0.0 and infinities."""
+    """Return values with any bits, including NaN with a payload, -0.0 and infinities."""
     if dtype == "?":
         return rng.integers(0, 2, shape).astype(bool)
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -29,7 +29,7 @@ def column(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
 
 
 def group_of_seed(seed: int, group_id: int) -> TrajectoryGroup:
-    """A group of random trees with random columns. The seed decides which columns the group has."""
+    """Return a group of random trees with random columns. The seed decides which columns the group has."""
     rng = np.random.default_rng([seed, group_id])
     rows = [(SHARED, ROOT, int(rng.integers(0, 4)), 0, -1)]
     num_trajectories = int(rng.integers(1, 4))

@@ -1,4 +1,4 @@
-"""Filters drop every group. The server warns, and in the end the plan fails."""
+"""If filters drop every group, the server warns, and in the end the plan fails."""
 
 import asyncio
 import logging

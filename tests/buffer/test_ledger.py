@@ -264,7 +264,7 @@ def test_only_the_owner_of_a_lease_reports_it_also_after_it_was_taken_back():
 
 
 def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatch: pytest.MonkeyPatch):
-    """Groups end in every way: stored, filtered, dropped, released, too old, expired, or lost with their worker."""
+    """Groups end in every way."""
     of = DrivenLedger(
         StalenessRule(max_lag=2, groups_per_step=4), on_stale=OnStale.drop, filters=["equal_rewards"], lease_s=5.0
     )
@@ -346,10 +346,7 @@ def test_what_a_dead_worker_had_generated_and_nobody_can_report_is_lost(num_gene
 
 
 def test_what_a_buried_worker_reports_later_is_counted_once_also_after_a_restart():
-    """An attempt expires before its worker is declared dead, and never reports its tokens.
-
-    Then the tokens count as lost.
-    """
+    """An attempt expires before its worker is declared dead. It never reports its tokens, so they count as lost."""
     new = ledger(2, 2, lease_s=10.0)
     expired, running, _ = new.lease(0, 3, owner=b"a")
     new.renew(running.group_id, running.attempt, now=15.0)

@@ -1,7 +1,4 @@
-"""A hypothesis state machine drives the ledger through every event, and checks a model after every action.
-
-The model is independent of the ledger. It keeps its own deadlines, token counts and sets of groups.
-"""
+"""A hypothesis state machine compares the ledger with an independent model after every action."""
 
 from collections import Counter
 from dataclasses import replace
@@ -174,7 +171,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert no_more or not self._may_have(bytes([worker]))
 
     def _may_have(self, worker: bytes) -> int:
-        """Number of queued groups that a worker may lease.
+        """Return the number of queued groups that a worker may lease.
 
         At most one of these groups is a suspect, which would be dropped at its next worker death.
         """
@@ -191,7 +188,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num_steps=st.integers(1, 5), stragglers=st.floats(0.0, 1.0))
     def steps_pass(self, data: st.DataObject, num_steps: int, stragglers: float) -> None:
-        """Make steps in which newer groups finish before the oldest ones, until deadlines are close."""
+        """Make steps with newer groups before the oldest groups, until deadlines are close."""
         for _ in range(num_steps):
             self.enqueue(number=30, again=False)
             number = data.draw(st.sampled_from([1, 3, 30]))
@@ -217,7 +214,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_running=st.integers(0, 3), num_tokens=st.integers(0, 50))
     def put_all_but(self, data: st.DataObject, num_running: int, num_tokens: int) -> None:
-        """Workers finish in any order. A few groups stay unfinished."""
+        """Put running groups in any order. A few groups stay unfinished."""
         for group_id in data.draw(st.permutations(sorted(self.running)))[num_running:]:
             lease, expires_at = self.running.pop(group_id)
             oldest = data.draw(st.integers(lease.engine_version, self.version))
@@ -251,7 +248,10 @@ class LedgerMachine(RuleBasedStateMachine):
         return 1 + group_id * 7 % 9
 
     def _reserve(self, lease: GrantedLease) -> bool:
-        """Reserve bytes. Returns whether they fit. Evicted groups must be due later, or lose only a saved prefix."""
+        """Reserve bytes, and return whether they fit.
+
+        Check that evicted groups are due later, or lose only a saved prefix.
+        """
         size, host = self._size(lease.group_id), "ab"[lease.group_id % 2]
         near = {number for number in self.hosts if self.hosts[number] == host}
         has_near = any(self._held(number) + size <= self.max_bytes or not self.max_bytes for number in near)
@@ -324,9 +324,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(compacts=st.booleans(), order=st.sampled_from(ORDER_NAMES), on_stale=st.sampled_from(OnStale))
     def the_server_restarts(self, compacts: bool, order: str, on_stale: OnStale) -> None:
-        """Restore the ledger from a snapshot and the journal after it.
+        """Restore the ledger from a snapshot and the later journal.
 
-        Other options of the server give the same state.
+        A server with other options must reach the same state.
         """
         before = msgpack.packb(self.ledger.snapshot())
         replayed = self._replayed(
@@ -440,7 +440,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(worker=st.integers(0, 2))
     def a_worker_is_gone(self, worker: int) -> None:
-        """A worker becomes silent, and the server revokes its leases before they expire."""
+        """Let a worker become silent. The server revokes its leases before they expire."""
         lost = [lease for lease, _ in self.running.values() if lease.owner == bytes([worker])]
         assert sum(self._is_suspect(lease.group_id) for lease in lost) <= 1, "two suspects on one worker"
         assert self.ledger.take_back(bytes([worker])) == len(lost)
@@ -455,7 +455,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(-15.0, 15.0) | st.sampled_from([-1e9, 1e9]))
     def time_passes(self, seconds: float) -> None:
-        """The clock may jump in both directions. Then leases expire early or late, and nothing else changes."""
+        """Let the clock jump in either direction. Then leases expire early or late, and nothing else changes."""
         self.now += seconds
         lost = [lease for lease, expires_at in self.running.values() if expires_at <= self.now]
         assert self.ledger.expire(self.now) == len(lost)
@@ -498,7 +498,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.planned[version] = ids
 
     def _num_missing_from(self, version: int) -> int:
-        """The number of groups that the batch still lacks: the maximum over all deadlines."""
+        """Return the number of groups that the batch still lacks: the maximum over all deadlines."""
         planned = {group_id for ids in self.planned.values() for group_id in ids}
         ready = [deadline for group_id, (_, deadline) in self.stored.items() if group_id not in planned]
         deadlines = self._open_deadlines()
@@ -538,7 +538,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.marked = {version: self.marked[version] for version in sorted(self.marked)[-MAX_MARKS:]}
 
     def _stay_for_further_uses(self, batch: dict[int, tuple[GroupSummary, int]]) -> None:
-        """A group of a batch stays stored if all deadlines can still be met with one more group of its age."""
+        """Keep a group of a batch stored if all deadlines can still be met with one more group of its age."""
         for group_id, (summary, deadline) in batch.items():
             may_stay = summary.num_uses + 1 < self.max_uses and self.places[group_id] in self.hosts
             if may_stay and self._admits(deadline - self.max_lag, self._open_deadlines()):
@@ -547,10 +547,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stored)
     @rule(data=st.data())
     def trajectories_are_lost(self, data: st.DataObject) -> None:
-        """Trajectories are lost, as after a power failure.
+        """Lose trajectories, as after a power failure.
 
-        The prompts are queued again, and batches with these groups are planned again. Other groups of these batches are
-        also lost if their store is lost.
+        Their prompts are queued again, and their batches are planned again. If a store is lost, its other groups in
+        these batches are lost too.
         """
         lost = data.draw(st.lists(st.sampled_from(sorted(self.stored)), min_size=1, max_size=2, unique=True))
         first = min((version for version, ids in self.planned.items() if set(ids) & set(lost)), default=None)
@@ -562,7 +562,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 5))
     def the_learner_goes_back(self, back: int) -> None:
-        """Groups and prefixes without a token of a lost version stay. Other groups of lost steps are queued again."""
+        """Let the learner go back. Groups and prefixes without a token of a lost version stay."""
         version = sorted(self.marked)[max(0, len(self.marked) - 1 - back)]
         again = self._finished() - self.marked[version]
         dropped = again - set(self.consumed)
@@ -670,7 +670,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def whoever_waits_for_a_batch_is_woken(self) -> None:
-        """A missing plan waits for one of: a running lease, a commit, prompts for an engine at the newest version."""
+        """Check that a missing plan waits for a running lease, a commit, or prompts for an engine."""
         num_stored = len(self._open_deadlines()) - len(self.running)
         if self.running:
             return
@@ -688,7 +688,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.ledger.groups.leases.next_expiry() is None
 
     def _admits(self, version: int, deadlines: list[int]) -> bool:
-        """Whether all deadlines can be met with one more group that begins at ``version``."""
+        """Return whether all deadlines can be met with one more group that begins at ``version``."""
         next_plan, deadline = self.version + len(self.planned), version + self.max_lag
         due = sorted([*deadlines, deadline])
         return deadline >= next_plan and all(due[i] >= next_plan + i // self.size for i in range(len(due)))
@@ -705,47 +705,41 @@ class LedgerMachine(RuleBasedStateMachine):
             assert lease.engine_version == version
 
     def _prefixes_in_use(self) -> list[tuple[int, int]]:
-        """The running attempts whose inherited prefix still counts.
-
-        The worker continues it, or no save has replaced it yet.
-        """
+        """Return the running attempts whose inherited prefix still counts."""
         keys = [(lease.group_id, lease.attempt) for lease, _ in self.running.values()]
         return [key for key in keys if key in self.inherited and (self.continues[key] or key not in self.saved)]
 
     def _continued(self, lease: GrantedLease) -> bool:
-        """Whether a report must say that the worker continued the prefix. After a save, later reports say so too."""
+        """Return whether a report must say that the worker continued the prefix."""
         key = lease.group_id, lease.attempt
         return key not in self.inherited or self.continues[key] or key in self.saved
 
     def _least_tokens(self, lease: GrantedLease) -> int:
-        """The minimum number of tokens of an attempt.
-
-        These are the tokens that it saved last, or those of its inherited prefix.
-        """
+        """Return the tokens that an attempt saved last, or the tokens of its inherited prefix."""
         key = lease.group_id, lease.attempt
         continued = self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0
         return self.saved[key].num_tokens if key in self.saved else continued
 
     def _own(self, lease: GrantedLease, num_tokens: int) -> int:
-        """The number of tokens that an attempt wrote itself."""
+        """Return the number of tokens that an attempt wrote itself."""
         key = lease.group_id, lease.attempt
         return num_tokens - (self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0)
 
     def _report(self, lease: GrantedLease, num_tokens: int) -> None:
-        """An attempt reports its tokens, including the continued prefix. Only the first report counts."""
+        """Let an attempt report its tokens, with the continued prefix. Only the first report counts."""
         key = lease.group_id, lease.attempt
         if key not in self.reported:
             self.reported.add(key)
             self.own_tokens[key] = self._own(lease, num_tokens)
 
     def _count_saved(self, lease: GrantedLease) -> None:
-        """An attempt ends without a report. Only its saved tokens are known."""
+        """End an attempt without a report. Only its saved tokens are known."""
         key = lease.group_id, lease.attempt
         if key in self.saved:
             self.own_tokens[key] = self._own(lease, self.saved[key].num_tokens)
 
     def _hand_on(self, lease: GrantedLease) -> None:
-        """An attempt ends early, and its saved prefix goes to the next attempt."""
+        """End an attempt early, and pass its saved prefix to the next attempt."""
         key = lease.group_id, lease.attempt
         self._count_saved(lease)
         if key in self.lost_prefixes:

@@ -1,8 +1,4 @@
-"""Mutation tests: one comparison in the rule, the window, the room or the ledger is changed, and a test must then fail.
-
-cosmic-ray makes the mutants from the syntax tree. Each mutant runs in its own process, where an import hook replaces
-the real module.
-"""
+"""Mutation tests: a test must fail if one comparison in the rule, the window, the room or the ledger is changed."""
 
 import os
 import subprocess
@@ -74,14 +70,14 @@ class Comparison:
     function: str
 
     def source(self) -> str:
-        """The mutated module."""
+        """Return the mutated module."""
         code = (ROOT / "buffer" / f"{self.module}.py").read_text()
         operator = get_operator(f"core/ReplaceComparisonOperator_{self.change}")()
         return mutate_code(code, operator, self.number)
 
 
 def comparisons() -> list[Comparison]:
-    """Every mutant of the modules, except mutants that change nothing."""
+    """Return every mutant of the modules, except mutants that change nothing."""
     return [mutant for module in MODULES for mutant in comparisons_of(module)]
 
 

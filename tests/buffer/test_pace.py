@@ -25,7 +25,7 @@ ONE_SLOW = [FAST, FAST, FAST, SLOW]
 
 
 def share(speeds, *, seconds=40.0, num_places=8, **options) -> float:
-    """Tokens trained per second, divided by the sum of the engines' speeds with all places taken."""
+    """Return the tokens trained per second, divided by the sum of the engines' speeds with all places taken."""
     fleet = SimulatedFleet(speeds, num_places=num_places, **options)
     at_end = [speed(1e9) if callable(speed) else speed for speed in speeds]
     return fleet.rate(seconds, warm_up_s=10.0) / (num_places * sum(at_end))
@@ -142,7 +142,7 @@ def test_equal_engines_hand_over_at_most_one_group_in_twenty(num_engines, max_la
 
 @pytest.mark.parametrize("share_of_slow_groups", [pytest.param(0.1, marks=pytest.mark.slow), 0.5])
 def test_a_pace_that_belongs_to_the_groups_costs_at_most_two_hundredths(share_of_slow_groups):
-    """Some groups take ten times as long per token on any of the equal engines, because they wait for tools."""
+    """On each of the equal engines, some groups take ten times as long per token, because they wait for tools."""
     ratios = []
     for seed in range(3):
         rng = random.Random(seed)
@@ -184,7 +184,7 @@ def lease(
 
 
 def measured(**paces: float) -> WorkerPaces:
-    """Workers that have each finished eight groups of 100 tokens, with these seconds per token.
+    """Return workers that have each finished eight groups of 100 tokens, with these seconds per token.
 
     The last group ended at 1000 s.
     """
@@ -326,7 +326,7 @@ class Workers:
     def check(self) -> None:
         """Check that no worker waits although it may begin a group.
 
-        Exception: the place is kept for a running group that is to be handed over.
+        Exception: the place is reserved for a hand-over.
         """
         ledger = self.ledger
         if not ledger.groups.num_queued or not ledger.room.has_room():
@@ -338,10 +338,7 @@ class Workers:
 @settings(max_examples=60, deadline=None)
 @given(max_lag=st.integers(0, 3), data=st.data())
 async def test_whoever_may_begin_a_group_by_the_rule_begins_it(max_lag: int, data: st.DataObject) -> None:
-    """Workers keep old versions, are slow or fast, store groups, hand groups over, and die.
-
-    There must be no deadlock.
-    """
+    """Workers act at random. There must be no deadlock."""
     of = Workers(max_lag)
     for _ in range(data.draw(st.integers(5, 60))):
         action = data.draw(st.sampled_from(["enqueue", "lease", "lease", "put", "put", "step", "hand", "die"]))

@@ -1,4 +1,4 @@
-"""A fast engine that may not lease must not delay slower engines. Two rollout loops run on a real buffer server."""
+"""A fast engine that may not lease must not delay slower engines."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""Workers connect, wait, advance, become silent and leave. Clocks jump."""
+"""Workers that connect, wait, advance, become silent and leave."""
 
 import asyncio
 import itertools
@@ -81,7 +81,7 @@ async def test_what_was_granted_at_the_moment_of_closing_goes_back_at_once():
             num_known = len(answer) if isinstance(answer, list) else 0
             stats = await control.stats()
             assert stats.groups["leased"] == num_known
-            # if the leaving worker knew the group, this waits until that worker counts as silent
+            # if the leaver got the group, this lease waits until the leaver counts as silent
             [lease] = await control.lease(0, 1)
             await control.put(rollout(lease))
             if number % 8 == 7:

@@ -1,4 +1,4 @@
-"""A buffer server dies at any moment and is restarted. No work is lost, and no group is consumed twice."""
+"""A buffer server that dies at any moment and is restarted loses no work."""
 
 import asyncio
 import os

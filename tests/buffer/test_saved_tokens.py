@@ -1,4 +1,4 @@
-"""Other workers continue the saved tokens of dead workers. The tests run the benchmark with fewer ticks."""
+"""Other workers continue the saved tokens of dead workers, in the benchmark with fewer ticks."""
 
 import pytest
 

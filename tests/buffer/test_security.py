@@ -359,7 +359,7 @@ PLAIN = {
 
 
 def of_type(kind: Any) -> st.SearchStrategy:
-    """A strategy for the values of a field. Most values make an effective request."""
+    """Return a strategy for the values of a field. Most values make a request that has an effect."""
     match kind:
         case inspect.TupleType():
             return st.tuples(*map(of_type, kind.item_types))
@@ -380,7 +380,7 @@ def of_type(kind: Any) -> st.SearchStrategy:
 
 @st.composite
 def operations(draw: st.DrawFn) -> Operation:
-    """A strategy for any operation. It gives `Stats` if two drawn fields do not fit together."""
+    """Return a strategy for any operation. It gives `Stats` if two drawn fields do not fit together."""
     kind = draw(st.sampled_from(OPERATIONS))
     try:
         return draw(of_type(inspect.type_info(kind)))
@@ -533,7 +533,7 @@ sys.stdin.read()
 
 
 def test_connections_beyond_the_limit_of_open_files_cost_the_server_no_core(tmp_path: Path):
-    """Many connections without keys on a port. A client of the run still gets answers."""
+    """Many connections without keys are open on a port. A client of the run still gets answers."""
     config = BufferConfig(host="127.0.0.1", keys=str(tmp_path / "keys"))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))

@@ -39,7 +39,7 @@ def test_a_group_is_admitted_where_every_step_up_to_the_bound_has_a_seat_for_wha
 
 
 def is_feasible(open_by_deadline: Mapping[int, int], *, version: int, groups_per_step: int) -> bool:
-    """Whether the steps from ``version`` on meet all deadlines.
+    """Return whether the steps from ``version`` on meet all deadlines.
 
     Each step takes the groups with the earliest deadlines.
     """

@@ -1,8 +1,4 @@
-"""Random lives of the real service on its journal: crashes, rewinds, late copies of messages, and deaths of workers.
-
-The model keeps its own tokens, versions and batches, independent of the service. Each life has some hundred events.
-Then the faults stop, further batches must be made, and the account must balance at the end.
-"""
+"""Random lives of the real service on its journal: crashes, rewinds, late messages, and deaths of workers."""
 
 import asyncio
 import os
@@ -29,7 +25,7 @@ from tests.support.mortal_buffer import MortalServer, MortalWrites, kind_of
 CONTROLLER = b"controller"
 LEASE_S = 10.0
 STEP_S = 0.4
-"""The clock advances by this many seconds at once. The service would take a longer gap for a stall of its loop."""
+"""Seconds by which the clock advances at once. The service takes a longer gap for a stall of its loop."""
 MAX_GROUP_BYTES = 60
 NUM_EVENTS = 300
 HELD = "StoreFull"
@@ -173,13 +169,13 @@ class Life:
         self.num_prompts += number
 
     def enqueue(self, ids: list[int]) -> None:
-        """Prompts that do not fit are sent again when the faults stop."""
+        """Queue prompts. Prompts that do not fit are sent again when the faults stop."""
         frames = [prompt_frames(prompt(group_id)) for group_id in ids]
         enqueue = commands.Enqueue(tuple(ids), tuple(map(len, frames)))
         self.send(CONTROLLER, enqueue, [part for parts in frames for part in parts])
 
     def an_engine_loads(self) -> None:
-        """A worker whose engine advances while it waits withdraws its request and sends a new one."""
+        """Advance an engine. If its worker waits for a lease, it withdraws the request and sends a new one."""
         if (worker := self.any_living()) is not None:
             self.withdraw(worker)
             worker.version, worker.incarnation = self.version, self.incarnation
@@ -201,7 +197,7 @@ class Life:
         worker.asking = self.send(worker.name, asked)
 
     def take_grants(self) -> None:
-        """Workers read the answers to their requests for leases."""
+        """Read the answers to the workers' requests for leases."""
         for worker in self.living():
             reply = self.server.replies.pop((worker.name, worker.asking), None)
             if reply is None:
@@ -333,7 +329,7 @@ class Life:
             self.bury(self.rng.choice(dead), self.rng.choice([0, 1]))
 
     def bury(self, worker: WorkerModel, share: float) -> None:
-        """Bury a worker. The controller knows a ``share`` of its generated tokens; 1 if the worker ended by itself."""
+        """Bury a worker. ``share`` is the share of its generated tokens that the controller knows."""
         known = int(worker.num_generated * share)
         for _ in range(self.rng.randint(1, 2)):
             number = self.control(commands.Bury(worker.name.hex(), known)).value
@@ -348,7 +344,7 @@ class Life:
             self.planning = self.send(CONTROLLER, commands.PlanBatch(self.version + len(self.planned)))
 
     def take_plan(self) -> None:
-        """The controller reads the answer to its request for a batch. The bound on the lag is checked."""
+        """Read the answer to the controller's request for a batch, and check the bound on the lag."""
         reply = self.server.replies.pop((CONTROLLER, self.planning), None)
         if reply is None:
             return
@@ -381,10 +377,7 @@ class Life:
         self.version += 1
 
     def tokens_trained(self, *, is_reuse: bool = False) -> int:
-        """The tokens of the trained groups.
-
-        Each group counts once. With ``is_reuse``, only its uses after the first count.
-        """
+        """Return the tokens of the first uses of trained groups, or of later uses with ``is_reuse``."""
         uses = Counter(key for keys in self.trained.values() for key in keys)
         return sum(self.written[key].num_tokens * (uses[key] - 1 if is_reuse else 1) for key in uses)
 
@@ -404,7 +397,7 @@ class Life:
         self.enqueue([*range(self.num_prompts)])
 
     def batches_are_lost(self) -> None:
-        """The learner's ranks did not find some groups of a batch, so the batches are planned again."""
+        """Report that ranks did not find some groups of a batch. The batches are planned again."""
         if not self.planned or self.planning:
             return
         first = self.rng.choice([*self.planned])
@@ -462,7 +455,7 @@ class Life:
         self.advance(2 * LEASE_S)
 
     def must_make_a_step(self) -> None:
-        """Engines serve the learner's version and the queue has prompts, so the next batch must be made."""
+        """Check that the next batch is made while engines serve the learner's version and the queue has prompts."""
         for _ in range(60):
             if not self.stats().groups["queued"]:
                 self.prompts_come()
@@ -484,7 +477,7 @@ class Life:
         raise AssertionError(f"no batch {self.version} was made: {self.config}, {described}")
 
     def close(self) -> None:
-        """All workers end, some of them with leases, and the account is closed."""
+        """End all workers, some of them with leases, and close the account."""
         for worker in self.living():
             self.withdraw(worker)
             for group in [*worker.groups.values()]:
@@ -506,7 +499,7 @@ class Life:
 
 
 def live(seed: int, directory: Path) -> Life:
-    """One life whose server also dies at random writes, which the seed chooses."""
+    """Run one life. Its server also dies at writes that the seed chooses."""
     rng = random.Random(seed + 1_000_000)
     kills = [(rng.randint(1, 40), rng.choice([0, 1, 16, 31, 32])) for _ in range(rng.randint(0, 6))]
     directory.mkdir()

@@ -1,4 +1,4 @@
-"""Clients with a slow link. A proxy between clients and server limits the rate and adds latency."""
+"""Clients behind a proxy that limits the rate and adds latency."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -21,7 +21,7 @@ from tests.support.buffer_groups import prompt, rollout
 MB = 1 << 20
 NUM_GROUPS = 24
 TOKENS = 80_000
-"""Of a group: about a megabyte."""
+"""Tokens of a group. A group takes about a megabyte."""
 
 
 def options(directory: Path, **changes):
@@ -42,7 +42,7 @@ def test_the_bound_on_memory_needs_a_journal():
 
 @contextmanager
 def serving(directory: Path, **changes):
-    """A server in a separate process."""
+    """Run a server in a separate process."""
     config = BufferConfig(**options(directory, **changes))
     with BufferSupervisor(config, groups_per_step=NUM_GROUPS, log_path=directory / "buffer.log") as server:
         yield server.connection
@@ -64,7 +64,7 @@ def servers() -> list[psutil.Process]:
 
 
 def memory() -> int:
-    """The resident bytes of all servers, excluding pages of files."""
+    """Return the resident bytes of all servers, excluding pages of files."""
     return sum(one.memory_info().rss - one.memory_info().shared for one in servers())
 
 
@@ -110,7 +110,7 @@ async def test_memory_stays_within_the_bound_and_groups_are_fetched_as_they_were
 
 
 async def disk_bytes_become(control, expected) -> int:
-    """Wait until the statistics show bytes on disk that are as expected."""
+    """Wait until the statistics show the expected bytes on disk."""
     deadline_s = time.monotonic() + 30
     while not expected(on_disk := (await control.stats()).disk_bytes):
         assert time.monotonic() < deadline_s, on_disk

@@ -37,7 +37,7 @@ class Hosts:
         return self.run.client(host=host, **options)
 
     def held_by(self, host: str) -> dict[int, set[int]]:
-        """The stored attempts of each group on the store of a host."""
+        """Return the stored attempts of each group on the store of a host."""
         held: dict[int, set[int]] = {}
         for (group_id, attempt), _ in self.payloads_of(host):
             held.setdefault(group_id, set()).add(attempt)
@@ -310,7 +310,7 @@ async def test_a_payload_that_was_lost_while_its_put_was_told_is_found_missing(m
 
 
 async def send_and_fall_silent(of: Hosts, worker: AnyRole, *, num_tokens: int = 50) -> Lease:
-    """A worker sends its payload to a store, and does not report it to the ledger."""
+    """Send a payload to a store, and do not report it to the ledger."""
     [lease] = await worker.lease(0, 1)
     payload = group_frames(rollout(lease, num_tokens=num_tokens))
     await worker.worker._put_in_store((lease.prompt.group_id, lease.attempt), payload)

@@ -1,4 +1,4 @@
-"""A group trains more than one step: which groups stay for a further use, and what happens to them."""
+"""Groups that the learner trains on in more than one step."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The host of a process: the memory that it has freed, measured by page faults, and the folder of its sockets."""
+"""The freed memory of a process, measured by page faults, and the folder of its sockets."""
 
 import subprocess
 import sys

@@ -17,13 +17,13 @@ from tests.support.vision_models import as_png, picture, write_vision_model
 
 
 def image(height: int = 2, width: int = 2, *, value: int = 7) -> Image:
-    """An image of height × width patches, with a merge size of 2."""
+    """Return an image of height × width patches, with a merge size of 2."""
     pixels = np.full((height * width, 12), value, dtype=np.uint8)
     return Image(pixels=pixels, grid=(1, height, width), merge_size=2, digest=f"{value} {height} {width}")
 
 
 def given(*token_ids: int, parent: int = ROOT, **images: Image) -> Turn:
-    """A turn with images. The name of an image gives its position: ``p3`` is at token 3."""
+    """Return a turn with images. The name of an image gives its position: ``p3`` is at token 3."""
     placed = tuple(PlacedImage(image=each, offset=int(name[1:])) for name, each in images.items())
     return Turn.given(np.array(token_ids, dtype=np.int32), parent=parent, images=placed)
 

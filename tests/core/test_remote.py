@@ -1,4 +1,4 @@
-"""Deadlines of waits: their messages, and the deadlines of repeated calls, which follow from earlier durations."""
+"""The deadlines of waits and of repeated calls, and their messages."""
 
 import asyncio
 import time

@@ -21,7 +21,7 @@ OUTSIDE_A_RUN = {
     "asyncrl/core/host.py",
     "rollout_fleet/join.py",
 }
-"""Files whose waits are outside a run, or wait for processes that are not part of asyncrl."""
+"""Files whose waits are outside a run, or wait for processes of other projects."""
 CHILD = """
 import sys
 from asyncrl.core import stacks

@@ -94,7 +94,7 @@ def test_a_baseline_is_never_trained() -> None:
 
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
-    """A random forest of turns. The prompt is the first root."""
+    """Return a random forest of turns. The prompt is the first root."""
     turns = [PROMPT]
     for index in range(1, draw(st.integers(2, 7))):
         parent = draw(st.integers(-1, index - 1))

@@ -22,6 +22,9 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def chat_tokenizer(tokenizer, monkeypatch):
-    """The same tokenizer with a template that writes the contents, an optional 9, and ``=`` as generation prompt."""
+    """Return the tokenizer with a chat template.
+
+    The template writes the contents, an optional 9, and ``=`` as generation prompt.
+    """
     monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATE)
     return tokenizer

@@ -1,4 +1,4 @@
-"""Samplers choose rows only from their seed and the outcomes, and continue from their state."""
+"""Samplers depend only on their seed and the outcomes, and continue from their saved state."""
 
 import json
 from collections import Counter
@@ -55,7 +55,7 @@ def test_a_source_has_each_row_once_per_epoch_of_its_own_in_a_new_order():
 
 @pytest.mark.parametrize(("target", "preferred"), [(1.0, 0), (0.5, 1), (0.0, 2)])
 def test_rows_near_the_target_make_up_the_prompts_beyond_the_explored_share(target: float, preferred: int):
-    """Row kinds 0, 1, 2 have success rates of 1, 0.5, 0."""
+    """Rows of kind 0, 1 and 2 have success rates of 1, 0.5 and 0."""
     sampler = make("difficulty", ["a"] * 30, target=target, explore=0.2)
     chosen: Counter[int] = Counter()
     for number in range(600):

@@ -1,8 +1,7 @@
 """Runs the lives of one run under random faults.
 
-Draws faults, injects them, resumes the run, and watches for a silent standstill. All draws come from one seed, so the
-same seed injects the same faults after the same pauses. The driver signals only processes of its own run. It finds them
-by the scratch folder in their environment, so it also finds orphans.
+All draws come from one seed, so the same seed repeats the faults and the pauses. The driver signals only processes of
+its own run. It finds them by the scratch folder in their environment.
 """
 
 import os
@@ -32,10 +31,10 @@ SAVE_TIMEOUT_S, STOP_TIMEOUT_S = 60.0, 15.0
 SILENCE_S = START_TIMEOUT_S + SAVE_TIMEOUT_S + STOP_TIMEOUT_S
 """The test fails if a run prints nothing and makes no step for this long. All deadlines of the run are shorter."""
 NO_STEP_S = 900.0
-"""The test fails if the lineage, over all its lives, makes no step for this long."""
+"""The test fails if all lives together make no step for this long."""
 GROUPS_PER_STEP = 8
 TOTAL_STEPS = "1000000"
-"""More steps than a lineage makes before its last life."""
+"""More steps than all lives make before the last one."""
 FILLER = "filler"
 """The name of the file that fills the disk."""
 PARTS = {
@@ -111,7 +110,7 @@ _SHARE_IN_TRAINING = 0.75
 
 
 def drawn_events(seed: int) -> Iterator[Event]:
-    """An endless sequence of events. Each event takes the same number of draws."""
+    """Yield events without end. Each event takes the same number of draws."""
     draw = random.Random(seed)
     while True:
         (kind,) = draw.choices(list(_KINDS), list(_KINDS.values()))
@@ -267,10 +266,10 @@ class Lineage:
             time.sleep(0.05)
 
     def _signal(self, part: str, number: signal.Signals, share: float) -> psutil.Process | None:
-        """Send a signal to one process of the run. Returns None if the run has no such process at the moment."""
+        """Send a signal to one process of the run. Returns None if no such process runs."""
         words = {process: _words_of(process) for process in self._processes()}
         found = [process for process in words if PARTS[part] in words[process]]
-        if part == "buffer":  # the words of the buffer also match its stores
+        if part == "buffer":  # the words of the buffer also match the store servers
             found = [process for process in found if PARTS["store"] not in words[process]]
         if part == "engine" and not found:  # the in-process engine generates in the worker
             found = [process for process in words if PARTS["worker"] in words[process]]
@@ -368,7 +367,7 @@ class Lineage:
         self.run.end()
 
     def _continued(self) -> list[str]:
-        """The options of the command that the life printed.
+        """Return the options of the command that the life printed.
 
         A killed life prints no command. Then the options resume with ``auto``, which finds the checkpoint.
         """
@@ -382,12 +381,12 @@ class Lineage:
         return [*self._options, "checkpoint.resume=auto"]
 
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint of the newest life that has one."""
+        """Return the newest checkpoint of the newest life that has one."""
         folders = [self.disk, *reversed(self.lives)]
         return next(filter(None, (newest_checkpoint(folder / "checkpoints") for folder in folders)), None)
 
     def _processes(self) -> list[psutil.Process]:
-        """All processes of the current life, including orphans."""
+        """Return all processes of the current life, including orphans."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -397,7 +396,7 @@ class Lineage:
         return found
 
     def _trains(self) -> bool:
-        """Whether the current life has reported a step of its own."""
+        """Return whether the current life has reported a step of its own."""
         return any(f"/{TOTAL_STEPS}" in line for line in self.run.lines)
 
     def _note(self, words: str) -> None:

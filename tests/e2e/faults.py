@@ -1,6 +1,4 @@
-"""A table of the endings of a run. A row has the part, signal and moment of a fault, and the expected end of the run.
-
-A second table has faults that a run survives.
+"""Two tables of faults: faults that end a run, and faults that a run survives.
 
 ``pytest -m "slow or not slow" tests/e2e/test_faults.py`` runs every row. The second table runs on both engines, and a
 row of the first table on its ``engines``. The test draws the moment within a phase from a seed and prints the seed.
@@ -53,7 +51,6 @@ class Fault:
     within_s: float = 0.5
 
     def __str__(self) -> str:
-        """The id of the row in the test's name."""
         options = "-".join(option.partition("=")[0] for option in self.options)
         return f"{self.part}-{self.signal.name}-{self.moment.strip().replace(' ', '_')}" + f"-{options}" * bool(options)
 
@@ -81,7 +78,6 @@ class Recovery:
     restarts: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """The id of the row in the test's name."""
         options = "-".join(option.partition("=")[0].rpartition(".")[2] for option in self.options)
         when = f"-{self.moment.replace(' ', '_')}" if self.moment else "-last" * (self.after_steps == LAST)
         return f"{self.part.replace(' ', '_')}-{self.signal.name}{when}-{options}"
@@ -102,17 +98,23 @@ _SHORT_WAITS = ("buffer.request_timeout_s=6", "rollout_fleet.load_timeout_s=6")
 
 
 def _stopped(number: signal.Signals, moment: str) -> Fault:
-    """A run that is asked to stop reports this, and exits with the shell's status for this signal."""
+    """Return a row for a run that is asked to stop.
+
+    The run reports this, and exits with the shell's status for the signal.
+    """
     return _killed(SUPERVISOR, f"stopped by {number.name}", signal=number, moment=moment, status=128 + number)
 
 
 def _replaced(part: str, **changes: Any) -> Fault:
-    """A member of the fleet that is killed during training is replaced. The run continues until it is stopped."""
+    """Return a row for a killed member of the fleet.
+
+    The member is replaced, and the run continues until it is stopped.
+    """
     return _killed(part, "stopped by SIGTERM", status=128 + signal.SIGTERM, goes_on=True, **changes)
 
 
 def _killed(part: str, *words: str, **changes: Any) -> Fault:
-    """A part that is killed during training ends the run with an error that names the part."""
+    """Return a row for a part that is killed during training. The run ends with an error that names the part."""
     return Fault(**{"part": part, "signal": signal.SIGKILL, "moment": TRAINING, "status": 1, "words": words} | changes)
 
 
@@ -172,7 +174,7 @@ _SAID = {
 
 
 def _recovers(part: str, *options: str, restarts: str = "", **changes: Any) -> Recovery:
-    """A row for a killed part. ``restarts`` is its name in the summary's count of restarts."""
+    """Return a row for a killed part. ``restarts`` is the part's name in the summary's count of restarts."""
     row = {"part": part, "signal": signal.SIGKILL, "options": options, "words": _SAID[restarts]}
     return Recovery(**row | {"restarts": {restarts: 1} if restarts else {}} | changes)
 
@@ -209,7 +211,7 @@ SELDOM = (
 
 
 def parts_of(engine: str, groups_per_step: int) -> dict[str, str]:
-    """Words of the command lines of a run's processes, by part. The run has stores on hosts."""
+    """Return the words of the command lines of a run's processes, by part."""
     parts = {
         "worker": "ray::RolloutWorker",
         "store": "--store ",

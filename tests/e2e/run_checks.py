@@ -71,7 +71,7 @@ def assert_trained_tokens_have_the_log_prob_of_their_version(run: RunningTrainin
 
 
 def trained_samples(run: RunningTraining, *columns: str) -> list[dict]:
-    """The rows of all trained trajectories, with all columns by default."""
+    """Return the rows of all trained trajectories. ``columns`` defaults to all columns."""
     rows = []
     for path in sorted((run.run_dir / "trajectories").glob("*.parquet")):
         rows += pq.read_table(path, columns=list(columns) or None).to_pylist()
@@ -79,7 +79,7 @@ def trained_samples(run: RunningTraining, *columns: str) -> list[dict]:
 
 
 def model_of_version(run: RunningTraining, version: int):
-    """The published weights of a version. The run must have kept them."""
+    """Return the published weights of a version. The run must have kept them."""
     if version == 0:
         warm = next((path.parent for path in run.output_dir.glob("*/sft/*/sft.json")), None)
         made = next((path.parent for path in run.output_dir.glob("*/assets/**/config.json")), None)

@@ -1,7 +1,4 @@
-"""Agents train on SGLang.
-
-They run a tool loop of several turns over the episode's HTTP endpoint, while the weights change.
-"""
+"""Agents train on SGLang with a tool loop over the episode's HTTP endpoint."""
 
 import numpy as np
 import pytest

@@ -20,7 +20,7 @@ COMMANDS = [command for command in re.findall(r"```bash\n(.*?)```", PAGE, flags=
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder with the programs. The model is not fine-tuned, because that takes a minute."""
+    """Return the folder with the programs. The model is not fine-tuned, because that takes a minute."""
     folder = tmp_path_factory.mktemp("page") / "my_task"
     shutil.copytree(ROOT / "scripts" / "examples" / "sorting", folder)
     subprocess.run([sys.executable, "make_task.py", "task"], cwd=folder, check=True)

@@ -1,10 +1,8 @@
 """A run of many lives under random faults.
 
-Parts die or hang, and the disk fills up. The account and the prompts must stay right. ``pytest -m slow
-tests/e2e/test_chaos.py`` takes an hour. ``ASYNCRL_CHAOS_S=N`` sets the seconds, and ``ASYNCRL_FAULT_SEED=N`` repeats
-the events of a seed. ``ASYNCRL_CHAOS_SGLANG=0.1`` is the share of lives on real servers; the others generate in
-process, because their starts take a fifth of the time. The events are printed at the end, and appended to
-``events.log`` in the test's folder.
+``pytest -m slow tests/e2e/test_chaos.py`` takes an hour. ``ASYNCRL_CHAOS_S=N`` sets the seconds, and
+``ASYNCRL_FAULT_SEED=N`` repeats the events of a seed. ``ASYNCRL_CHAOS_SGLANG=0.1`` is the share of lives on real
+servers. The test prints the events, and appends them to ``events.log`` in its folder.
 """
 
 import json
@@ -87,7 +85,7 @@ def assert_the_lineage_is_right(run, lineage):
 
 
 def is_lost_on_a_full_disk(bad, lineage):
-    """Whether a full disk explains this missing receipt of an engine.
+    """Return whether a full disk explains this missing receipt of an engine.
 
     A rollout log of this life or of an earlier life must say that a ``sampled`` receipt is not written.
     """
@@ -100,7 +98,7 @@ def is_lost_on_a_full_disk(bad, lineage):
 def assert_the_metrics_lack_only_steps_of_killed_lives(run, lives):
     """Check that the reported steps increase.
 
-    Returns the steps without a line. They must be among the last two steps before the first step of a life.
+    Returns the steps without a line. Each must be one of the last two steps before a life's first step.
     """
     steps = [record["step"] for record in run.records]
     assert steps == sorted(set(steps))
@@ -110,7 +108,7 @@ def assert_the_metrics_lack_only_steps_of_killed_lives(run, lives):
 
 
 def assert_steps_rise_by_one_between_rewinds(life):
-    """Check the committed steps of a life. Each is the next step, or goes back to a checkpoint."""
+    """Check that each committed step of a life is the next step, or goes back to a checkpoint."""
     record = read_life(life)
     steps = [line["step"] for line in receipts_of(life) if line["act"] == "committed"]
     if not steps or record is None:
@@ -121,7 +119,7 @@ def assert_steps_rise_by_one_between_rewinds(life):
 
 
 def receipts_of(life):
-    """The receipts of the controller. Empty if the life made no step."""
+    """Return the receipts of the controller. The list is empty if the life made no step."""
     path = life / FOLDER / "controller.jsonl"
     whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
     return map(json.loads, whole.splitlines())
@@ -140,7 +138,7 @@ def assert_each_prompt_is_finished_once_or_still_there(run, lives, checkpoint):
 
 
 def consumed_groups(lives):
-    """The groups of each step's last plan. A life's steps count up to the checkpoint that the next life continues."""
+    """Return the groups of each step's last plan. A life's steps count up to the checkpoint of the next life."""
     by_step = {}
     for life in lives:
         by_step = {step: groups for step, groups in by_step.items() if step < life.record.first_step}

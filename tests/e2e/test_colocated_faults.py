@@ -1,4 +1,4 @@
-"""Ranks and engines that share devices die, in every phase. The run continues, and its account balances."""
+"""Ranks and engines that share devices die in every phase, and the run continues."""
 
 import os
 import random

@@ -1,8 +1,7 @@
-"""Many faults in one run: pauses, simultaneous deaths, random faults, a bad network, faults of alternating members.
+"""Many faults in one run.
 
-Each kind is one run, and its results must be correct. Tests print the times to recovery.
-``ASYNCRL_FAULT_ENGINE=sglang`` takes real servers. The seed of the random faults is printed. ``ASYNCRL_FAULT_SEED=N``
-repeats it.
+``ASYNCRL_FAULT_ENGINE=sglang`` uses real servers. The tests print the times to recovery, and the seed of the random
+faults. ``ASYNCRL_FAULT_SEED=N`` repeats the faults.
 """
 
 import os
@@ -164,7 +163,7 @@ def test_a_run_outlives_whatever_the_network_answers_in_the_place_of_its_server(
 
 
 def test_real_servers_and_workers_that_are_struck_come_back_and_the_run_is_right(start):
-    """Faults hit one member at a time while the other one continues. The other engine continues the samples."""
+    """Faults hit one member at a time. The other member's engine continues the samples."""
     sixteen = ["algorithm.groups_per_step=16", "rollout_fleet.num_engines=2", "total_steps=300"]
     run = start(*CHECKED, *SHORT_SILENCE, *sixteen)
     run.wait_for_line("step 1/")

@@ -1,7 +1,7 @@
 """Engines join and leave a run during training, and a node of the cluster dies.
 
-Every step is made, and every token is accounted for. With in-process engines, the log-prob of each token is recomputed
-with the version that the token names. ``ASYNCRL_FAULT_ENGINE=transformers`` uses in-process engines in all tests.
+``ASYNCRL_FAULT_ENGINE=transformers`` uses in-process engines in all tests. Then the log-prob of each token is
+recomputed with its version.
 """
 
 import os
@@ -126,7 +126,7 @@ def test_engines_come_and_go_whatever_the_run_is_busy_with(start, weights):
 
 
 def timed(run, name, *arguments):
-    """Run the command. Returns its output and prints its duration."""
+    """Run the command, print its duration, and return its output."""
     began_s = time.monotonic()
     status, words = command(name, run.run_dir, *arguments)
     assert status == 0, f"{words}\n{run.output}"
@@ -141,7 +141,7 @@ def steps_after(run):
 
 @contextmanager
 def cluster():
-    """A Ray cluster with one node for the run. A test adds nodes; each further node has a CPU for one engine."""
+    """Yield a Ray cluster with one node for the run. A node that a test adds has a CPU for one engine."""
     from ray.cluster_utils import Cluster
 
     before = {name: os.environ.get(name) for name in ENVIRONMENT}

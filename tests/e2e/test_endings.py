@@ -1,8 +1,4 @@
-"""Endings that are not caused by a signal to one part. `tests.e2e.faults` has the table of signals.
-
-These tests are slow. In every session, `test_resume.py` sends SIGINT to all processes of a run at once, and tests of
-the command and of the engine show the other endings.
-"""
+"""Endings that are not caused by a signal to one part."""
 
 import os
 import signal

@@ -1,8 +1,4 @@
-"""A run that was stopped or killed and then resumed ends with the same bits as an uninterrupted run.
-
-Everything that a token depends on is fixed. There is one engine whose answers do not depend on batches, and one learner
-rank. There is no lag, and batches are in the order of their groups.
-"""
+"""A run that was stopped or killed and then resumed ends with the same bits as an uninterrupted run."""
 
 import json
 import os
@@ -38,7 +34,7 @@ TRAINED = ("reward", "response_length", "learner.loss", "learner.grad_norm")
 
 
 def trained(run_dir):
-    """The metrics `TRAINED` of each step, and the bits of the policy after the last step."""
+    """Return the metrics `TRAINED` of each step, and the bits of the policy after the last step."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(STEPS)), "the metrics have all steps of all lives"
     assert all(line["learner.grad_norm"] > 0 for line in lines), "the policy changes at each step"
@@ -47,7 +43,7 @@ def trained(run_dir):
 
 @pytest.fixture(scope="module")
 def moments():
-    """A random generator for the time between a step and the end of a run."""
+    """Return a random generator for the time between a step and the end of a run."""
     seed = int(os.environ.get("ASYNCRL_FAULT_SEED", time.time_ns() % 10**6))
     print(f"ASYNCRL_FAULT_SEED={seed}")  # noqa: T201 - the seed repeats the moments
     return random.Random(seed)

@@ -1,8 +1,4 @@
-"""Tests every row of the tables in `tests.e2e.faults`. The run ends as expected and leaves nothing behind.
-
-These tests are slow. In every session, `test_own_parts.py` kills a supervisor, `test_resume.py` interrupts a run, and
-the tests of the parts kill workers, Ray's daemons and engines.
-"""
+"""Runs every row of the tables in `tests.e2e.faults`."""
 
 import os
 import random

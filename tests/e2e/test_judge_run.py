@@ -22,7 +22,7 @@ VERDICTS = [json.dumps({"name": "grade", "arguments": {"score": score}}) for sco
 
 
 def asked_of(tokenizer, response):
-    """[1, T] tokens of the judge's prompt."""
+    """Return [1, T] tokens of the judge's prompt."""
     messages = [{"role": "user", "content": f"{response} How good is it?"}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
 

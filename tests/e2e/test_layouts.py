@@ -1,8 +1,4 @@
-"""Layouts of the roles in runs that start like a user's runs.
-
-The layouts are sequence-parallel ranks in two pools, and pools that share devices. These tests are slow. In every
-session, `test_colocated_faults.py` tests colocated roles, and `asyncrl/test_role_groups.py` tests two pools.
-"""
+"""Runs with sequence-parallel ranks in two pools, or with pools that share devices."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,4 @@
-"""Sweeps of whole runs.
-
-`tests/asyncrl/test_multirun.py` tests in every session what a sweep starts and what stops it.
-"""
+"""Sweeps of whole runs."""
 
 import signal
 
@@ -20,7 +17,7 @@ SMALL = (
 
 
 def values_in_table(sweep):
-    """The last cells of the last two lines, which have the folders of the runs."""
+    """Return the last cells of the last two lines, which have the folders of the runs."""
     return [line.split()[-1] for line in sweep.output.splitlines()[-2:]]
 
 

@@ -1,7 +1,4 @@
-"""PPO with a critic and a reference, and a policy with adapters, in runs that start like a user's runs.
-
-These tests are slow. In every session, `test_colocated_faults.py` trains with a critic and a reference.
-"""
+"""Runs of PPO with a critic and a reference, and of a policy with adapters."""
 
 import numpy as np
 import pyarrow.parquet as pq

@@ -29,7 +29,7 @@ OPTIONS = [
 
 
 def consumed(run_dir, first, end):
-    """Group ids by step, for the steps of ``first`` to ``end - 1``."""
+    """Return the group ids by step, for the steps of ``first`` to ``end - 1``."""
     files = [run_dir / "trajectories" / f"step_{step:08d}_rank0.parquet" for step in range(first, end)]
     return [sorted(set(pq.read_table(file)["group_id"].to_pylist())) for file in files]
 

@@ -1,8 +1,7 @@
 """The search agent trains on SGLang while its process, its engine and its rollout worker are killed in mid-episode.
 
-The policy is random and calls tools by chance, in parallel. Decoding its tokens and encoding the text again seldom
-gives the same tokens. Some answers are lost on the way to the agent, so the unmodified client sends those requests
-again. Each answer of SGLang and each answer that an agent gets is logged.
+The policy is random and calls tools by chance. Decoding its tokens and encoding the text again seldom gives the same
+tokens. Some answers are lost on the way to the agent, so the unmodified client repeats these requests.
 """
 
 import json
@@ -154,7 +153,7 @@ def run(tmp_path_factory):
 
 
 def worker_of_last_answer(folder):
-    """The pid of the rollout worker that got the last answer of SGLang."""
+    """Return the pid of the rollout worker that got the last answer of SGLang."""
     return json.loads((folder / "engine.jsonl").read_text().splitlines()[-1])["pid"]
 
 
@@ -163,24 +162,24 @@ def begins(path, beginning):
 
 
 def agents_answers(run):
-    """The answers that agents got."""
+    """Return the answers that agents got."""
     return [json.loads(line) for line in (run.output_dir.parent / "answers.jsonl").read_text().splitlines()]
 
 
 def pids_of_agents(run):
-    """The process of each episode that has begun, in order."""
+    """Return the process of each episode that has begun, in order."""
     return [int(line) for line in (run.output_dir.parent / "pids").read_text().split()]
 
 
 @pytest.fixture(scope="module")
 def answers(run):
-    """All answers of SGLang."""
+    """Return all answers of SGLang."""
     return read_engine_log(run.output_dir.parent)
 
 
 @pytest.fixture(scope="module")
 def rows(run):
-    """All trained branches."""
+    """Return all trained branches."""
     return trained_samples(run)
 
 
@@ -236,7 +235,7 @@ class Replay:
 
 @pytest.fixture(scope="module")
 def replays(run, rows, answers):
-    """The episodes that began again. Those whose turns were all too old (``stale_prefix``) are left out."""
+    """Return the episodes that began again. Those whose turns were all too old (``stale_prefix``) are left out."""
     trained, attempts = defaultdict(list), defaultdict(list)
     for row in rows:
         trained[row["group_id"]].append(row["prompt_ids"] + row["response_ids"])

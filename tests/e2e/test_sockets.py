@@ -18,7 +18,10 @@ STEPS = 400
 
 
 def rows():
-    """The rows of the table. Each has words of the command line, and the address on which the process listens."""
+    """Return the rows of the table.
+
+    Each has words of the command line, and the address on which the process listens.
+    """
     page = (ROOT / "docs" / "guarantees.md").read_text()
     section = page.partition("## Sockets of a run on one host")[2].partition("\n## ")[0]
     cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ") and "`" in line]
@@ -26,7 +29,7 @@ def rows():
 
 
 def listening(pid):
-    """Command line, kind of address, and port or path of each reachable socket of a run's processes."""
+    """Return command line, kind of address, and port or path of each reachable socket of a run's processes."""
     found = set()
     parent = psutil.Process(pid)
     for process in (parent, *parent.children(recursive=True)):
@@ -41,18 +44,21 @@ def listening(pid):
 
 
 def kind_of(address):
-    """The name of an address in the table."""
+    """Return the name of an address in the table."""
     found = ipaddress.ip_address(address)
     return LOOPBACK if found.is_loopback else ANY if found.is_unspecified else HOST
 
 
 def row_of(words, where, known):
-    """The row of the table for a socket; None if there is no such row."""
+    """Return the row of the table for a socket, or None."""
     return next((row for row in sorted(known, reverse=True) if row[0] in words and row[1] == where), None)
 
 
 def answers_of(ports):
-    """The status of a request without a key at each HTTP port. Imports only the standard library."""
+    """Return the status of a request without a key at each HTTP port.
+
+    The function imports only the standard library.
+    """
     found = {}
     for port in ports:
         with socket.socket() as end:

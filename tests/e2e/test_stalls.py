@@ -1,9 +1,7 @@
 """A process of a run is stopped in any phase, for less or more than its deadline, and then continues.
 
-Afterwards all processes work again. A stop below the deadline has no effect on the end of the run. After a longer stop
-the part is replaced, or the run ends with an error that names the part. ``tests/asyncrl/test_member_faults.py`` has the
-same table for one worker on scripted engines. It runs in every test session. ``ASYNCRL_FAULT_ENGINE=sglang`` uses real
-servers.
+After a short stop, all processes work again. After a longer stop, the part is replaced, or the run ends with an error
+that names the part. ``ASYNCRL_FAULT_ENGINE=sglang`` uses real servers.
 """
 
 import os

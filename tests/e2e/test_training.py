@@ -1,7 +1,4 @@
-"""A short training on real SGLang with two data-parallel ranks, checked token by token.
-
-Slow runs have sequence-parallel ranks, two engines, or an engine of two ranks.
-"""
+"""A short training on real SGLang with two data-parallel ranks, checked token by token."""
 
 import json
 
@@ -34,7 +31,10 @@ STEPS = 4
     ],
 )
 def run(request, tmp_path_factory):
-    """At a weight update, the engine either keeps running requests, or they are cut off, saved and continued."""
+    """Return a finished run.
+
+    At a weight update, its engine keeps running requests, or the worker saves and continues them.
+    """
     save_progress, num_engines, *others = request.param
     running = RunningTraining(
         tmp_path_factory.mktemp("training"),

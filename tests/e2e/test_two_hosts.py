@@ -1,7 +1,4 @@
-"""scripts/two_hosts.sh starts a run on two hosts that are made of namespaces.
-
-`test_scripts.py` tests how the script is stopped.
-"""
+"""scripts/two_hosts.sh starts a run on two hosts that are made of namespaces."""
 
 import json
 import os

@@ -21,7 +21,7 @@ STEPS = 120
 
 @pytest.fixture(scope="module")
 def images():
-    """The PNG file of each row."""
+    """Return the PNG file of each row."""
     return [as_png(coloured(colour, seed)) for seed in range(4) for colour in COLOURS]
 
 

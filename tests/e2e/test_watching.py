@@ -1,4 +1,4 @@
-"""A real training is watched through its dashboard in Chromium, and by Prometheus. Afterwards its report is read."""
+"""A real training is watched through its dashboard and by Prometheus, and its report is read."""
 
 import re
 import urllib.request

@@ -35,7 +35,7 @@ def split(plan: Plan, num_shards: int, num_mini_batches: int = 1, **options: boo
 
 
 def loads(plan: Plan, batches: list[RankBatch], num_mini_batches: int = 1) -> np.ndarray:
-    """The cost of each rank's mini-batches, [ranks, mini-batches]."""
+    """Return the cost of each rank's mini-batches, [ranks, mini-batches]."""
     costs = {group.group_id: group_cost(group) for group in plan.groups}
     table = np.zeros((len(batches), num_mini_batches))
     for rank, batch in enumerate(batches):
@@ -49,7 +49,7 @@ def largest_sample(plan: Plan) -> float:
 
 
 def long_tailed_plan(num_groups: int, samples: int, seed: int) -> Plan:
-    """Lengths like those of reasoning traces. The groups differ, and most samples are short."""
+    """Return a plan with lengths like those of reasoning traces. The groups differ, and most samples are short."""
     rng = np.random.default_rng(seed)
     scale = rng.lognormal(6.5, 0.6, (num_groups, 1))
     lengths = np.clip(scale * rng.lognormal(0.0, 0.5, (num_groups, samples)), 8, 6000).astype(int)

@@ -1,4 +1,4 @@
-"""Trajectories with several branches. Losses, advantages and balance count trajectories. Each token counts once."""
+"""Trajectories with several branches: the count of trajectories and tokens in losses, advantages and balance."""
 
 import os
 from dataclasses import replace

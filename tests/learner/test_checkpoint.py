@@ -41,7 +41,7 @@ def step(trainer: Trainer, seed: int) -> None:
 
 
 def resumed_run(model_path: str, directory: str, num_ranks: int, **options: Any) -> tuple[dict, dict, int]:
-    """The weights of a run of four steps, and of a run that stops after two steps and that another trainer resumes."""
+    """Return the weights of a run of four steps, and of a run that another trainer resumes after two steps."""
     trainer = trainer_of(model_path, num_ranks, **options)
     for seed in (0, 1):
         step(trainer, seed)
@@ -59,7 +59,7 @@ def resumed_run(model_path: str, directory: str, num_ranks: int, **options: Any)
 
 @pytest.fixture
 def checkpointer(model_path: str, tmp_path: Path) -> ShardedCheckpointer:
-    """A checkpointer for a trainer that has made no step yet."""
+    """Return a checkpointer for a trainer that has made no step yet."""
     return ShardedCheckpointer(trainer_of(model_path), str(tmp_path / "c"))
 
 
@@ -270,7 +270,7 @@ def test_an_export_reads_one_layer_at_a_time(checkpointer, tmp_path, monkeypatch
 
 
 def test_saving_before_the_first_update_changes_nothing(model_path, tmp_path):
-    """This happens in the critic's warm-up, before the first update of the policy."""
+    """The policy is saved without an update in the critic's warm-up."""
     straight, saved = trainer_of(model_path), trainer_of(model_path)
     ShardedCheckpointer(saved, str(tmp_path)).save(0)
     resumed = trainer_of(model_path)

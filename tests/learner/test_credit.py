@@ -1,7 +1,4 @@
-"""Advantages that the ranks compute.
-
-They are compared with explicit arithmetic, and two ranks are compared with one process.
-"""
+"""The advantages that the ranks compute, compared with explicit arithmetic and with one process."""
 
 from dataclasses import replace
 
@@ -30,8 +27,8 @@ MULTI_TURN = [False, True, True, False, False, True]
 def sequence(mask: list[bool], **columns: list[float]) -> TokenSequence:
     """Make a sequence.
 
-    Its columns have the given values at policy tokens. At other tokens they have values that must not be read. Each run
-    of policy tokens is a turn.
+    Its columns have the given values at policy tokens. At other tokens they have values that must not be read. Policy
+    tokens without a gap are a turn.
     """
     filled = {}
     for name, values in columns.items():
@@ -44,7 +41,7 @@ def sequence(mask: list[bool], **columns: list[float]) -> TokenSequence:
 
 
 def numbered(sequences: list[TokenSequence], groups: list[int]) -> list[TokenSequence]:
-    """The sequences as trajectories of groups, in order."""
+    """Return the sequences as trajectories of groups, in order."""
     keys = [(group, groups[:index].count(group)) for index, group in enumerate(groups)]
     return [replace(one, trajectory=key) for one, key in zip(sequences, keys, strict=True)]
 
@@ -146,7 +143,7 @@ def random_batch() -> tuple[list[TokenSequence], dict[tuple[int, int], float]]:
 
 
 def assign_share(dp_size: int, shares: list[list[int]]) -> dict[str, tuple[dict, dict[str, float]]]:
-    """Advantages of this rank's sequences under every estimator, by trajectory."""
+    """Return the advantages of this rank's sequences under every estimator, by trajectory."""
     mesh = open_mesh(LearnerConfig(device=Device.cpu, num_ranks=dp_size))
     sequences, rewards = random_batch()
     own = [sequences[index] for index in shares[mesh.dp_rank]]
@@ -164,7 +161,7 @@ def assign_share(dp_size: int, shares: list[list[int]]) -> dict[str, tuple[dict,
 
 
 def assign_by_source(dp_size: int, shares: list[list[int]]) -> dict:
-    """Advantages of this rank's sequences. Groups 1 and 3 are of another source, which has its own estimator."""
+    """Return the advantages of this rank's sequences. Groups 1 and 3 are of another source with its own estimator."""
     mesh = open_mesh(LearnerConfig(device=Device.cpu, num_ranks=dp_size))
     sequences, rewards = random_batch()
     own = [sequences[index] for index in shares[mesh.dp_rank]]

@@ -1,4 +1,4 @@
-"""Critic and reward model, compared with plain Hugging Face forwards. Any dp × sp is compared with one process."""
+"""Critic and reward model on any mesh, compared with plain Hugging Face forwards and one process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,7 @@ def save_classifier(directory: Path, family: str, auto_class: type) -> str:
 
 
 def with_returns(sequences: list[TokenSequence]) -> list[TokenSequence]:
-    """The sequences with old values and returns of many magnitudes."""
+    """Return the sequences with old values and returns of many magnitudes."""
     rng = np.random.default_rng(5)
     return [
         replace(

@@ -23,7 +23,7 @@ TEMPERATURE, CLIP, LR, EPS, DECAY, MAX_NORM = 0.7, 0.2, 1e-3, 1e-4, 0.1, 0.5
 
 @functools.cache
 def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
-    """The log-probs before one PPO update with AdamW, and the gradient norm and the weights after it."""
+    """Return the log-probs before one PPO update with AdamW, and the gradient norm and the weights after it."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": DECAY},
@@ -47,7 +47,7 @@ def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.n
 def packed(
     model_path: str, num_ranks: int, sp_size: int, **options: Any
 ) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
-    """The learner's results for the same update. The log-probs are those of this rank's sequences."""
+    """Return the learner's results for the same update. The log-probs are those of this rank's sequences."""
     optimizer = OptimizerConfig(lr=LR, eps=EPS, weight_decay=DECAY, clip_grad_norm=MAX_NORM)
     config = LearnerConfig(
         num_ranks=num_ranks,
@@ -73,10 +73,9 @@ def every_family(paths: list[str], sp_size: int, options: dict[str, Any]) -> lis
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Random models by family.
+    """Return random models by family.
 
-    Their weights are large, so that an error in attention changes log-probs by whole nats. Examples of such an error
-    are tokens of another sequence, a missing sink, and an ignored window.
+    Their weights are large, so an error in attention changes log-probs by whole nats.
     """
     root = tmp_path_factory.mktemp("families")
     return {family: save_tiny_model(root / family, family, initializer_range=0.3) for family in TRAINED_FAMILIES}
@@ -139,7 +138,7 @@ def test_layers_are_recomputed_without_their_attention(family, paths, monkeypatc
 FEW = ["qwen3", "qwen3_next"]
 """A family with attention only, and a family that also has layers with a state, and experts."""
 OF_EACH_KIND = [*FEW, "lfm2", "gpt_oss", "deepseek_v3", "llama4_text", "minimax", "granitemoehybrid"]
-"""These also cover sinks, windows, latent attention, chunks, and the other kinds of states."""
+"""Families with sinks, windows, latent attention, chunks, and other kinds of states."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sharding options change which rank reads weights, where weights are, and compilation. They do not change results."""
+"""Sharding options do not change the results of training."""
 
 import contextlib
 import itertools
@@ -28,14 +28,14 @@ PLAIN = LearnerConfig(device=Device.cpu)
 
 
 def trained(trainer: Trainer) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and weights after one step on this rank's share."""
+    """Return the loss and the weights after one step on this rank's share."""
     dp = trainer.mesh.num_ranks // trainer.mesh.sp_size
     loss = policy_step(trainer, AlgorithmConfig()).run(random_sequences(8)[trainer.mesh.dp_rank :: dp])["loss"]
     return loss, weights_of(trainer)
 
 
 def shards_of_own_rows(model_path: str) -> dict[str, Any]:
-    """The parameters that a rank holds, and the number of bytes that it reads from the files."""
+    """Return the parameters that a rank holds, and the number of bytes that it reads from the files."""
     fsdp.MIN_UNIT_NUMEL = 1
     num_bytes, fromfile = [], np.fromfile
     np.fromfile = lambda *a, **k: num_bytes.append(a[2]) or fromfile(*a, **k)
@@ -188,7 +188,7 @@ def test_a_gpu_without_bfloat16_is_refused_by_name(monkeypatch):
 
 
 def frozen_and_adapted(model_path: str, num_ranks: int) -> tuple[list[str], list[str], list[np.ndarray]]:
-    """Dtypes of the parameters of a reference and of a policy with adapters, and the reference's scores."""
+    """Return the parameters' dtypes of a reference and of a policy with adapters, and the reference's scores."""
     config = replace(PLAIN, num_ranks=num_ranks, dtype=Dtype.bfloat16)
     reference = PackedModel(config, REFERENCE, model_path=model_path)
     adapted = Trainer(replace(config, lora=LoraConfig(rank=2)), model_path=model_path, total_updates=2)
@@ -208,7 +208,7 @@ def test_frozen_weights_are_held_in_the_computing_type_and_adapters_in_float32(m
 
 
 def reductions(model_path: str) -> dict[str, tuple[int, dict[str, float]]]:
-    """The gradient reductions and the metrics of two updates with several micro-batches, for each ``gradient_sync``."""
+    """Return the gradient reductions and the metrics of two updates, for each ``gradient_sync``."""
     seen, reduce = {}, _fsdp_param_group.foreach_reduce
     for sync, resharding in itertools.product(GradientSync, Resharding):
         config = replace(PLAIN, num_ranks=2, max_tokens_per_micro_batch=40, gradient_sync=sync, resharding=resharding)

@@ -15,8 +15,7 @@ from tests.support.ranks import run_on_ranks
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml") if path.stem != "custom")
 ALWAYS = ("dapo_math_30b_a3b", "dapo_math_8_nodes", "gsm8k_lora")
-"""These experiments run in every session. They have experts, copies of the shards with sequence parallelism, and
-adapters. The other experiments combine less."""
+"""Experiments that run in every session. They combine experts, sequence parallelism and adapters."""
 LAYERS = 2
 SMALL = {**QUICKSTART, "num_hidden_layers": LAYERS}
 
@@ -80,7 +79,7 @@ PLANNED_ALWAYS = ("windows-and-sinks", "padded-experts")
 
 
 def planned_and_tracked(family: str, num_ranks: int, sizes: dict[str, int]) -> tuple[int, int]:
-    """The peak memory of a rank with a few layers that keep their attention, as planned and as tracked."""
+    """Return the peak memory of a rank with a few layers that keep their attention, as planned and as tracked."""
     settings = {"model_type": family, "num_hidden_layers": 3, "vocab_size": 32_000, "pad_token_id": 0, **sizes}
     memory = {"activation_checkpointing": SELECTIVE, "gradient_sync": GradientSync.micro_batch}
     learner = LearnerConfig(num_ranks=num_ranks, **memory)

@@ -1,4 +1,4 @@
-"""Adapters: their training and publishing. Publishing must not change the trained weights."""
+"""Training and publishing of adapters."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The semantics of offload, measured by the bytes of storages. On a CPU, storages are freed and filled as on a GPU."""
+"""Offload, measured by the bytes of storages."""
 
 import logging
 from dataclasses import replace

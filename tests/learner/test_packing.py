@@ -17,7 +17,10 @@ LENGTHS = st.lists(st.integers(1, 40), max_size=30)
 
 
 def sequences_of(lengths: list[int]) -> list[TokenSequence]:
-    """Sequences of these lengths. Each token id is unique in the batch, so a test can find its packed position."""
+    """Return sequences of these lengths.
+
+    Each token id is unique in the batch, so a test can find its packed position.
+    """
     ids = iter(range(1_000_000))
     return [
         TokenSequence(
@@ -117,12 +120,12 @@ def test_a_tree_of_any_shape_is_packed_once_and_laid_out_as_its_branches(shape, 
 
 
 def rows(batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-    """The tokens of each sequence of a micro-batch without shared tokens."""
+    """Return the tokens of each sequence of a micro-batch without shared tokens."""
     return batch.input_ids.split(list(batch.lengths))
 
 
 def grouped(num_groups: int, num_prompt: int, response_lengths: list[int]) -> list[TokenSequence]:
-    """Sequences of several prompts, in alternating order."""
+    """Return sequences of several prompts, in alternating order."""
     ids = iter(range(1_000_000))
     prompts = [[next(ids) for _ in range(num_prompt)] for _ in range(num_groups)]
     return [

@@ -1,7 +1,4 @@
-"""Any split of a batch over ranks and micro-batches gives the same results as one process.
-
-The results are loss, metrics, gradient norm and weights.
-"""
+"""Any split of a batch over ranks and micro-batches gives the same results as one process."""
 
 from dataclasses import replace
 
@@ -76,7 +73,7 @@ CASES = [
 def train(
     model_path: str, learner: LearnerConfig, num_sequences: int, num_cases: int = len(CASES)
 ) -> list[tuple[list[dict], dict, int]]:
-    """Metrics of each update, the weights after the updates, and the number of trained sequences, for each case."""
+    """Return the metrics of each update, the final weights and the number of trained sequences, for each case."""
     sequences = awkward_sequences()[:num_sequences]
     outcomes = []
     for algorithm in CASES[:num_cases]:
@@ -151,7 +148,7 @@ def plan_of(groups: list[TrajectoryGroup]) -> Plan:
 
 
 def step_on_a_plan(model_path: str, learner: LearnerConfig) -> tuple[list[dict], dict]:
-    """Metrics and weights of two steps of four updates each. The plan is divided as the controller does it."""
+    """Return the metrics and the weights of two steps of four updates each."""
     groups = [random_group(seed) for seed in range(10)]
     by_id = {group.group_id: group for group in groups}
     algorithm = AlgorithmConfig(num_mini_batches=4, anchor=Anchor.proximal, weight=Weight.token, entropy_coef=0.01)

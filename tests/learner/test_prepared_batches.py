@@ -1,4 +1,4 @@
-"""The thread that prepares batches: which batches it begins, in which order, and what happens to a withdrawn batch."""
+"""The thread that prepares batches: the order of the batches, and withdrawn batches."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Roles in the actor's processes may have other options. Scores, steps and lost batches must be the same."""
+"""Roles in the actor's processes with other options give the same scores and steps."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ NUM_GROUPS = 5
 
 
 def group(group_id: int) -> TrajectoryGroup:
-    """Samples of very different lengths, so the shares of one, two and four ranks are not nested."""
+    """Return samples of very different lengths, so the shares of one, two and four ranks are not nested."""
     rng = np.random.default_rng(group_id)
     lengths = np.array([2 + 3 * group_id, 4], dtype=np.int32)
     count = int(lengths.sum())
@@ -98,14 +98,14 @@ class Process:
             worker.init_model()
 
     def batch(self, role: str, version: int = 0) -> RankBatch:
-        """This process's share of the plan for a role."""
+        """Return this process's share of the plan for a role."""
         sp_size = self._config.of_role(role).sp_size
         plan = Plan(version=version, groups=[group(index).summary for index in range(NUM_GROUPS)])
         num_shards = self._config.num_ranks // sp_size
         return rank_batches(plan, ALGORITHM, num_shards=num_shards, max_lag=1)[self._rank // sp_size]
 
     def scores(self, role: str) -> dict[SampleKey, np.ndarray]:
-        """A role's scores of this process's share. Empty on all sp ranks except the first."""
+        """Return a role's scores of this process's share. Empty on all sp ranks except the first."""
         rows = self.roles[role].score(self.batch(role))
         if rows is None:
             return {}
@@ -243,7 +243,7 @@ WITHOUT_KL = replace(ALGORITHM, kl_coef=0.0, kl_reward_coef=0.0)
 
 
 def a_batch_that_the_actor_loses(directory: str) -> tuple[set[int], int]:
-    """The critic has fetched its groups before they are lost in the buffer. The actor needs other groups.
+    """Lose all groups in the buffer after the critic has fetched its groups. The actor still needs groups.
 
     Returns the lost groups and the critic's number of updates.
     """
@@ -271,7 +271,7 @@ def test_a_batch_that_one_role_of_a_process_loses_is_lost_for_the_others_too(dir
 
 
 def bytes_on_the_device(directory: str) -> list[dict[str, int]]:
-    """Bytes on the device per role: after the start, after a use, after the transition to the engines and back."""
+    """Return the bytes on the device per role, after the start, after a use, and after the engines' use."""
     config = replace(with_own("ref", param_offload=True), offload_at_transition_only=True)
     config = replace(config, critic=replace(config.critic, optimizer_offload=True, param_offload=False))
     process = Process(directory, config, ["ref", "critic", "actor"])

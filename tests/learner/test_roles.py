@@ -54,7 +54,7 @@ def alone() -> None:
 
 
 def rows(seed: int = 0) -> DataProto:
-    """Four rows. Prompts are padded on the left, responses on the right. The last response is empty."""
+    """Return four rows. Prompts are padded on the left, responses on the right. The last response is empty."""
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(0, VOCABULARY, (4, PROMPT + RESPONSE), generator=generator)
     attention_mask = torch.ones_like(input_ids)
@@ -72,7 +72,7 @@ def rows(seed: int = 0) -> DataProto:
 
 
 def each_row(data: DataProto) -> list[tuple[torch.Tensor, int]]:
-    """The unpadded tokens of each row, and the number of its response tokens."""
+    """Return the unpadded tokens of each row, and the number of its response tokens."""
     batch = data.batch
     masks = batch["attention_mask"].bool()
     return [(ids[mask][None], int(mask[PROMPT:].sum())) for ids, mask in zip(batch["input_ids"], masks, strict=True)]

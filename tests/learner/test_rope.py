@@ -1,7 +1,4 @@
-"""Rotary embeddings that depend on the longest sequence of a batch.
-
-They are correct up to a length, and refused beyond it.
-"""
+"""Rotary embeddings that depend on the longest sequence of a batch, up to a length and beyond it."""
 
 import json
 from dataclasses import replace
@@ -51,9 +48,9 @@ def saved(folder: Path, kind: str) -> str:
 
 
 def differences(path: str, num_ranks: int, sp_size: int) -> list[float]:
-    """For each sequence, the largest difference between its packed and its plain log-probs.
+    """Return the largest difference between packed and plain log-probs, per sequence.
 
-    Checks also that a sequence longer than the limit is refused.
+    Also check that a sequence longer than the limit is refused.
     """
     config = LearnerConfig(device=Device.cpu, max_tokens_per_micro_batch=60, num_ranks=num_ranks, sp_size=sp_size)
     model = PackedModel(config, REFERENCE, model_path=path)

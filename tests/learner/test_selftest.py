@@ -1,4 +1,4 @@
-"""The self-test of loaded models: refused models, supported models, and the absence of side effects."""
+"""The self-test of loaded models: refused models, supported models, and side effects."""
 
 import logging
 import re
@@ -115,7 +115,7 @@ def test_an_output_layer_that_takes_other_than_the_last_hidden_states_is_refused
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "mixtral"])
 def test_dropout_and_noise_of_a_family_are_off_and_logged(family, tmp_path, caplog):
-    """The ratio must compare with the policy that sampled. Dropout would change the model in each micro-batch."""
+    """Dropout would change the model in each micro-batch."""
     path = saved(tmp_path, family)
     with caplog.at_level(logging.INFO):
         model = load(path)
@@ -240,7 +240,7 @@ def test_samples_share_their_prompt_if_no_layer_carries_a_state(hybrid, tmp_path
 
 
 def model_shares(model: PackedModel) -> bool:
-    """Whether the model shares packed tokens between sequences. Some of the sequences have a common prompt."""
+    """Return whether the model shares packed tokens between sequences. Some of the sequences have a common prompt."""
     return any(batch.token_index is not None for batch in model.pack(random_sequences(9)).micro_batches)
 
 

@@ -39,7 +39,7 @@ def given_turn(length: int, parent: int) -> Turn:
 
 
 def chain(rewards: Sequence[float], outcome: float = 0.0, *, length: int = 2, cut: bool = False) -> Trajectory:
-    """A prompt and sampled turns, with an observation between two turns."""
+    """Return a prompt and sampled turns, with an observation between two turns."""
     turns = [PROMPT]
     for index in range(len(rewards)):
         if index:
@@ -89,13 +89,13 @@ def estimated(
 
 
 def place(groups: Sequence[Sequence[Trajectory]], sequence: TokenSequence, turn: int) -> int:
-    """The index of a turn in its trajectory, from its index in the group."""
+    """Return the index of a turn in its trajectory, from its index in the group."""
     group_id, sample = sequence.trajectory
     return turn - sum(len(one.turns) - 1 for one in groups[group_id][:sample])
 
 
 def advantages(found: dict[tuple[int, int, int], tuple[float, float]]) -> list[list[float]]:
-    """The advantages of each trajectory's turns, in order."""
+    """Return the advantages of each trajectory's turns, in order."""
     by_trajectory: dict[tuple[int, int], list[float]] = {}
     for (group_id, sample, _), (advantage, _) in sorted(found.items()):
         by_trajectory.setdefault((group_id, sample), []).append(advantage)
@@ -154,7 +154,7 @@ def test_the_outcome_of_long_and_short_trajectories_is_compared_at_every_index_t
 
 
 def tree(outcome: float = 1.0, rewards: dict[int, float] | None = None) -> Trajectory:
-    """Two branches below a tool's answer, and two turns from a new root."""
+    """Return two branches below a tool's answer, and two turns from a new root."""
     turns = (
         *(PROMPT, sampled(2, 0), given_turn(3, 1), sampled(3, 2), sampled(2, 2)),
         *(given_turn(2, ROOT), sampled(4, 5), given_turn(1, 6), sampled(1, 7)),
@@ -263,7 +263,7 @@ def test_single_turns_have_exactly_the_advantages_of_gae_of_one_step(pairs):
 
 @st.composite
 def forests(draw: st.DrawFn) -> Trajectory:
-    """A random forest of sampled and given turns, some with rewards."""
+    """Return a random forest of sampled and given turns, some with rewards."""
     turns, rewards = [PROMPT, sampled(1, 0)], {}
     for _ in range(draw(st.integers(0, 7))):
         parent = draw(st.integers(-1, len(turns) - 1))
@@ -366,7 +366,7 @@ def test_any_forests_have_the_advantages_of_a_plain_recursion(groups, gamma):
 
 
 def compared(plain: dict[tuple[int, int], Plain], group: int, sample: int, turn: int | None, gamma: float) -> float:
-    """The advantage of ``turn_grpo_no_std``, trajectory by trajectory."""
+    """Return the advantage of ``turn_grpo_no_std``, trajectory by trajectory."""
     if turn is None:
         return 0.0
     own = plain[group, sample]

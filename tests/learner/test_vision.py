@@ -1,4 +1,4 @@
-"""Images in the learner. Packed log-probs and gradients equal those of transformers' forward of single sequences."""
+"""Images in the learner, compared with transformers' forward of single sequences."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make_groups(model_path: str) -> list[TrajectoryGroup]:
-    """Two prompts with equal tokens but different images.
+    """Return two prompts with equal tokens but different images.
 
     One trajectory has a tool that returns an image. The last sequence is text.
     """
@@ -213,7 +213,7 @@ def test_a_groups_columns_must_fit_their_grids(model_path: str) -> None:
 
 
 def update_on_mesh(model_path: str, meshes: list[tuple[int, int]]) -> list[tuple[dict[str, float], dict, list]]:
-    """For each (ranks, sp): the metrics of an update, the weights after it and the log-probs before it.
+    """Return the metrics of an update, the weights after it and the log-probs before it, for each (ranks, sp).
 
     Each layer is an FSDP unit. Only the first data-parallel rank has images in all of its micro-batches.
     """

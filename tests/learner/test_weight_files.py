@@ -23,7 +23,7 @@ CONFIG = LearnerConfig(device=Device.cpu, skip_selftest="compares weights")
 
 
 def loaded(model_path: str, num_ranks: int = 1, lora_rank: int = 0) -> tuple[dict[str, np.ndarray], int]:
-    """The whole weights by name, and the number of bytes that this rank read."""
+    """Return the whole weights by name, and the number of bytes that this rank read."""
     fsdp.MIN_UNIT_NUMEL = 1
     weight_files.BLOCK_BYTES = 300  # a few rows of the models in this test
     num_bytes, fromfile = [], np.fromfile
@@ -95,7 +95,7 @@ def test_ranks_that_cannot_divide_the_experts_divide_their_rows(family: str, opt
 
 
 def loaded_with_shards(model_path: str, num_ranks: int) -> tuple[dict[str, np.ndarray], dict[str, int], dict]:
-    """The whole weights. For each parameter, its sharded dimension, and facts about this rank's shard.
+    """Return the whole weights, and for each parameter its sharded dimension and facts about this rank's shard.
 
     The facts are: number of values in the shard, number of values in total, and whether the shard is contiguous.
     """

@@ -118,7 +118,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def outcomes(directory: str) -> list[tuple[dict[str, float], str]]:
-    """The metrics of one step on two ranks, and the folder of the published weights."""
+    """Return the metrics of one step on two ranks, and the folder of the published weights."""
     return run_on_ranks(2, one_step, directory, 2)
 
 
@@ -210,7 +210,7 @@ def a_lost_batch(directory: str) -> tuple[list[int], float, float]:
 
 
 def two_steps(directory: str, num_ranks: int, sp_size: int, announces: bool) -> tuple[list[Any], bytes]:
-    """The metrics of two steps, and the weights after them.
+    """Return the metrics of two steps, and the weights after them.
 
     Checks that the groups of the second step were fetched in advance.
     """

@@ -27,7 +27,7 @@ def make_buffer():
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random Qwen3 of 75k parameters with a character tokenizer."""
+    """Return a random Qwen3 of 75k parameters with a character tokenizer."""
     from tests.support.engine_probes import write_model
 
     return write_model(tmp_path_factory.mktemp("model"), seed=0)

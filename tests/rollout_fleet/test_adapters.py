@@ -282,9 +282,9 @@ async def test_a_program_that_fails_is_a_failure_with_its_last_words(tmp_path, m
 
 @pytest.fixture
 async def openenv_url():
-    """A server of OpenEnv with one session per WebSocket.
+    """Yield the URL of an OpenEnv server with one session per WebSocket.
 
-    It counts letters, and refuses actions without ``message``.
+    The server counts letters, and refuses actions without ``message``.
     """
 
     async def session(request: web.Request) -> web.WebSocketResponse:

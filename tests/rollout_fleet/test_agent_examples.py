@@ -122,7 +122,7 @@ async def test_the_search_agent_uses_tools_in_parallel_and_compacts(tmp_path):
 
 
 def page_files() -> dict[str, str]:
-    """The page's programs by name. The first line of each program has its name."""
+    """Return the page's programs by name. The first line of each program has its name."""
     blocks = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     return dict(blocks)
 

@@ -1,4 +1,4 @@
-"""Environments in child processes. For any behavior of the user's code, each episode has one outcome or one failure."""
+"""Environments in child processes: each episode has one outcome or one failure."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ AMPLE = EpisodeBudget(max_turns=1000, max_tokens=100_000, max_context=10_000)
 
 
 def next_token(context: np.ndarray) -> tuple[int, float, bool]:
-    """The token that follows a context, its log-prob, and whether it ends the turn."""
+    """Return the token that follows a context, its log-prob, and whether it ends the turn."""
     number = zlib.crc32(np.ascontiguousarray(context, dtype=np.int32).tobytes())
     return number % 50, -float(number % 97 + 1), number % 5 == 0
 
@@ -144,7 +144,7 @@ def same(one: Trajectory, other: Trajectory) -> bool:
 
 
 def as_stored(trajectory: Trajectory) -> Trajectory | None:
-    """A trajectory after conversion to a group's columns and back. None if it has no sampled tokens."""
+    """Return a trajectory after conversion to a group's columns and back, or None without sampled tokens."""
     if not any(turn.sampled for turn in trajectory.turns):
         return None
     group = TrajectoryGroup.from_trajectories([trajectory], group_id=4, attempt=0)

@@ -1,7 +1,4 @@
-"""Episodes in the rollout loop. Environments request turns while weights change, engines fail and workers stop.
-
-The scripted engine computes each token from the tokens before it, so a wrong context is visible in the trajectories.
-"""
+"""Episodes in the rollout loop while weights change, engines fail and workers stop."""
 
 from __future__ import annotations
 
@@ -97,7 +94,7 @@ class Playing:
 
 
 def turns(num_turns: int, tool_s: float = 0.1) -> Play:
-    """An environment of ``num_turns`` turns, with a tool between two turns."""
+    """Return an environment of ``num_turns`` turns, with a tool between two turns."""
 
     async def environment(run: EpisodeRun, index: int) -> Outcome:
         turn = await run.sample(PROMPT, (), SAMPLING)

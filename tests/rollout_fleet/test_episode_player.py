@@ -1,7 +1,4 @@
-"""Episodes in one worker with its loop, endpoint, environment processes and rewards. Only the engine is scripted.
-
-Some agents hang, leak, use a wrong key or lose their client, and some rewards crash. Most faults occur only once.
-"""
+"""Episodes in one worker with its loop, endpoint, environment processes and rewards."""
 
 from __future__ import annotations
 
@@ -114,7 +111,7 @@ def by_context(num_tokens: int, stop_id: int, calls: Sequence[int] = ()) -> Next
 
 
 def writes(next_token: Next, stop_id: int) -> Script:
-    """The script of an engine that writes these tokens until it stops."""
+    """Return the script of an engine that writes these tokens until it stops."""
 
     def script(request: SampleRequest, version: int) -> ScriptedAnswer:
         context = request.prompt_ids.tolist()
@@ -138,7 +135,7 @@ def questions(renderer: ChatRenderer, num_prompts: int, **fields: Any) -> list[P
 
 @asynccontextmanager
 async def playing(config: RolloutFleetConfig, buffer: Any, script: Script, model: str) -> AsyncIterator[RolloutLoop]:
-    """A running loop whose episodes are played in processes, over HTTP."""
+    """Yield a running loop whose episodes are played in processes, over HTTP."""
     engine, rewards = ScriptedEngine(script), WeightedRewards(config)
     player = EpisodePlayer(config, model_path=model, max_context=4096)
     await engine.start()
@@ -296,7 +293,10 @@ search.AsyncOpenAI = client
 
 
 async def test_the_search_agent_is_trained_on_what_was_sampled_while_weights_change(tmp_path):
-    """Branches, compaction, parallel tools, retries of an unmodified client, and an unstable tokenizer."""
+    """The agent makes branches, compacts, and calls tools in parallel.
+
+    Its client retries, and its tokenizer is unstable.
+    """
     calls = [{"name": "search", "arguments": {"words": "tower"}}, {"name": "read", "arguments": {"file": "a.txt"}}]
     model = save_chat_model(tmp_path / "model", "chatml", calls=[json.dumps(call) for call in calls])
     (tmp_path / "agent.py").write_text(SEARCHING)

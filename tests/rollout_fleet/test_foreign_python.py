@@ -89,7 +89,7 @@ server.run()
 
 @pytest.fixture(scope="module")
 def full_python(tmp_path_factory) -> str:
-    """A Python with verifiers, mcp and gymnasium, from the package index."""
+    """Return a Python with verifiers, mcp and gymnasium, from the package index."""
     return python_with(tmp_path_factory.mktemp("full"), "verifiers==0.4.0", "mcp", "gymnasium")
 
 

@@ -36,7 +36,7 @@ def begin(num_samples: int, **options) -> InflightGroup:
 
 
 def saved(*outputs: SampleOutput):
-    """The progress of a group after these answers."""
+    """Return the progress of a group after these answers."""
     group = begin(len(outputs))
     for request, output in zip(group.next_requests(), outputs, strict=True):
         group.take(request.id, output)

@@ -43,7 +43,7 @@ async def test_every_leased_group_is_generated_scored_and_stored(make_buffer):
 
 
 async def test_a_loop_that_is_stopped_before_it_runs_may_be_stopped_again_and_never_runs(make_buffer):
-    """A worker comes back while its run stops. The checkpoint, the account and the end all stop its loop."""
+    """A worker may come back while its run stops. Then several parts of the run stop its loop."""
     engine, buffer = ScriptedEngine(), make_buffer(4)
     await engine.start()
     await engine.load_weights(bare_offer(0))

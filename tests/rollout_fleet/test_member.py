@@ -1,4 +1,4 @@
-"""The state machine of a member, in virtual time. The driver makes any call at any time."""
+"""The state machine of a member, in virtual time."""
 
 import math
 
@@ -16,7 +16,7 @@ versions = st.integers(0, 9)
 
 
 def up(now: float = 0.0) -> Member:
-    """A member that serves version 5."""
+    """Return a member that serves version 5."""
     member = Member("engine-3", LIMITS, now)
     member.started(0)
     member.offered(0, 5, now, within_s=2.0)
@@ -101,7 +101,7 @@ class MemberMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(0.0, 40.0))
     def pass_time(self, seconds):
-        """The driver reports the time when a deadline passes."""
+        """Report the time when a deadline passes."""
         until = self.now + seconds
         while self.member.deadline <= until:
             self.now, state, epoch = self.member.deadline, self.member.state, self.member.epoch

@@ -1,7 +1,4 @@
-"""The guard with a fake server: a parent and a child in one process group.
-
-The child ignores SIGTERM, and the parent may. They hold shared memory.
-"""
+"""The guard with a fake server: a parent and a child in one process group."""
 
 import asyncio
 import contextlib

@@ -19,10 +19,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
 
 def writes_long_for_the_first_prompt(request, version):
-    """Responses to the first prompt have 40 tokens, even if they are continued.
-
-    Responses to other prompts have one token.
-    """
+    """Write responses of 40 tokens to the first prompt, also if they are continued, and of one token to others."""
     return writes(40 if request.id.startswith("0-") else 1)(request, version)
 
 
@@ -238,7 +235,7 @@ async def test_a_worker_that_leaves_withdraws_the_request_that_waits_for_admissi
 
 @pytest.fixture
 def slow_rewards(monkeypatch):
-    """Rewards take an hour until the test calls the returned function."""
+    """Make rewards take an hour until the test calls the returned function."""
     score, is_slow = WeightedRewards.score, [True]
 
     async def hour_long(self, *arguments, **options):

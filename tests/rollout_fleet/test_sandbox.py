@@ -30,7 +30,7 @@ def _sandbox(kind: SandboxKind, **options) -> Sandbox:
 
 @pytest.fixture(params=list(ISOLATING), scope="module")
 def isolating(request):
-    """A kind of sandbox that hides files and processes. The test is skipped if there is none."""
+    """Return a kind of sandbox that hides files and processes. If there is none, the test is skipped."""
     return _or_skip(request.param)
 
 

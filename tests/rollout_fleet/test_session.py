@@ -1,4 +1,4 @@
-"""Sessions match messages with the forest of an episode. The turns are scripted."""
+"""Sessions match messages with the forest of an episode."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Random agents use a session. The trained tokens always equal the sampled tokens."""
+"""Random agents use a session, and the trained tokens always equal the sampled tokens."""
 
 import asyncio
 import random
@@ -39,7 +39,10 @@ class Agent:
         self.conversations = [[USER]]
 
     def write(self, prompt_ids, sampling):
-        """Random tokens with tags, and a stop token or none. Encoding their text rarely gives the same tokens."""
+        """Return random tokens with tags, and a stop token or none.
+
+        Encoding their text rarely gives the same tokens.
+        """
         tokenizer, rng = self.talk.renderer.tokenizer, self.rng
         stops = list(sampling.stop_token_ids)
         usual = [token for token in range(len(tokenizer)) if token not in stops]

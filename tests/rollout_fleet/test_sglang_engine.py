@@ -1,4 +1,4 @@
-"""The engine with one real SGLang server for all tests. The last tests of the file end the server."""
+"""The engine with one real SGLang server for all tests."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ CHANGES = {"differs": lambda tensors: {**tensors, "model.norm.weight": tensors["
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def failing_engine(engine, model_path, tmp_path):
-    """A separate engine on the shared server.
+    """Yield a separate engine on the shared server.
 
     The test may make this engine fail. Afterwards the shared engine loads weights again.
     """
@@ -391,10 +391,7 @@ OWNER = """
     ],
 )
 async def test_the_death_of_the_owner_leaves_nothing(model_path, tmp_path, num_processes):
-    """The owner dies when the server has this many processes, or when the server is up.
-
-    `test_process_guard.py` tests this in every session with a fake server.
-    """
+    """The owner dies when the server has this many processes, or when the server is up."""
     command = [sys.executable, "-c", textwrap.dedent(OWNER), model_path, str(tmp_path)]
     owner = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     guard = psutil.Process(int(await owner.stdout.readline()))

@@ -46,7 +46,7 @@ def reader(model_path):
 
 
 def request_of(reader, name, *seeds, width=16, length=3, **sampling):
-    """A request whose prompt has an image per seed, with ``length`` tokens before each."""
+    """Return a request whose prompt has an image per seed, with ``length`` tokens before each."""
     ids, images = [], []
     for seed in seeds:
         image = reader.image(as_png(picture(seed, width=width)), "image")
@@ -78,9 +78,10 @@ def forward_logprobs(model, reader, request, tokens):
 
 
 def make_requests(reader, name):
-    """Two prompts with equal tokens but different images, which must not share a cache.
+    """Return requests for four prompts.
 
-    Then a prompt with two images, and a prompt of text.
+    The first two prompts have equal tokens but different images, so they must not share a cache. The third prompt has
+    two images, and the fourth is text.
     """
     return [
         *(request_of(reader, f"{name}-a-{i}", 0) for i in range(4)),

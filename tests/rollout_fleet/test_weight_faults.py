@@ -1,9 +1,7 @@
 """After any fault in a weight update on real SGLang servers, no token comes from weights that were not verified.
 
-A row is a call of the update, a moment, and a fault. In each row, requests run on two engines that load the same
-weights, and the update of one engine fails. This engine fails within its deadline with an error that names it, and
-never continues. The log-probs of all its answers equal a Hugging Face forward under the versions that they name. The
-other engine continues.
+In each row of the table, two engines load the same weights while requests run, and one update fails. The failing engine
+must end within its deadline with an error that names it. The other engine continues.
 """
 
 import asyncio
@@ -100,7 +98,7 @@ class Servers:
 
     @contextlib.asynccontextmanager
     async def failing_engine(self):
-        """A separate engine on the first server, through a proxy."""
+        """Yield a separate engine on the first server, through a proxy."""
         if self.owner._server._guard.returncode is not None:
             await self.owner.stop()
             self.owner = self._engine(0)
@@ -117,7 +115,10 @@ class Servers:
                 await self._end_session()
 
     async def _end_session(self):
-        """End the open update of the failed load. A stopped server may begin this update only when it continues."""
+        """End the open update of the failed load.
+
+        A server that was stopped may begin this update only when it continues.
+        """
         for _ in range(MAX_ENDS):
             with contextlib.suppress(AsyncRLError):  # no update is open
                 await self.owner._post("/end_weight_update", {})
@@ -162,7 +163,7 @@ async def servers(model_path, tmp_path_factory):
 
 
 def fault_of(servers, fault, seed):
-    """The fault that the proxy injects."""
+    """Return the fault that the proxy injects."""
     if fault in ANSWERS:
         return {"answer": ANSWERS[fault]}
     delay_s = random.Random(seed).uniform(0, 0.02)
@@ -196,7 +197,7 @@ async def failure_of(engine, offer, running):
 
 
 async def load_under_load(engine, offer):
-    """The answers of an engine during an update without a fault, and after it."""
+    """Return the answers of an engine during and after an update without a fault."""
     before, after = (requests_of(2, 2, max_new_tokens=60, temperature=1.2) for _ in range(2))
     running = asyncio.create_task(answer(engine, before))
     await until_writing(engine)
@@ -298,7 +299,7 @@ async def test_an_engine_whose_stream_of_weights_fails_never_continues_under_oth
 
 
 async def failure_or_nothing(engine, offer):
-    """The message of a load that fails; empty if it succeeds."""
+    """Return the message of a load that fails, or an empty string."""
     try:
         await engine.load_weights(offer)
     except AsyncRLError as error:
@@ -309,7 +310,7 @@ async def failure_or_nothing(engine, offer):
 
 
 def held_failure(who, moment, fault):
-    """The pattern of the error message. It matches the empty string if the load may succeed."""
+    """Return the pattern of the error message. It matches the empty string if the load may succeed."""
     if who == "engine":
         return FAILURES[fault]
     gone = "is no longer sent: (nobody|another sender) listens at 127"

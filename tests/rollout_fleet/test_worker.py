@@ -1,4 +1,4 @@
-"""The worker as one object, without Ray. Its parts are connected, and closed in the right order."""
+"""The worker as one object without Ray: its connected parts, and the order of closing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout loop with a real buffer ends while it holds leases. The account includes the tokens of its samples."""
+"""A rollout loop on a real buffer ends while it holds leases, and the account includes the tokens of its samples."""
 
 import asyncio
 import signal

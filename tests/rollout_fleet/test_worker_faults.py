@@ -1,4 +1,4 @@
-"""A worker whose engine fails releases its groups with their tokens, and ends. Another worker continues the groups."""
+"""A worker whose engine fails releases its groups with their tokens, and another worker continues them."""
 
 from __future__ import annotations
 

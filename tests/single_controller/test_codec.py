@@ -1,4 +1,4 @@
-"""The codec. Decoding restores every encoded value, and any other input raises WireError."""
+"""The codec restores every encoded value, and raises WireError for any other input."""
 
 import subprocess
 import sys

@@ -251,7 +251,7 @@ LARGE = [b"\xff" * 8, b"\xff" * 7 + b"\x7f", b"\0" * 8, struct.pack("<q", 2**62)
 
 @st.composite
 def mutated(draw):
-    """A valid message after a few changes.
+    """Return a valid message after a few changes.
 
     The changes are bit flips, cuts, insertions, splices, eight bytes replaced by an extreme integer, lost frames and
     added frames.

@@ -24,7 +24,7 @@ def batch_of(num_rows=4, **meta_info):
 
 
 def rows_of(data):
-    """The rows as (tensor, string, number) triples. The three values of a row must be consistent."""
+    """Return the rows as (tensor, string, number) triples. The three values of a row must be consistent."""
     return list(
         zip(data.batch["a"].tolist(), data.non_tensor_batch["s"], data.non_tensor_batch["n"].tolist(), strict=True)
     )

@@ -116,7 +116,7 @@ class Gate:
 
 @pytest.fixture(scope="module")
 def gate(cluster):
-    """One group for all tests, because the import of torch takes longer than the tests."""
+    """Yield one group for all tests, because the import of torch takes longer than the tests."""
     gate = Gate.remote()
     yield gate
     ray.kill(gate)

@@ -92,7 +92,7 @@ def group_on(pool, **options):
 
 @pytest.fixture(scope="module")
 def two_nodes(cluster):
-    """Four workers. They need so many CPUs that two workers fit on each node."""
+    """Yield four workers. Only two workers fit on each node."""
     group = group_on(pool_of(2, 2, num_cpus=3.5), name_prefix="two")
     yield group
     group.shutdown()

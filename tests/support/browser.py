@@ -1,4 +1,4 @@
-"""Debian's headless Chromium, controlled by playwright. Records the errors of the open page."""
+"""Controls Debian's headless Chromium with playwright, and records the errors of the open page."""
 
 import shutil
 from collections.abc import Iterator

@@ -17,7 +17,7 @@ def prompt(group_id: int) -> Prompt:
 
 
 def chat_prompt(group_id: int) -> Prompt:
-    """A prompt with a value in every field."""
+    """Return a prompt with a value in every field."""
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
     return Prompt(
         group_id=group_id,

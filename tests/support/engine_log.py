@@ -78,7 +78,7 @@ class EngineAnswer:
 
 
 def read_engine_log(folder: Path) -> list[EngineAnswer]:
-    """The answers of all requests, in the order of their first chunks."""
+    """Return the answers of all requests, in the order of their first chunks."""
     answers: dict[tuple[int, str], EngineAnswer] = {}
     for line in (folder / "engine.jsonl").read_text().splitlines():
         chunk = json.loads(line)
@@ -122,7 +122,7 @@ def assert_trained_tokens_were_sampled(rows: Iterable[dict[str, Any]], answers: 
 
 
 def _is_sampled(by_prompt: Any, ids: list[int], logprobs: list, versions: list, first: int, last: int) -> bool:
-    """Whether a chain of answers gives the tokens from ``first`` to ``last``.
+    """Return whether a chain of answers gives the tokens from ``first`` to ``last``.
 
     Each answer continues the one before it.
     """

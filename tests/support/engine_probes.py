@@ -27,7 +27,7 @@ EOS_ID = VOCABULARY.index("<eos>")
 
 
 def write_model(directory: Path, *, seed: int) -> str:
-    """A random Qwen3 of 75k parameters with a character tokenizer."""
+    """Save a random Qwen3 of 75k parameters with a character tokenizer."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -61,7 +61,7 @@ _NUMBERS = itertools.count()
 
 
 def requests_of(num_prompts: int, num_samples: int = 4, name: str = "", **sampling: Any) -> list[SampleRequest]:
-    """Requests for samples of prompts with 2, 3, ... tokens, prompt by prompt.
+    """Return requests for samples of prompts with 2, 3, ... tokens, prompt by prompt.
 
     Each call uses new ids, as in a run. Otherwise a server that notices a closed stream late would abort running
     requests with the same ids.
@@ -80,7 +80,7 @@ def requests_of(num_prompts: int, num_samples: int = 4, name: str = "", **sampli
 
 
 def folder_of(offer: WeightOffer) -> str:
-    """The model's directory behind an offer."""
+    """Return the model's directory behind an offer."""
     return read_manifest(offer).directory
 
 
@@ -101,7 +101,7 @@ class RunningServer:
 
 
 def server_processes(engine: Any) -> list[psutil.Process]:
-    """All processes of an engine's SGLang server. The first one is the launched process."""
+    """Return all processes of an engine's SGLang server. The first one is the launched process."""
     return psutil.Process(engine._server._guard.pid).children(recursive=True)
 
 
@@ -114,14 +114,14 @@ async def until_writing(engine: Any) -> None:
 
 
 async def answer(engine: Any, requests: Sequence[SampleRequest]) -> list[SampleOutput]:
-    """The engine's answers, in the order of the requests."""
+    """Return the engine's answers, in the order of the requests."""
     outputs = {request.id: output async for request, output in engine.generate(requests)}
     return [outputs[request.id] for request in requests]
 
 
 @torch.inference_mode()
 def forward_logprobs(path: str, request: SampleRequest, sample: SampleOutput) -> np.ndarray:
-    """[R] log-probs of the sampled tokens from a plain forward pass in float32."""
+    """Return [R] log-probs of the sampled tokens from a plain forward pass in float32."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
     ids = torch.tensor([[*request.prompt_ids.tolist(), *sample.token_ids.tolist()]])
     logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / (request.sampling.temperature or 1.0)
@@ -132,7 +132,7 @@ def forward_logprobs(path: str, request: SampleRequest, sample: SampleOutput) ->
 def forward_by_versions(
     model_of: Callable[[int], Any], request: SampleRequest, sample: SampleOutput, *, keeps: bool = False
 ) -> np.ndarray:
-    """[R] log-probs of each token with the weights of its version.
+    """Return [R] log-probs of each token with the weights of its version.
 
     With ``keeps`` the forward uses the KV cache of earlier versions, like an engine that keeps the cache over an
     update.

@@ -20,7 +20,7 @@ def summary_of(
     oldest: int | None = None,
     newest: int | None = None,
 ) -> GroupSummary:
-    """A worker's report on the group of a lease. By default the tokens have the version of the lease."""
+    """Return a worker's report on the group of a lease. By default the tokens have the version of the lease."""
     version = lease.engine_version if oldest is None else oldest
     return GroupSummary(
         group_id=lease.group_id,
@@ -148,7 +148,7 @@ class RecordedCommands:
 
 
 def ledger(max_lag: int, groups_per_step: int, **options: Any) -> DrivenLedger:
-    """A ledger with a hundred prompts queued."""
+    """Return a ledger with a hundred prompts queued."""
     new = DrivenLedger(StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step), **options)
     new.enqueue(range(100))
     return new

@@ -1,8 +1,7 @@
 """Ends the processes that a test session leaves behind, even if the session is killed.
 
-Every process of a session inherits an environment variable with the session's name, even after several forks. At the
-end of the session, `end_leftovers` ends the processes that still have it. A watcher process, started by
-`watch_session`, does the same if the session dies without ending normally. The closing of a pipe wakes the watcher.
+Every process of a session inherits an environment variable with the session's name. At the end of the session,
+`end_leftovers` ends the processes that still have the variable. If the session dies, a watcher process does the same.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def end_leftovers(name: str, *, grace_s: float = _GRACE_S) -> list[str]:
 
 
 def shared_memory_of(processes: Iterable[psutil.Process]) -> set[int]:
-    """The inodes of these processes' mappings in shared memory. A semaphore is not mapped under its own name."""
+    """Return the inodes of these processes' mappings in shared memory. A semaphore is not mapped under its own name."""
     inodes = set()
     for process in processes:
         with contextlib.suppress(OSError):
@@ -68,7 +67,7 @@ def shared_memory_of(processes: Iterable[psutil.Process]) -> set[int]:
 
 
 def left_in_shared_memory(inodes: set[int]) -> list[str]:
-    """The names of the files in shared memory that have one of these inodes."""
+    """Return the names of the files in shared memory that have one of these inodes."""
     return [entry.name for entry in os.scandir("/dev/shm") if entry.inode() in inodes]
 
 
@@ -82,7 +81,7 @@ def _processes_of(name: str) -> Iterator[psutil.Process]:
 
 
 def _ends_with_us(process: psutil.Process) -> bool:
-    """Whether this is a helper process of Python's multiprocessing.
+    """Return whether this is a helper process of Python's multiprocessing.
 
     Such a process ends when the pipe to this process closes.
     """

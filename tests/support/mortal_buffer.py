@@ -158,5 +158,5 @@ class MortalServer:
 
 
 def kind_of(reply: Message) -> str:
-    """The name of the error in a reply, or ``ok``."""
+    """Return the name of the error in a reply, or ``ok``."""
     return reply.body.name if isinstance(reply.body, Failure) else "ok"

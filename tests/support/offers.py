@@ -8,7 +8,7 @@ from buffer.offers import OfferLog
 
 
 def bare_offer(version: int) -> WeightOffer:
-    """An offer of a version without a manifest."""
+    """Return an offer of a version without a manifest."""
     return WeightOffer(version=version, manifest=f"/weights/v{version}/manifest.json", digest="", num_bytes=0)
 
 

@@ -29,12 +29,11 @@ class Peer:
         other.close()
 
     def ask(self, function: Callable[..., Any], *args: Any) -> Peer:
-        """Begin a call."""
         self._pipe.send((function, args))
         return self
 
     def answer(self, timeout_s: float = 60.0) -> Any:
-        """The result of the call. Raises the error of the call, or `EOFError` if the process died."""
+        """Return the result of the call. Raises the error of the call, or `EOFError` if the process died."""
         assert self._pipe.poll(timeout_s), f"no answer after {timeout_s} s"
         result, error = self._pipe.recv()
         if error is not None:
@@ -52,7 +51,6 @@ class Peer:
         assert not self._process.is_alive(), f"it lives after {timeout_s} s"
 
     def end(self) -> None:
-        """Kill the process."""
         self._pipe.close()
         self._process.kill()
         self._process.join(5.0)

@@ -51,7 +51,7 @@ class PolicyEndpoint:
         await self._runner.cleanup()
 
     def open(self) -> Access:
-        """The base URL and key of another episode."""
+        """Return the base URL and key of another episode."""
         self._keys.add(f"key-{len(self._keys)}")
         return Access(self._url, f"key-{len(self._keys) - 1}")
 

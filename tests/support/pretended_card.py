@@ -1,8 +1,7 @@
 """Resolves SGLang's arguments for each kind of GPU: ``python pretended_card.py < ARGUMENT_LISTS``.
 
-Reads a JSON list of argument lists, and writes the resolved arguments as a JSON list per card. It runs in a separate
-process and forks one process per card. In each, torch is patched to report the card, and empty modules replace the
-packages with compiled kernels.
+Reads a JSON list of argument lists, and writes the resolved arguments as a JSON list per card. It forks one process per
+card. In each process, torch reports the card, and empty modules replace the packages with compiled kernels.
 """
 
 import importlib.abc
@@ -88,7 +87,7 @@ def pretend(card):
 
 
 def resolve(card, lists):
-    """The arguments that SGLang resolves for each server on this card, as JSON."""
+    """Return the arguments that SGLang resolves for each server on this card, as JSON."""
     from sglang.srt.server_args import prepare_server_args
 
     pretend(card)

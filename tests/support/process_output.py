@@ -34,7 +34,7 @@ class ProcessOutput:
         return "\n".join(self.lines)
 
     def read_lines(self) -> list[str]:
-        """The lines that have come since the last read, without waiting."""
+        """Return the lines that have come since the last read, without waiting."""
         fresh: list[str] = []
         with suppress(queue.Empty):
             while (line := self._fresh.get_nowait()) is not None:

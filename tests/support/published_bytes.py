@@ -15,12 +15,12 @@ ADAPTED = AdaptedLayer(weight="w", down="w", up="w", scale=1.0)
 
 
 def random_bytes(num_values: int, item_bytes: int = 2, seed: int = 0) -> np.ndarray:
-    """Random [bytes] uint8. Read as floats, some values are not-a-number."""
+    """Return random [bytes] uint8. Read as floats, some values are not-a-number."""
     return np.random.default_rng(seed).integers(0, 256, num_values * item_bytes, dtype=np.uint8)
 
 
 def changed(image: np.ndarray, seed: int, share: float = 0.03, item_bytes: int = 2) -> np.ndarray:
-    """A copy with new random values at random places."""
+    """Return a copy with new random values at random places."""
     generator = np.random.default_rng(seed)
     values = image.copy().reshape(-1, item_bytes)
     places = generator.random(len(values)) < share
@@ -71,7 +71,7 @@ def publish_bytes(
 
 
 def bytes_of(offer: WeightOffer) -> np.ndarray:
-    """The verified [bytes] uint8 of an offer."""
+    """Return the verified [bytes] uint8 of an offer."""
     weights = FileWeights(offer)
     weights.verify()
     ((_, data),) = weights.tensors()

@@ -35,7 +35,7 @@ def raised_by_ray(error: Exception) -> Exception:
 
 @contextmanager
 def two_node_cluster() -> Iterator:
-    """Two nodes with 12 and 8 CPUs. Sorted as text, their addresses have another order than sorted as numbers."""
+    """Yield two nodes with 12 and 8 CPUs. Sorted as text, their addresses have another order than sorted as numbers."""
     import ray
     from ray.cluster_utils import Cluster
 

@@ -196,7 +196,7 @@ class InMemoryBuffer(OffersInMemory):
 
 
 def make_prompts(num_prompts: int) -> list[Prompt]:
-    """Prompts of different lengths. A prompt has digits and ``>``, and the ground truth is the last digit."""
+    """Return prompts of different lengths. A prompt has digits and ``>``, and the ground truth is the last digit."""
     prompts = []
     for index in range(num_prompts):
         digits = [(index + position) % 10 for position in range(3 + index % 4)]
@@ -212,7 +212,7 @@ async def update(loop: RolloutLoop, buffer: InMemoryBuffer) -> None:
 
 
 def writes(num_tokens: int, token_delay_s: float = 0.01) -> Script:
-    """A script whose finished responses have ``num_tokens`` tokens, even if they are continued."""
+    """Return a script whose finished responses have ``num_tokens`` tokens, even if they are continued."""
 
     def script(request: Any, version: int) -> ScriptedAnswer:
         num_left = num_tokens - int(np.count_nonzero(request.prompt_ids == WRITTEN))
@@ -223,7 +223,7 @@ def writes(num_tokens: int, token_delay_s: float = 0.01) -> Script:
 
 
 def ready_member(version: int = 0) -> Member:
-    """A member that serves a version."""
+    """Return a member that serves a version."""
     member = Member("engine-0", member_limits(RolloutFleetConfig()), now=0.0)
     member.started(0)
     member.verified(0, version)
@@ -247,7 +247,7 @@ def make_loop(
     images: Any = None,
     **options: Any,
 ) -> RolloutLoop:
-    """A loop that does not run yet, with an engine that serves a version."""
+    """Return a loop that does not run yet, with an engine that serves a version."""
     return RolloutLoop(
         RolloutFleetConfig(**options),
         AnsweringParts(
@@ -273,7 +273,7 @@ async def running_loop(
     version: int = 0,
     **options: Any,
 ) -> AsyncIterator[tuple[RolloutLoop, ScriptedEngine, asyncio.Task[FleetCounters]]]:
-    """A running loop with a scripted engine. It is stopped at the end. ``options`` are those of `make_loop`."""
+    """Yield a running loop with a scripted engine. It is stopped at the end. ``options`` are those of `make_loop`."""
     engine = ScriptedEngine(script)
     await engine.start()
     await engine.load_weights(bare_offer(version))

@@ -172,7 +172,7 @@ class Graves:
 def fleet_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers, *options: str, version: int = 0
 ) -> FleetGroup:
-    """A fleet with these workers, in a life that begins at ``version``.
+    """Return a fleet with these workers, in a life that begins at ``version``.
 
     ``buffer.request_timeout_s`` is 0.1 unless ``options`` change it.
     """

@@ -81,7 +81,7 @@ class ServerProxy:
                     self._do(proxy.start(port=port))
 
     def _called_ports(self, run: RunningTraining) -> set[int]:
-        """The ports that workers call. Each is the first ``--port`` of a server."""
+        """Return the ports that workers call. Each is the first ``--port`` of a server."""
         ports = set()
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(run.process.pid).children(recursive=True):

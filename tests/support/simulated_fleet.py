@@ -163,7 +163,7 @@ class SimulatedFleet:
         max_lag: ``buffer.max_lag``.
         step_s: Seconds per learner step.
         length_of: Number of tokens of a group, by its id.
-        pace_of: A group takes this many times longer per token, by its id, for example because it waits for a tool.
+        pace_of: Factor on the seconds per token of a group, by its id.
         hand_over: ``buffer.hand_over``.
     """
 
@@ -199,7 +199,7 @@ class SimulatedFleet:
         self.env.process(self._learn())
 
     def rate(self, seconds: float, *, warm_up_s: float) -> float:
-        """Tokens trained per second, after a warm-up."""
+        """Return the tokens trained per second, after a warm-up."""
         with self._loop.running():
             self.env.run(until=warm_up_s)
             before = self.tokens_trained

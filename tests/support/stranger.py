@@ -1,4 +1,4 @@
-"""Acts as another user of this host. Runs a function under another user id, in a child process."""
+"""Runs a function as another user of this host, in a child process."""
 
 import json
 import os

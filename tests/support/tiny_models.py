@@ -120,12 +120,11 @@ FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
 """Families without anything unusual."""
 
 TRAINED_FAMILIES = [*list(_FAMILIES)[: list(_FAMILIES).index("minimax") + 1]]
-"""Families that the learner trains with and without sequence parallelism. It refuses the others, or runs them
-differently."""
+"""Families that the learner trains with and without sequence parallelism."""
 
 
 def tiny_config(family: str, *, initializer_range: float, **options: Any) -> PreTrainedConfig:
-    """The configuration of a family's smallest model, with ``options`` of the family."""
+    """Return the configuration of a family's smallest model, with ``options`` of the family."""
     special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     own = {**_SHAPE, **special, "initializer_range": initializer_range, **_FAMILIES[family], **options}
     return AutoConfig.for_model(family, **own)
@@ -149,9 +148,10 @@ def plain_log_probs(model: torch.nn.Module, sequence: TokenSequence, *, temperat
 
 
 def random_sequences(num: int, seed: int = 0, *, longest: int = 24) -> list[TokenSequence]:
-    """Sequences of 2 to ``longest`` tokens with responses. Behaviour log-probs and advantages have many magnitudes.
+    """Return sequences of 2 to ``longest`` tokens with responses.
 
-    Every second sequence has the prompt of the previous one if there is room for a response.
+    Behavior log-probs and advantages have many magnitudes. Every second sequence has the prompt of the previous one if
+    there is room for a response.
     """
     rng = np.random.default_rng(seed)
     return _with_common_prompts([_sequence(rng, int(rng.integers(2, longest + 1))) for _ in range(num)])
@@ -183,7 +183,7 @@ def _sequence(rng: np.random.Generator, length: int) -> TokenSequence:
 
 
 def awkward_sequences(seed: int = 0) -> list[TokenSequence]:
-    """Difficult cases for splits.
+    """Return sequences that are difficult to split.
 
     Some sequences have one token, no loss tokens, strided arrays, or very different values.
     """
@@ -203,7 +203,7 @@ def awkward_sequences(seed: int = 0) -> list[TokenSequence]:
 
 
 def _strided(sequence: TokenSequence) -> TokenSequence:
-    """The same sequence in arrays of every second entry."""
+    """Return the same sequence in arrays of every second entry."""
 
     def spread(values: np.ndarray) -> np.ndarray:
         return values.repeat(2)[::2]

@@ -282,7 +282,7 @@ class SimulatedRun:
 
 
 def record_run(folder: Path, **shape: object) -> Trace:
-    """Simulate and record a run of a `RunShape` in ``folder``. Returns its trace. ``max_lag=0`` is a serial run."""
+    """Simulate and record a run of a `RunShape` in ``folder``, and return its trace. ``max_lag=0`` is a serial run."""
     SimulatedRun(folder, RunShape(**shape)).play()
     return Trace.load(folder)
 

@@ -21,14 +21,14 @@ START_TIMEOUT_S = 600
 
 
 def documented_metrics() -> set[str]:
-    """The metrics that docs/metrics.md explains in its tables."""
+    """Return the metrics that docs/metrics.md explains in its tables."""
     page = (ROOT / "docs" / "metrics.md").read_text()
     cells = re.findall(r"^\| (`.*?`) \| ", page, flags=re.MULTILINE)
     return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """The names of metrics that the page does not explain.
+    """Return the names of metrics that the page does not explain.
 
     A critic has the metrics of the policy. All alarms share one row, and all data sources share one row.
     """
@@ -47,7 +47,7 @@ that do not exist."""
 
 
 def _words_of(process: psutil.Process) -> str:
-    """The name and the command line of a process; empty if the process has ended."""
+    """Return the name and the command line of a process, or an empty string if it has ended."""
     with suppress(psutil.Error):
         if process.status() != psutil.STATUS_ZOMBIE:
             return process.name() + " " + " ".join(process.cmdline())
@@ -117,7 +117,10 @@ class RunningTraining(ProcessOutput):
                 process.send_signal(number)
 
     def pid_of(self, words: str) -> int:
-        """Pid of the first process of the run with ``words`` in its name or in the first four words of its command."""
+        """Return the pid of the run's first process with ``words`` in its name or the start of its command.
+
+        The start is the first four words.
+        """
         self.remember_family()
         for child in self.family.values():
             if child.is_running() and words in child.name() + " " + " ".join(child.cmdline()[:4]):
@@ -139,13 +142,13 @@ class RunningTraining(ProcessOutput):
         return found[0]
 
     def pid_at(self, words: str) -> int:
-        """Pid of the first process of the run with ``words`` in its name or whole command line."""
+        """Return the pid of the first process of the run with ``words`` in its name or whole command line."""
         pids = self.pids_at(words)
         assert pids, f"no process of the run has {words!r} in its command line"
         return pids[0]
 
     def pids_at(self, words: str) -> list[int]:
-        """Pids of all processes of the run with ``words`` in their name or whole command line."""
+        """Return the pids of all processes of the run with ``words`` in their name or whole command line."""
         self.remember_family()
         return [child.pid for child in self.family.values() if words in _words_of(child)]
 
@@ -157,12 +160,12 @@ class RunningTraining(ProcessOutput):
         return json.loads(whole.rpartition("\n")[2])["step"] + 1 if whole else 0
 
     def survivors(self, timeout_s: float = 5.0) -> list[str]:
-        """Processes that still run after the end of the run."""
+        """Return the processes that still run after the end of the run."""
         _, alive = psutil.wait_procs(list(self.family.values()), timeout=timeout_s)
         return [" ".join(process.cmdline()) or process.name() for process in alive]
 
     def left_in_shared_memory(self) -> bool:
-        """Whether the run's folder of published weights still exists."""
+        """Return whether the run's folder of published weights still exists."""
         return shared_folder(self.run_dir).exists()
 
     def end(self) -> None:

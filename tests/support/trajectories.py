@@ -56,7 +56,7 @@ def make_group(
 def sampled_turn(
     rng: np.random.Generator, length: int, parent: int, *, vocabulary: int, version: int = 0, **fields: Any
 ) -> Turn:
-    """A sampled turn of random tokens. ``fields`` are further fields of `Turn`."""
+    """Return a sampled turn of random tokens. ``fields`` are further fields of `Turn`."""
     return Turn(
         token_ids=rng.integers(0, vocabulary, length).astype(np.int32),
         parent=parent,
@@ -68,6 +68,6 @@ def sampled_turn(
 
 
 def runs(mask: np.ndarray) -> list[tuple[int, int]]:
-    """The start and the end of each run of equal values."""
+    """Return the start and the end of each series of equal values."""
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     return [(begin, end) for begin, end in pairwise(edges) if end > begin]

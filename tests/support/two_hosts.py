@@ -38,7 +38,7 @@ def skip_unless_permitted(process: subprocess.Popen, output: str) -> None:
 
 
 def left_of(mark: str, grace_s: float = 0.0) -> list[psutil.Process]:
-    """The processes that still have this mark after a short wait for their end."""
+    """Return the processes that still have this mark after a short wait for their end."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -66,11 +66,11 @@ class RunOnTwoHosts(ProcessOutput):
         return json.loads(whole.splitlines()[-1])["step"] + 1 if whole else 0
 
     def pids(self, words: str) -> list[int]:
-        """Pids on this machine of processes of both hosts with these words in their name or command line."""
+        """Return the pids of all processes of both hosts with these words in their name or command line."""
         return [one.pid for one in left_of(self.mark) if words in _words_of(one)]
 
     def pids_on_second(self, words: str) -> list[int]:
-        """Pids on this machine of processes of the second host with these words in their name or command line."""
+        """Return the pids of the second host's processes with these words in their name or command line."""
         ours = left_of(self.mark)
         (raylet,) = [one for one in ours if one.name() == "raylet" and SECOND_ADDRESS in _words_of(one)]
         host = _host_of(raylet)
@@ -100,7 +100,7 @@ def _words_of(process: psutil.Process) -> str:
 
 
 def _host_of(process: psutil.Process) -> str:
-    """The namespace of the process's host name."""
+    """Return the namespace of the process's host name."""
     with suppress(OSError):
         return os.readlink(f"/proc/{process.pid}/ns/uts")
     return ""

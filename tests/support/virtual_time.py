@@ -8,10 +8,9 @@ import pytest
 
 @pytest.fixture
 async def virtual_time(monkeypatch):
-    """Time does not advance while there is work.
+    """Let time advance only when no task has work. Then time jumps to the next timer.
 
-    Otherwise it jumps to the next timer. So a test that waits is fast, and the order of events does not depend on the
-    machine's load.
+    A test that waits is fast, and the order of events does not depend on the machine's load.
     """
     loop = asyncio.get_running_loop()
     now, select = time.monotonic(), loop._selector.select

@@ -130,18 +130,18 @@ def _write_tokenizer(directory: Path) -> dict[str, int]:
 
 
 def picture(seed: int = 0, *, width: int = 16, height: int = 8) -> np.ndarray:
-    """A random image, [height, width, 3] uint8."""
+    """Return a random image, [height, width, 3] uint8."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def coloured(colour: str, seed: int = 0, *, width: int = 8, height: int = 8) -> np.ndarray:
-    """An image in one of `COLOURS` with some noise, [height, width, 3] uint8."""
+    """Return an image in one of `COLOURS` with some noise, [height, width, 3] uint8."""
     noise = np.random.default_rng(seed).integers(-20, 21, (height, width, 3))
     return np.clip(np.array(COLOURS[colour]) + noise, 0, 255).astype(np.uint8)
 
 
 def as_png(pixels: np.ndarray) -> bytes:
-    """A PNG file of [height, width, 3] uint8."""
+    """Return a PNG file of [height, width, 3] uint8."""
     file = io.BytesIO()
     Pillow.fromarray(pixels).save(file, "PNG")
     return file.getvalue()

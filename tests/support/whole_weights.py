@@ -61,7 +61,7 @@ def gather_weights(trainer: PackedModel) -> dict[str, Tensor] | None:
 
 
 def weights_of(trainer: PackedModel) -> dict[str, np.ndarray]:
-    """`gather_weights` as arrays, which one process can send to another. Empty on all ranks except the first."""
+    """Return the result of `gather_weights` as arrays, empty on all ranks except the first."""
     return {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
 
 

@@ -1,8 +1,7 @@
 """Real SGLang servers load published weights while requests run, and every token has the right version.
 
-One row per kind of model, engine and offer. Each row makes 30 updates while several requests run. The log-prob of every
-sampled token is compared with a Hugging Face forward of the version that the engine reported. All prompts share a long
-prefix. A request that begins after an update must not use a KV cache from before the update.
+Each row of the table makes 30 updates. The log-prob of every sampled token is compared with a Hugging Face forward of
+the version that the engine reported.
 """
 
 import asyncio

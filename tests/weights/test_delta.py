@@ -1,4 +1,4 @@
-"""Deltas are exact. The result equals the new version bit for bit."""
+"""A delta restores the new version bit for bit."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Loading many experts with one copy. The values must be at the places where the model's own loader puts them."""
+"""Loading many experts with one copy puts the values where the model's own loader puts them."""
 
 import contextlib
 import gc

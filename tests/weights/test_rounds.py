@@ -1,7 +1,4 @@
-"""The members of a round of a weight stream, and the channel for its messages.
-
-`test_stream.py` tests the transfer of weights.
-"""
+"""The members of a round of a weight stream, and the channel for its messages."""
 
 import asyncio
 import os
@@ -86,7 +83,7 @@ def coordinator():
 
 @contextmanager
 def coordinators(first_message=None, num_receivers=1):
-    """A coordinator of one rank in a thread. ``first_message`` gets each connection and message."""
+    """Yield a coordinator of one rank in a thread. ``first_message`` gets each connection and message."""
     coordinator = RoundCoordinator(PublishOptions(num_receivers=num_receivers), "127.0.0.1", num_ranks=1)
     if first_message is not None:
         coordinator._take = first_message
@@ -173,7 +170,7 @@ def test_an_unreachable_host_does_not_count_as_an_ended_sender(coordinator, monk
 
 
 def test_a_vanished_sender_is_noticed_by_missing_answers_of_its_host(tmp_path):
-    """This is the state after a power loss of the host. No bytes arrive, and the connection does not end."""
+    """As after a power loss of the host, no bytes arrive, and the connection does not end."""
     script = tmp_path / "vanish.py"
     script.write_text(VANISHING)
     if subprocess.run(["unshare", "-rn", "ip", "link", "set", "lo", "up"], check=False).returncode:

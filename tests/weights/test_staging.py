@@ -418,7 +418,7 @@ async def test_a_stream_replaces_a_damaged_image_by_the_full_version(make_stager
 
 
 def outside(tmp_path):
-    """A folder of the user that must not be reachable from a manifest."""
+    """Return a folder of the user that must not be reachable from a manifest."""
     folder = tmp_path / "outside"
     folder.mkdir()
     return folder

@@ -1,4 +1,4 @@
-"""Rounds in which learner ranks broadcast a version to receivers. All processes run on this host."""
+"""Rounds in which learner ranks broadcast a version to receivers."""
 
 import asyncio
 import signal
@@ -29,7 +29,9 @@ from asyncrl.weights.manifest import (
     read_manifest,
     safetensors_header,
 )
+from asyncrl.weights.received import copy_file
 from asyncrl.weights.rounds import ChannelAddress, RoundCoordinator, WeightChannel
+from asyncrl.weights.snapshot import WritableFile
 from asyncrl.weights.stream import (
     ArrivingWeights,
     WeightGroup,
@@ -184,13 +186,13 @@ def short_rounds(monkeypatch):
 
 @pytest.fixture
 def ranks(short_rounds):
-    """Two senders in this process. Receivers run on threads."""
+    """Yield two senders in this process. Their receivers run on threads."""
     yield from both_ranks(OPTIONS)
 
 
 @pytest.fixture
 def ranks_into_engines(short_rounds):
-    """Two senders in this process that send to engines' ranks."""
+    """Yield two senders in this process that send to engines' ranks."""
     yield from both_ranks(replace(OPTIONS, carrier=Carrier.engine_stream))
 
 
@@ -349,7 +351,7 @@ def test_bytes_on_a_gpu_are_compared_by_digests_that_it_computes(is_damaged):
 
 
 async def test_a_pinned_version_is_sent_even_if_many_versions_are_newer(ranks, tmp_path):
-    """Earlier, an evaluation waited for an engine that had joined late and could not get the version any more."""
+    """An evaluation may wait for an engine that joined late and needs the pinned version."""
     pinned = offered_by(ranks, 1, tmp_path)
     for state in ranks:
         state["sender"].retire(1)
@@ -382,7 +384,7 @@ async def test_a_receiver_whose_answers_are_lost_asks_again_and_then_raises(rank
 
 
 async def test_a_rank_without_the_version_ends_the_round_at_once(ranks, tmp_path):
-    """Earlier, the receivers waited a minute, until the round's deadline, before they could ask for a newer version."""
+    """The receivers can then request a newer version before the round's deadline."""
     offered, began = offered_by(ranks, 1, tmp_path), time.monotonic()
     ranks[1]["sender"].retire(2)
     with pytest.raises(WeightsError, match=r"in 3 rounds: \['round 1 of weights is over', 'round 2"):
@@ -474,6 +476,18 @@ def test_without_room_on_the_receivers_host_weights_error_is_raised(tmp_path, mo
     monkeypatch.setattr("asyncrl.weights.stream.os.posix_fallocate", full)
     with pytest.raises(WeightsError, match=r"no room for \d+ bytes of weights in .*No space left"):
         new_data_file(tmp_path, manifest)
+
+
+def test_a_file_of_weights_that_cannot_be_made_is_not_called_a_lack_of_room(tmp_path):
+    (tmp_path / "folder").write_text("not a folder")
+    _, _, manifest = version_of(1)
+    for write in (
+        lambda: new_data_file(tmp_path / "folder", manifest),
+        lambda: WritableFile(tmp_path / "folder" / "file", 100, []),
+        lambda: copy_file(tmp_path / "folder", tmp_path / "folder" / "file"),
+    ):
+        with pytest.raises(WeightsError, match=r"^\d+ bytes of weights cannot be written to .*/folder: .*Not a dir"):
+            write()
 
 
 def test_a_missing_interface_is_refused_with_the_existing_ones():
