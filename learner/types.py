@@ -209,7 +209,6 @@ def group_sequences(
     branches = branches_of(group, range(group.num_trajectories) if samples is None else samples)
     if not branches:
         return []
-    # the last branch of a trajectory decides
     is_cut = {branch.trajectory: mask_truncated and group.is_truncated(branch) for branch in branches}
     own = {name: group.along_each(branches, name) for name in (group.token_columns if all_columns else ())}
     if version is not None:

@@ -492,7 +492,7 @@ def test_a_file_of_weights_that_cannot_be_made_is_not_called_a_lack_of_room(tmp_
 
 def test_a_missing_interface_is_refused_with_the_existing_ones():
     assert interface_address("lo") == "127.0.0.1"
-    with pytest.raises(ValueError, match=r"weights.interface must be .* got 'eth77' .* there are \['lo'"):
+    with pytest.raises(ValueError, match=r"weights.interface must be .* got 'eth77' .* choose one of \['lo'"):
         interface_address("eth77")
 
 
