@@ -200,8 +200,7 @@ def group_sequences(
         mini_batch: Index of the optimizer update that trains on them.
         mask_truncated: Leave a trajectory out of the loss if its last branch reached the length limit.
         all_columns: Add all token columns of the group, not only ``behavior_logprobs``.
-        version: Policy version of the learner. If given, the sequences get the column ``is_fresh``: 1 at tokens of lag
-            0, else 0.
+        version: The learner's policy version. It adds the column ``is_fresh``: 1 at tokens of lag 0, else 0.
 
     Returns:
         The sequences. The branches of each trajectory keep their order.
@@ -212,9 +211,8 @@ def group_sequences(
     is_cut = {branch.trajectory: mask_truncated and group.is_truncated(branch) for branch in branches}
     own = {name: group.along_each(branches, name) for name in (group.token_columns if all_columns else ())}
     if version is not None:
-        own["is_fresh"] = [
-            (versions == version).astype(np.float32) for versions in group.along_each(branches, "versions")
-        ]
+        versions = group.along_each(branches, "versions")
+        own["is_fresh"] = [(each == version).astype(np.float32) for each in versions]
     columns = [group.along_each(branches, "token_ids"), group.along_each(branches, "logprobs")]
     seen: Sequence[SequenceImages | None] = [None] * len(branches)
     if group.images is not None:
