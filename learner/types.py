@@ -190,7 +190,7 @@ def group_sequences(
     all_columns: bool = False,
     version: int | None = None,
 ) -> list[TokenSequence]:
-    """Convert trajectories of a prompt group to sequences, one per branch.
+    """Return the sequences of a prompt group's trajectories, one per branch. The branches keep their order.
 
     Each sampled turn is in the loss of exactly one branch. Prompts and tokens from an environment are not in the loss.
 
@@ -201,9 +201,6 @@ def group_sequences(
         mask_truncated: Leave a trajectory out of the loss if its last branch reached the length limit.
         all_columns: Add all token columns of the group, not only ``behavior_logprobs``.
         version: The learner's policy version. It adds the column ``is_fresh``: 1 at tokens of lag 0, else 0.
-
-    Returns:
-        The sequences. The branches of each trajectory keep their order.
     """
     branches = branches_of(group, range(group.num_trajectories) if samples is None else samples)
     if not branches:
