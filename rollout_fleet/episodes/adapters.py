@@ -23,7 +23,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from asyncrl.core.registry import Registry
 from rollout_fleet.child_pipes import kill_marked
 
-from .environment import ENVIRONMENTS, AssistantMessage, EpisodeFailure, FailureKind, Outcome, Policy, ToolError
+from .environment import (
+    ENVIRONMENTS,
+    AssistantMessage,
+    EpisodeFailure,
+    FailureKind,
+    Outcome,
+    Policy,
+    ToolError,
+    read_json,
+)
 
 if TYPE_CHECKING:
     from asyncrl.core.types import Prompt
@@ -352,7 +361,7 @@ class OpenEnvEnvironment:
         if self._action != "json":
             return {self._action: text}
         try:
-            action = json.loads(text)
+            action = read_json(text)
         except ValueError as error:
             raise _InvalidAction(f"Answer with a JSON object: {error}") from error
         if not isinstance(action, dict):
@@ -405,7 +414,7 @@ async def use_tools(
             if name not in names:
                 raise ToolError(f"there is no tool {name!r}, only {sorted(names)}")
             try:
-                arguments = json.loads(wanted["function"]["arguments"] or "{}")
+                arguments = read_json(wanted["function"]["arguments"] or "{}")
             except ValueError as error:
                 raise ToolError(f"the arguments of {name} are not JSON: {error}") from error
             content = await policy.run_tool(call(name, arguments), name=name)

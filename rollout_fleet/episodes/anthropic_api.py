@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.core.image_files import is_image
 
+from .environment import read_json
 from .messages import read_content, text_or_parts
 from .openai_api import MODEL, check_fields, list_of, read_options, split_tools
 from .session import ChatRequest, SampledAnswer
@@ -187,6 +188,6 @@ def _read_tool(tool: Any, where: str) -> dict[str, Any]:
 
 def _input_of(arguments: str) -> Any:
     try:
-        return json.loads(arguments or "{}")
+        return read_json(arguments or "{}")
     except ValueError:
         return {"arguments": arguments}  # the API requires an object here

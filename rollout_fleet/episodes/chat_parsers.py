@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from .chat_tokenizer import ChatTokenizer
+from .environment import read_json
 
 JSON_TAGS = "json"
 SGLANG = "sglang:"
@@ -43,7 +43,7 @@ class JsonTagParser:
         malformed: list[str] = []
         for match in _CALL.finditer(text):
             try:
-                call = json.loads(match[1])
+                call = read_json(match[1])
                 calls.append((str(call["name"]), call.get("arguments") or {}))
             except (ValueError, KeyError, TypeError, AttributeError):
                 malformed.append(match[0])
@@ -90,7 +90,7 @@ class SGLangParser:
         if not tools or not parser.has_tool_call(text):
             return text, [], []
         content, calls = parser.parse_non_stream(text)
-        return content, [(call.name, json.loads(call.parameters)) for call in calls if call.name], []
+        return content, [(call.name, read_json(call.parameters)) for call in calls if call.name], []
 
 
 def make_tool_parser(name: str, tokenizer: ChatTokenizer) -> ToolCallParser:

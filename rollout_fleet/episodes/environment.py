@@ -29,6 +29,8 @@ OVERFLOW_CODE = "context_length_exceeded"
 """Code of the endpoint's error when the episode's budget is used up. OpenAI's API uses it too."""
 OnTool = Callable[[int, str, bool], None]
 """Called at the beginning and end of a tool call. Arguments: number in the episode, tool name, whether it begins."""
+MAX_LEVELS = 100
+"""The most levels of objects and arrays in JSON that the policy wrote."""
 _LARGEST = 3.4028234663852886e38  # of float32
 
 
@@ -326,3 +328,30 @@ class Environment(Protocol):
 
 ENVIRONMENTS: Registry[Any] = Registry("rollout_fleet.environment.name")
 """Environment classes and async functions by name."""
+
+
+def read_json(text: str) -> Any:
+    """Parse JSON that the policy wrote.
+
+    Raises:
+        ValueError: the text is not JSON, or has more than `MAX_LEVELS` levels. Otherwise a policy that repeats an
+            opening bracket would cause a `RecursionError` here, in a chat template or in a tool.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"JSON must have at most {MAX_LEVELS} levels, got more") from error
+    if is_deep(value):
+        raise ValueError(f"JSON must have at most {MAX_LEVELS} levels, got more")
+    return value
+
+
+def is_deep(value: Any) -> bool:
+    """Return whether a parsed value has more than `MAX_LEVELS` levels of objects and arrays."""
+    level = [value]
+    for _ in range(MAX_LEVELS + 1):
+        parts = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
+        level = [one for part in parts for one in part]
+        if not level:
+            return False
+    return True

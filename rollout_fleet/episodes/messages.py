@@ -14,15 +14,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import orjson
 
 from asyncrl.core.image_files import is_image
 
+from .environment import read_json
+
 Message = Mapping[str, Any]
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_DECODER = json.JSONDecoder(parse_constant=str)  # orjson writes NaN and infinity as null
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
@@ -130,14 +132,14 @@ def canonical(message: Message, call_places: Mapping[str, int]) -> bytes:
     for call in message.get("tool_calls", ()):
         function = call["function"]
         try:
-            arguments = _DECODER.decode(function["arguments"] or "{}")
+            arguments = read_json(function["arguments"] or "{}")
         except ValueError:
             arguments = function["arguments"].strip()
         form += [function["name"], arguments]
-    try:
-        return orjson.dumps(form, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # integers of more than 64 bits, or invalid Unicode
-        return json.dumps(form, sort_keys=True).encode()
+    with suppress(TypeError):  # invalid Unicode
+        if "tool_calls" not in message:
+            return orjson.dumps(form)
+    return json.dumps(form, sort_keys=True).encode()  # orjson refuses large integers, and writes NaN as null
 
 
 def follow(digest: bytes, message: Message, call_places: Mapping[str, int]) -> bytes:

@@ -6,7 +6,6 @@ otherwise the template. Sampled text is never encoded again.
 
 from __future__ import annotations
 
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from asyncrl.core.image_files import is_vision_model
 from .chat_parsers import JSON_TAGS, REASONING_BEGIN, REASONING_END, make_tool_parser, split_reasoning
 from .chat_tokenizer import PLAIN_ROLES, PLAIN_TEMPLATE, ChatTokenizer
 from .config import RendererConfig
+from .environment import is_deep, read_json
 
 AUTO = "auto"
 TEMPLATE = "template"
@@ -161,9 +161,17 @@ class LibraryRenderer(ChatRenderer):
 
     def parse(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], tools: Sequence[Message]) -> ParsedAnswer:
         """See `ChatRenderer.parse`."""
-        answer = self._inner.parse_response(list(sampled_ids), tools=_tools(tools), prompt_ids=list(prompt_ids))
-        calls = [(call.name, call.arguments) for call in answer.tool_calls if call.status == "ok" and call.name]
-        malformed = [call.raw for call in answer.tool_calls if call.status != "ok" or not call.name]
+        try:
+            answer = self._inner.parse_response(list(sampled_ids), tools=_tools(tools), prompt_ids=list(prompt_ids))
+        except RecursionError:  # the policy wrote JSON with too many levels
+            return ParsedAnswer(content=self.tokenizer.decode(self.without_stop(sampled_ids)), num_malformed=1)
+        calls: list[tuple[str, Any]] = []
+        malformed: list[str] = []
+        for call in answer.tool_calls:
+            if call.status == "ok" and call.name and not is_deep(call.arguments):
+                calls.append((call.name, call.arguments))
+            else:
+                malformed.append(call.raw)
         return ParsedAnswer(
             content="\n".join(filter(None, [answer.content, *malformed])),
             reasoning=answer.reasoning_content or "",
@@ -513,7 +521,7 @@ def _prepared_call(call: Message) -> dict[str, Any]:
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
         try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
+            function["arguments"] = read_json(function["arguments"] or "{}")
         except ValueError:
             logger.debug("arguments of a call of %s stay text", function.get("name"))
     return {**call, "function": function}

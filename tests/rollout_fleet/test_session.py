@@ -374,3 +374,22 @@ async def test_a_session_refuses_a_turn_whose_prompt_is_not_the_tokens_of_its_re
     talk.turns.sample = other_tokens
     with pytest.raises(AssertionError, match="is not turn 1 and the tokens"):
         await talk.chat(USER, first.message, MORE, key="another")
+
+
+NESTED = '{"name": "weather", "arguments": {"city": %s}}'
+
+
+@pytest.mark.parametrize("style", ["chatml", "qwen3"])
+@pytest.mark.parametrize("arguments", ["[" * 3000, "[" * 3000 + "]" * 3000, "[" * 300 + "]" * 300])
+async def test_a_call_with_deeply_nested_arguments_is_text_and_the_session_goes_on(renderers, style, arguments):
+    text = f"<tool_call>\n{NESTED % arguments}\n</tool_call>"
+    talk = Talk(
+        renderers(style), text + "<|im_end|>", "Warm.<|im_end|>", most=8000, max_tokens=1 << 20, max_context=1 << 20
+    )
+    (first,) = await talk.chat(USER, tools=[TOOL])
+    assert first.finish_reason == "stop"
+    assert "tool_calls" not in first.message
+    assert arguments in first.message["content"]
+    assert talk.session.counts.malformed_calls == 1
+    (second,) = await talk.chat(USER, first.message, MORE, tools=[TOOL])
+    assert second.message["content"] == "Warm."
