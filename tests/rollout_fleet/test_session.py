@@ -383,9 +383,7 @@ NESTED = '{"name": "weather", "arguments": {"city": %s}}'
 @pytest.mark.parametrize("arguments", ["[" * 3000, "[" * 3000 + "]" * 3000, "[" * 300 + "]" * 300])
 async def test_a_call_with_deeply_nested_arguments_is_text_and_the_session_goes_on(renderers, style, arguments):
     text = f"<tool_call>\n{NESTED % arguments}\n</tool_call>"
-    talk = Talk(
-        renderers(style), text + "<|im_end|>", "Warm.<|im_end|>", most=8000, max_tokens=1 << 20, max_context=1 << 20
-    )
+    talk = Talk(renderers(style), text + "<|im_end|>", "Warm.<|im_end|>", most=8000)
     (first,) = await talk.chat(USER, tools=[TOOL])
     assert first.finish_reason == "stop"
     assert "tool_calls" not in first.message
