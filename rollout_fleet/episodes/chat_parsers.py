@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from .chat_tokenizer import ChatTokenizer
-from .environment import read_json
+from .environment import is_deep, read_json
 
 JSON_TAGS = "json"
 SGLANG = "sglang:"
@@ -64,8 +64,14 @@ class LibraryParser:
     ) -> tuple[str, list[tuple[str, Any]], list[str]]:
         """See `ToolCallParser.split`."""
         content_ids, calls = self._parser.extract(list(token_ids))
-        good = [(call.name, call.arguments) for call in calls if call.status == "ok" and call.name]
-        return self._tokenizer.decode(content_ids), good, [call.raw for call in calls if call.status != "ok"]
+        good: list[tuple[str, Any]] = []
+        malformed: list[str] = []
+        for call in calls:
+            if call.status == "ok" and call.name and not is_deep(call.arguments):
+                good.append((call.name, call.arguments))
+            else:
+                malformed.append(call.raw)
+        return self._tokenizer.decode(content_ids), good, malformed
 
 
 class SGLangParser:
@@ -90,7 +96,14 @@ class SGLangParser:
         if not tools or not parser.has_tool_call(text):
             return text, [], []
         content, calls = parser.parse_non_stream(text)
-        return content, [(call.name, read_json(call.parameters)) for call in calls if call.name], []
+        good: list[tuple[str, Any]] = []
+        malformed: list[str] = []
+        for call in calls:
+            try:
+                good += [(call.name, read_json(call.parameters))] if call.name else []
+            except ValueError:
+                malformed.append(call.parameters)
+        return content, good, malformed
 
 
 def make_tool_parser(name: str, tokenizer: ChatTokenizer) -> ToolCallParser:

@@ -319,7 +319,10 @@ class TemplateRenderer(ChatRenderer):
         reasoning, rest = split_reasoning(self.tokenizer, prompt_ids, ids)
         content, calls, malformed = self.tokenizer.decode(rest), [], []
         if self._tool_parser is not None:
-            content, calls, malformed = self._tool_parser.split(rest, tools)
+            try:
+                content, calls, malformed = self._tool_parser.split(rest, tools)
+            except RecursionError:  # the policy wrote JSON with too many levels
+                content, malformed = "", [content]
         for token in self.tokenizer.all_special_tokens:
             content = content.replace(token, "")
         return ParsedAnswer(

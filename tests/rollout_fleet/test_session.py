@@ -379,11 +379,13 @@ async def test_a_session_refuses_a_turn_whose_prompt_is_not_the_tokens_of_its_re
 NESTED = '{"name": "weather", "arguments": {"city": %s}}'
 
 
-@pytest.mark.parametrize("style", ["chatml", "qwen3"])
+@pytest.mark.parametrize("style", ["chatml", "qwen3", "chatml/qwen3"])
 @pytest.mark.parametrize("arguments", ["[" * 3000, "[" * 3000 + "]" * 3000, "[" * 300 + "]" * 300])
 async def test_a_call_with_deeply_nested_arguments_is_text_and_the_session_goes_on(renderers, style, arguments):
     text = f"<tool_call>\n{NESTED % arguments}\n</tool_call>"
-    talk = Talk(renderers(style), text + "<|im_end|>", "Warm.<|im_end|>", most=8000)
+    style, _, parser = style.partition("/")
+    options = {"name": "template", "tool_parser": parser} if parser else {}
+    talk = Talk(renderers(style, **options), text + "<|im_end|>", "Warm.<|im_end|>", most=8000)
     (first,) = await talk.chat(USER, tools=[TOOL])
     assert first.finish_reason == "stop"
     assert "tool_calls" not in first.message
