@@ -24,7 +24,7 @@ class Target:
     at_most: float | None = None
 
     def is_met(self, value: float) -> bool:
-        """Whether the value is within the bounds."""
+        """Return whether the value is within the bounds."""
         above = self.at_least is None or value >= self.at_least
         return above and (self.at_most is None or value <= self.at_most)
 
