@@ -21,7 +21,7 @@ def describe_model(directory: str, *, for_device: bool = False) -> Manifest:
         for_device: Also compute the digests that engines on GPUs compare.
 
     Raises:
-        WeightsError: the directory has no safetensors files, or one cannot be read.
+        WeightsError: The directory has no safetensors files, or a file cannot be read.
     """
     names = sorted(path.name for path in Path(directory).glob("*.safetensors"))
     if not names:

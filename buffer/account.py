@@ -28,7 +28,7 @@ REWARD = "reward"
 RESUME = "resume"
 
 MAX_REMEMBERED = 4096
-"""Largest number of remembered ended attempts, and of finished groups with several attempts. The oldest are forgotten
+"""Largest number of remembered ended attempts, and of finished groups with several attempts. The oldest ones leave
 first."""
 
 

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 LEDGER_PART = "journal"
 MARKS = "checkpoints"
-"""The journal's key for the keys of the ledger's marks."""
+"""Name of the journal's value with the keys of the ledger's marks."""
 _MAX_REMEMBERED = 4
 
 

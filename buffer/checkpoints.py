@@ -21,7 +21,7 @@ from .rule import Preference, StalenessRule, rank_of
 MAX_MARKS = 8
 """Largest number of remembered marks."""
 MAX_WRITING = 2
-"""Largest number of checkpoints that a run writes at a time. The newest complete checkpoint then has a mark."""
+"""Largest number of checkpoints that a run writes at a time. With this limit the newest complete one keeps its mark."""
 
 
 class Mark(Row, frozen=True, kw_only=True):

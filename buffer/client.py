@@ -48,11 +48,11 @@ _RECONNECT_MAX_MS = 2000
 _HEARTBEAT_MS = 5000
 _BATCH = 16
 _HELD_FACTOR = 1.5
-"""Factor on the deadline of requests that a server may hold for half of the deadline. If a server dies at the end of
-the hold, the restarted server then has the usual time to answer."""
+"""Factor on the deadline of requests that a server may hold for half of the deadline. If the server dies at the end of
+this half, a restarted server still has the usual time to answer."""
 _MAX_REPLY_BYTES = 1 << 40
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-"""The server does not know the key, or only one of the two has keys."""
+"""Events of a refused connection: the server does not know the key, or only one side has keys."""
 
 
 class Connection:

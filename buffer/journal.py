@@ -41,10 +41,10 @@ _MAGIC = b"asyncrl buffer journal %d\n" % FORMAT
 _COMPACT_BYTES = 16 * 1024**2
 _GROW_BYTES = 4 * 1024**2
 _MAX_PUT_BYTES = 4096
-"""Bytes reserved for a put without its frames. A group of very many samples gets the rest at the write."""
+"""Bytes reserved for a put without its frames. A larger put gets more bytes when it is written."""
 _MAX_PARTS = 1024
 _HEADER = struct.Struct("<QIQ")
-"""Checksum (xxh3) of head and frames, size of the head, size of the frames, in bytes."""
+"""Checksum (xxh3) of head and frames, bytes of the head, and bytes of the frames."""
 
 AnyCommand: TypeAlias = reduce(or_, leaves(Command))  # type: ignore
 AnyOutcome: TypeAlias = reduce(or_, leaves(LedgerOutcome))  # type: ignore

@@ -25,14 +25,20 @@ from .outcomes import GrantedLease
 MOST_CHANGES = 2
 """Most changes of worker per group. The second change is for a group that moved to another slow worker."""
 _SLOWER = 2.0
-"""A worker is slow at this multiple of another worker's seconds per token. A takeover then repays its new prefill."""
+"""A worker is slow at this multiple of another worker's seconds per token. A takeover then saves more time than the
+new prefill costs.
+"""
 _KEPT = 8
-"""Number of a worker's last groups that count. Few, because engines change; not 1, because groups differ."""
+"""Number of a worker's last groups that its pace counts. It is small because engines change, and above 1 because groups
+differ.
+"""
 _FORGET_AFTER = 30.0
-"""The buffer forgets an idle worker's pace after this multiple of its longest group's duration. A new trial of a slow
-worker then costs the fleet 3%."""
+"""The buffer forgets an idle worker's pace after this multiple of the duration of its longest group. New trials of a
+slow worker then cost the fleet 3%."""
 _PLACE_KEPT_S = 1.0
-"""Seconds that a worker keeps a place free for a takeover. The old worker hands over after a few decoding steps."""
+"""Seconds that a worker keeps a place free for a takeover. The slow worker hands the group over within a few decoding
+steps.
+"""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -234,7 +234,7 @@ class Room:
 
 
 FILTERS: Registry[Filter] = Registry("buffer.filters")
-"""Filters by name. The buffer counts each dropped group under the name of its filter."""
+"""Filters by name. The buffer counts each dropped group under the name of the filter."""
 ORDERS: Registry[Preference] = Registry("buffer.order")
 """Selection orders by name."""
 

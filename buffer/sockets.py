@@ -43,7 +43,7 @@ _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LAST = int(zmq.NOBLOCK)
 _send: Any = zmq.backend.Socket.send
 _receive: Any = zmq.backend.Socket.recv
-"""The backend's calls. The wrappers of `zmq.Socket` take more than twice as long."""
+"""Calls of ZMQ's backend, because the wrappers of `zmq.Socket` take more than twice as long."""
 _CHUNK = struct.Struct("<4sQII")
 _CHUNK_MAGIC, _ACK_MAGIC = b"chnk", b"ackn"
 _MAX_CHUNK_FRAMES = 2048

@@ -37,7 +37,7 @@ _MAX_REMEMBERED = 4096
 _FIRST_WARNING_STEPS = 4
 _BEATS_TO_SILENCE = 4
 _SEARCH_S = 5e-5
-"""Seconds per waiting request between a failed search and the next search. A search takes a fiftieth of this time."""
+"""Seconds, per waiting request, from a search without success to the next search. A search takes a fiftieth of it."""
 
 
 class Replies:
