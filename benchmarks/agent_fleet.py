@@ -90,7 +90,7 @@ class _CountingPlayer(EpisodePlayer):
 
 @dataclass(frozen=True, kw_only=True)
 class _Round:
-    """The rate of the fleet in a time window, whose start and end are from `time.monotonic_ns`."""
+    """The rate of the fleet in a time window. Start and end are in `time.monotonic_ns`."""
 
     turns_per_s: float
     window: tuple[int, int]

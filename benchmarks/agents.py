@@ -161,7 +161,7 @@ async def _bare_latencies() -> list[float]:
 
 
 async def _in_client(accesses: Sequence[tuple[str, str]]) -> list[float]:
-    """Play all episodes in a separate process. Returns the seconds of each call minus those of its turn."""
+    """Play all episodes in a separate process. Returns the seconds of each call minus the duration of its turn."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return await asyncio.get_running_loop().run_in_executor(pool, _play_all, accesses)
 
@@ -198,7 +198,7 @@ async def _play(accesses: Sequence[tuple[str, str]]) -> list[float]:
 
 
 def tree_vs_linear_tokens() -> dict[str, float]:
-    """Compute the packed tokens of trees ÷ those of their branches, those of their turns, and the distinct tokens."""
+    """Compute the packed tokens of trees ÷ the tokens of their branches, of their turns, and the distinct tokens."""
     count = tree_tokens(search_groups())
     figures = {"linear": "branches", "turns": "turns", "distinct": "distinct"}
     return {f"tree_vs_{name}_tokens": count["shared"] / count[what] for name, what in figures.items()}

@@ -174,7 +174,7 @@ class _Collectives(TorchDispatchMode):
 
 
 class _Waits(TorchFunctionMode):
-    """Records the calls in which the host would wait for the device if the tensors were on a GPU."""
+    """Records the calls that would make the host wait for the device if the tensors were on a GPU."""
 
     def __init__(self, update: FakeUpdate) -> None:
         super().__init__()

@@ -251,7 +251,7 @@ def print_load_memory(model_path: str) -> None:
     model = PackedModel(LearnerConfig(**options), REFERENCE, model_path=model_path)
     shards = sum(local_tensor(parameter.detach()).nbytes for parameter in model.head.parameters())
     print((_peak_bytes() - before) / shards)
-    mesh.largest(torch.ones(1))  # waits for all ranks: the others fail if a rank ends early
+    mesh.largest(torch.ones(1))  # waits for all ranks, because a rank that ends early makes the remaining ranks fail
 
 
 def balance_max_over_mean() -> float:
@@ -302,7 +302,8 @@ def _summary(group_id: int, lengths: list[int]) -> GroupSummary:
 def window_attention_ratio(rounds: int, num_tokens: int = 4096, window: int = 128) -> float:
     """Measure the seconds of sliding-window attention ÷ the seconds of the same attention with a dense mask.
 
-    The seconds are those of the forward and the backward pass."""
+    Both times include the forward and the backward pass.
+    """
     q, k, v = (torch.randn(1, heads, num_tokens, 64, requires_grad=True) for heads in (8, 2, 2))
     layout = packed_layout((num_tokens,), torch.device("cpu"))
 

@@ -87,7 +87,7 @@ def lag_scenario(row: LagRow) -> Scenario:
 
 
 def spread_of(straggling: float) -> float:
-    """Find the spread of log-normal lengths for which the longest of 8 is ``straggling`` times the mean."""
+    """Find a spread of log-normal lengths: the longest of 8 must be ``straggling`` times the mean."""
     draws = np.random.default_rng(0).standard_normal((20_000, _GROUP))
 
     def of(spread: float) -> float:

@@ -1,4 +1,4 @@
-"""Makes manifests of saved models, so that engines can load weights without a learner."""
+"""Makes manifests of saved models. With a manifest, engines can load weights without a learner."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class AttemptHistory:
         return self._ended.get((group_id, attempt))
 
     def settle(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return and forget an attempt whose owed report has arrived; None if it owed no report."""
+        """Return and forget an attempt when its owed report has arrived. Return None if it owed no report."""
         ended = self._ended.get((group_id, attempt))
         if ended is None or not ended.owes_report:
             return None

@@ -63,11 +63,11 @@ class BufferConfig:
         max_stored_bytes: Bound on trajectories and saved prefixes, in bytes per server. A full buffer grants no leases
             until a batch leaves. It evicts groups only if no batch is planned and none can be filled.
         max_memory_bytes: Bound on trajectories and saved prefixes in a server's memory, in bytes; 0 sets no bound.
-            The other ones stay in the journal's files until the learner fetches them. Needs ``durability=disk``.
+            Further ones stay in the journal's files until the learner fetches them. Needs ``durability=disk``.
         max_prompt_bytes: Bound on prompts, in bytes, from their arrival until their groups are stored. Enqueueing waits
             at this bound.
-        request_timeout_s: Deadline of a client's request, in seconds. The server may hold a request for half of this
-            time. The deadline of a held request is 1.5 times as long.
+        request_timeout_s: Deadline of a client's request, in seconds. The server may hold some requests for half of
+            this time. A request that may be held has 1.5 times this deadline.
         filters: Dynamic-sampling filters: ``equal_rewards``, ``no_tokens``, ``file.py:function`` or
             ``module:function``. Your function gets a `GroupSummary` and returns whether to keep the group. The buffer
             counts a dropped group under the filter's name. Example: ``["equal_rewards"]``.

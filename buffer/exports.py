@@ -71,7 +71,7 @@ class ExportedGroup:
         attempt: Number of the current or last attempt; -1 before the first attempt.
         engine_version: Engine version u of the attempt.
         deadline: u + max_lag, the last learner version that may consume the group.
-        planned_for: The version whose batch holds the group; -1 if no batch does.
+        planned_for: Version of the batch that holds the group; -1 if no batch does.
         num_uses: Number of learner steps that trained on the group.
         is_complete: Whether ``trajectories`` are finished and scored. Otherwise they are the saved prefix.
         trajectories: The trajectories; None if the group has no tokens yet.

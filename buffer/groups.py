@@ -130,7 +130,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         return self.result if num_uses == len(self.uses) else replace(self.result, num_uses=num_uses)
 
     def set_uses(self, uses: tuple[int, ...]) -> None:
-        """Set the versions whose steps trained on the group."""
+        """Set the versions of the learner steps that trained on the group."""
         self.uses = uses
         self.summary = replace(self.result, num_uses=len(uses))
 

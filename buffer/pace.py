@@ -231,8 +231,8 @@ class WorkerPaces:
     def usual_pace(self, name: bytes, now: float) -> float:
         """Return a worker's median seconds per token.
 
-        An unknown worker gets the fastest worker's pace, or 0 if no pace is known. The pace of an idle worker is
-        forgotten after a long time, so that a slow worker is measured again.
+        For an unknown worker, return the fastest worker's pace, or 0 if no pace is known. The pace of an idle worker is
+        forgotten after a long time, so a slow worker is measured again.
         """
         worker = self._workers.get(name)
         if worker is None or not worker.paces:

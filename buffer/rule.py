@@ -172,8 +172,8 @@ class Room:
     def reserve(self, group: Group, num_bytes: int, *, host: str, may_evict: bool) -> Reserved:
         """Choose the store for ``num_bytes`` of a running group, and the groups to evict there.
 
-        The store on ``host`` is chosen if the bytes fit there, else the emptiest store. Groups are evicted only if
-        ``may_evict``.
+        The store on ``host`` comes first. If the bytes do not fit there, choose the emptiest store. Evict groups only
+        if ``may_evict``.
 
         Raises:
             StoreFull: The bytes do not fit now.
@@ -278,7 +278,7 @@ def _largest_reward_variance_first(summary: GroupSummary, deadline: int) -> floa
 
 
 def find_filters(names: Sequence[str]) -> dict[str, Filter]:
-    """Map each name to its filter, in order. Raises `ValueError` if there is no such filter."""
+    """Map each name to its filter, in order. Raises `ValueError` if a name has no filter."""
     return {name: _find(FILTERS, name) for name in names}
 
 

@@ -131,7 +131,7 @@ class StoreJoins:
                 self._links.disconnect(number)
 
     def settle(self) -> None:
-        """Answer requests for a host without a store, if there is such a host."""
+        """Answer the requests that wait for a host without a store, if a worker has connected from one."""
 
         def answer_to(request: Message) -> Answer | None:
             host = next((host for host in self._hosts if host not in request.body.known), None)
