@@ -2,11 +2,11 @@
 
 The fleet has all its parts: a buffer server, a rollout loop, the endpoint, and a child process with the environment.
 The agent samples turns of equal length. The tools between the turns take a fifth of the episode's time on average. The
-bare agent sends token ids to the engine. It runs as many episodes as the fleet may hold, and as many requests at once
-as the engine has places.
+bare agent sends token ids to the engine. It runs as many episodes as the fleet may hold. It sends as many concurrent
+requests as the engine has places.
 
-The scripted engine writes at a fixed pace. With this engine, a task in place of the learner consumes each batch at once
-and offers the next version. With SGLang, the weights do not change.
+The scripted engine writes at a fixed pace. With this engine, a task replaces the learner: it consumes each batch at
+once and offers the next version. With SGLang, the weights do not change.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ _VOCABULARY = 300
 
 
 class _CountingPlayer(EpisodePlayer):
-    """Counts turns, tools that begin while a turn of their episode runs, and prompt tokens in the engine's cache."""
+    """Counts turns, prompt tokens in the engine's cache, and tools that begin while a turn of their episode runs."""
 
     num_turns = num_held = num_later = 0
     later = PromptTokens()
 
     async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
-        """See `Player.play`."""
+        """Play an episode, and count."""
         note, take = run.tool, run.take
 
         def tool(number: int, name: str, is_running: bool) -> None:
@@ -90,7 +90,7 @@ class _CountingPlayer(EpisodePlayer):
 
 @dataclass(frozen=True, kw_only=True)
 class _Round:
-    """The rate of the fleet in a time window, whose start and end are from `time.monotonic_ns`."""
+    """The rate of the fleet in a time window. Start and end are in `time.monotonic_ns`."""
 
     turns_per_s: float
     window: tuple[int, int]
@@ -119,7 +119,7 @@ class _Bench:
     async def set_tools(self, seconds: float) -> None:
         """Set the tools' duration to `TOOL_SHARE` of an episode's time.
 
-        This method measures the bare agent without tools to compute that time.
+        The time of the turns is measured with a bare agent without tools.
         """
         turn_s = PLACES * SAMPLES / await self.bare_rate(seconds)
         self.tool_s = TOOL_SHARE / (1 - TOOL_SHARE) * turn_s * NUM_TURNS / (NUM_TURNS - 1)
@@ -278,7 +278,7 @@ async def fleet_figures(scratch: Path, *, quick: bool) -> dict[str, float | None
 
 
 async def _measure(scratch: Path, engine: EngineKind, num_rounds: int, seconds: float) -> dict[str, float]:
-    """Measure the bare agent and the fleet alternately, so that slow minutes of the machine affect both."""
+    """Measure the bare agent and the fleet alternately, so slow minutes of the machine affect both."""
     record.start(ProfileConfig(directory=str(scratch / FOLDER)), process="engine-0", pool=Pool.fleet)
     async with AsyncExitStack() as stack:
         stack.callback(record.stop)

@@ -1,9 +1,9 @@
 """Counts the tokens that the learner computes for trees of turns.
 
-The learner's packer packs the trees with shared tokens, or branch by branch. The trees come from a search agent with
-parallel tools, a retry with an edited history, a sub-agent, and three drafts (the episode continues one of them). The
-agent compacts the context when it is half full. The episodes are real (`rollout_fleet.episodes.Episode`), with random
-tokens.
+The learner's packer packs the trees with shared tokens, or branch by branch. The trees come from a search agent. It has
+parallel tools, a retry with an edited history, a sub-agent, and three drafts. The episode continues one of the drafts.
+The agent compacts the context when it is half full. The episodes are real (`rollout_fleet.episodes.Episode`), with
+random tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_TOKENS_PER_MICRO_BATCH = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class AgentLengths:
-    """The sizes of an episode's parts, in tokens except ``rounds``. Each size is drawn from the given range.
+    """The ranges of the sizes of an episode's parts. Sizes are in tokens, except ``rounds``.
 
     Attributes:
         turn: A turn with reasoning and calls of tools.

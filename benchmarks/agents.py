@@ -3,22 +3,26 @@
 ``endpoint_ms``: 64 episodes run at once, and each has one running call. A client in a separate process sends the
     growing conversation of each episode: a question, tool calls and their results, over eight turns. A script sets the
     duration of each turn between 0.3 and 0.9 s, so calls arrive at different times, as with a real engine. As in a
-    rollout worker, garbage collections skip the objects that were loaded before (``gc.freeze``). The figure is the
-    median of a call's time minus the duration of its turn, measured by the client. The figure includes the client's own
-    time. ``bare_ms`` is the same figure for an aiohttp server that only waits and answers. ``endpoint_cpu_ms`` is the
-    CPU time per call. The rate of calls is at most its inverse.
+    rollout worker, garbage collections skip the objects that were loaded at the start (``gc.freeze``). The figure is
+    the median of a call's time minus the duration of its turn. The client measures it, so its own time is included.
+    ``bare_ms`` is the same figure for an aiohttp server that only waits and answers. ``endpoint_cpu_ms`` is the
+    endpoint's CPU time per call. Its inverse is an upper bound on the rate of calls.
 
-``tree_vs_linear_tokens``: tokens that the learner computes for the trees of a search agent, divided by those of its
-    separate branches. ``tree_vs_turns_tokens`` divides by the tokens of all turns, each with its whole context.
+``tree_vs_linear_tokens``: tokens that the learner computes for the trees of a search agent, divided by the tokens of
+    all branches. ``tree_vs_turns_tokens`` divides by the tokens of all turns, each with its whole context.
     ``tree_vs_distinct_tokens`` divides by the tokens of the trees, each counted once.
 
-The other figures are those of `benchmarks.agent_fleet`. ``episodes_vs_bare_agent`` is the turns per second of the
-fleet, divided by those of the same agent that uses SGLang directly. ``scripted_vs_bare_agent`` is the same ratio on the
-scripted engine. ``slots_held_by_tools`` counts the tools that began while a turn of their episode had a place on the
-engine. ``tools_overlap`` is the busy share of the engine's places while tools take a fifth of the episodes' time.
-``idle_CAUSE`` are the other shares, and ``sglang_overlap`` is the busy share on SGLang. ``prefix_hit_rate`` is the
-number of tokens from SGLang's cache ÷ the number that the cache could have. ``--quick`` measures one round of the
-endpoint, and leaves out SGLang.
+The other figures are those of `benchmarks.agent_fleet`:
+
+- ``episodes_vs_bare_agent``: turns per second of the fleet, divided by the turns per second of a bare agent on SGLang.
+- ``scripted_vs_bare_agent``: the same ratio on the scripted engine.
+- ``slots_held_by_tools``: number of tools that began while a turn of their episode had a place on the engine.
+- ``tools_overlap``: busy share of the engine's places while tools take a fifth of the episodes' time.
+- ``idle_CAUSE``: share of the places that was idle for this cause.
+- ``sglang_overlap``: busy share on SGLang.
+- ``prefix_hit_rate``: tokens from SGLang's cache, divided by the tokens that the cache could have.
+
+``--quick`` measures one round of the endpoint, and leaves out SGLang.
 """
 
 from __future__ import annotations
@@ -74,7 +78,7 @@ TARGETS = {
 
 
 def turn_s(seed: int) -> float:
-    """Duration of a turn in seconds. It depends only on the seed, so the client can compute it too."""
+    """Return the duration of a turn in seconds. It depends only on the seed, so the client can compute it too."""
     return 0.3 + seed / 1e6
 
 
@@ -93,7 +97,7 @@ class TimedTurns:
         sampling: SamplingConfig,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """See `TurnSampler.sample`."""
+        """Sample the tool call."""
         turn = self.episode.sample(parent, new_tokens, sampling, images=images)
         (request,) = self.episode.next_requests()
         await asyncio.sleep(turn_s(sampling.seed or 0))
@@ -157,7 +161,7 @@ async def _bare_latencies() -> list[float]:
 
 
 async def _in_client(accesses: Sequence[tuple[str, str]]) -> list[float]:
-    """Play all episodes in a separate process. Returns the seconds of each call minus those of its turn."""
+    """Play all episodes in a separate process. Returns the seconds of each call minus the duration of its turn."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return await asyncio.get_running_loop().run_in_executor(pool, _play_all, accesses)
 
@@ -194,7 +198,7 @@ async def _play(accesses: Sequence[tuple[str, str]]) -> list[float]:
 
 
 def tree_vs_linear_tokens() -> dict[str, float]:
-    """Compute the packed tokens of trees ÷ those of their branches, those of their turns, and the distinct tokens."""
+    """Compute the packed tokens of trees ÷ the tokens of their branches, of their turns, and the distinct tokens."""
     count = tree_tokens(search_groups())
     figures = {"linear": "branches", "turns": "turns", "distinct": "distinct"}
     return {f"tree_vs_{name}_tokens": count["shared"] / count[what] for name, what in figures.items()}

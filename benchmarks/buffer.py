@@ -1,7 +1,7 @@
 """Measures the buffer's speed: ``python -m benchmarks.buffer [--quick] [--only disk small]``. The last line is JSON.
 
-One run measures everything. Each measurement alternates with its baseline, and the median of the rounds is reported.
-TransferQueue needs the ``bench`` extra. Without it, its figure is null and a line reports this.
+One run measures everything. Each measurement alternates with its baseline. The figure is the median of the rounds.
+The comparison with TransferQueue needs the ``bench`` extra. Otherwise its figure is null.
 """
 
 import argparse
@@ -42,7 +42,7 @@ _BYTES_PER_TOKEN = 12
 _WINDOW = 32
 _FETCHED_AT_ONCE = 64
 _SHORT_ROUNDS = 3
-"""Factor for the number of rounds if a round takes only 30 ms: the ratio of one such round varies by a quarter."""
+"""Factor for the number of rounds that take only 30 ms, because the ratio of one short round varies by a quarter."""
 
 Figures = dict[str, float | None]
 
@@ -110,7 +110,7 @@ class Buffer:
         return leases
 
     async def finish(self) -> None:
-        """Plan and commit the batch, so that the store is empty in the next round."""
+        """Plan and commit the batch. The store is empty afterwards."""
         await self.control.plan(self.version)
         await self.control.commit(self.version)
         self.version += 1
@@ -135,7 +135,7 @@ async def put_all(worker: WorkerClient, groups: list[TrajectoryGroup], window: i
 
 
 async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
-    """Seconds to put the groups of a step and to fetch them. At most ``_WINDOW`` puts run at once."""
+    """Measure the seconds to put the groups of a step and to fetch them. At most ``_WINDOW`` puts run at once."""
     groups = [group_of(lease, num_bytes) for lease in await buffer.lease()]
     began = time.perf_counter()
     await put_all(buffer.worker, groups, _WINDOW)
@@ -147,7 +147,7 @@ async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
 
 
 def raw_round_s(raw: RawStore, number: int, num_bytes: int) -> float:
-    """Seconds to put and get the same bytes through bare ZMQ sockets."""
+    """Measure the seconds to put and get the same bytes through bare ZMQ sockets."""
     frames = [encoding.group_frames(group_of(None, num_bytes)) for _ in range(number)]
     began = time.perf_counter()
     raw.put_all(frames, _WINDOW)
@@ -157,7 +157,7 @@ def raw_round_s(raw: RawStore, number: int, num_bytes: int) -> float:
 
 
 async def against_raw(num_bytes: int, number: int, rounds: int) -> tuple[float, float]:
-    """The buffer's throughput ÷ that of bare sockets, and the buffer's seconds per group."""
+    """Measure the buffer's throughput ÷ the throughput of bare sockets, and the buffer's seconds per group."""
     buffer = Buffer(number)
     ratios, seconds = [], []
     with RawStore() as raw:
@@ -170,7 +170,7 @@ async def against_raw(num_bytes: int, number: int, rounds: int) -> tuple[float, 
 
 
 async def rows_per_s(number: int, rounds: int, *, window: int) -> float:
-    """Puts of 35 KB groups per second, with at most ``window`` unacknowledged puts."""
+    """Measure the puts of 35 KB groups per second, with at most ``window`` unacknowledged puts."""
     buffer = Buffer(number, window=window)
     rates = []
     for _ in range(rounds + 1):
@@ -184,7 +184,7 @@ async def rows_per_s(number: int, rounds: int, *, window: int) -> float:
 
 
 async def disk_vs_memory(number: int, rounds: int) -> float:
-    """The rate of puts with durability=disk ÷ the rate with durability=memory.
+    """Measure the rate of puts with durability=disk ÷ the rate with durability=memory.
 
     The groups have 35 KB, and at most ``_WINDOW`` puts run at once. The two rates are measured alternately.
     """
@@ -205,7 +205,7 @@ async def disk_vs_memory(number: int, rounds: int) -> float:
 
 
 async def single_round_s(buffer: Buffer, num_bytes: int) -> float:
-    """Seconds to put one group and fetch it."""
+    """Measure the seconds to put one group and fetch it."""
     [lease] = await buffer.lease()
     group = group_of(lease, num_bytes, num_samples=64)
     began = time.perf_counter()
@@ -217,7 +217,7 @@ async def single_round_s(buffer: Buffer, num_bytes: int) -> float:
 
 
 async def against(other: Callable[[], float], num_bytes: int, rounds: int) -> float:
-    """The time of ``other`` to put and get one batch ÷ the time of the buffer."""
+    """Measure the time of ``other`` to put and get one batch ÷ the time of the buffer."""
     buffer = Buffer(1)
     ratios = []
     for _ in range(rounds + 2):
@@ -228,7 +228,7 @@ async def against(other: Callable[[], float], num_bytes: int, rounds: int) -> fl
 
 
 def peer_batch(num_bytes: int) -> buffer_peers.Batch:
-    """The arrays of one batch as 64 padded rows. This is the format of the other data planes."""
+    """Return the arrays of one batch as 64 padded rows, the format of the other data planes."""
     length = num_bytes // _BYTES_PER_TOKEN // 64
     return {
         "response_ids": np.zeros((64, length), dtype=np.int32),
@@ -239,7 +239,7 @@ def peer_batch(num_bytes: int) -> buffer_peers.Batch:
 
 
 async def against_peers(rounds: int) -> dict[str, float | None]:
-    """Compare with Ray's queue and TransferQueue at 2.2 MB. TransferQueue has its faster number of storage units."""
+    """Compare with Ray's queue and TransferQueue at 2.2 MB. TransferQueue has the faster number of storage units."""
     num_bytes = 2_200_000
     batch = peer_batch(num_bytes)
     with buffer_peers.own_ray():
@@ -331,7 +331,7 @@ def ledger_figures(largest: int, rounds: int) -> dict[str, float]:
 async def slowest_producer_share(num_producers: int, num_consumers: int, duration_s: float) -> dict[str, float]:
     """Run producers and consumers at once.
 
-    Returns the groups of the slowest producer ÷ the mean, and the largest number of stored bytes ÷ their limit.
+    Returns the groups of the slowest producer ÷ the mean of all producers, and the most stored bytes ÷ their limit.
     """
     size, limit = 64, 256 * 1024**2
     config = BufferConfig(max_lag=4, queue_size=512, max_stored_bytes=limit)
@@ -352,7 +352,7 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
                 try:
                     await asyncio.wait({wait, advanced}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    wait.cancel()  # without an answer, the next iteration asks again at the engine's new version
+                    wait.cancel()  # the next iteration sends a request at the engine's new version
                 if not wait.done():
                     continue
                 for lease in wait.result():

@@ -1,7 +1,8 @@
 """Compares exact admission with the former rule, by the share of saved tokens that later attempts can continue.
 
 The benchmark simulates a saturated system on the ledger, without sockets or clocks. Workers run every group that the
-rule admits. From time to time a worker saves its tokens and dies. The learner takes a batch as soon as one is ready.
+admission rule admits. From time to time a worker saves its tokens and dies. The learner takes a batch as soon as one is
+ready.
 
 Run as ``python -m benchmarks.buffer_admission``; `benchmarks.buffer` includes the same figures.
 """
@@ -28,7 +29,7 @@ class FormerRule(StalenessRule):
     """The former admission rule. Every open group counts as due by the new group's deadline."""
 
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
-        """See `StalenessRule.admits`."""
+        """Return whether one more group may begin."""
         num_open = sum(open_by_deadline.values())
         return num_open + (version - engine_version) * self.groups_per_step < (self.max_lag + 1) * self.groups_per_step
 
@@ -117,7 +118,7 @@ class SaturatedRun:
 
 
 def saved_tokens_kept(rule: StalenessRule, *, num_ticks: int = 3000, seed: int = 0, max_deaths: int = 0) -> float:
-    """Simulate; return the share of saved tokens that the ledger did not drop because of their age."""
+    """Simulate. Return the share of saved tokens that the ledger did not drop because of their age."""
     run = SaturatedRun(rule, seed=seed, max_deaths=max_deaths)
     for _ in range(num_ticks):
         run.tick()

@@ -52,7 +52,7 @@ class RawStore:
             self._socket.recv_multipart()
 
     def get(self, numbers: Sequence[int]) -> list[zmq.Frame]:
-        """Fetch, and remove, payloads by number."""
+        """Fetch payloads by number, and remove them."""
         self._socket.send_multipart([b"get", *(b"%d" % number for number in numbers)])
         return self._socket.recv_multipart(copy=False)
 

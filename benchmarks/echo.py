@@ -1,6 +1,6 @@
 """The workers of `benchmarks.protocol` with asyncrl and with plain Ray.
 
-One module has both, so they load the same libraries.
+One module has both kinds of workers, so they load the same libraries.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
 """Compares asyncrl, TRL and synchronous asyncrl by the training time to a held-out accuracy of 0.90.
 
 ``python -m benchmarks.end_to_end`` needs the ``bench`` extra. For each seed, three competitors train from the same
-warm-started policy. They run one after another, each in its own process: asyncrl with the in-process engine at the
-default ``buffer.max_lag``, asyncrl at ``buffer.max_lag=0``, and TRL. Task, model, hyper-parameters and cores are the
-same. Evaluation does not count as training time: TRL's clock stops, and asyncrl's published weights are kept and
-evaluated afterwards by the same function. The target is reached when the interpolated mean of three evaluations crosses
-it (`first_crossing`). Each evaluation has 2,048 samples. A seed that misses the target is reported, and counts with its
-whole training time. For all competitors, a step has twice as many prompts as the quickstart and half its learning rate
-(`WORK`). With the quickstart's options, a policy changes so much per step that it reaches the target in 50 steps. It
-then learns less from samples that are two versions old (``steps_to_090_vs_trl``). Wall time depends on other work of
-the machine. Therefore the CPU time of each competitor, including its start, is also reported.
-``time_standard_error`` is the standard error over seeds.
+warm-started policy, one after another: asyncrl with the in-process engine at the default ``buffer.max_lag``, asyncrl at
+``buffer.max_lag=0``, and TRL. Task, model, hyper-parameters and cores are the same.
+
+Evaluation does not count as training time. TRL's clock stops during an evaluation. asyncrl's published weights are kept
+and evaluated after the training. The target is reached when the interpolated mean of three evaluations crosses it
+(`first_crossing`). Each evaluation has 2,048 samples. A seed that misses the target is reported, and counts with its
+whole training time.
+
+For all competitors, a step has twice as many prompts as the quickstart and half its learning rate (`WORK`). With the
+quickstart's options, a policy changes much per step and reaches the target in 50 steps. Samples that are two versions
+old then teach it less (``steps_to_090_vs_trl``). Wall time depends on other work of the machine, so the CPU time of
+each competitor, including its start, is also reported. ``time_standard_error`` is the standard error over seeds.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from benchmarks.report import Target, print_report
 TARGET_ACCURACY = 0.90
 RUN_TIMEOUT_S = 900
 WORK = ("algorithm.groups_per_step=64", "rollout_fleet.groups_in_flight=64", "learner.optimizer.lr=5.0e-4")
-"""The options that differ from those of the quickstart."""
+"""The options that differ from the quickstart's options."""
 _LOOK_EVERY_S = 1.0
 _NUM_DRAWS = 1000
 
@@ -209,7 +211,7 @@ def _median_ratio(mine: list[Outcome], others: list[Outcome], name: str) -> floa
 
 
 def _standard_error(mine: list[Outcome], others: list[Outcome], name: str) -> float:
-    """The standard error of the median ratio over seeds, computed by the bootstrap."""
+    """Estimate the standard error of the median ratio over seeds by the bootstrap."""
     ratios, draw = _ratios(mine, others, name), random.Random(0)
     return statistics.pstdev(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(_NUM_DRAWS))
 
@@ -249,8 +251,8 @@ def _run(command: list[str]) -> tuple[list[str], float]:
 def _cpu_s_until_end(process: subprocess.Popen[bytes], timeout_s: float) -> float:
     """Wait for the end of a process. Returns the CPU seconds of the process and its descendants.
 
-    The times are read once per second, so the time of a process after its last reading is missing. Raises
-    `TimeoutError` if the process runs longer than ``timeout_s``.
+    The times are read once per second, so the last second of a process may be missing. Raises `TimeoutError` if the
+    process runs longer than ``timeout_s``.
     """
     used, run = dict[int, float](), psutil.Process(process.pid)
     end_s = time.monotonic() + timeout_s

@@ -1,9 +1,11 @@
 """Measures the rollout fleet's efficiency: ``python -m benchmarks.fleet [--only PART]``. The last line is JSON.
 
-There are three parts. `scripted` has engines of different speeds, samples of two lengths, and an engine that dies; it
-takes two minutes of little work. `leases` has a thousand simulated workers on the real buffer server; it takes half a
-minute. `engines` compares two real SGLang servers with a bare client, and kills a server in each of four fleets; it
-takes six minutes and needs an idle machine with two or more cores.
+There are three parts:
+
+- `scripted` has engines of different speeds, samples of two lengths, and an engine that dies. It takes two minutes.
+- `leases` has a thousand simulated workers on the real buffer server. It takes half a minute.
+- `engines` compares the fleet on two real SGLang servers with a bare client, and kills a server in each of four fleets.
+  It takes six minutes, and needs an idle machine with two or more cores.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def scripted() -> dict[str, float]:
 
 
 def leases() -> dict[str, float]:
-    """Measure a thousand simulated workers. A commit admits leases for some of them, or for all of them."""
+    """Measure a thousand simulated workers. A commit admits leases for some or all of them."""
     from benchmarks.fleet_leases import measure_leases
 
     figures = {}
@@ -69,7 +71,7 @@ def engines() -> dict[str, float]:
 
 
 PARTS: dict[str, Callable[[], dict[str, float]]] = {"scripted": scripted, "leases": leases, "engines": engines}
-"""Each function imports its own modules, because the simulated workers do not need torch."""
+"""The function of each part. It imports its own modules, because the simulated workers do not need torch."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

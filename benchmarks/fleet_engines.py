@@ -1,9 +1,8 @@
 """Measures the fleet on real SGLang servers: its rate against a bare client, and its recovery from a killed server.
 
-There are two servers on the CPU, each pinned to a core. Fleet and bare client take turns. They sample the same prompts
-with the same options and the same number of requests at once. The fleet consists of two rollout loops under their
-supervisors in this process, and a buffer server in its own process. The bare client posts one group per request and
-keeps nothing.
+There are two servers on the CPU, each pinned to a core. The fleet and the bare client take turns. They sample the same
+prompts with the same options and the same number of concurrent requests. The fleet has two supervised rollout loops in
+this process, and a buffer server in its own process. The bare client posts one group per request and keeps nothing.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ PLACES = 8  # groups in flight per engine
 SAMPLES = 2
 NEW_TOKENS = 256
 SHORT_TOKENS = 64
-"""Response length when servers are killed. It is short because the other server recomputes the prefixes."""
+"""Response length in fleets with a killed server. It is short, because the other server recomputes the prefixes."""
 GROUPS_PER_ROUND = 64
 NUM_ROUNDS = 5
 NUM_KILLS = 4
 USUAL_S = 10.0  # seconds with both engines at work, before and after each kill
-SPREAD_S = 4.0  # seconds until the samples of an engine have different lengths
+SPREAD_S = 4.0  # seconds over which the samples of an engine begin
 _VOCABULARY = 1000
 
 
@@ -68,7 +67,7 @@ class _PinnedEngine(SGLangEngine):
         self.num_heard = 0
 
     async def start(self) -> None:
-        """See `Engine.start`. Pin this process while the server starts, because child processes inherit the core."""
+        """Pin this process while the server starts, because child processes inherit the core."""
         async with self._starting:
             everywhere = os.sched_getaffinity(0)
             os.sched_setaffinity(0, {self._core})
@@ -78,7 +77,7 @@ class _PinnedEngine(SGLangEngine):
         await starting
 
     def _take(self, event: Any, samples: Any) -> Any:
-        """Count tokens when they arrive: within seconds, too few samples end to measure a rate."""
+        """Count tokens when they arrive, because too few samples end within seconds to measure a rate."""
         self.num_heard += len(event.get("output_ids", ()))
         return super()._take(event, samples)
 
@@ -200,7 +199,7 @@ async def _make_fleet(stack: AsyncExitStack, scratch: Path, new_tokens: int) -> 
 
 
 async def _bare(fleet: _Fleet, number: int) -> float:
-    """Tokens per second of a client that posts groups to the same servers, with the same number of requests at once."""
+    """Measure the tokens per second of the bare client."""
     waiting = list(prompts_of(number))
     num_tokens = 0
 
@@ -249,13 +248,12 @@ class _Heard:
 
 
 class _Kills:
-    """Kills a server in each of several fleets; measures recovery time, lost tokens and the other engine's rate.
+    """Kills a server in each of several fleets. Measures recovery time, lost tokens and the other engine's rate.
 
-    The speed of a core changes by a fifth within minutes. Therefore each recovery is compared with the previous start
-    of the same engine, while the other engine works. Tokens arrive in chunks of `STREAM_INTERVAL` tokens per sample, so
-    only a few dozen chunks arrive in ten seconds. Therefore one rate of the surviving engine is measured over all
-    recoveries, and one over all periods before and after them. The rate of an engine during an ordinary start of the
-    other engine is reported too.
+    The speed of a core changes by a fifth within minutes. So each recovery is compared with the last start of the same
+    engine, while the other engine works. A sample's tokens arrive in chunks of `STREAM_INTERVAL`, so only a few dozen
+    chunks arrive in ten seconds. So the surviving engine has one rate over all recoveries, and one over all periods
+    before and after the recoveries. A third rate covers the ordinary starts of the other engine.
     """
 
     def __init__(self) -> None:
@@ -268,7 +266,7 @@ class _Kills:
         struck, other = fleet.workers
         await other.start()
         survivor = _engine(other)
-        for _ in range(NUM_ENGINES * PLACES):  # one by one, so that samples end at different times
+        for _ in range(NUM_ENGINES * PLACES):  # one by one, so samples end at different times
             await fleet.enqueue(1)
             await asyncio.sleep(SPREAD_S / (NUM_ENGINES * PLACES))
         await fleet.enqueue(40 * GROUPS_PER_ROUND)
@@ -284,7 +282,7 @@ class _Kills:
         logger.info("started in %.1f s, served again after %.1f s", start_s, took_s)
 
     def figures(self) -> dict[str, float]:
-        """The figures of all kills."""
+        """Return the figures of all kills."""
         return {
             "recovery_vs_engine_start": statistics.median(self._vs_start),
             "survivors_during_recovery": self._beside_recovery.rate / self._usual.rate,
@@ -312,6 +310,6 @@ async def _kill_and_wait(worker: LocalWorker) -> None:
 
 
 async def _lost(fleet: _Fleet) -> int:
-    """Number of tokens that the buffer dropped because an engine failed or was lost."""
+    """Return the number of tokens that the buffer dropped because an engine failed or was lost."""
     dropped = (await fleet.client.stats()).tokens_dropped
     return dropped.get("engine_failed", 0) + dropped.get("lost", 0)

@@ -1,9 +1,9 @@
 """Measures the time from a commit until the admitted leases reach their workers. A thousand workers wait.
 
 The buffer is the real server in its own process, and the controller uses the real client. The workers are sockets in
-two other processes. Each socket speaks the protocol of a rollout worker (offers, loaded, leases, puts) and generates
-nothing. With ``max_lag`` 0, no group of the next step begins before the commit. So the commit admits each lease. The
-time includes the message that tells the worker the new version.
+two more processes. Each socket sends the messages of a rollout worker, but generates nothing. With ``max_lag`` 0, no
+group of the next step begins before the commit. So the commit admits each lease. The time includes the message that
+tells the worker the new version.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SETTLE_S = 0.2
 
 
 def measure_leases(groups_per_step: int, *, num_workers: int = NUM_WORKERS, num_steps: int = NUM_STEPS) -> list[float]:
-    """Seconds from a commit until each lease of the next version reaches its worker, over all steps."""
+    """Measure the seconds from a commit until each lease of the next version reaches its worker, over all steps."""
     return asyncio.run(_measure(groups_per_step, num_workers, num_steps))
 
 

@@ -1,9 +1,9 @@
 """Measures the fleet's efficiency with engines of different speeds, samples of two lengths, and a dying engine.
 
-Four rollout loops with scripted engines use a real buffer server, all in one process. A scripted engine writes each
-sample at a fixed pace. So the throughput of the fleet, relative to the sum of its engines, depends only on the
-assignment of work. The engines write few tokens per second, so this process has little work. `share_of_speeds` also
-returns its share of busy time.
+Four rollout loops with scripted engines use a real buffer server. A scripted engine writes each sample at a fixed pace.
+So the fleet's throughput, divided by the sum of its engines' speeds, depends only on the assignment of work. The
+engines write few tokens per second, so this process has little work. `share_of_speeds` also returns this process's
+share of busy time.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _FleetRun:
             await self.control.commit(version)
 
     async def tokens_trained(self) -> int:
-        """Number of tokens trained so far."""
+        """Return the number of tokens trained so far."""
         return (await self.control.stats()).tokens_trained
 
 
@@ -89,7 +89,7 @@ class _SlowToStart(ScriptedEngine):
 
 
 class _Meter:
-    """Integrates the number of running samples of an engine over time, from the first sample to the last `mark`."""
+    """Integrates an engine's number of running samples over time, from the first sample to the last `mark`."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -285,11 +285,10 @@ async def share_of_speeds(delays_s: Sequence[float], *, hand_over: bool = True) 
 
 
 async def occupancy() -> float:
-    """Measure the occupied share of the engines' places for samples until the last lease.
+    """Measure the occupied share of the engines' places for samples, until the last lease.
 
     One group in four is ten times longer. All samples of a group have the same length, so a place is empty only while a
-    group is scored, stored and leased. Groups that are handed over at the end are leased again. These leases do not
-    count.
+    group is scored, stored and leased. The new leases of groups that are handed over at the end do not count.
     """
 
     def length(prompt_id: int) -> int:

@@ -1,8 +1,8 @@
 """Runs one update of the learner at full size on fake tensors: shapes, memory, collectives and waits for the device.
 
 Fake tensors have a shape and a dtype but no values. The process group is torch's fake process group. The code is the
-learner's own: `PackedModel`, FSDP2, the packed forward, log-probs, backward and AdamW. The tensors' device is the CPU,
-because a torch without CUDA has no other device. Their dtypes are those of a GPU.
+learner's own: `PackedModel`, FSDP2, the packed forward, log-probs, backward and AdamW. The fake tensors are on the CPU,
+because a torch without CUDA has no other device. They have the dtypes of a run on a GPU.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ _WAITS = (
     "__float__",
     "__index__",
 )
-"""Methods of a tensor for which the host waits for the device."""
+"""Methods of a tensor that make the host wait for the device."""
 
 
 _COLUMNS = ("behavior_logprobs", "proximal_logprobs", "reference_logprobs", "advantages")
@@ -130,13 +130,13 @@ class FakeUpdate:
     Attributes:
         peak_bytes: Largest number of bytes of all tensors at one time, as torch's memory tracker measures it; 0 with
             adapters.
-        peak_kinds: These bytes by the kinds of the tracker, for example parameters, gradients and activations.
+        peak_kinds: The peak bytes by the tracker's kinds, for example parameters, gradients and activations.
         collectives: Number of calls of each collective.
-        collective_bytes: Bytes of their results.
-        waits: Names of the calls in the loop over micro-batches for which the host would wait for the device.
-        dtypes: Pairs of the dtypes of a trained parameter and its gradient.
+        collective_bytes: Bytes of the results of each collective.
+        waits: Names of the calls, in the loop over micro-batches, that would make the host wait for the device.
+        dtypes: Pairs (dtype of a trained parameter, dtype of its gradient).
         num_without_gradient: Number of trained parameters without a gradient.
-        num_units: Number of modules that FSDP gathers, each as one unit.
+        num_units: Number of modules that FSDP gathers separately.
         num_micro_batches: Number of micro-batches.
         reduces_each: Whether the ranks reduce gradients after each micro-batch.
         recomputes: Whether the backward pass recomputes layers.
@@ -174,7 +174,7 @@ class _Collectives(TorchDispatchMode):
 
 
 class _Waits(TorchFunctionMode):
-    """Records the calls in which the host would wait for the device if the tensors were on a GPU."""
+    """Records the calls that would make the host wait for the device if the tensors were on a GPU."""
 
     def __init__(self, update: FakeUpdate) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def fake_update(
         settings: The model's ``config.json``.
         learner: Options of the learner group. Dtype and attention kernel are replaced by those of a GPU.
         algorithm: Options of the loss. None means the defaults.
-        num_sequences: Sequences per micro-batch. They have equal lengths, and half of each is in the loss.
+        num_sequences: Sequences per micro-batch. They have equal lengths. Half of each sequence is in the loss.
     """
     update = FakeUpdate()
     with tempfile.TemporaryDirectory() as folder, _fake_group(learner) as mesh:
@@ -273,7 +273,7 @@ def peak_at_full_depth(settings: dict[str, Any], learner: LearnerConfig) -> int:
 
 
 def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor, scale: float, dropout_p: float) -> Tensor:
-    """Stands in for SDPA's kernel on CUDA for calls with a mask. Layers with windows or sinks make such calls."""
+    """Replace SDPA's kernel on CUDA for calls with a mask. Layers with windows or sinks make these calls."""
     bias = torch.zeros_like(attn_mask, dtype=q.dtype).expand(*q.shape[:2], *attn_mask.shape)
     out, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, scale=scale)
     return out

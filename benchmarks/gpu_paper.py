@@ -1,8 +1,7 @@
 """Computes memory and waits of a learner on a GPU, without a GPU: ``python -m benchmarks.gpu_paper``.
 
-The figures come from an update at full size on fake tensors (`benchmarks.full_size`). The update runs at two depths,
-and the peak is extrapolated to the full depth, because each layer adds the same number of bytes. The last output line
-is JSON.
+The figures come from an update on fake tensors at full width (`benchmarks.full_size`). The update runs at two depths,
+and the peak is extrapolated to the full depth, because each layer adds the same number of bytes. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ TARGETS = {
 
 
 def planned_bytes(settings: dict[str, Any], learner: LearnerConfig) -> int:
-    """The planner's prediction of the peak bytes of a rank, for a model with these settings."""
+    """Return the peak bytes of a rank that the planner predicts for a model with these settings."""
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model(**settings).save_pretrained(folder)
         size = ModelSize.of(folder)
@@ -62,7 +61,7 @@ def planned_bytes(settings: dict[str, Any], learner: LearnerConfig) -> int:
 
 
 def waits_of_experiments() -> dict[str, int]:
-    """For each experiment with two layers, count the waits for the device in the loop over micro-batches."""
+    """Count each experiment's waits for the device in the loop over micro-batches, with two layers."""
     found = {}
     for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml")):
         config = compose_run([f"experiment={path.stem}"])

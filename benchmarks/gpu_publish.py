@@ -20,7 +20,7 @@ from asyncrl.weights.manifest import StoredTensor
 from benchmarks.saved_weights import describe_model
 
 DEVICE = torch.device("meta")
-"""Stands for a GPU: a copy to it has a size, and no bytes move."""
+"""The device that represents a GPU. A copy to it has a size but moves no bytes."""
 
 
 class HostToDevice(TorchDispatchMode):

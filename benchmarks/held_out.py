@@ -24,7 +24,7 @@ class HeldOut:
         tokenizer: The policy's tokenizer.
         samples_per_prompt: Sampled answers per prompt.
         max_new_tokens: Longest answer, in tokens.
-        seed: Seed of the sampling, so that equal weights give equal accuracy.
+        seed: Seed of the sampling. Equal weights give equal accuracy.
     """
 
     prompt_ids: torch.Tensor
@@ -37,7 +37,7 @@ class HeldOut:
 
     @torch.no_grad()
     def accuracy(self, model: Any, *, greedy: bool = False) -> float:
-        """The share of answers that equal the ground truth. Special tokens are ignored.
+        """Return the share of answers that equal the ground truth without special tokens.
 
         Args:
             model: A transformers causal language model. This method restores its mode and torch's random state.

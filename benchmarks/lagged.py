@@ -1,7 +1,7 @@
 """Trains at an exact lag in one process: every batch is sampled with the weights from ``lag`` learner steps before.
 
-The parts are those of the system: prompt stream, model of the in-process engine, plan, learner step, snapshots. Only
-the pipeline between the parts is missing. Therefore the lag is the same at every step, and a run takes seconds.
+The prompt stream, the in-process engine's model, the plan, the learner step and the snapshots are those of the system.
+Only the pipeline between them is missing. So the lag is the same at every step, and a run takes seconds.
 """
 
 from __future__ import annotations

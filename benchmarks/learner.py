@@ -1,7 +1,7 @@
 """Measures the learner's speed and memory: ``python -m benchmarks.learner [--quick]``. The last line is JSON.
 
-One run measures everything in CPU time on one thread. Each measurement alternates with its baseline, and the median of
-the paired ratios is reported. TRL needs the ``bench`` extra. Without it, its figure is null and a line reports this.
+One run measures everything in CPU time on one thread. Each measurement alternates with its baseline. The figure is the
+median ratio of such pairs. The comparison with TRL needs the ``bench`` extra. Otherwise its figure is null.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def two_updates(
 
 
 def plain_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
-    """Return a step of a plain loop over the same tokens with the same attention. Packing is not timed."""
+    """Return a step of a plain loop over the same packed tokens with the same attention."""
     model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
     (batch,) = Packer(max_tokens=1_000_000).pack(sequences)
     layout = packed_layout(batch.lengths, torch.device("cpu"))
@@ -130,7 +130,7 @@ def plain_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], 
 
 
 def padded_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
-    """Return a step of the same loop over a batch that is padded to its longest sequence."""
+    """Return a step of a plain loop over a batch that is padded to its longest sequence."""
     model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="sdpa", dtype=torch.float32)
     longest = max(len(sequence.input_ids) for sequence in sequences)
     padded = [np.pad(s.input_ids, (0, longest - len(s.input_ids))) for s in sequences]
@@ -168,7 +168,7 @@ def _looped(
 
 
 def trl_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object] | None:
-    """Return a step of TRL's GRPOTrainer on the same samples, without sampling. None without the ``bench`` extra."""
+    """Return a training step of TRL's GRPOTrainer on given samples. None without the ``bench`` extra."""
     try:
         from benchmarks.learner_trl import grpo_step
     except ImportError as error:
@@ -190,7 +190,7 @@ def speed_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds
 
 
 def _seconds(step: Callable[[], object]) -> float:
-    """CPU seconds of a call. With one thread, they hardly depend on other work of the machine."""
+    """Measure the CPU seconds of a call. With one thread, other work of the machine hardly changes them."""
     start = time.process_time()
     step()
     return time.process_time() - start
@@ -225,7 +225,7 @@ def _peak_bytes() -> int:
 
 
 def load_memory_ratio(directory: str, num_ranks: int = 4) -> float:
-    """The peak memory of a rank during a model load ÷ the size of its shards, on the worst rank.
+    """Measure a rank's peak memory during a model load ÷ the size of its shards. Return the worst rank's ratio.
 
     The model has 100 million parameters in several files.
     """
@@ -251,13 +251,14 @@ def print_load_memory(model_path: str) -> None:
     model = PackedModel(LearnerConfig(**options), REFERENCE, model_path=model_path)
     shards = sum(local_tensor(parameter.detach()).nbytes for parameter in model.head.parameters())
     print((_peak_bytes() - before) / shards)
-    mesh.largest(torch.ones(1))  # waits for all ranks: the others fail if a rank ends early
+    mesh.largest(torch.ones(1))  # waits for all ranks, because a rank that ends early makes the remaining ranks fail
 
 
 def balance_max_over_mean() -> float:
-    """The largest cost of a rank ÷ the mean cost, in the worst of several batches with the lengths of reasoning traces.
+    """Compute the largest cost of a rank ÷ the mean cost, in the worst of several batches.
 
-    The batches have 32 prompt groups of 8 samples on 16 ranks, and 64 groups on 64 ranks.
+    The responses have the lengths of reasoning traces. The batches have 32 prompt groups of 8 samples on 16 ranks, and
+    64 groups on 64 ranks.
     """
     worst = 0.0
     for (num_groups, num_ranks), seed in itertools.product([(32, 16), (64, 64)], range(4)):
@@ -273,7 +274,7 @@ def balance_max_over_mean() -> float:
 
 
 def tokens_vs_ideal(num_prompt: int, num_samples: int, num_response: int, budget: int = 16_384) -> float:
-    """The number of packed tokens of 8 prompts ÷ the smallest possible number.
+    """Compute the number of packed tokens of 8 prompts ÷ the smallest possible number.
 
     The smallest number has each prompt once, plus the tokens of all samples.
     """
@@ -299,7 +300,10 @@ def _summary(group_id: int, lengths: list[int]) -> GroupSummary:
 
 
 def window_attention_ratio(rounds: int, num_tokens: int = 4096, window: int = 128) -> float:
-    """Seconds of forward and backward of sliding-window attention ÷ seconds of the same attention with a dense mask."""
+    """Measure the seconds of sliding-window attention ÷ the seconds of the same attention with a dense mask.
+
+    Both times include the forward and the backward pass.
+    """
     q, k, v = (torch.randn(1, heads, num_tokens, 64, requires_grad=True) for heads in (8, 2, 2))
     layout = packed_layout((num_tokens,), torch.device("cpu"))
 
@@ -315,11 +319,11 @@ def window_attention_ratio(rounds: int, num_tokens: int = 4096, window: int = 12
 
 
 def frozen_head_ratio(rounds: int, num_tokens: int = 512, vocabulary: int = 80_000) -> float:
-    """Seconds that gradients of log-probs add with a frozen output layer ÷ seconds with a trained output layer.
+    """Measure the seconds that gradients of log-probs add, with a frozen ÷ with a trained output layer.
 
-    Gradients add the backward pass, and the work of the forward pass that only the backward pass needs. Returns the
-    median over rounds that measure both. A frozen layer needs one more matrix product; a trained layer needs three more
-    of equal size.
+    The added seconds are the backward pass, and the work of the forward pass that only the backward pass needs. Returns
+    the median over rounds that measure both. A frozen layer adds one matrix product. A trained layer adds three of the
+    same size.
     """
     hidden, weight = torch.randn(num_tokens, 256, requires_grad=True), torch.randn(vocabulary, 256)
     targets = torch.zeros(num_tokens, dtype=torch.int64)
@@ -337,7 +341,7 @@ def frozen_head_ratio(rounds: int, num_tokens: int = 512, vocabulary: int = 80_0
 
 
 def gae_seconds() -> float:
-    """The seconds to compute generalized advantages of 64 trajectories of 16,384 tokens; median of several runs."""
+    """Measure the median seconds to compute generalized advantages of 64 trajectories of 16,384 tokens."""
     lengths = torch.full((64,), 16_384)
     rewards, values = torch.randn(2, int(lengths.sum()), dtype=torch.float64)
 
@@ -391,7 +395,7 @@ def measure(rounds: int, num_tokens: int, vocabulary: int) -> tuple[dict[str, st
 
 
 def selftest_seconds(model_path: str, rounds: int) -> float:
-    """Median CPU seconds of the self-test of a loaded model."""
+    """Measure the median CPU seconds of the self-test of a loaded model."""
     model = PackedModel(LearnerConfig(device=Device.cpu), REFERENCE, model_path=model_path)
     test = SelfTest(model.head, model.mesh, model.sharding, dtype=model.types.compute, name=model_path)
     return statistics.median(_seconds(test.run) for _ in range(rounds))

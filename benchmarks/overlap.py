@@ -1,17 +1,18 @@
 """Measures the overlap of generation and training: compares runs at several ``buffer.max_lag`` with each pool alone.
 
-``python -m benchmarks.overlap`` trains a random policy on the quickstart's prompts, without warm start and evaluation,
-at ``buffer.max_lag`` 0, 1, 2 and 4. Each run has its own processes. The engine and the learner rank are each pinned to
-a core. The in-process engine comes first, then SGLang (figures that end in ``_sglang``). All processes of the SGLang
-server share the engine's core. The run at max_lag 0 gives the time of each pool alone, because the pools take turns in
-it. The rank waits while the engine generates, and the engine waits while the rank trains. The ideal step is the longer
-of the two times. It includes the time of the last samples of a batch. Other batches can fill this time when pools
-overlap, so an efficiency can exceed 1.
+``python -m benchmarks.overlap`` trains a random policy on the quickstart's prompts, without warm start and evaluation.
+``buffer.max_lag`` is 0, 1, 2 and 4. The engine and the learner rank are each pinned to a core. The in-process engine
+comes first, then SGLang (figures that end in ``_sglang``). All processes of the SGLang server share the engine's core.
+
+At max_lag 0, the rank waits while the engine generates, and the engine waits while the rank trains. So this run gives
+the time of each pool alone. The ideal step is the longer of the two times. The engine's time alone includes the wait
+for the last samples of a batch. When the pools overlap, other batches can fill this wait, so an efficiency can exceed
+1.
 
 In a step, each pool works for at least some tenths of a second (`Work`). The quickstart's own steps (``--work
-quickstart``) take less than a tenth. In such steps, the controller, the buffer and the messages of 256 short samples
-take a seventh of the two cores. The speed of a machine changes by more than the margin of the figures. So the runs are
-made in rounds, runs are compared only within a round, and the median of the rounds counts.
+quickstart``) take less than a tenth of a second. The controller, the buffer and the messages of 256 short samples then
+take a seventh of the two cores. The speed of a machine changes by more than the margin of the figures. So runs are
+compared only within a round of runs, and the figure is the median of the rounds.
 
 The recorder's cost is measured separately, because it is much smaller than the difference between two runs. It is the
 CPU time of one record, including the writing thread, times the records per step of the process with the most records.
@@ -45,7 +46,7 @@ ENGINES = {"transformers": "", "sglang": "_sglang"}
 """For each engine, the suffix of its figures."""
 NUM_STEPS = 30
 NUM_WARM_UP = 5
-"""First steps, which do not count: they load code and allocate memory."""
+"""Number of first steps. They are not measured, because they load code and allocate memory."""
 NUM_RECORDS = 50_000
 _RUN_TIMEOUT_S = 600
 _LOOK_EVERY_S = 0.05
@@ -59,8 +60,8 @@ class Work:
         groups: Prompts per step, with 8 samples each.
         in_flight: Prompts in flight.
         hidden: Width of the model.
-        new_tokens: Longest response. Few responses end earlier, because the end token is one of `VOCABULARY` about
-            equally likely tokens.
+        new_tokens: Longest response. Few responses end earlier, because all `VOCABULARY` tokens are about equally
+            likely.
         steps: Steps per run.
     """
 
@@ -97,8 +98,8 @@ WORKS = {
 """The work for each engine.
 
 With the in-process engine, both pools take about the same time. In this case overlap gains most, and any gap costs
-most. SGLang recomputes the running samples at each update; on a CPU this takes about a fourth of the time of writing
-them. So a step has several times as many samples as are in flight, as in large runs.
+most. SGLang recomputes the running samples at each update. On a CPU this takes about a fourth of the time that the
+samples took. So a step has several times as many samples as are in flight, as in large runs.
 """
 
 
@@ -120,12 +121,12 @@ class Measurement:
         return {step.version for step in self.steps}
 
     def learner_alone_s(self) -> float:
-        """The median seconds of a rank's step, including the copy of its weights."""
+        """Return the median seconds of a rank's step, including the copy of its weights."""
         updates = self._median(span for span in self.trace.spans_of(SpanKind.update) if span.step in self.counted)
         return updates + self._median(self.trace.spans_of(SpanKind.publish_copy))
 
     def fleet_alone_s(self) -> float:
-        """The median seconds from the first lease of a batch to its last stored group.
+        """Return the median seconds from the first lease of a batch to its last stored group.
 
         The figure is valid only if the pools take turns.
         """
@@ -137,7 +138,7 @@ class Measurement:
         return statistics.median(max(moments) - min(moments) for moments in times.values()) * 1e-9
 
     def attribution_error_ns(self) -> int:
-        """The difference between busy + idle time and the available time, in ns, summed over both pools."""
+        """Return the difference between busy + idle time and the available time, in ns, summed over both pools."""
         attribution, (start, end) = Attribution.of(self.trace), self.trace.window
         places = {Pool.learner: len(self.trace.lanes(Pool.learner)), Pool.fleet: 0}
         for lane in self.trace.lanes(Pool.fleet):
@@ -284,7 +285,7 @@ def _pin(folder: Path, seen: set[Path]) -> set[Path]:
 
 
 def _records_per_step(run: Measurement) -> float:
-    """The number of records per step of the process with the most records. A span counts as two records."""
+    """Return the records per step of the process with the most records. A span counts as two records."""
     counts: dict[str, int] = {}
     for notes, weight in ((run.trace.spans, 2), (run.trace.levels, 1), (run.trace.stamps, 1)):
         for note in notes:

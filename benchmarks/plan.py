@@ -1,14 +1,14 @@
 """Compares the planner's predictions with real runs: ``python -m benchmarks.plan``.
 
-The benchmark records one quickstart on the in-process engine at ``buffer.max_lag=0``. Engine and learner rank are each
-pinned to a core. From this record it predicts the runs at max_lag 1, 2 and 4 and with two engines. Then it makes these
-runs. In the simulation all engines share one core, the rank has the other core, and other processes use both
-(`HostModel`). ``--again DIR`` compares the runs that an earlier ``--keep DIR`` kept.
+The benchmark records one quickstart on the in-process engine at ``buffer.max_lag=0``. The engine and the learner rank
+are each pinned to a core. From this record the benchmark predicts the runs at max_lag 1, 2 and 4 and with two engines.
+Then it makes these runs. In the simulation all engines share one core, the rank has the second core, and other
+processes use both (`HostModel`). ``--again DIR`` compares the runs that an earlier ``--keep DIR`` kept.
 
-A machine's speed changes within minutes by more than the bounds of the figures. Therefore there are several rounds.
-Each round predicts its own runs from its own record, and the median error of the rounds counts. The order of the runs
-differs between rounds. The difference between equal runs of two rounds is reported too (``equal_runs_differ_by``,
-``equal_lags_differ_by``), because the errors of predictions cannot be measured more precisely.
+A machine's speed changes within minutes by more than the bounds of the figures. So there are several rounds. Each round
+predicts its own runs from its own record. The figure is the median error of the rounds. The order of the runs differs
+between rounds. Errors of predictions cannot be measured more precisely than equal runs of two rounds differ. These
+differences are reported too (``equal_runs_differ_by``, ``equal_lags_differ_by``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.report import Target, print_report
 NUM_SIMULATED = 150
 """Steps of each simulation."""
 NUM_SEEDS = 4
-"""Simulations per case and round; their mean counts, because the division of work between equal engines is random."""
+"""Simulations per case and round. Their mean counts, because the division of work between engines is random."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Case:
         return self.name.replace(" ", "-")
 
     def scenario(self, recorded: Scenario) -> Scenario:
-        """The recorded scenario with the options of this case."""
+        """Return the recorded scenario with the options of this case."""
         return replace(recorded, max_lag=self.max_lag, num_engines=self.num_engines, num_steps=NUM_SIMULATED)
 
 
@@ -90,19 +90,19 @@ class Round:
         )
 
     def step_s(self, case: Case) -> float:
-        """The predicted seconds per step."""
+        """Return the predicted seconds per step."""
         return fmean(outcome.step_s for outcome in self.predicted[case])
 
     def lag_mean(self, case: Case) -> float:
-        """The predicted mean lag."""
+        """Return the predicted mean lag."""
         return fmean(outcome.lag_mean for outcome in self.predicted[case])
 
     def throughput_error(self, case: Case) -> float:
-        """The measured ÷ the predicted seconds per step, minus 1."""
+        """Return the measured ÷ the predicted seconds per step, minus 1."""
         return self.measured[case].step_s / self.step_s(case) - 1
 
     def lag_error(self, case: Case) -> float:
-        """The measured minus the predicted mean lag."""
+        """Return the measured minus the predicted mean lag."""
         return self.measured[case].lag_mean - self.lag_mean(case)
 
 
@@ -179,7 +179,7 @@ def _report(rounds: Sequence[Round]) -> int:
 
 
 def _difference(values: Sequence[float], between: Callable[[float, float], float]) -> float:
-    """The median of the differences between all pairs of values; 0 for a single value."""
+    """Return the median of the differences between all pairs of values; 0 for a single value."""
     return median([between(one, other) for one, other in combinations(values, 2)] or [0.0])
 
 
@@ -188,7 +188,7 @@ def _list(values: Iterable[float], digits: int = 3) -> str:
 
 
 def _idle(outcome: SimulatedRun) -> str:
-    """The largest predicted causes of idle time of each pool, as shares of the time."""
+    """Return the largest predicted causes of each pool's idle time, as shares of the time."""
     pools = {"learner": outcome.learner_idle, "fleet": outcome.fleet_idle}
     return "; ".join(
         f"{pool} idle: " + ", ".join(f"{cause} {share:.0%}" for cause, share in _largest(causes))

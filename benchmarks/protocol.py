@@ -28,7 +28,7 @@ from benchmarks.report import Target, median_times, milliseconds, print_report
 NUM_ROWS = 64
 NUM_TOKENS = 2048
 NUM_WORKERS = 4
-# The speed of a worker depends on where the operating system places it. Therefore the workers of both sides are started
+# The operating system's placement of a worker changes its speed. So the workers of asyncrl and of plain Ray are started
 # this many times. Their rounds alternate, and the figure is the median of the ratios.
 NUM_STARTS = 3
 RAY_OPTIONS = {
@@ -70,7 +70,7 @@ def codec_round_trip(data: DataProto) -> None:
 
 
 def torch_save_round_trip(data: DataProto) -> None:
-    """Encode as verl does: the consolidated tensors in one file, and everything else with pickle."""
+    """Encode as verl does: the consolidated tensors with torch.save, and everything else with pickle."""
     file = io.BytesIO()
     assert data.batch is not None
     torch.save(data.batch.contiguous().consolidate(), file)
@@ -87,7 +87,7 @@ def pickle5_round_trip(arrays: dict[str, np.ndarray]) -> None:
 
 
 def plain_arrays(data: DataProto) -> dict[str, np.ndarray]:
-    """The batch's columns as numpy arrays."""
+    """Return the batch's columns as numpy arrays."""
     columns: dict[str, Any] = {} if data.batch is None else dict(data.batch.items())
     return {key: tensor.numpy() for key, tensor in columns.items()} | data.non_tensor_batch
 
@@ -101,7 +101,7 @@ def plain_dispatch(actors: list[Any], arrays: dict[str, np.ndarray]) -> dict[str
 
 
 def bytes_received(call: Callable[[], Any]) -> int:
-    """The number of bytes of objects that this process deserializes during a call."""
+    """Return the bytes of the objects that this process deserializes during a call."""
     context = global_worker.get_serialization_context()
     original = context.deserialize_objects
     received = 0
@@ -147,7 +147,7 @@ def measure_bytes(data: DataProto) -> tuple[int, int]:
 
 
 def worker_pool() -> RayResourcePool:
-    """A resource pool for the workers of one group."""
+    """Make a resource pool for the workers of one group."""
     return RayResourcePool([NUM_WORKERS], use_gpu=False, max_colocate_count=1, num_cpus_per_process=0.5)
 
 

@@ -83,7 +83,8 @@ def rank_main(way: str, model_path: str, folder: str) -> None:
 def measure(model_path: str, scratch: Path, num_runs: int) -> dict[str, float]:
     """Return the time until all receivers have the version, and the received bytes.
 
-    The unit of time is the slower rank's memcpy of its shard. ``scratch`` is a folder in shared memory.
+    The time is divided by the time that the slower rank's memcpy of its shard takes. ``scratch`` is a folder in shared
+    memory.
     """
     figures: dict[str, float] = {}
     for way in CARRIERS:
@@ -171,8 +172,8 @@ def _bytes_in(folder: Path) -> int:
 def _publish_and_receive(ranks: list[subprocess.Popen[str]], hosts: _Hosts) -> tuple[float, float, float]:
     """Publish one version.
 
-    Returns three ratios: the time ÷ the time of one memcpy, and a host's network bytes and memory bytes ÷ the published
-    bytes.
+    Returns three ratios: the time ÷ the time of one memcpy, a host's network bytes ÷ the published bytes, and a host's
+    memory bytes ÷ the published bytes.
     """
     for rank in ranks:
         assert rank.stdin is not None

@@ -24,7 +24,7 @@ from learner.packed_model import PackedModel
 from learner.roles import ACTOR
 
 SHARES = (0.01, 0.05)
-"""Shares of values that change at random, as in an update of a run in bfloat16."""
+"""Shares of the values that change in an update. The changed values are random, as in a run in bfloat16."""
 INDEX_BYTES = 2
 """Bytes of an ideal index: enough for the gap between two changed values at these shares."""
 LORA = LoraConfig(rank=16)
@@ -56,7 +56,7 @@ def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
 
 
 def wire_vs_ideal(folder: Path, dtype: torch.dtype, share: float, *, seed: int) -> float:
-    """Return the bytes of a delta file, divided by the bytes of an ideal index and a value per change."""
+    """Return the bytes of a delta file ÷ the bytes of an ideal index and a value for each changed value."""
     generator = torch.Generator().manual_seed(seed)
     size = 2 * PIECE_BYTES // dtype.itemsize
     old = torch.randn(size, generator=generator).to(dtype)
@@ -73,8 +73,8 @@ def publish_memcpys(
 ) -> tuple[float, WeightOffer]:
     """Return a ratio and the last offer.
 
-    The ratio is the time of a publish, until its offer, ÷ the time to copy all weights once. One rank publishes in
-    float32: deltas with ``full_every``, adapters with ``lora``.
+    The ratio is the time from a publish to its offer ÷ the time to copy all weights once. One rank publishes in
+    float32. It publishes deltas with ``full_every``, and adapters with ``lora``.
     """
     config = LearnerConfig(device=Device.cpu, lora=lora or LoraConfig())
     model = PackedModel(config, ACTOR, model_path=model_path)

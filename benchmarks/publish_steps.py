@@ -1,7 +1,7 @@
 """Compares training steps that are followed by a publish with steps that are not.
 
-`benchmarks.publish` calls this module. Two gloo ranks compute on one core, and their publisher threads work on another
-core. No engine runs.
+`benchmarks.publish` calls this module. Two gloo ranks share one core, and their publisher threads share a second core.
+No engine runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NUM_SEQUENCES, NUM_TOKENS = 6, 64
 
 
 def measure_steps(model_path: str, folder: str) -> dict[str, float]:
-    """Measure the steps per second with a publish ÷ those without. Returns the smaller ratio of the two ranks."""
+    """Measure the steps per second with a publish ÷ without a publish. Return the smaller ratio of the two ranks."""
     reports = run_ranks("benchmarks.publish_steps", model_path, folder)
     ratios = [statistics.median(r["without_s"]) / statistics.median(r["with_s"]) for r in reports]
     return {"steps_per_s_with_publish": min(ratios)}

@@ -1,8 +1,8 @@
 """Measures the cost of a weight update for running samples: ``python -m benchmarks.publish_update``.
 
-The last line is JSON. Long samples run on a real SGLang server on the CPU, with and without updates, for each value of
+Long samples run on a real SGLang server on the CPU, with and without updates, for each value of
 ``rollout_fleet.sglang.on_update``. The cost of one update is the time by which it delays the end of the last sample.
-This time includes the pause and the computation that is repeated after the pause.
+This time includes the pause and the computation that is repeated after the pause. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Compares predictions with published figures of other systems: ``python -m benchmarks.published_tables``.
 
 There are three tables: lags measured by Applied Compute (2026), step times of verl's fully asynchronous trainer by
-staleness threshold, and marin's issue 8955. The tables lack lengths and speeds. The benchmark fits these on some rows,
-and predicts the other rows. docs/planning.md names the fitted rows and the failures. The report marks a figure that
-misses its target.
+staleness threshold, and marin's issue 8955. The tables lack lengths and speeds. The benchmark fits lengths and speeds
+to some rows, and predicts the remaining rows. docs/planning.md names the fitted rows and the failures. The report marks
+a figure that misses its target.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LAGS = (
 )
 VERL_STEP_S = {0.0: 231.34, 0.1: 171.30, 0.3: 146.11, 0.5: 150.63}
 VERL_UPDATE_S = (98.77 + 113.16) / 2
-"""Mean of the two fitted rows; the update times of the other rows are not used."""
+"""Update time in the two fitted rows, as a mean. The update times of the other rows are not used."""
 VERL_REST_S = 4.0
 MARIN_STEP_S = {0.0: 85.24, 1.0: 55.83, 2.0: 50.93, 3.0: 47.54, 4.0: 43.01}
 MARIN_COPY_S = 21.0
@@ -87,7 +87,7 @@ def lag_scenario(row: LagRow) -> Scenario:
 
 
 def spread_of(straggling: float) -> float:
-    """Find the spread of log-normal lengths for which the longest of 8 is ``straggling`` times the mean."""
+    """Find a spread of log-normal lengths: the longest of 8 must be ``straggling`` times the mean."""
     draws = np.random.default_rng(0).standard_normal((20_000, _GROUP))
 
     def of(spread: float) -> float:
@@ -154,7 +154,7 @@ def fit(
     predict: Callable[[float, Mapping[str, float]], float],
     fitted: Mapping[float, float],
 ) -> Mapping[str, float]:
-    """Find the candidate with the smallest maximum error on the fitted rows, which map a setting to its step time."""
+    """Find the candidate with the smallest maximum error on the fitted rows. A row maps a setting to its step time."""
 
     def error(candidate: Mapping[str, float]) -> float:
         return max(abs(predict(setting, candidate) / step_s - 1) for setting, step_s in fitted.items())

@@ -14,7 +14,7 @@ from rollout_fleet.episodes.chat_tokenizer import PLAIN_ROLES
 
 
 def save_random_qwen3(directory: Path | str, *, layers: int, hidden: int, mlp: int, heads: int, **options: Any) -> str:
-    """Write a random Qwen3 in float32 with tied embeddings and half as many key-value heads. Returns the folder.
+    """Write a random Qwen3 in float32 with tied embeddings and ``heads / 2`` key-value heads. Return the folder.
 
     Args:
         directory: Target folder. It is created if it does not exist.

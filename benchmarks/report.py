@@ -24,7 +24,7 @@ class Target:
     at_most: float | None = None
 
     def is_met(self, value: float) -> bool:
-        """Whether the value is within the bounds."""
+        """Return whether the value is within the bounds."""
         above = self.at_least is None or value >= self.at_least
         return above and (self.at_most is None or value <= self.at_most)
 
@@ -38,12 +38,12 @@ def median_times(
 ) -> dict[str, float]:
     """Measure the median seconds per call of each alternative.
 
-    The alternatives take turns, so other work of the machine affects all of them. Every second run reverses the order,
-    so that an alternative does not always run after the same other one.
+    The alternatives take turns, so other work of the machine affects all of them. Every second run reverses their
+    order.
 
     Args:
         calls: The timed function of each name.
-        num_runs: Runs per alternative. The median is taken over these runs.
+        num_runs: Runs per alternative. The result is the median of these runs.
         num_calls: Calls per run. Use more than one for short calls.
         warm_up: Number of runs per alternative that are not counted.
     """

@@ -1,10 +1,11 @@
 """Measures the work that a resume keeps, and the cost of checkpoints.
 
-``python -m benchmarks.resume`` trains the quickstart with large batches on the in-process engine. SIGTERM stops one
-life, and SIGKILL ends all processes of another life, each between two checkpoints. The benchmark then resumes both.
-Work is counted in policy tokens: the kept tokens are those that the resumed life does not drop as lost. Then a buffer
-server starts from a checkpoint of ``--payload-mb`` MB, and its memory is compared with the size of its contents.
-Further options of the run may follow. Wall times are valid only on an idle machine.
+``python -m benchmarks.resume`` trains the quickstart with large batches on the in-process engine. A *life* is one
+training process with its children. SIGTERM stops one life, and SIGKILL ends all processes of another life, each
+between two checkpoints. The benchmark then resumes both. It counts the ended life's policy tokens that the resumed life
+does not drop as lost. Then a buffer server starts from a checkpoint of ``--payload-mb`` MB. The benchmark compares the
+server's memory with the size of its contents. Further options of the run may follow. Wall times are valid only on an
+idle machine.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _BASE = [
     "sft.enabled=false",
     "evaluation.enabled=false",
     "learner.restarts=0",
-    # makes steps of about a second, because the quickstart's steps are as short as a checkpoint
+    # makes steps of about a second, because a quickstart's step takes no longer than a checkpoint
     "algorithm.groups_per_step=256",
     "rollout_fleet.groups_in_flight=128",
 ]
@@ -57,7 +58,7 @@ class Kept:
         share: Share of the ended life's generated tokens that were kept.
         steps: Step at the end of the first life, and step of the checkpoint.
         start_s: Seconds from the command to the first learner step, in the first life.
-        resume_s: The same in the resumed life.
+        resume_s: Seconds from the command to the first learner step, in the resumed life.
         stall_s: Seconds that a rank waits for one checkpoint, and seconds of a learner step. None if not measured.
     """
 
@@ -190,7 +191,7 @@ async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
     """
     num_groups = max(1, payload_mb * 1_000_000 // (_GROUP_TOKENS * 13))
     options: dict[str, Any] = {
-        "max_lag": 0,  # one batch has all groups; with a larger bound, admission would take longer
+        "max_lag": 0,  # one batch has all groups, because a larger bound would slow down admission
         "request_timeout_s": 120.0,
         "max_stored_bytes": 4 * payload_mb * 1_000_000,
     }
@@ -226,7 +227,7 @@ async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
 
 
 def _server_memory(folder: Path) -> int:
-    """Resident bytes of the buffer server that this process has started."""
+    """Return the resident bytes of the buffer server that this process has started."""
     (server,) = [one for one in psutil.Process().children(recursive=True) if "buffer.server" in " ".join(one.cmdline())]
     return server.memory_info().rss
 

@@ -1,4 +1,4 @@
-"""Makes manifests of saved models, so that engines can load weights without a learner."""
+"""Makes manifests of saved models. With a manifest, engines can load weights without a learner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def describe_model(directory: str, *, for_device: bool = False) -> Manifest:
         for_device: Also compute the digests that engines on GPUs compare.
 
     Raises:
-        WeightsError: the directory has no safetensors files, or one cannot be read.
+        WeightsError: The directory has no safetensors files, or a file cannot be read.
     """
     names = sorted(path.name for path in Path(directory).glob("*.safetensors"))
     if not names:

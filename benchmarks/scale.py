@@ -1,8 +1,8 @@
 """Finds the part that saturates first in a very large system: ``python -m benchmarks.scale``.
 
-The benchmark simulates 4,096 engines and 1,024 ranks with the buffer's own code, and measures the CPU time of this code
-for each simulated step. The simulation does not model bytes on the network and in stores. The benchmark computes them
-from the simulation's counts. The assumed rates of network and stores are options; docs/scale.md names their sources.
+The benchmark simulates 4,096 engines and 1,024 ranks with the buffer's own code, and measures this code's CPU time per
+simulated step. The bytes on the network and in stores are computed from the simulation's counts. The assumed rates of
+the network and the stores are options. docs/scale.md names the sources of the rates.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Measures the cost of staleness, and the effect of corrections: ``python -m benchmarks.staleness``.
 
-The benchmark trains the quickstart's task from one warm start per seed at an exact lag η. It combines every correction
-with one and with four optimizer updates per learner step. ``benchmarks/lagged.py`` trains each cell of the table in
-this process. A file keeps finished cells, so an interrupted run continues with the missing cells. The last line is
-JSON.
+The benchmark trains the quickstart's task from one warm start per seed at an exact lag η. A cell of the table is one
+training with one correction, and with one or four optimizer updates per learner step. ``benchmarks/lagged.py`` trains
+the cells in this process. A file keeps finished cells, so an interrupted run continues with the missing cells. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Cell:
     lr: float
 
     def algorithm(self, base: AlgorithmConfig) -> AlgorithmConfig:
-        """The algorithm's options."""
+        """Return the algorithm's options."""
         return replace(base, num_mini_batches=self.mini_batches, **CORRECTIONS[self.correction])
 
 
@@ -86,7 +86,7 @@ class Results:
     """The finished cells, one JSON object per line.
 
     Attributes:
-        path: The file. The first finished cell creates it.
+        path: The file of the cells. The first finished cell creates it.
     """
 
     path: Path
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Yield all cells, seed by seed. So an interrupted table is complete for its first seeds."""
+    """Yield all cells, seed by seed, so an interrupted table is complete for its first seeds."""
     for seed in options.seeds:
         for eta in options.eta:
             for mini_batches in options.mini_batches:
@@ -210,7 +210,7 @@ def _print_table(cells: Sequence[Cell], done: Mapping[Cell, Mapping[str, Any]], 
 
 
 def _means(done: Mapping[Cell, Mapping[str, Any]]) -> dict[str, float]:
-    """The mean of the final accuracy over seeds. Example key: ``tis/eta=4/updates=1``."""
+    """Return the mean of the final accuracy over seeds. Example key: ``tis/eta=4/updates=1``."""
     values: dict[str, list[float]] = {}
     for cell, row in done.items():
         values.setdefault(f"{cell.correction}/eta={cell.eta}/updates={cell.mini_batches}", []).append(row["final"])

@@ -1,9 +1,9 @@
 """Measures the time from the command to the end of the first learner step, and the time of each part.
 
-``python -m benchmarks.start_up`` starts the quickstart for one step in a new folder, twice. The first start makes the
-warm start, the second one reuses it. ``--engine`` is ``sglang`` or ``transformers``. Further options of the run may
-follow. Wall times are valid only on an idle machine. ``cpu_s`` is the CPU time of all processes of the run until the
-first step ends. It depends less on other work of the machine.
+``python -m benchmarks.start_up`` runs the quickstart for one step in a new folder, twice. The first run makes the
+warm-started policy, and the second run reuses it. ``--engine`` is ``sglang`` or ``transformers``. Further options of
+the run may follow. Wall times are valid only on an idle machine. ``cpu_s`` is the CPU time of all processes of the run
+until the first step ends. It depends less on other work of the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StartUp:
     Attributes:
         first_step_s: Seconds from the command to the end of the first learner step.
         cpu_s: CPU seconds of all processes until the end of this step.
-        parts: For each part: the time when it was ready, and the seconds of waiting for it.
+        parts: For each part of the start: the time when it was ready, and the seconds that the run waited for it.
     """
 
     first_step_s: float
@@ -69,7 +69,7 @@ def start(engine: str, output_dir: Path, overrides: Sequence[str]) -> StartUp:
 
 
 def _cpu_s(run: psutil.Process) -> float:
-    """The CPU seconds of the processes of a run, including ended child processes."""
+    """Return the CPU seconds of the processes of a run, including ended child processes."""
     used = 0.0
     for process in (run, *run.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):

@@ -1,9 +1,9 @@
 """Measures network traffic if groups stay on the hosts that produced them: ``python -m benchmarks.stores``, as root.
 
-There are two hosts, each with its own network namespace. A link with a limited rate connects them. The ledger is on the
-first host, a worker on each host, and a learner rank on the second host. Each worker puts groups as fast as it can. The
-rank fetches and commits each batch. One run keeps the payloads beside the ledger, the other run has one store per host.
-The benchmark compares the counters of the link.
+There are two hosts, each with its own network namespace. A link with a limited rate connects them. The first host has
+the ledger and a worker. The second host has a worker and a learner rank. Each worker puts groups as fast as it can. The
+rank fetches and commits each batch. One run keeps the payloads beside the ledger. A second run has one store per host.
+The benchmark compares the bytes on the link.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _MB = 1e6
 
 
 class HostProcess:
-    """A host: a process with its own network namespace.
+    """A host: a process with its own network namespace, which other processes use too.
 
-    Other processes run in this namespace. The host ends when the benchmark's process ends.
+    The host ends when the benchmark's process ends.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ def _size_of(group: Any) -> int:
 
 
 def link_bytes() -> int:
-    """The bytes on this host's link in both directions, read from the counters of the interface."""
+    """Return the bytes on this host's link in both directions."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     numbers = next(line for line in lines if line.strip().startswith("eth0:")).partition(":")[2].split()
     return int(numbers[0]) + int(numbers[8])

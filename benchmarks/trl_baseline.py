@@ -42,7 +42,7 @@ class TrlSettings:
         clip_grad_norm: Largest global gradient norm.
         eval_every: Updates between evaluations.
         target: Sampled held-out accuracy at which the run ends.
-        threads: Number of torch's threads.
+        threads: Number of threads of torch.
     """
 
     model: str
@@ -71,7 +71,7 @@ class TrlResult:
     Attributes:
         time_to_target_s: Training seconds until the target, by `first_crossing`. None if ``max_steps`` came first.
         steps_to_target: Number of updates until the target. None if ``max_steps`` came first.
-        startup_s: Seconds from the start of the process to the first step, without the first evaluation.
+        startup_s: Seconds from the start of the process to the first step, excluding the first evaluation.
         steps: Number of updates.
         train_s: Training seconds of all updates.
         cpu_s: CPU seconds of the process, including the start and excluding evaluations.
@@ -137,7 +137,7 @@ class TargetCallback(TrainerCallback):
             self.clock.start()
 
     def crossing(self, column: int) -> float | None:
-        """Return the number of updates (``column`` 0) or the training seconds (1) until the target.
+        """Return the updates (``column`` 0) or the training seconds (``column`` 1) until the target.
 
         None if the target was not reached.
         """
@@ -186,7 +186,7 @@ def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, d
         bf16=False,
         seed=settings.seed,
         max_steps=settings.max_steps,
-        # Each generated batch is one update, so the ratio is 1 and the old log-probs need no second forward.
+        # Each generated batch is one update, so the ratio is 1 and no second forward pass computes old log-probs.
         per_device_train_batch_size=settings.groups_per_step * settings.samples_per_prompt,
         gradient_accumulation_steps=1,
         steps_per_generation=1,

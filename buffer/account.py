@@ -1,6 +1,6 @@
-"""The ledger's account: the fate of every token, the attempts that still owe a report, and the finished groups.
+"""The ledger's account: counts of all tokens, the attempts that still owe a report, and the finished groups.
 
-A repeated message settles an attempt only once. The memory for past attempts and groups is bounded.
+A repeated message counts only once. The memory for past attempts and groups is bounded.
 """
 
 from bisect import bisect_right
@@ -28,7 +28,7 @@ REWARD = "reward"
 RESUME = "resume"
 
 MAX_REMEMBERED = 4096
-"""Largest number of remembered ended attempts, and of finished groups with several attempts. The oldest are forgotten
+"""Largest number of remembered ended attempts, and of finished groups with several attempts. The oldest ones leave
 first."""
 
 
@@ -89,9 +89,9 @@ class EndedAttempt(Row, frozen=True):
     Attributes:
         owner: The client that held the lease.
         owes_report: Whether the worker still has to report its tokens.
-        num_counted: Saved tokens. The account has counted these already.
-        reason: The account drops the other reported tokens for this reason.
-        refusal: The message that refuses the put, and each repetition of the put.
+        num_counted: Saved tokens, which the account has counted already.
+        reason: The account drops the remaining reported tokens for this reason.
+        refusal: Message that refuses a put of this attempt.
     """
 
     owner: bytes = b""
@@ -124,7 +124,7 @@ class AttemptHistory:
         return self._ended.get((group_id, attempt))
 
     def settle(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return and forget an attempt whose owed report has arrived; None if it owed no report."""
+        """Return and forget an attempt when its owed report has arrived. Return None if it owed no report."""
         ended = self._ended.get((group_id, attempt))
         if ended is None or not ended.owes_report:
             return None
@@ -132,7 +132,7 @@ class AttemptHistory:
         return ended
 
     def finish(self, group_id: int, *, num_attempts: int, stored: bool) -> None:
-        """Remember a consumed or dropped group. ``stored`` tells whether the put of its last attempt was accepted."""
+        """Remember a consumed or dropped group. ``stored``: whether the put of its last attempt was accepted."""
         self.finished.add(group_id)
         self._reopened.pop(group_id, None)
         if num_attempts != 1 or not stored:
@@ -154,7 +154,7 @@ class AttemptHistory:
         return self._reopened.get(group_id, 0)
 
     def was_stored(self, group_id: int, attempt: int) -> bool:
-        """Whether the group is finished and the put of this attempt was accepted."""
+        """Return whether the group is finished and a put of this attempt was accepted."""
         return group_id in self.finished and self._unusual.get(group_id, (1, 0))[1] == attempt
 
     def snapshot(self) -> dict[str, Any]:
@@ -178,8 +178,8 @@ class Account:
     """Running totals. Each policy token that a worker reports or saves counts once: as buffered, trained or dropped.
 
     A saved prefix counts as buffered from the end of its attempt until the next report. When a worker dies, its
-    generated but unreported tokens count as lost. ``buried`` is the number of generated tokens of each dead worker,
-    whose later reports do not count.
+    generated but unreported tokens count as lost, and its later reports do not count. ``buried`` is the number of
+    generated tokens of each dead worker.
     """
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ class Account:
         self._samples_per_group = max(1, len(summary.response_lengths))
 
     def leave_out(self, num_tokens: int) -> None:
-        """Count tokens of trajectories that a finished group omits because their reward failed."""
+        """Count tokens of trajectories that are not in a finished group, because their reward failed."""
         self._drop_tokens(num_tokens, REWARD)
 
     def consume(self, summary: GroupSummary, version: int) -> None:
@@ -264,7 +264,7 @@ class Account:
     def abandon(self, num_tokens: int, reason: str, *, num_counted: int) -> None:
         """Drop the tokens of an unfinished attempt, except the ``num_counted`` tokens counted before.
 
-        If ``num_counted`` is 0, the tokens enter the mean dropped length, as one group of the usual number of samples.
+        If ``num_counted`` is 0, the mean dropped length also counts them, as one group of the usual size.
         """
         self._drop_tokens(num_tokens - num_counted, reason)
         if num_tokens > 0 and num_counted == 0:
@@ -297,7 +297,7 @@ class Account:
         self.tokens_buffered += summary.num_tokens
 
     def rewind(self, *, tokens_trained: int, tokens_reused: int, groups_reused: int, lags: Mapping[int, int]) -> None:
-        """Go back to these totals, and drop the tokens trained since. The mean lengths stay."""
+        """Go back to these totals, and drop the tokens that were trained since then. The mean lengths stay."""
         self._drop_tokens(self.tokens_trained - tokens_trained, REWOUND)
         self.tokens_trained = tokens_trained
         self.tokens_reused, self.groups_reused = tokens_reused, groups_reused
@@ -305,7 +305,7 @@ class Account:
         self.groups_consumed = self.lags.total() - groups_reused
 
     def begin_life(self, tokens_generated: int) -> None:
-        """Drop the tokens that were generated before a resume and never reported. Forget the earlier workers."""
+        """Drop the unreported tokens from before a resume. Forget the earlier workers."""
         self._drop_tokens(tokens_generated - self.num_tokens, RESUME)
         self.buried, self._settled = {}, Counter()
 

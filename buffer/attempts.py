@@ -40,7 +40,7 @@ class Attempts:
             raise UnknownGroup(f"group {group_id} attempt {attempt} was never leased; {remedy}")
 
     def hand_on(self, group: Group) -> None:
-        """Queue the prompt of a lease that ended. Its saved prefix is kept unless it was evicted."""
+        """Queue the prompt of a lease that ended. Keep the saved prefix unless it was evicted."""
         if group.is_evicted:
             self._account.give_up(NO_ROOM, num_saved=group.num_saved, num_inherited=group.num_inherited)
         else:
@@ -54,7 +54,7 @@ class Attempts:
             group.num_inherited = 0
 
     def settle_owed(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return the attempt that owed this report; None without such an attempt, and for dead owners."""
+        """Return the attempt that owed this report. Return None if no attempt did, or if its owner is dead."""
         owed = self._history.settle(group_id, attempt)
         return None if owed is None or owed.owner in self._account.buried else owed
 
@@ -65,7 +65,7 @@ class Attempts:
         self._revocations.append((group.owner, commands.Revoked(group.group_id, group.attempt)))
 
     def give_up(self, group: Group, *, is_dropped: bool, reason: str) -> None:
-        """Revoke a running group and drop its tokens. Drop its prompt if ``is_dropped``, else queue it."""
+        """Revoke a running group and drop its tokens. Drop its prompt if ``is_dropped``; otherwise queue the prompt."""
         self.revoke(group, reason)
         with self._account.settling(group.owner):
             self._account.give_up(reason, num_saved=group.num_saved, num_inherited=group.num_inherited)
@@ -104,7 +104,7 @@ class Attempts:
             self._groups.space.evict_prefix(group)
 
     def take_back(self, group: Group, lost: Mapping[int, str]) -> None:
-        """Evict a group without a lease. Else end the lease and queue the prompt.
+        """Evict a group without a lease. For a leased group, end the lease and queue the prompt.
 
         The tokens of a group in ``lost`` (group id to reason) are dropped.
         """

@@ -2,7 +2,7 @@
 
 The folder ``v00000012/`` holds the part ``journal`` of the ledger's server, and a part ``storeN`` per store server.
 Each part is a journal that begins with a snapshot, so a server opens it like its own journal. A server with a journal
-on the same disk makes hard links to its files; other servers copy their frames on a thread. The folder is named
+on the same disk makes hard links to its files. Other servers copy their frames on a thread. The folder is named
 ``.v00000012.partial`` until all parts are on the disk. A failed store server has no part.
 """
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 LEDGER_PART = "journal"
 MARKS = "checkpoints"
-"""The journal's key for the keys of the ledger's marks."""
+"""Name of the journal's value with the keys of the ledger's marks."""
 _MAX_REMEMBERED = 4
 
 
@@ -58,7 +58,7 @@ class PartWriter:
         """Begin to write a part. Its files are ``PATH.N.log`` and ``PATH.N.frames``.
 
         Returns an awaitable that is done when the files are on the disk. It raises `ReplayBufferError` if a file cannot
-        be written. ``frames`` holds the kind, the group id and the frames of each item; they must not change meanwhile.
+        be written. ``frames`` holds the kind, the group id and the frames of each item. Do not change them meanwhile.
         """
         held = list(frames)
         number, references = self._linked(path)
@@ -171,7 +171,7 @@ class CheckpointRequests:
         self._config, self._ledger, self._store = shared.config, shared.ledger, shared.store
         self._journal, self._links = journal, links
         self._lineage = shared.config.lineage or shared.config.epoch  # stays the same when the run resumes
-        # A later server needs equal options to continue this server's journal or checkpoint.
+        # A later server can continue this server's journal or checkpoint only with equal options.
         self._owner = {**self._ledger.options, "is_elsewhere": self._store.is_elsewhere}
         self._writer = PartWriter(journal)
         self._pending = PendingWrites(shared.held())
@@ -220,7 +220,7 @@ class CheckpointRequests:
                 )
 
     def on_checkpoint(self, request: Message, checkpoint: commands.Checkpoint) -> None:
-        """Begin to write a checkpoint, unless a repeated request began it. The answer follows when it is complete."""
+        """Begin to write a checkpoint, unless an earlier copy of the request did. Answer after the write."""
         self._ledger.apply(checkpoint)
         self.note_marks()
         self._pending.wait(request, lambda: self._write(checkpoint))
@@ -244,7 +244,7 @@ class CheckpointRequests:
         return written
 
     async def _parts(self, folder: Path, checkpoint: commands.Checkpoint) -> Checkpointed:
-        """Write all parts. Stores are asked before the ledger's snapshot, so they write every group in the snapshot."""
+        """Write all parts. Ask the stores before the ledger's snapshot, so they write every group in the snapshot."""
         stores: list[asyncio.Future[Checkpointed]] = []
         for number, link in () if self._links is None else self._links.connected():
             save = commands.SavePart(key=checkpoint.key, path=str(folder / store_part(number)))

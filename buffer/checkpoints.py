@@ -1,8 +1,8 @@
 """The learner's checkpoints that the ledger remembers, and the return of the ledger to one of them.
 
 A *mark* holds the ledger's totals at the commit of a checkpoint's last step. The ledger goes back to a mark when the
-learner's ranks have died (`Rewind`), and when the run resumes (`Resume`). It drops each group and each saved prefix
-with a token of a lost version. ``docs/staleness.md`` proves the bound.
+learner's ranks have died (`Rewind`), and when the run resumes (`Resume`). It then drops the trajectories and saved
+prefixes that have a token of a lost version. ``docs/staleness.md`` proves that every lag stays within ``max_lag``.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from .rule import Preference, StalenessRule, rank_of
 MAX_MARKS = 8
 """Largest number of remembered marks."""
 MAX_WRITING = 2
-"""Largest number of checkpoints that a run writes at a time. The newest complete checkpoint then has a mark."""
+"""Largest number of checkpoints that a run writes at a time. With this limit the newest complete one keeps its mark."""
 
 
 class Mark(Row, frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ class Marks:
         self._by_version = {first_version: Mark(version=first_version, is_reached=True)}
 
     def has(self, version: int, key: str) -> bool:
-        """Whether the ledger remembers this checkpoint."""
+        """Return whether the ledger remembers this checkpoint."""
         return version in self._by_version and self._by_version[version].key == key
 
     def keys(self) -> list[str]:
@@ -109,9 +109,8 @@ class Marks:
 def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, prefer: Preference) -> outcomes.Rewound:
     """Decide which groups stay when the learner goes back to ``version``.
 
-    A run may resume with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then groups that cannot be
-    consumed in time, or have all their uses, are dropped. The earliest deadlines come first, which keeps the most
-    groups.
+    A run may resume with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then groups are dropped if they
+    cannot be consumed in time, or have all their uses. Groups with earlier deadlines are consumed first.
     """
     lost = [group for group in groups if group.newest_version > version]
     missing = [group for group in groups if group.is_missing]

@@ -1,7 +1,8 @@
-"""The connections of one process to the buffer, on asyncio: requests, deadlines, resending after a reconnect.
+"""The connections of one process to the buffer: requests, deadlines, and resending after a reconnect.
 
-A client has a control socket and a bulk socket. Requests that are large, or that may have a large answer, wait for both
-sockets. Other requests wait only for the control socket. Each transferred chunk restarts the deadline of its request.
+A client has a control socket and a bulk socket. A request that is large, or may have a large answer, waits until both
+sockets are connected. Other requests need only the control socket. Each transferred chunk restarts the deadline of its
+request.
 """
 
 import asyncio
@@ -47,11 +48,11 @@ _RECONNECT_MAX_MS = 2000
 _HEARTBEAT_MS = 5000
 _BATCH = 16
 _HELD_FACTOR = 1.5
-"""Factor on the deadline of requests that a server may hold for half of the deadline. If a server dies at the end of
-the hold, the restarted server then has the usual time to answer."""
+"""Factor on the deadline of requests that a server may hold for half of the deadline. If the server dies at the end of
+this half, a restarted server still has the usual time to answer."""
 _MAX_REPLY_BYTES = 1 << 40
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-"""The server does not know the key, or only one of the two has keys."""
+"""Events of a refused connection: the server does not know the key, or only one side has keys."""
 
 
 class Connection:
@@ -60,7 +61,7 @@ class Connection:
     Args:
         on_message: Called with the frames of each message.
         on_change: Called with True when the connection is made, and with False when it is lost.
-        on_refused: Called when the server refuses the keys. ZMQ does not retry then.
+        on_refused: Called when the server refuses the keys. ZMQ does not connect again then.
         silent_s: A connection without a complete frame for this many seconds counts as lost.
     """
 
@@ -113,14 +114,14 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection at once."""
-        self._socket.disable_monitor()  # first, otherwise ZMQ's thread waits until the monitor's last events are read
+        self._socket.disable_monitor()  # must be first: otherwise ZMQ's thread waits for a reader of the monitor
         self._monitor.close()
         self._channel.close()
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _UnansweredRequest:
-    """A request without a reply yet. ``due`` is its deadline, ``seconds`` after its last progress."""
+    """A request without a reply yet. Its deadline ``due`` is ``seconds`` after its last progress."""
 
     caller: str
     request: Message
@@ -141,7 +142,7 @@ class ClientSocket:
 
     Attributes:
         is_connected: Whether the server can be reached now.
-        num_read: Largest request id of a fetch whose reply has arrived, even if the fetch was cancelled.
+        num_read: Largest id of a fetch with a received reply. Cancelled fetches count too.
         identity: The identity of this client on the server.
     """
 
@@ -352,7 +353,7 @@ class ClientSocket:
             self._control.send(frames_of(self._epoch, [Message(request_id=self._connect_id, body=commands.Connect())]))
 
     def _on_refused(self, used: ClientKeys | None) -> None:
-        """Connect again if there are newer keys than ``used``. Else fail all requests."""
+        """Connect again if there are newer keys than ``used``. Otherwise fail all requests."""
         if used != self._keys or self._begin_with_newest_keys():
             return
         self._refuse(
@@ -480,9 +481,9 @@ class BufferClient:
         address: Address of the server. Example: ``"ipc:///dev/shm/asyncrl-1f/sockets/buffer"``.
         request_timeout_s: Deadline of each request, in seconds. The server holds a request for at most half of it.
         keys: CURVE keys, if the server has them.
-        epoch: The run of this client. If empty, the run that the server names first.
+        epoch: The run of this client. Empty takes the run in the server's first answer.
         host: Host of this client, as passed to `ControlClient.add_store`. Puts prefer the store on this host.
-        incarnation: The learner's incarnation of this client.
+        incarnation: The incarnation of the learner that this client belongs to.
 
     Attributes:
         on_connected: Called each time that the client reaches the server.
@@ -591,7 +592,7 @@ class BufferClient:
     async def call_with_space(self, operation: Operation[Reply], payload: Sequence[Any]) -> Reply:
         """Send a request.
 
-        While the buffer is full, repeat it when bytes become free, or after half of ``timeout_s``.
+        While the buffer is full, repeat the request when bytes become free, or after half of ``timeout_s``.
         """
         while True:
             space = self._space  # a push that arrives during the request counts too
@@ -607,7 +608,7 @@ class BufferClient:
     ) -> Reply:
         """Send a request with a payload. Reserve bytes first if the payload is large, or after `StoreFull`.
 
-        If the worker has lost its lease, the request is sent without the payload.
+        If the worker has lost its lease, send the request without the payload.
         """
         is_reserved = sum(map(len, payload)) < JOIN_BELOW_BYTES
         while True:

@@ -1,7 +1,7 @@
-"""Every message between clients and servers: operations (with the ledger's commands), answers and pushes.
+"""Every message between clients and servers: operations, answers and pushes.
 
-The server checks the client's role against ``roles`` of an operation. The ledger decides a `Command`. For a new
-operation, add a record here, a method ``on_<name>`` of the service, and its caller.
+The server refuses a client if the operation's ``roles`` lack the client's role. A `Command` is an operation that the
+ledger decides. For a new operation, add a record here, a method ``on_<name>`` of the service, and its caller.
 """
 
 from typing import Annotated, Any
@@ -143,7 +143,7 @@ class Report(Answer, frozen=True):
 
 
 class Payloads(Answer, frozen=True):
-    """The number of frames of each group. The frames follow the record."""
+    """The number of frames of each group. The frames follow this record."""
 
     counts: tuple[Int64, ...]
 
@@ -196,7 +196,7 @@ class Missing(Answer, frozen=True):
 
 
 class Removed(Answer, frozen=True):
-    """The payloads are dropped. ``disk_bytes`` is the size of the other payloads that are only on disk."""
+    """The payloads are dropped. ``disk_bytes`` is the size of the kept payloads that are only on disk."""
 
     disk_bytes: int
 
@@ -226,7 +226,7 @@ class Space(Push, frozen=True):
 
 
 class Enqueued(Answer, frozen=True):
-    """The prompts are queued. ``outcomes`` has the groups finished since the last answer, if they were requested."""
+    """The prompts are queued. If requested, ``outcomes`` has the groups finished since the last answer."""
 
     outcomes: tuple[GroupSummary, ...] = ()
 
@@ -234,7 +234,7 @@ class Enqueued(Answer, frozen=True):
 class Enqueue(Command[Queued, Enqueued], frozen=True):
     """Queue prompts. Known prompts are ignored. ``counts`` has the number of frames of each prompt.
 
-    After the first request with ``wants_outcomes``, the server keeps the newest finished groups for the answers.
+    After the first request with ``wants_outcomes``, the server keeps the newest finished groups for later answers.
     """
 
     roles = _CONTROLLER
@@ -247,7 +247,7 @@ class Enqueue(Command[Queued, Enqueued], frozen=True):
 class LeaseGroups(Command[Granted, Leased], frozen=True, kw_only=True):
     """Admit up to ``max_groups`` from the head of the queue on an engine that serves ``engine_version``.
 
-    ``incarnation`` is the learner incarnation that made the engine's weights. The server sets ``request_id``.
+    ``incarnation`` is the incarnation of the learner that made the engine's weights. The server sets ``request_id``.
     """
 
     roles = _ROLLOUT
@@ -270,7 +270,7 @@ class SavePrefix(Command[Saved, Done], frozen=True, kw_only=True):
     """Save the prefix of a running group. The next attempt may continue the prefix.
 
     Attributes:
-        progress: Token count and versions of the whole prefix, with the inherited prefix.
+        progress: Token count and versions of the whole prefix, including the inherited part.
         continued: False if the worker started again without the inherited prefix.
         num_bytes: Size of the prefix's frames; the server sets it.
         longest_response: Tokens of the longest sample; -1 if unknown.
@@ -303,7 +303,7 @@ class Put(Command[PutOutcome, Done], frozen=True, kw_only=True):
         continued: As in `SavePrefix`.
         num_bytes: Size of the trajectories. The server sets it if no store server holds them.
         digest: Digest of the trajectories if a store server holds them.
-        num_left_out: Tokens in trajectories that the group omits because their reward failed.
+        num_left_out: Tokens of trajectories that are not in the group, because their reward failed.
     """
 
     roles = _ROLLOUT
@@ -323,11 +323,11 @@ class Release(Command[Released, Released], frozen=True, kw_only=True):
     """Return an unfinished lease, or report the tokens of a revoked attempt. Each attempt is counted once.
 
     Attributes:
-        num_tokens: Tokens of the attempt, with the prefix that it continued.
-        reason: The account drops the unsaved tokens for this reason.
+        num_tokens: Tokens of the attempt, including the prefix that it continued.
+        reason: Reason of the account for the loss of the unsaved tokens.
         continued: As in `SavePrefix`.
-        max_failures: 0 if the attempt did not fail. Otherwise the group is dropped at this number of failed attempts,
-            and queued again below it.
+        max_failures: 0 if the attempt did not fail. Otherwise the group is dropped after this number of failed
+            attempts. With fewer it is queued again.
     """
 
     roles = _ROLLOUT
@@ -346,8 +346,8 @@ class Expire(Command[TakenBack, Done], frozen=True):
 class TakeBack(Command[TakenBack, Done], frozen=True):
     """Revoke every lease of a silent or dead owner. A repetition has no effect.
 
-    ``num_generated`` is the number of tokens that a dead owner generated; None for a silent owner. A dead owner's
-    unreported tokens are lost, and its later reports do not count.
+    ``num_generated`` is the number of tokens that a dead owner generated; None for a silent owner. The unreported
+    tokens of a dead owner are lost, and later reports of it do not count.
     """
 
     owner: bytes
@@ -361,7 +361,7 @@ class LoseGroups(Command[Lost, Done], frozen=True, kw_only=True):
 
     Attributes:
         unsent: Running groups and attempts that their store lacks; the workers send these again.
-        missing: Planned groups that their store lacks. Their batch stays, because ranks may already have the groups.
+        missing: Planned groups that their store lacks. The batch stays, because ranks may already have these groups.
     """
 
     roles = _CONTROLLER
@@ -379,7 +379,7 @@ class AddStore(Command[AddedStore, AddedStore], frozen=True):
 
 
 class DropStore(Command[DroppedStore, DroppedStore], frozen=True):
-    """Declare a store lost. A planned batch does not change, because the learner's ranks may already have it."""
+    """Declare a store lost. Planned batches stay, because the learner's ranks may already have their groups."""
 
     roles = _CONTROLLER
     store: Int64
@@ -420,8 +420,8 @@ class Resume(Command[Rewound, Done], frozen=True, kw_only=True):
     Attributes:
         version: Learner version to continue from. The steps before it are committed.
         key: Key of the `Checkpoint`.
-        tokens_generated: Policy tokens that the run generated up to the checkpoint. The account drops those that it
-            does not contain (``resume``).
+        tokens_generated: Policy tokens that the run generated up to the checkpoint. Tokens that the account lacks
+            count as dropped (``resume``).
     """
 
     roles = _CONTROLLER
@@ -434,8 +434,7 @@ class Checkpoint(Command[Marked, Checkpointed], frozen=True, kw_only=True):
     """Write everything that a resumed run needs into ``folder``. The answer comes when the folder is complete.
 
     Attributes:
-        folder: Every store server must see the folder under this path. Example:
-            ``/runs/a/checkpoints/buffer/v00000012``.
+        folder: A path that every store server can use. Example: ``/runs/a/checkpoints/buffer/v00000012``.
         version: Learner version of the ranks' checkpoint. The steps before it are planned or committed.
         key: A random name of this checkpoint. A repeated request with the same key does not write it again.
     """
@@ -510,7 +509,7 @@ class Cancel(Operation[Done], frozen=True):
 
 
 class Leave(Operation[Done], frozen=True):
-    """Unregister a producer. ``leases`` names the leases that it received. The buffer releases its other leases."""
+    """Unregister a producer. Release every lease of the producer that is not in ``leases``."""
 
     roles = _ROLLOUT
     leases: Keys
@@ -554,7 +553,7 @@ class Served(Operation[Serving], frozen=True):
 
 
 class Pin(Operation[Names], frozen=True):
-    """Keep engines on a version, and wait until the set of engines that serve it differs from ``known``."""
+    """Keep engines on a version. Wait until the engines that serve this version differ from ``known``."""
 
     roles = _CONTROLLER
     is_held = True
@@ -611,7 +610,7 @@ class PutPayload(Operation[Done], frozen=True):
 
 
 class Remove(Operation[Removed], frozen=True):
-    """Drop the payloads of finished groups, and of attempts up to those in ``ended``."""
+    """Drop the payloads of finished groups, and of the attempts in ``ended`` and earlier ones."""
 
     roles = _LEDGER
     group_ids: tuple[Int64, ...]

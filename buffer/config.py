@@ -7,7 +7,7 @@ from .rule import StalenessRule, find_filters, find_order
 
 
 class OnStale(StrEnum):
-    """The handling of a running group that the next batch must contain."""
+    """What happens to a running group that the next batch must contain."""
 
     wait = "wait"
     requeue = "requeue"
@@ -52,24 +52,24 @@ class BufferConfig:
             at most ``max_lag``. A group gets a further use if fewer new groups are open than the bound admits.
         on_stale: Handling of a running group that the next batch must contain: ``wait`` for it, ``requeue`` its prompt,
             or ``drop`` it.
-        order: Which stored groups a batch takes first, if every deadline is met: ``fifo``, ``earliest_deadline``,
-            ``freshest_first``, ``shortest_first``, ``reward_spread`` (largest variance of rewards first), or your own
-            ``file.py:function`` or ``module:function``. The function maps a `GroupSummary` and its deadline to a
-            number; the smallest number comes first.
+        order: Order of the stored groups in the choice of a batch, if every deadline is met. One of ``fifo``,
+            ``earliest_deadline``, ``freshest_first``, ``shortest_first``, ``reward_spread`` (largest variance of
+            rewards first), ``file.py:function`` or ``module:function``. Your function maps a `GroupSummary` and its
+            deadline to a number. The smallest number comes first.
         lease_s: The buffer revokes a lease that is not renewed for this many seconds, and leases the prompt again.
         queue_size: Largest number of prompts in the queue. Enqueueing waits while the queue is full.
         heartbeat_s: Seconds between heartbeats of a producer. A producer that is silent for four intervals counts as
             gone, and its groups are leased to other workers.
         max_stored_bytes: Bound on trajectories and saved prefixes, in bytes per server. A full buffer grants no leases
-            until a batch leaves. It evicts groups only if no batch is planned and the stored groups make no batch.
-        max_memory_bytes: Bound on the bytes of ``max_stored_bytes`` that a server holds in memory; 0 sets no bound.
-            Other payloads stay in the journal's files until the learner fetches them. This needs ``durability=disk``.
+            until a batch leaves. It evicts groups only if no batch is planned and none can be filled.
+        max_memory_bytes: Bound on trajectories and saved prefixes in a server's memory, in bytes; 0 sets no bound.
+            Further ones stay in the journal's files until the learner fetches them. Needs ``durability=disk``.
         max_prompt_bytes: Bound on prompts, in bytes, from their arrival until their groups are stored. Enqueueing waits
             at this bound.
-        request_timeout_s: Deadline of a client's request, in seconds. The server holds a waiting request for at most
-            half of this time. The deadline of such a request is 1.5 times as long.
-        filters: Dynamic-sampling filters: ``equal_rewards``, ``no_tokens``, or your own ``file.py:function`` or
-            ``module:function``. The function gets a `GroupSummary` and returns whether to keep the group. The buffer
+        request_timeout_s: Deadline of a client's request, in seconds. The server may hold some requests for half of
+            this time. A request that may be held has 1.5 times this deadline.
+        filters: Dynamic-sampling filters: ``equal_rewards``, ``no_tokens``, ``file.py:function`` or
+            ``module:function``. Your function gets a `GroupSummary` and returns whether to keep the group. The buffer
             counts a dropped group under the filter's name. Example: ``["equal_rewards"]``.
         max_filtered_steps: Plans fail when filters have dropped the groups of this many learner steps in a row. The
             buffer warns from 4 steps on. 0 sets no limit.
@@ -77,33 +77,34 @@ class BufferConfig:
             prompt in ``directory``, and a restarted server continues from them.
         directory: Directory of the files of ``durability=disk``. Example: ``outputs/quickstart/buffer``.
         restarts: Largest number of restarts of a ``disk`` server that died, or that did not answer for half of
-            ``request_timeout_s``. The limit also holds for each store server. With ``memory`` a store server is empty
-            after the restart, and its groups are generated again. With 0, the run ends when a server dies.
-        max_worker_deaths: The buffer drops a prompt group (``worker_died``) when this many rollout workers have died,
-            or become silent, while they held a lease on it. A worker holds at most one group that the next death would
-            drop, so a death shows which prompt kills its workers. 0 drops none.
-        hand_over: Let a waiting worker take over a running group, with its tokens so far, from a worker that is at
-            least twice as slow. A group changes workers at most twice.
+            ``request_timeout_s``. The limit also holds for each store server. With ``memory``, a restarted store server
+            is empty, and its groups are generated again. With 0, the run ends when a server dies.
+        max_worker_deaths: The buffer drops a prompt group (``worker_died``) when this many rollout workers have died
+            or become silent while they held a lease on the group. A worker holds at most one group that the next death
+            would drop, so a death shows which prompt kills its workers. 0 drops no group.
+        hand_over: A waiting worker takes over a running group, with its tokens so far, from a worker that is at least
+            twice as slow. A group changes workers at most twice.
         max_message_bytes: Largest frame that a client may send. A longer frame closes its connection.
         max_requests_per_s: Requests per client and second that the server answers. It refuses further requests. A
             request that names leases counts once per lease.
         stores_on: Where the payloads are. ``ledger``: in the ledger's server, or in ``num_store_servers`` processes
             beside it. ``hosts``: on one store server per host of rollout workers, so trajectories cross the network
-            once. ``auto``: ``hosts`` if ``placement.num_nodes`` > 1 and ``num_store_servers`` is 0, else ``ledger``.
+            once. ``auto``: ``hosts`` if ``placement.num_nodes`` > 1 and ``num_store_servers`` is 0, otherwise
+            ``ledger``.
         num_store_servers: Processes beside the ledger's server that hold the payloads; 0 keeps the payloads in the
             ledger's server.
         keys: Directory of the run's CURVE keys. The run creates missing keys there. Empty uses the run's own folder.
-            The server needs keys for ``host``. Example: ``outputs/keys``.
+            A server with a ``host`` needs keys. Example: ``outputs/keys``.
         checkpoint: Folder of the checkpoint that a server without a journal begins from. The run sets it when it
             resumes. Example: ``outputs/quickstart/checkpoints/buffer/v00000012``.
         earlier_epoch: Epoch of the journals in ``directory`` that a resumed run takes over. The run sets it.
         lineage: A name that stays the same when the run resumes. The run sets it. Empty takes the epoch.
-        epoch: Name of the run. Every message carries it, and the server refuses a message of another run. Empty takes
-            the epoch of an earlier server in ``directory``, or a new epoch.
-        host: Address or interface that the server binds; it needs ``keys``. Empty: the server listens on Unix sockets
-            in a folder that only its own user may open, and binds no port. Example: ``10.0.0.1``, ``eth0``.
-        socket_folder: Folder of the Unix sockets. The run sets it. Empty makes a temporary folder with a random name,
-            and removes it at the end.
+        epoch: Name of the run. The server refuses messages with another epoch. Empty takes the epoch of an earlier
+            server in ``directory``, or a new epoch.
+        host: Address or interface that the server binds. Such a server needs ``keys``. Empty: the server binds no
+            port. It listens on Unix sockets that only its own user may open. Example: ``10.0.0.1``, ``eth0``.
+        socket_folder: Folder of the Unix sockets. The run sets it. If empty, the server makes a temporary folder, and
+            removes it at the end.
         advertised_host: Address at which clients reach the server; empty if clients can use ``host``.
         port: Port of requests; 0 takes a free port.
         bulk_port: Port of large payloads; 0 takes a free port.
@@ -180,5 +181,5 @@ class BufferConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only clients on the same host can reach ``buffer.host``."""
+    """Return whether only clients on the same host can reach ``buffer.host``."""
     return host in ("", "lo") or host.startswith(_LOOPBACK)

@@ -15,8 +15,8 @@ _SHOWN_GROUPS = 8
 def plan_wait(ledger: Ledger, now: float) -> dict[str, Any]:
     """Describe why the next batch is not planned yet.
 
-    ``now`` is in seconds on the clock of the leases. Returns ``version`` of the batch, the reason ``why`` in
-    a sentence, and the running ``groups`` that the batch waits for.
+    ``now`` is in seconds on the clock of the leases. Returns the batch's ``version``, the reason ``why`` as a sentence,
+    and the running ``groups`` that the batch waits for.
     """
     version, groups = ledger.next_plan, ledger.groups
     waits_for: Sequence[Group] = ()

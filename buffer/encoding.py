@@ -4,9 +4,11 @@ A message is a msgpack header ``[PROTOCOL_VERSION, epoch, [[request_id, number o
 of its records (`buffer.commands`). The epoch names the run. Request id 0 is a push.
 
 A prompt is encoded by the project's codec. A group is encoded as a head with the schema of its columns, then one buffer
-per column, in a third of the codec's time. `pack` joins small frames, because ZMQ has a fixed cost per part, and cuts
-large frames into parts. The first part begins with ``b"prcl"``, the number of frames and their lengths as uint64.
-Inside a joined part every frame starts at a multiple of 16, so arrays can be read in place.
+per column. This takes a third of the codec's time.
+
+`pack` joins small frames, because ZMQ has a fixed cost per part, and cuts large frames into parts. The first part
+begins with ``b"prcl"``, the number of frames, and the frames' lengths as uint64. Inside a joined part every frame
+starts at a multiple of 16, so arrays can be read in place.
 """
 
 import struct
@@ -61,7 +63,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Message:
-    """A record and its frames. Not frozen, because freezing doubles the construction time.
+    """A record and its frames. The class is not frozen, because that would double the construction time.
 
     Attributes:
         request_id: Chosen by the client, repeated in the answer; `PUSH_ID` in a push.
@@ -98,7 +100,7 @@ def parse_requests(frames: Sequence[Any], *, max_frames: int = MAX_FRAMES) -> tu
 
 
 def operation_of(request: Message) -> Operation[Any]:
-    """Decode a request's operation. Raises `WireError` if it does not exist, or a field is out of range."""
+    """Decode a request's operation. Raises `WireError` if the operation is unknown or a field is out of range."""
     try:
         return _read_operation(request.body)
     except _UNREADABLE as error:
@@ -244,7 +246,7 @@ def _schema_bytes(schema: tuple[tuple[tuple[str, np.dtype, tuple[int, ...]], ...
 
 @lru_cache(maxsize=256)
 def _schema_of(data: bytes) -> list[list[tuple[str, np.dtype, tuple[int, ...], int]]]:
-    """Return the names, dtypes, trailing shapes and bytes per row of the columns in each scope."""
+    """Return the names, dtypes, shapes (without the first dimension) and bytes per row of each scope's columns."""
     schema = []
     for scope in msgpack.unpackb(data, max_ext_len=0):
         columns = [(str(name), dtype_of(dtype.encode()), checked_shape(shape)) for name, dtype, shape in scope]
@@ -309,7 +311,7 @@ def unpack(parts: Sequence[Any]) -> list[Any]:
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield ranges [start, stop) of frames: small adjacent frames that share a part, or one large frame."""
+    """Yield ranges [start, stop) of frames. A range is one large frame, or small adjacent frames that share a part."""
     start = 0
     while start < len(lengths):
         stop, size = start + 1, lengths[start] + _ALIGN

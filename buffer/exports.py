@@ -68,10 +68,10 @@ class ExportedGroup:
     Attributes:
         prompt: Prompt of the group.
         state: ``queued``, ``leased``, ``stored`` or ``planned``.
-        attempt: The current or last attempt; -1 before the first attempt.
+        attempt: Number of the current or last attempt; -1 before the first attempt.
         engine_version: Engine version u of the attempt.
         deadline: u + max_lag, the last learner version that may consume the group.
-        planned_for: The version whose batch holds the group; -1 if no batch does.
+        planned_for: Version of the batch that holds the group; -1 if no batch does.
         num_uses: Number of learner steps that trained on the group.
         is_complete: Whether ``trajectories`` are finished and scored. Otherwise they are the saved prefix.
         trajectories: The trajectories; None if the group has no tokens yet.
@@ -245,7 +245,7 @@ def _storable(column: np.ndarray) -> np.ndarray:
 
 
 def _lists(column: np.ndarray, lengths: np.ndarray) -> pa.Array:
-    """Return lists. List i has ``lengths[i]`` rows of the column."""
+    """Divide a column into lists. List i has ``lengths[i]`` rows."""
     flat = _storable(column)
     per_row = len(flat) // len(column) if len(column) else 1
     offsets = np.concatenate([[0], np.cumsum(lengths)]) * per_row

@@ -68,7 +68,7 @@ class FramesOnDisk(Sequence[Any]):
                     head, *frames = frames_at(file.fileno(), begin, lengths, path)
                 break
             except FileNotFoundError:
-                if at == self._at:  # otherwise the frames were moved, and the old file was deleted
+                if at == self._at:  # if they differ, the frames were moved meanwhile
                     raise
         digest = xxhash.xxh3_64(head)
         for frame in frames:

@@ -1,4 +1,4 @@
-"""The table of unfinished prompt groups: one record per group, and indexes that are derived from the records.
+"""The table of unfinished prompt groups: one record per group, and indexes of the records.
 
 `buffer.ledger` decides when a group changes its state.
 """
@@ -35,8 +35,8 @@ class GroupState(StrEnum):
 class StorePlace(Struct, kw_only=True, array_like=True):
     """A store that joined. ``address`` and ``host`` are empty for a store that was there from the start.
 
-    A store that ``is_gone`` never returns. A store that ``is_awaited`` joined before the run resumed. The next store
-    that joins takes its number, and loads its groups from the checkpoint.
+    A store that ``is_gone`` never returns. A store that ``is_awaited`` joined before the run resumed. The next new
+    store takes over its number, and loads its groups from the checkpoint.
     """
 
     address: str = ""
@@ -54,23 +54,23 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         num_attempts: Attempts leased so far. The current or last attempt is ``num_attempts - 1``.
         num_failures: Number of failed attempts.
         num_deaths: Number of workers that died, or became silent, while they held a lease on the group.
-        engine_version: u of the current attempt.
-        deadline: u + max_lag of the current attempt.
+        engine_version: Engine version u of the current attempt.
+        deadline: u + max_lag, the last version that may consume the group.
         owner: The client that holds the lease; opaque.
         request_id: The owner's request that the lease answered.
         expires_at: Time when the lease expires, in seconds on the clock of the leases.
-        progress: The saved prefix, inherited or saved by the current attempt.
+        progress: The saved prefix, from the current or an earlier attempt.
         num_inherited: Tokens of the prefix that the attempt continues.
         summary: Metadata of the stored trajectories.
         rank: Position of the stored group in the selection order.
         planned_for: The version whose batch holds the group; -1 if no batch does.
-        num_bytes: Size of the trajectories; known since the reservation.
+        num_bytes: Size of the trajectories in bytes; 0 before the reservation.
         store: Number of the store that holds the trajectories.
         digest: XXH3 of the trajectories, 16 bytes, if a store server holds them.
         is_missing: Whether a batch holds the group, but no store has its trajectories.
-        prefix_bytes: Size of the saved prefix's frames.
+        prefix_bytes: Size of the saved prefix in bytes.
         is_evicted: Whether the saved prefix was evicted. Its tokens stay counted, but no attempt can continue it.
-        uses: Versions whose steps trained on the group. A used group counts as finished, and waits for a further use.
+        uses: Versions of the learner steps that trained on the group. A used group counts as finished.
     """
 
     group_id: int
@@ -130,7 +130,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         return self.result if num_uses == len(self.uses) else replace(self.result, num_uses=num_uses)
 
     def set_uses(self, uses: tuple[int, ...]) -> None:
-        """Set the versions whose steps trained on the group."""
+        """Set the versions of the learner steps that trained on the group."""
         self.uses = uses
         self.summary = replace(self.result, num_uses=len(uses))
 
@@ -194,7 +194,7 @@ class LeaseIndex:
 
     @property
     def num_expiries(self) -> int:
-        """Number of entries in the heap of expiries, including ended leases."""
+        """Number of entries in the heap of expiries. Ended leases may have entries too."""
         return len(self._expiries)
 
     def add(self, group: Group) -> None:
@@ -209,7 +209,7 @@ class LeaseIndex:
         del self._groups[group.group_id]
         _discard(self._by_deadline, group.deadline, group.group_id)
         _discard(self._by_owner, group.owner, group.group_id)
-        group.expires_at = 0.0  # renewals are not journaled, and a replayed table must be equal
+        group.expires_at = 0.0  # the journal has no renewals, so a restarted server could not restore this value
 
     def all(self) -> list[Group]:
         """Return the leased groups, the oldest lease first."""
@@ -228,9 +228,9 @@ class LeaseIndex:
         return [(group.group_id, group.attempt) for group in self.all() if group.num_bytes and group.store == store]
 
     def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
-        """Choose ``numbers[k]`` further leased groups due at ``version + k`` or earlier, for each k.
+        """Choose ``numbers[k]`` more leased groups for each k, due at ``version + k`` or earlier.
 
-        Among groups with the same deadline, the newest lease comes first.
+        The latest deadline comes first, and for one deadline the newest lease.
         """
         chosen: dict[int, None] = {}
         for k, number in enumerate(numbers):
@@ -461,7 +461,7 @@ class GroupTable:
         return group
 
     def is_planned(self, group_id: int) -> bool:
-        """Whether a batch holds the group."""
+        """Return whether a batch holds the group."""
         group = self._groups.get(group_id)
         return group is not None and group.state is GroupState.planned
 
@@ -478,8 +478,8 @@ class GroupTable:
     def head(self, number: int, *, owner: bytes, suspect_deaths: int = 0) -> list[Group]:
         """Return the first groups of the queue that an owner may lease.
 
-        A group with ``suspect_deaths`` or more deaths is a suspect; with 0, no group is. An owner holds at most one
-        suspect, so that the owner's death shows which suspect killed it.
+        A group with ``suspect_deaths`` or more deaths is a suspect; 0 makes no group a suspect. An owner holds at most
+        one suspect, so the owner's death shows which suspect killed it.
         """
         queued = map(self._groups.__getitem__, self._queue)
         if not (suspect_deaths and self._present_at_deaths):
@@ -514,7 +514,7 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
-        # Needed even without a reservation, because the payload may reach its store after the ledger's removal request.
+        # Also without a reservation, because a payload may reach its store after the ledger's removal request.
         self.ended_attempts.append((group.group_id, group.attempt))
         self.space.set_bytes(group, 0)
         if not keeps_progress:

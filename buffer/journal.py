@@ -1,11 +1,11 @@
-"""Keeps the data for a restarted server on disk: the ledger's last snapshot, later commands with outcomes, and frames.
+"""Keeps on disk what a restarted server needs: the ledger's last snapshot, the commands since then, and frames.
 
-``NAME.N.log`` holds the commands in order, with small frames. The journal reserves bytes for a command before it takes
-effect, and writes it before any client gets a reply. The puts of one burst share a write. ``NAME.N.frames`` holds large
-frames, which a thread writes before the command that refers to them.
+``NAME.N.log`` holds the commands and their outcomes in order, with small frames. The journal writes a command before
+any client gets a reply. The puts of one burst share a write. ``NAME.N.frames`` holds large frames. A thread writes them
+before the journal writes the command that refers to them.
 
 Written records survive the death of the process, but a power failure may lose the last writes. So every record has a
-checksum, and a file ends at its first broken record. When the files have grown, `Journal.compact` begins a new pair.
+checksum, and a reader stops at the first broken record. When the files have grown, `Journal.compact` begins a new pair.
 """
 
 import asyncio
@@ -41,10 +41,10 @@ _MAGIC = b"asyncrl buffer journal %d\n" % FORMAT
 _COMPACT_BYTES = 16 * 1024**2
 _GROW_BYTES = 4 * 1024**2
 _MAX_PUT_BYTES = 4096
-"""Bytes reserved for a put without its frames. A group of very many samples gets the rest at the write."""
+"""Bytes reserved for a put without its frames. A larger put gets more bytes when it is written."""
 _MAX_PARTS = 1024
 _HEADER = struct.Struct("<QIQ")
-"""Checksum (xxh3) of head and frames, size of the head, size of the frames, in bytes."""
+"""Checksum (xxh3) of head and frames, bytes of the head, and bytes of the frames."""
 
 AnyCommand: TypeAlias = reduce(or_, leaves(Command))  # type: ignore
 AnyOutcome: TypeAlias = reduce(or_, leaves(LedgerOutcome))  # type: ignore
@@ -267,7 +267,7 @@ class Contents:
 
 
 def refer(places: dict[tuple[str, int], int], references: Iterable[Reference]) -> list[int]:
-    """Record the places of frames, and return them. Place 0 drops the frames."""
+    """Record the places of frames, and return the places. Place 0 drops the frames."""
     for name, key, place, _ in references:
         if place:
             places[name, key] = place
@@ -304,7 +304,7 @@ def _read(path: Path, *, with_frames: bool) -> Contents:
         for number in numbers_of(path):
             files.append(AppendOnlyFile(Path(f"{path}.{number}.log"), is_read_only=True))
             found = [*_read_records(files[-1], by_place)]
-            # otherwise a newer pair of files has the frames
+            # without this file, a newer pair of files has the frames
             if with_frames and (payloads := Path(f"{path}.{number}.frames")).exists():
                 files.append(AppendOnlyFile(payloads, is_read_only=True))
                 deque(_read_records(files[-1], by_place), maxlen=0)
@@ -321,7 +321,7 @@ def _read(path: Path, *, with_frames: bool) -> Contents:
 
 @dataclass(kw_only=True, slots=True)
 class _Write:
-    """Frames that the thread writes, with their places. ``then`` is called with the frames on disk, or the error."""
+    """Frames for the journal's thread, with their places. ``then`` is called with the frames on disk, or the error."""
 
     frames: Sequence[tuple[int, Frames]]
     then: Callable[[Sequence[FramesOnDisk] | ReplayBufferError], None]
@@ -338,7 +338,7 @@ class Journal:
         ValueError: The files are not a journal, or have another format.
 
     Attributes:
-        on_written: Called after the callbacks of frames that were written together.
+        on_written: Called after each write of the thread, when the callbacks of its frames have been called.
     """
 
     def __init__(self, path: Path) -> None:
@@ -534,9 +534,9 @@ class Journal:
         return self._next_place - 1
 
     def keep(self, frames: Frames, then: Callable[[FramesOnDisk | ReplayBufferError], None]) -> None:
-        """Write frames on the thread, together with other waiting frames. The frames are not copied.
+        """Write frames on the journal's thread, together with other waiting frames. The frames are not copied.
 
-        Afterwards the loop calls ``then`` with the frames on disk, or with the error.
+        After the write the loop calls ``then`` with the frames on disk, or with the error.
         """
         views = [memoryview(frame) for frame in frames]
 
@@ -572,9 +572,9 @@ class Journal:
     # A copy for a checkpoint
 
     def link_to(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
-        """Make hard links ``PATH.N.log`` and ``PATH.N.frames`` to the files with the frames.
+        """Make hard links ``PATH.N.log`` and ``PATH.N.frames`` to the journal's files.
 
-        Returns the number N for a new log that begins with a snapshot, and references to the held frames.
+        Returns the next free number N, for a log that begins with a snapshot, and references to the held frames.
 
         Raises:
             OSError: A link fails, for example on another disk.
@@ -588,17 +588,17 @@ class Journal:
     # A new pair of files
 
     def is_grown(self, *, is_urgent: bool = True) -> bool:
-        """Whether to `compact` now. ``is_urgent=False`` halves the threshold, for a moment when compacting is cheap."""
+        """Return whether to `compact` now. ``is_urgent=False`` halves the threshold, for a time when it is cheap."""
         num_bytes = self._log.num_bytes + self._frames.num_bytes
         is_busy = self._is_compacting or (self._retiring is not None and self._retiring.is_alive())
         limit = (1 + is_urgent) * (2 * self._base_bytes + _COMPACT_BYTES)
         return num_bytes > max(limit, self._retry_above) and not is_busy
 
     def compact(self, snapshot: dict[str, Any] | None, frames: Iterable[tuple[str, int, Frames]]) -> None:
-        """Begin new files with a snapshot (plain values) instead of all commands, and with the held frames.
+        """Begin a new pair of files, with a snapshot (plain values) instead of all commands.
 
-        The thread writes the frames later. Until then the old files stay. If a write fails, the journal continues with
-        the old files, and `ReplayBufferError` is raised.
+        The journal's thread copies the held frames later. Until then the old files stay. If the snapshot cannot be
+        written, the journal continues with the old files, and `ReplayBufferError` is raised.
         """
         self.flush()
         held = {
@@ -627,9 +627,9 @@ class Journal:
         self._schedule()
 
     def _retire(self, meanwhile: Sequence[_Write], kept: Sequence[FramesOnDisk] | ReplayBufferError) -> None:
-        """Delete the old files in a thread when the new files are on the disk.
+        """Start a thread that deletes the old files.
 
-        ``meanwhile`` holds frames that the thread was writing to the old files. The new files have them too.
+        ``meanwhile`` holds frames that were written to the old files during `compact`. The new files have copies.
         """
         self._is_compacting = False
         self._base_bytes = self._log.num_bytes + self._frames.num_bytes
@@ -646,7 +646,7 @@ class Journal:
     def _replace(self, old: Sequence[AppendOnlyFile], new: Sequence[AppendOnlyFile]) -> None:
         """Delete the old files when the new files are on the disk.
 
-        The order is reversed: if this process dies in between, the next server finds the remaining files by the log.
+        The newest file goes first. If this process dies in between, the next server finds the older files by their log.
         """
         try:
             for file in new:
@@ -663,7 +663,7 @@ class Journal:
             logger.warning("the old files of the journal were not deleted yet: %s", error)
 
     def close(self) -> None:
-        """Close the files. Unwritten frames are dropped, and their callbacks are not called."""
+        """Close the files. Drop unwritten frames without calling their callbacks."""
         with suppress(ReplayBufferError):
             self.flush()
         self._closed = True
@@ -685,9 +685,9 @@ def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> I
 
 
 def _write(file: AppendOnlyFile, writes: Sequence[_Write]) -> list[OSError | None]:
-    """Write frames in one call, or each write on its own if the call fails. Return the error of each write, or None.
+    """Write frames in one call. If the call fails, make each write on its own. Return each write's error, or None.
 
-    Frames on disk are copied one by one, so that only one of them is in memory.
+    Frames on disk are copied one by one, so only one of them is in memory.
     """
     new = [(write, place, frames) for write in writes for place, frames in write.frames if not _is_on_disk(frames)]
     try:

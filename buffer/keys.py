@@ -1,9 +1,9 @@
 """The CURVE keys of a run, one per role. The run makes them at its start, and only their owner can read them.
 
 A directory holds ``server.json``, ``store.json`` for the store servers, and one file per role, such as
-``rollout.json``. Copy to each host only the files of the roles that run there. The server refuses unknown keys, and
-operations that do not belong to a key's role. The roles' keys can be replaced while the servers run. The servers' own
-keys stay, because they never leave their hosts.
+``rollout.json``. Copy to each host only the files of the roles that run there. The server refuses unknown keys. It also
+refuses operations that the key's role may not send. The roles' keys can be replaced while the servers run. The servers'
+own keys stay, because they never leave their hosts.
 """
 
 import json
@@ -105,7 +105,7 @@ def _plain(keys: ClientKeys) -> dict[str, str]:
 
 
 def add_keys(directory: Path) -> dict[str, ClientKeys]:
-    """Make new keys for all roles, which the servers' files then accept too. Return the new keys by role.
+    """Make new keys for all roles, and add them to the servers' files. Return the new keys by role.
 
     The servers must read their files again before you call `put_keys`. Raises as `server_keys` does.
     """
@@ -128,7 +128,7 @@ def put_keys(directory: Path, keys: Mapping[str, ClientKeys]) -> None:
 
 
 def retire_keys(directory: Path) -> None:
-    """Write key files that accept only the newest keys. The servers must then read their keys again."""
+    """Remove old keys from the servers' files. The servers must then read their files again."""
     for name, read in ((SERVER_KEYS, server_keys), (STORE_KEYS, store_keys)):
         _replace(directory / name, asdict(replace(read(directory), former_publics={})))
 
@@ -156,7 +156,7 @@ def ensure_keys(directory: Path) -> None:
 
 
 def server_keys(directory: Path) -> ServerKeys:
-    """Read the server's keys. Raises `ValueError` if they are missing, malformed, or owned or readable by others."""
+    """Read the server's keys. Raises `ValueError` if the file is missing or malformed, or others own or can read it."""
     return ServerKeys(**_read(directory / SERVER_KEYS, _SERVER_NAMES, optional=("former_publics",)))
 
 
@@ -216,8 +216,8 @@ def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
 class KeyGate:
     """Answers ZMQ's authentication requests (ZAP, RFC 27) with the client's public key, or refuses an unknown key.
 
-    Make this object before the sockets of ``context`` are bound. ZMQ asks once per connection, so the server checks
-    each message by `role_of`.
+    Make this object before the sockets of ``context`` are bound. ZMQ asks only once per connection, so the server
+    calls `role_of` for each message.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: ServerKeys, on_refused: Callable[[], None]) -> None:
@@ -238,7 +238,7 @@ class KeyGate:
         return self._roles.get(public)
 
     def is_newest(self, public: str) -> bool:
-        """Whether the role has no newer key."""
+        """Return whether the role has no newer key."""
         return public in self._newest
 
     def close(self) -> None:

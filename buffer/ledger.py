@@ -1,9 +1,10 @@
 """The ledger: the state of every prompt group and the account of every token. It has no socket, clock or payloads.
 
-A group moves ``queued → leased → stored → planned → consumed``. It can also be dropped for a reason, or go back to the
-head of the queue. A consumed group can be stored again for a further use. Each operation is a pair of functions:
-``_decide_*`` computes the outcome of a command and changes nothing, ``_enact_*`` applies the outcome. A restarted
-server only enacts the outcomes in its journal.
+A group moves ``queued → leased → stored → planned → consumed``. It can also be dropped, or go back to the head of the
+queue. A consumed group can be stored again for a further use.
+
+Each command has two functions. ``_decide_*`` computes the outcome and changes nothing. ``_enact_*`` applies the
+outcome. A restarted server only enacts the outcomes in its journal.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +50,7 @@ class CommandLog(Protocol):
 
 
 class Call(NamedTuple):
-    """The arrival time of a command, in seconds on the clock of the leases, and its sender, if known."""
+    """The sender of a command, if known, and its arrival time in seconds on the clock of the leases."""
 
     now: float
     sender: bytes | None
@@ -71,11 +72,11 @@ class Ledger:
 
     Attributes:
         learner_version: v, the number of committed steps.
-        incarnation: How often the learner went back to a checkpoint.
+        incarnation: How often the learner has gone back to a checkpoint.
         history: Attempts and groups that ended.
         marks: The checkpoints that the learner may go back to.
         options: Options that must stay the same when a server continues a journal.
-        log: Records every command that has an effect, before the effect; None records nothing.
+        log: Records every command before its effect; None records nothing. Commands without effect are not recorded.
         on_applied: Called with every command and its outcome after the effect.
     """
 
@@ -126,7 +127,7 @@ class Ledger:
         sender: bytes | None = None,
         frames: LoggedFrames | None = None,
     ) -> Result:
-        """Decide a command, record it in the log, apply the outcome, and return it.
+        """Decide a command, record it in the log, apply its outcome, and return the outcome.
 
         Args:
             command: The command.
@@ -135,8 +136,8 @@ class Ledger:
             frames: The frames of the command. The log records them, except for a put that is not stored.
 
         Raises:
-            ReplayBufferError: The command is refused. Nothing changed, except that the tokens of a late or too old put
-                (`LeaseExpired`, `VersionTooOld`) are counted.
+            ReplayBufferError: The command is refused. Nothing has changed. Only the tokens of a late put
+                (`LeaseExpired`) or of a too old put (`VersionTooOld`) are counted.
         """
         is_put = type(command) is commands.Put
         outcome: Any = _DECIDE[type(command)](self, command, Call(now, sender))
@@ -171,11 +172,11 @@ class Ledger:
         return self.rule.budget(open_by_deadline, version=self.next_plan, engine_version=self.learner_version)
 
     def admits(self, engine_version: int) -> bool:
-        """Whether a group may begin now on an engine that serves ``engine_version``."""
+        """Return whether a group may begin now on an engine that serves ``engine_version``."""
         return self.rule.admits(self.groups.open_by_deadline, version=self.next_plan, engine_version=engine_version)
 
     def knows(self, group_id: int) -> bool:
-        """Whether a group was ever queued."""
+        """Return whether a group was ever queued."""
         return group_id in self.groups or group_id in self.history.finished
 
     def check_engine_version(self, engine_version: int) -> None:
@@ -203,7 +204,7 @@ class Ledger:
             )
 
     def can_plan(self) -> bool:
-        """Whether the next batch can be made now.
+        """Return whether the next batch can be made now.
 
         With ``on_stale=wait`` the batch waits for running groups that it must contain. Otherwise their leases are
         revoked.
@@ -213,11 +214,11 @@ class Ledger:
         return self.on_stale is not OnStale.wait or not any(self.missing())
 
     def missing(self) -> list[int]:
-        """Return the numbers of running groups that the next batch must take, by deadline."""
+        """Return how many running groups the next batch must take, by deadline."""
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
     def cannot_hold_batch(self, group_id: int) -> bool:
-        """Whether the stores are too small for the groups that are due first, including the refused ``group_id``."""
+        """Return whether the stores are too small for the groups due first, including the refused ``group_id``."""
         group = self.groups.get(group_id)
         others = [other for other in self.groups.leases.all() if other is not group]
         if group is None or any(other.num_bytes or other.deadline < group.deadline for other in others):
@@ -237,7 +238,7 @@ class Ledger:
     def stats(
         self, *, stored_bytes: int = 0, held_bytes: int = 0, disk_bytes: int = 0, leases_waiting: int = 0
     ) -> BufferStats:
-        """Return the account's totals and the numbers that the server passes."""
+        """Return the account's totals, with these numbers."""
         groups = {state: getattr(self.groups, f"num_{state}") for state in ("queued", "leased", "stored", "planned")}
         held = {
             "stored_bytes": stored_bytes,
@@ -445,7 +446,7 @@ def _enact_take_back(ledger: Ledger, command: commands.TakeBack, outcome: outcom
 
 def _decide_reserve(ledger: Ledger, command: commands.Reserve, call: Call) -> outcomes.Reserved:
     group = ledger.attempts.held(command.group_id, command.attempt, call.sender)
-    if group is None:  # the following put is refused
+    if group is None:  # the worker has lost its lease, so its put is refused later
         return outcomes.Reserved(store=0)
     may_evict = not ledger.groups.num_planned and not ledger.can_plan()
     return ledger.room.reserve(group, command.num_bytes, host=command.host, may_evict=may_evict)
@@ -532,7 +533,7 @@ def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: outcom
 
 
 def _decide_lose_groups(ledger: Ledger, command: commands.LoseGroups, call: Call) -> outcomes.Lost:
-    """Decide a loss. The batch of a lost group and all later batches dissolve, and lose their missing groups."""
+    """Decide a loss. Dissolve the batch of a lost group and all later batches. Their missing groups are lost too."""
     table = ledger.groups
     groups = [group for group_id in command.group_ids if (group := table.get(group_id)) is not None]
     planned = [group.planned_for for group in groups if group.state is GroupState.planned]
@@ -655,7 +656,7 @@ def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outc
 def _admitted_again(ledger: Ledger, group_ids: Sequence[int]) -> tuple[tuple[int, float], ...]:
     """Return the groups of a committed batch that stay for a further use, with new ranks.
 
-    A use counts as an open group.
+    The rule counts such a group as open again.
     """
     rule, again = ledger.rule, []
     if rule.max_uses == 1:

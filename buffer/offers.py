@@ -1,15 +1,15 @@
 """The log of weight offers. The learner adds offers, and the workers request the newest offer.
 
-The buffer shows a version to the workers when the step that made it is committed. For an evaluation, the controller can
-pin a few engines to a version. The buffer does not show newer offers to these engines until they are unpinned.
+The buffer shows a version to the workers after the commit of the step that made the version. For an evaluation, the
+controller can pin a few engines to a version. The buffer shows these engines no newer offers until they are unpinned.
 
 - A worker's request waits for newer weights. An offer, a commit, a change of the pin, or a failed publish wakes it.
-- A controller's request waits until enough engines have loaded, or until the set of pinned engines changes.
+- A controller's request waits until enough engines have loaded a version, or until the set of pinned engines changes.
 - A timer ends each wait after half of ``buffer.request_timeout_s``.
 
-When the learner goes back to a checkpoint, the buffer withdraws all offers. It then shows the next offer to every
-engine, because the same version number may now mean other weights. A journal keeps the offers. A restarted server
-learns from heartbeats which version each engine serves.
+When the learner goes back to a checkpoint, the buffer withdraws all offers. The buffer then shows the next offer to
+every engine, because the same version number may now mean other weights. A journal keeps the offers. Heartbeats tell a
+restarted server which version each engine serves.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class OfferLog:
         """Add an offer. It replaces an earlier offer of the same version."""
         self._offers[offer.version] = offer
         if len(self._offers) > _MAX_OFFERS:
-            del self._offers[sorted(set(self._offers) - {self._pin})[1]]  # not the oldest, which may be shown now
+            del self._offers[sorted(set(self._offers) - {self._pin})[1]]  # not the oldest: engines may load it now
 
     def pin(self, version: int, num_engines: int) -> bool:
         """Pin the first ``num_engines`` engines that accept ``version`` to it. Return whether the pin changed."""
@@ -78,7 +78,7 @@ class OfferLog:
         return sorted(self._names.get(engine, "") for engine in self._pinned if self._serving.get(engine) == self._pin)
 
     def is_pin_lost(self, learner_version: int) -> bool:
-        """Whether no engine serves the pinned version and no engine can still load it."""
+        """Return whether no engine serves the pinned version and no engine can still load it."""
         newest = self.newest(learner_version)
         is_past = self._pin is not None and newest is not None and self._pin < newest
         return is_past and self._pin not in self._offers and not self.pinned()
@@ -115,7 +115,7 @@ class OfferLog:
                     self._pinned.add(engine)
                     return self._offers[self._pin]
             else:
-                # the engine restarted after its offer was deleted, so it loads the newest one
+                # the pinned offer was deleted before this engine restarted, so the engine loads the newest one
                 self._pinned.discard(engine)
         return self._offers[newest] if newest >= at_least else None
 
@@ -218,7 +218,7 @@ class OfferRequests:
             self._evaluators.answer(self._answer_evaluator)
 
     def _tell_receivers(self) -> None:
-        """Answer some workers now and the others in later iterations of the loop, so the first can lease early."""
+        """Answer some workers now, so they can lease early. Answer the others in later iterations of the loop."""
         self._next_turn = None
         told = [self._untold.popleft() for _ in range(min(_TOLD_AT_ONCE, len(self._untold)))]
         self._receivers.answer(self._answer_receiver, [request for request in told if request in self._receivers])
@@ -242,13 +242,13 @@ class OfferRequests:
         self._tell_controllers()
 
     def withdraw(self) -> None:
-        """Withdraw every offer, because another learner begins."""
+        """Withdraw every offer when another learner begins."""
         self._log = OfferLog()
         self._shown = None
         self._write()
 
     def is_current(self, message: commands.Loaded | commands.Offer | commands.NextOffer) -> bool:
-        """Whether a message belongs to the learner's current incarnation."""
+        """Return whether a message belongs to the learner's current incarnation."""
         return message.incarnation == self._ledger.incarnation
 
     def on_offer(self, request: Message, offer: commands.Offer) -> Answer:

@@ -38,7 +38,7 @@ class GrantedLease(Row, frozen=True, kw_only=True):
     Attributes:
         attempt: Number of the attempt. Messages of earlier attempts have no effect.
         engine_version: u, the version of the engine, or of the oldest token in the continued prefix.
-        deadline: u + max_lag.
+        deadline: u + max_lag, the last version that may consume the group.
         owner: The client that holds the lease; opaque.
         request_id: The owner's request that the lease answers.
         expires_at: Time when the lease expires, in seconds on the clock of the leases.
@@ -100,7 +100,7 @@ class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Released(LedgerOutcome, frozen=True, kw_only=True):
-    """The effect of a release: it ended a running lease, or was the owed report of a revoked attempt.
+    """The effect of a release. It ended a running lease, or it was the owed report of a revoked attempt.
 
     ``is_dropped`` is true if the group had too many failures.
     """
@@ -155,7 +155,8 @@ class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
 class Planned(LedgerOutcome, frozen=True, kw_only=True):
     """A batch: the groups of the learner step ``version``, in order.
 
-    The plan revokes the leases of running groups in ``given_up``, and drops them if ``is_dropped``, else queues them.
+    The plan revokes the leases of running groups in ``given_up``. If ``is_dropped``, it drops these groups. Otherwise
+    it queues them.
     """
 
     version: int
@@ -177,11 +178,11 @@ class Rewound(LedgerOutcome, frozen=True, kw_only=True):
 
     Attributes:
         is_new: False if the ledger had applied this rewind before.
-        group_ids: Groups that lost their trajectories or saved prefix, because a token is of a lost version.
+        group_ids: Groups that lost their trajectories or saved prefix, because they had a token of a lost version.
         revoked: Groups whose running attempt was revoked.
         missing: Planned groups that no store holds.
         unfit: Groups that cannot be consumed in time under the options of the resumed run.
-        moved: Groups with another deadline and rank under these options.
+        moved: Groups with another deadline and rank under the options of the resumed run.
     """
 
     is_new: bool

@@ -1,8 +1,8 @@
 """The pace and the last message of each worker, and the running groups that faster workers take over.
 
-A *place* is a worker's capacity for one group. A worker is *slow* if the fastest of its last groups took at least twice
-as long per token as another worker's median group. A slow engine makes all of its groups slow, but tools and long
-answers make only single groups slow.
+A *place* is a worker's capacity for one group. A worker is *slow* if even the fastest of its last groups took at least
+twice as long per token as another worker's median group. The fastest group counts, because tools and long answers slow
+down single groups only, but a slow engine slows down all.
 
 A worker with a free place takes over a slow worker's group in two cases:
 
@@ -25,14 +25,20 @@ from .outcomes import GrantedLease
 MOST_CHANGES = 2
 """Most changes of worker per group. The second change is for a group that moved to another slow worker."""
 _SLOWER = 2.0
-"""A worker is slow at this multiple of another worker's seconds per token. A takeover then repays its new prefill."""
+"""A worker is slow at this multiple of another worker's seconds per token. A takeover then saves more time than the
+new prefill costs.
+"""
 _KEPT = 8
-"""Number of a worker's last groups that count. Few, because engines change; not 1, because groups differ."""
+"""Number of a worker's last groups that its pace counts. It is small because engines change, and above 1 because groups
+differ.
+"""
 _FORGET_AFTER = 30.0
-"""The buffer forgets an idle worker's pace after this multiple of its longest group's duration. A new trial of a slow
-worker then costs the fleet 3%."""
+"""The buffer forgets an idle worker's pace after this multiple of the duration of its longest group. New trials of a
+slow worker then cost the fleet 3%."""
 _PLACE_KEPT_S = 1.0
-"""Seconds that a worker keeps a place free for a takeover. The old worker hands over after a few decoding steps."""
+"""Seconds that a worker keeps a place free for a takeover. The slow worker hands the group over within a few decoding
+steps.
+"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,9 +48,9 @@ class _Worker:
     Attributes:
         since: Time when the worker last ended a group, or got a group while it had none.
         paces: Seconds per token of its last groups.
-        took: Seconds of each of these groups; an estimate for a continued group.
+        took: Seconds of its last groups; an estimate for a continued group.
         is_watched: Whether `WorkerPaces.look` will check the worker again.
-        slowdown: Time since it last ended a group, as a multiple of its longest group, if 2 or more; else 1.
+        slowdown: Time without an ended group, divided by the time of its longest group; 1 if the quotient is below 2.
     """
 
     since: float
@@ -67,10 +73,10 @@ class RunningGroup:
 
     Attributes:
         began: Time when the worker got the group.
-        engine_version: Engine version u of the lease. The group's tokens are not older.
+        engine_version: Engine version u of the lease. No token of the group is older.
         deadline: The last version that may consume the group.
         num_before: Tokens of the longest sample when the worker got the group; None if unknown.
-        num_saved: Tokens of the longest sample when it was last saved.
+        num_saved: Tokens of the longest sample in the last saved prefix.
         is_asked: Whether the worker was asked to hand the group over.
     """
 
@@ -162,7 +168,7 @@ class WorkerPaces:
         self._longest_tokens = max(self._longest_tokens, num_tokens)
         worker.took.append(max(took_s, min(worker.paces) * (num_tokens or self._longest_tokens)))
         self._judge(worker)
-        if fastest is None or usual < fastest:  # compared with this worker, others may now be slow
+        if fastest is None or usual < fastest:  # other workers may now be slow compared with this one
             for other_usual, other in reversed(self._by_usual):
                 if other_usual < _SLOWER * usual:
                     break
@@ -216,7 +222,7 @@ class WorkerPaces:
     # Decisions
 
     def next_look(self, now: float) -> float | None:
-        """Return the next time when `look` may find a slow worker or a kept place becomes free; None if never."""
+        """Return the next time when `look` may find a slow worker, or when a kept place becomes free. None if never."""
         moments = [until for kept in self._kept.values() for _, until in kept if until > now]
         if self._looks:
             moments.append(self._looks[0][0])
@@ -225,8 +231,8 @@ class WorkerPaces:
     def usual_pace(self, name: bytes, now: float) -> float:
         """Return a worker's median seconds per token.
 
-        An unknown worker gets the fastest worker's pace, or 0 if no pace is known. The pace of an idle worker is
-        forgotten after a long time, so that a slow worker is measured again.
+        For an unknown worker, return the fastest worker's pace, or 0 if no pace is known. The pace of an idle worker is
+        forgotten after a long time, so a slow worker is measured again.
         """
         worker = self._workers.get(name)
         if worker is None or not worker.paces:
@@ -240,7 +246,7 @@ class WorkerPaces:
         return worker.usual
 
     def is_slow(self, name: bytes, usual: float) -> bool:
-        """Whether all last groups of a worker took at least twice ``usual`` seconds per token."""
+        """Return whether all last groups of a worker took at least twice ``usual`` seconds per token."""
         worker = self._workers.get(name)
         return worker is not None and 0 < _SLOWER * usual <= self._best(worker)
 
@@ -287,11 +293,11 @@ class WorkerPaces:
         return self._by_usual[0][0] if self._by_usual else None
 
     def _best(self, worker: _Worker) -> float:
-        """Return the seconds per token of a worker's fastest group. A worker that ends no group gets a larger value."""
+        """Return the seconds per token of a worker's fastest group, times the worker's ``slowdown``."""
         return worker.slowdown * (min(worker.paces) if worker.paces else self._fastest() or 0.0)
 
     def _longest_of(self, worker: _Worker) -> float:
-        """Return the seconds of a worker's longest group. For an unknown worker, use the workers that are not slow."""
+        """Return the seconds of a worker's longest group. If unknown, return those of the workers that are not slow."""
         return max(worker.took) if worker.took else max(self._longest_s, self._longest_before_s)
 
     def _remove_pace(self, name: bytes, worker: _Worker) -> None:

@@ -42,7 +42,7 @@ class BufferProcess:
 
     Args:
         log_path: Log of the server; None for this process's stderr.
-        waits: Whether to wait for the server's address. If not, call `read_address` later.
+        waits: Whether to wait for the server's address. Otherwise call `read_address` later.
         profile: The server's recording options.
 
     Raises:
@@ -123,8 +123,8 @@ class BufferProcess:
     async def end(self, *, notices_silence: bool, role: BufferRole) -> str:
         """Wait until the server has ended. Return how it ended, as text.
 
-        With ``notices_silence``, send requests under the key of ``role``, and kill the server if it does not answer.
-        This takes at most two thirds of the clients' deadline, so a restarted server can still answer their requests.
+        With ``notices_silence``, send requests with the key of ``role``, and kill the server if it does not answer.
+        This takes at most two thirds of the clients' deadline, so a restarted server can still answer the clients.
         """
         waiting = {asyncio.ensure_future(process_end(self.process.pid))}
         if notices_silence:
@@ -191,7 +191,7 @@ class BufferSupervisor:
     """A buffer server that `keep_up` restarts, at most ``buffer.restarts`` times.
 
     A restarted server keeps its address and continues its journal. Its clients reconnect and repeat unacknowledged
-    requests. The ledger's server is restarted only with a journal. A store server without a journal is then empty.
+    requests. The ledger's server is restarted only with a journal. A restarted store server without one is empty.
 
     Make this object on a thread that ends after the server, because the kernel kills a server with the thread that
     started it.
@@ -270,7 +270,7 @@ class BufferSupervisor:
     async def end(self, fault: Exception) -> float:
         """Return the seconds until the next restart.
 
-        Raises ``fault`` if this server may not be restarted, and `WorkerDiedError` if the restarts are used up.
+        Raises ``fault`` if this server may not be restarted. Raises `WorkerDiedError` after the last allowed restart.
         """
         if not self._may_restart:
             raise fault
@@ -297,8 +297,8 @@ class StoreServers:
     """``num_store_servers`` processes that hold the payloads, on the host of the ledger's server.
 
     Make this object on a running loop. A store server that dies or hangs is restarted at its address, up to
-    ``buffer.restarts`` times. ``on_lost`` is called when a server cannot be restarted. ``addresses`` is ordered by the
-    ledger's store numbers.
+    ``buffer.restarts`` times. ``on_lost`` is called when a server cannot be restarted. The index in ``addresses`` is
+    the ledger's store number.
 
     Raises `AsyncRLError` if a server does not start.
     """

@@ -50,7 +50,7 @@ class Answer(Row, frozen=True, tag=_wire_name):
 
 
 class LedgerOutcome(Answer, frozen=True):
-    """The ledger's decision about a command. Some outcomes are answers too."""
+    """The ledger's decision about a command. Some outcomes are also answers to clients."""
 
 
 class Push(Answer, frozen=True):

@@ -1,6 +1,6 @@
-"""The calls of the buffer's clients by role: a rollout worker, the learner, the controller.
+"""The clients of the buffer, one per role: rollout worker, learner and controller.
 
-While the server answers `NothingYet`, all calls except `lease` repeat their request.
+While the server answers `NothingYet`, every call except `lease` repeats its request.
 """
 
 import asyncio
@@ -136,7 +136,7 @@ class WorkerClient:
         self._begun_afresh.discard(key)
 
     def _has_continued(self, key: Key) -> bool:
-        """Whether the worker continues the prefix of its lease. True if the lease has no prefix."""
+        """Return whether the worker continues the prefix of its lease. True if the lease has no prefix."""
         return key not in self._prefixes and key not in self._begun_afresh
 
     async def renew(self, leases: Sequence[Lease]) -> None:
@@ -247,8 +247,8 @@ class WorkerClient:
     async def close(self) -> None:
         """Close the connection. Pending calls raise `ReplayBufferError`.
 
-        Leases that `lease` did not return go back to the queue. Release the other leases before you close the client.
-        Otherwise they stay until they expire, or until the client was silent for four heartbeats.
+        Leases that `lease` has not returned go back to the queue. Release all other leases first. Otherwise they last
+        until they expire, or until the client has been silent for four heartbeats.
         """
         self._pushed.set()
         if self._beat is not None:
@@ -271,7 +271,7 @@ class WorkerClient:
         return link
 
     def _say_beat(self) -> None:
-        """Send a heartbeat, also when a connection is made, because a restarted server does not know this worker."""
+        """Send a heartbeat. Each new connection sends one too, because a restarted server does not know this worker."""
         if self._beat_s and not self._client.is_closed:
             beat = commands.Beat(serves=self._serves, host=self._client.host, generated=self.count_generated())
             self._client.link.post(beat, partial(self._client.note_clock, time.monotonic_ns()))
@@ -303,9 +303,9 @@ class LearnerClient:
     async def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         """Fetch stored groups in the order of ``group_ids``. Arrays are read-only views of the received bytes.
 
-        One fetch runs at a time, because the server bounds a client's unread bytes. Several requests share the groups,
-        so that groups are decoded while others are transferred. Nothing overlaps with the first and the last request,
-        so they are small. Example: 40 groups are fetched as 4, 12, 16, 4 and 4.
+        One fetch runs at a time, because the server bounds a client's unread bytes. The groups are divided among
+        several requests, so the client decodes some groups while it receives others. The first and the last requests
+        are small, because they overlap with no other work. Example: 40 groups are fetched as 4, 12, 16, 4 and 4.
         """
         if len(set(group_ids)) != len(group_ids):
             raise WireError("a fetch must name each group once")
@@ -358,7 +358,7 @@ class LearnerClient:
 
 
 async def _fetch_from(link: ClientSocket, fetch: commands.Fetch) -> Message:
-    """Fetch from one server. If the server refuses because of unread bytes, send again after a reply was read."""
+    """Fetch from one server. If it refuses because of unread bytes, send again if a reply has arrived since."""
     told = link.num_read
     try:
         return await link.request(msgspec.structs.replace(fetch, read=told), caller="fetch")
@@ -510,7 +510,7 @@ class ControlClient:
         return len((await self._client.call(commands.DropStore(store))).group_ids)
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
-        """Keep up to ``num_engines`` engines on ``version``. Return its engines when they differ from ``known``."""
+        """Keep up to ``num_engines`` engines on ``version``. Return these engines when they differ from ``known``."""
         return set((await self._client.call(commands.Pin(version, num_engines, tuple(sorted(known))))).names)
 
     async def unpin(self) -> None:
@@ -518,7 +518,7 @@ class ControlClient:
         await self._client.call(commands.Unpin())
 
     async def lose(self, group_ids: Sequence[int]) -> None:
-        """Report groups of planned batches that the stores lack."""
+        """Report planned groups that the stores lack."""
         await self._client.call(commands.LoseGroups(group_ids=tuple(group_ids)))
 
     async def rewind(self, version: int, *, incarnation: int) -> None:

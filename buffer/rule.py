@@ -1,7 +1,7 @@
 """Admission of groups and selection of batches: the staleness rule, the bound on bytes, filters and orders.
 
 ``docs/staleness.md`` proves that every lag stays within ``max_lag``, and that the bound on bytes causes no deadlock.
-Letters: B is the number of groups per learner step, u the engine version, w the version that is planned next, k a
+B is the number of groups per learner step. u is the engine version. w is the version that is planned next. k is a
 number of learner steps after w.
 """
 
@@ -58,16 +58,16 @@ class StalenessRule:
         return engine_version + self.max_lag
 
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
-        """Whether one more group may begin on an engine that serves ``engine_version`` (u).
+        """Return whether one more group may begin on an engine that serves ``engine_version`` (u).
 
-        The new group has the deadline d = u + η. It is admitted if this holds for each k from d - w to η: the number of
-        open groups due at w + k or earlier, plus 1, is at most (k + 1)·B. The check costs O(η).
+        The new group has the deadline d = u + η. For each k from d - w to η, at most (k + 1)·B open groups may be due
+        at w + k or earlier, including the new group. The check costs O(η).
 
-        ``open_by_deadline`` counts, by deadline, the leased and stored groups that are not planned. No open group may
+        ``open_by_deadline`` counts the leased and stored groups that are not planned, by deadline. No open group may
         be due before ``version`` (w), and u is at most the learner's version.
 
-        Example: let B = 4 and max_lag = 1, with nothing planned. An engine at the learner's version is admitted while
-        fewer than 8 groups are open. An engine one version behind is also refused when 4 groups are due at w.
+        Example: B = 4, max_lag = 1, and no batch is planned. An engine at the learner's version may begin a group
+        while fewer than 8 groups are open. An engine one version behind also needs fewer than 4 groups due at w.
         """
         first = self.deadline(engine_version) - version
         if first < 0:
@@ -88,7 +88,7 @@ class StalenessRule:
         return max(0, min((k + 1) * self.groups_per_step - due[k] for k in range(first, self.max_lag + 1)))
 
     def required(self, open_by_deadline: Mapping[int, int], *, version: int) -> list[int]:
-        """Return how many open groups the plan of ``version`` must take by each deadline.
+        """Return how many open groups the batch of ``version`` (w) must take by each deadline.
 
         Returns ``max_lag + 1`` numbers. Entry k counts the groups due at w + k or earlier, minus the k·B groups that
         the steps w + 1 … w + k consume. Entries are at most B if `admits` admitted every group.
@@ -103,10 +103,10 @@ class StalenessRule:
     def missing(
         self, open_by_deadline: Mapping[int, int], ready_by_deadline: Mapping[int, int], *, version: int
     ) -> list[int]:
-        """Return how many running groups the plan of ``version`` must take by each deadline.
+        """Return how many running groups the batch of ``version`` (w) must take by each deadline.
 
-        ``ready_by_deadline`` counts the stored groups in ``open_by_deadline``. Returns ``max_lag + 1`` numbers. Entry k
-        counts the groups due at w + k or earlier that earlier entries do not count.
+        ``ready_by_deadline`` counts only the stored groups of ``open_by_deadline``. Returns ``max_lag + 1`` numbers.
+        Entry k counts groups due at w + k or earlier. No group counts in two entries.
         """
         num_ready = num_missing = 0
         missing = []
@@ -120,11 +120,10 @@ class StalenessRule:
 class Room:
     """The free bytes of each store under the bound ``max_bytes``; 0 means no bound.
 
-    Saved prefixes take space too. A single store shares its bound with them. With several stores, they have a bound of
-    their own.
+    A single store and the saved prefixes share one bound. With several stores, the saved prefixes have their own bound.
 
     Attributes:
-        is_shared: Whether the saved prefixes share the bound of the store.
+        is_shared: Whether the single store and the saved prefixes share one bound.
     """
 
     def __init__(self, groups: GroupTable, *, max_bytes: int, groups_per_step: int) -> None:
@@ -139,11 +138,12 @@ class Room:
         return self._max_bytes * len(self._groups.space.open_stores())
 
     def has_room(self, num_granted: int = 0, num_freed_bytes: int = 0) -> bool:
-        """Whether one more group fits beside the held bytes and the expected bytes of the running groups.
+        """Return whether one more group fits beside the held bytes and the expected bytes of the running groups.
 
-        One group may always begin if no group runs, no batch is planned, and too few groups are stored for a batch.
-        Nothing else would free bytes then. The caller will also grant ``num_granted`` leases, which free
-        ``num_freed_bytes``.
+        ``num_granted`` leases that the caller grants first count as running groups. They free ``num_freed_bytes``.
+
+        If no group runs and no batch is planned or can be filled, only a new group can free bytes. Then one group may
+        always begin.
         """
         groups = self._groups
         if not self._max_bytes:
@@ -156,12 +156,12 @@ class Room:
         return num_bytes <= self.max_bytes
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether a put of ``num_bytes`` needs no reservation. Always false with several stores."""
+        """Return whether a put of ``num_bytes`` may skip the reservation. With several stores no put may."""
         space = self._groups.space
         return self.is_shared and space.stored_bytes[0] + space.prefix_bytes + num_bytes <= self._max_bytes
 
     def _num_free(self, store: int, group: Group) -> float:
-        """Return the free bytes of a store. Bytes of ``group`` count as free."""
+        """Return the free bytes of a store. The bytes of ``group`` count as free."""
         if not self._max_bytes:
             return math.inf
         num_held = self._groups.space.stored_bytes[store] - (group.num_bytes if store == group.store else 0)
@@ -170,10 +170,10 @@ class Room:
         return self._max_bytes - num_held
 
     def reserve(self, group: Group, num_bytes: int, *, host: str, may_evict: bool) -> Reserved:
-        """Choose the store for ``num_bytes`` of a running group, and the groups to evict for it.
+        """Choose the store for ``num_bytes`` of a running group, and the groups to evict there.
 
-        The store on ``host`` is chosen if the bytes fit there, else the emptiest store. Groups are evicted only if
-        ``may_evict``.
+        The store on ``host`` comes first. If the bytes do not fit there, choose the emptiest store. Evict groups only
+        if ``may_evict``.
 
         Raises:
             StoreFull: The bytes do not fit now.
@@ -204,7 +204,7 @@ class Room:
     def _who_gives_way(self, group: Group, store: int, num_bytes: float) -> tuple[int, ...] | None:
         """Return groups to evict that together hold ``num_bytes`` in the store, or None if there are too few.
 
-        Groups that wait for a further use come first, because their tokens are trained already.
+        Groups that wait for a further use come first, because the learner has already trained on their tokens.
         """
         prefixes = [other for other in self._groups if other.prefix_bytes and other is not group]
         prefixes.sort(key=lambda other: (other.state is GroupState.leased, -other.place))
@@ -234,14 +234,14 @@ class Room:
 
 
 FILTERS: Registry[Filter] = Registry("buffer.filters")
-"""Filters by name. The buffer counts each dropped group under the name of its filter."""
+"""Filters by name. The buffer counts each dropped group under the name of the filter."""
 ORDERS: Registry[Preference] = Registry("buffer.order")
 """Selection orders by name."""
 
 
 @FILTERS.register("equal_rewards")
 def _has_signal(summary: GroupSummary) -> bool:
-    """Drop a group of equal rewards, because all its advantages are zero (DAPO, arXiv 2503.14476, equation 11)."""
+    """Drop a group of equal rewards, because its advantages are all zero (DAPO, arXiv 2503.14476, equation 11)."""
     return not summary.has_equal_rewards
 
 
@@ -273,12 +273,12 @@ def _fewest_response_tokens_first(summary: GroupSummary, deadline: int) -> float
 
 @ORDERS.register("reward_spread")
 def _largest_reward_variance_first(summary: GroupSummary, deadline: int) -> float:
-    """Prefer a large variance. A group without finite rewards ranks with the groups of equal rewards."""
+    """Prefer a large variance. A group without finite rewards ranks as if its variance were zero."""
     return -pvariance(summary.rewards) if summary.is_scored and summary.rewards else 0.0
 
 
 def find_filters(names: Sequence[str]) -> dict[str, Filter]:
-    """Map each name to its filter, in order. Raises `ValueError` if there is no such filter."""
+    """Map each name to its filter, in order. Raises `ValueError` if a name has no filter."""
     return {name: _find(FILTERS, name) for name in names}
 
 
@@ -304,10 +304,10 @@ def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
 
 
 class Window:
-    """The deadlines of the groups that a batch may still take while it is filled.
+    """The deadlines of the groups that a partly filled batch may still take.
 
-    The batch may take a group due at w + k only if enough places remain for the required groups due earlier than w + k.
-    A closed deadline stays closed, so filling a batch costs O(B·max_lag).
+    The batch may take a group due at w + k only if enough places remain for the required groups due earlier. An
+    excluded deadline stays excluded, so filling a batch costs O(B·max_lag).
     """
 
     def __init__(self, required: Sequence[int], seats: int) -> None:
@@ -330,10 +330,10 @@ class Window:
 def choose_batch(
     ready: Mapping[int, Sequence[Entry]], required: Sequence[int], *, version: int, seats: int
 ) -> list[int]:
-    """Choose ``seats`` groups for a batch. Each choice is the most preferred group that the `Window` allows.
+    """Choose ``seats`` groups for a batch. Each time, take the best-ranked group that the `Window` allows.
 
-    ``ready`` holds the stored groups by deadline, sorted by rank. They must suffice for ``required``, the result of
-    `StalenessRule.required`.
+    ``ready`` holds the stored groups by deadline, sorted by rank. ``required`` is the result of
+    `StalenessRule.required`. The stored groups must suffice for it.
     """
     window = Window(required, seats)
     tops = [(entries[0], deadline, 0) for deadline, entries in ready.items() if entries]
@@ -355,7 +355,7 @@ def choose_batch(
 
 
 def _find(registry: Registry[Any], name: str) -> Any:
-    """Return a function. An error in a user's function fails one request, not the server."""
+    """Return the function ``name``. An error in a user's function fails one request, not the server."""
     function = registry.get(name)
     if name in registry.names():
         return function

@@ -1,7 +1,7 @@
 """The buffer server: the ledger, and the payloads or connections to store servers. Run as ``python -m buffer.server``.
 
-It announces its address in one line on stdout (or ``--announce-fd``). It ends on SIGTERM, SIGINT and SIGUSR1, and with
-its parent. A run's server blocks SIGTERM and SIGINT, so its owner sends SIGUSR1.
+The server announces its address in one line on stdout, or on ``--announce-fd``. It ends on SIGTERM, SIGINT or SIGUSR1,
+and when its parent ends. The server of a run blocks SIGTERM and SIGINT, so its owner sends SIGUSR1.
 """
 
 import argparse
@@ -124,7 +124,7 @@ class ServerSocket:
     Args:
         config: Options.
         make_service: Builds the service that answers the requests.
-        journal: Remembers epoch and addresses, so a restarted server has the same address.
+        journal: Keeps the epoch and the addresses, so a restarted server has the same address.
         store: Number of this store server; None for the ledger's server.
 
     Attributes:
@@ -281,7 +281,7 @@ class ServerSocket:
             peer = self._peer(client)
             peer.last_heard = time.monotonic()
             if chunk.count:
-                request_id = chunk.request_id  # acknowledged even if refused, because this frees the sender's window
+                request_id = chunk.request_id  # also if refused, because this frees the sender's window
                 self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
                 whole = peer.receiver.add(chunk)
                 if whole is not None:
@@ -319,7 +319,7 @@ class ServerSocket:
         return None if self._gate is None else self._gate.role_of(str(frame.get("User-Id")))
 
     def _admits(self, client: bytes, frame: zmq.Frame) -> bool:
-        """Whether the key of a message's sender is accepted. Tell a client with an old key to read its keys again."""
+        """Return whether the server accepts the sender's key. Tell a client with an old key to read its keys again."""
         if self._gate is None:
             return True
         public = str(frame.get("User-Id"))
@@ -351,7 +351,7 @@ class ServerSocket:
             request.client = client
             self._handle(role, request, epoch)
         if len(requests) > 1:
-            self._flush()  # the producer can prepare its next batch while the server reads the following one
+            self._flush()  # the producer can prepare its next batch meanwhile
 
     def _handle(self, role: str | None, request: Message, epoch: str) -> None:
         name = "a request"
@@ -400,9 +400,9 @@ class ServerSocket:
     # Replies
 
     def send(self, client: bytes, message: Message) -> None:
-        """Send to a client at the end of the burst, so that acknowledgements are sent together.
+        """Send to a client at the end of the burst, together with its other replies.
 
-        A reply with a payload is sent at once, so its reader does not wait for other replies.
+        A reply with a payload is sent at once, so the client does not wait for the other replies.
         """
         self._outbox.setdefault(client, []).append(message)
         if message.payload:
@@ -451,7 +451,7 @@ class ServerSocket:
         self._send_by(self._bulk, [client, *frames])
 
     def _send_by(self, channel: Channel, frames: list[Any]) -> None:
-        """Send frames. They are lost if the client has disconnected or does not read. It then repeats its request."""
+        """Send frames. They are lost if the client has disconnected or does not read. It must repeat its request."""
         try:
             channel.send(frames)
         except zmq.ZMQError as error:
@@ -519,7 +519,7 @@ class BufferServer:
         self._stores.close()
 
     def _check_stores(self, *numbers: int) -> None:
-        """Reconcile these stores with the ledger. Without arguments, reconcile all stores."""
+        """Reconcile these stores with the ledger. Without ``numbers``, reconcile all stores."""
         for number in numbers or [n for n, address in enumerate(self._links.addresses) if address]:
             check = asyncio.get_running_loop().create_task(self._requeue_missing(number))
             self._checks.add(check)

@@ -1,7 +1,7 @@
 """Handles the requests to the buffer. The ledger decides, the store keeps frames, and some requests wait.
 
-After each burst of messages `settle` answers the held requests that can be answered. A timer answers the others with
-`NothingYet`. Other timers fire at the next expiry of a lease, and when the next producer counts as silent.
+After each burst of messages, `settle` answers the held requests that can be answered now. A timer answers each request
+that waits too long with `NothingYet`. Other timers revoke expired leases, and find silent producers.
 """
 
 import logging
@@ -131,13 +131,13 @@ class BufferService:
         self._replies.fail(request, error)
 
     def _is_written_first(self, num_bytes: int) -> bool:
-        """Whether the payload is large or does not fit into memory. The journal then writes it before its command."""
+        """Return whether the journal writes the payload before its command. Large payloads are written first."""
         if self._journal is None:
             return False
         return num_bytes >= JOIN_BELOW_BYTES or not self._store.fits_in_memory(num_bytes)
 
     def _when_kept(self, request: Message, store: Callable[[Frames], None]) -> None:
-        """Call ``store`` with the payload, or with the payload on disk if the journal writes it first."""
+        """Call ``store`` with the payload. If the journal writes the payload first, call it after the write."""
         if self._journal is None or not self._is_written_first(size_of(request.payload)):
             store(request.payload)
             return
@@ -168,7 +168,7 @@ class BufferService:
                     self._intake.num_waiting,
                 )
             ):
-                self._admission.grant_saved()  # comes first, otherwise a batch may miss a group that it waited for
+                self._admission.grant_saved()  # comes first, because a batch may wait for one of these groups
                 self._batches.make()
                 self._forget_finished()
                 self._intake.fill()
@@ -192,7 +192,7 @@ class BufferService:
             part.close()
 
     def _recover(self, recovered: Recovered) -> None:
-        """Load the prompts, trajectories and leases of an earlier server. Leases are renewed for their full time."""
+        """Load the prompts, trajectories and leases of an earlier server. Renew the leases for their full time."""
         ledger = self.ledger
         if recovered.snapshot is not None:
             ledger.restore(recovered.snapshot)
@@ -233,18 +233,18 @@ class BufferService:
     ) -> bool:
         """Handle the report of a store server that it lacks ``group_ids``.
 
-        Lost stored groups are generated again, and reserved groups are sent again. A planned batch stays, because its
-        ranks may already have its groups. If a rank lacks one, the missing groups of this and later batches are
-        generated again.
+        Lost stored groups are generated again, and reserved groups are sent again. A planned batch stays, because the
+        learner's ranks may already have its groups. If a rank lacks a group, the missing groups of this batch and of
+        later batches are generated again.
 
         Args:
             store: Number of the store.
             group_ids: Groups that the store lacks.
-            stored: Groups and attempts that the store had when it was asked.
-            reserved: Groups and attempts with reserved bytes then.
+            stored: Stored groups and attempts on this store when it was asked.
+            reserved: Groups and attempts with reserved bytes at that time.
 
         Returns:
-            True if a reserved group was stored in the meantime. Then the caller must ask the store again.
+            True if a reserved group was stored since then. Then the caller must ask the store again.
         """
         ledger, missing = self.ledger, set(group_ids)
         was_reserved = {key for key in reserved if key[0] in missing}
@@ -320,7 +320,7 @@ class BufferService:
     def _make_room(self, client: bytes, command: commands.Reserve) -> int:
         """Reserve bytes for a group, and return its store.
 
-        If they do not fit, fail the plans that can never be made.
+        If the bytes do not fit, fail the plans that can never be made.
         """
         group_id = command.group_id
         try:
@@ -405,7 +405,7 @@ class BufferService:
         self._forget_finished()
         if committed.group_ids:
             self._admission.answer_outdated(except_for=self._offers.receivers)  # the receivers wait for newer weights
-            self._compact(is_urgent=False)  # at this time the buffer holds few groups
+            self._compact(is_urgent=False)  # compacting is cheap now, because the buffer holds few groups
         self._replies.answer(request, commands.Totals(self._totals()))
         self._offers.show()  # comes after the reply to the controller, because many engines may wait
 
@@ -515,7 +515,7 @@ class WorkerRequests:
     def on_loaded(self, request: Message, loaded: commands.Loaded) -> Answer:
         """Record that an engine serves a version.
 
-        Its waiting requests at this version then count for the current learner.
+        The engine's waiting requests at this version then count as requests to the current learner.
         """
         if self._offers.is_current(loaded):
             self._ledger.check_engine_version(loaded.version)
@@ -550,7 +550,7 @@ class LedgerNotes:
         self._planned: dict[int, tuple[int, ...]] = {}
 
     def note(self, command: Any, outcome: Any) -> None:
-        """Stamp the groups that a command moved."""
+        """Record when a command moved groups."""
         match outcome:
             case outcomes.Granted():
                 for lease in outcome.leases:

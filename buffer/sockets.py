@@ -1,8 +1,8 @@
 """The buffer's ZMQ sockets and clock on an asyncio loop: messages in chunks, the folders of Unix sockets, and ports.
 
 Every client has two connections to a server. The *control* connection carries requests and small payloads. The *bulk*
-connection carries payloads of ``JOIN_BELOW_BYTES`` or more, in chunks, so they do not delay heartbeats and renewals. A
-peer may have ``WINDOW_BYTES`` of unacknowledged chunks. Each acknowledgement counts as progress.
+connection carries payloads of ``JOIN_BELOW_BYTES`` or more in chunks, so they do not delay heartbeats and renewals.
+At most ``WINDOW_BYTES`` of chunks to one peer are unacknowledged.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LAST = int(zmq.NOBLOCK)
 _send: Any = zmq.backend.Socket.send
 _receive: Any = zmq.backend.Socket.recv
-"""The backend's calls. The wrappers of `zmq.Socket` take more than twice as long."""
+"""Calls of ZMQ's backend, because the wrappers of `zmq.Socket` take more than twice as long."""
 _CHUNK = struct.Struct("<4sQII")
 _CHUNK_MAGIC, _ACK_MAGIC = b"chnk", b"ackn"
 _MAX_CHUNK_FRAMES = 2048
@@ -64,9 +64,9 @@ _monitors = itertools.count()
 
 
 class LoopClock:
-    """The running loop's monotonic clock (or a test's clock), minus the time that the loop stalled.
+    """A monotonic clock of the running loop that stops while the loop stalls.
 
-    After a stall, the loop fires its timers before it reads the messages that have arrived. Without the correction, all
+    After a stall, the loop fires its timers before it reads the messages that have arrived. With an ordinary clock, all
     clients would then count as silent. ``stalled_s`` is the total length of the stalls in seconds.
     """
 
@@ -91,7 +91,7 @@ class LoopClock:
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
         """Call ``callback`` at ``when``.
 
-        After a stall the call comes too early, so ``callback`` must check the clock.
+        After a stall the loop calls it too early, so ``callback`` must check the clock.
         """
         return self._loop.call_later(max(0.0, when - self.time()), callback)
 
@@ -108,8 +108,8 @@ class LoopClock:
 class Deadline:
     """One timer for the earliest of many changing deadlines.
 
-    The timer does not move when the earliest deadline moves later, so it costs nothing to move a deadline with every
-    message. The timer then fires early, ``on_due`` finds nothing due, and the owner calls `at` again.
+    If the earliest deadline moves later, the timer stays, so a message can move a deadline at no cost. The timer may
+    then fire early. ``on_due`` finds nothing due, and the owner calls `at` again.
     """
 
     def __init__(self, on_due: Callable[[], None], clock: LoopClock) -> None:
@@ -206,7 +206,7 @@ class Channel:
 def monitor_of(socket: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
     """Return the socket that reports ``events`` of another socket.
 
-    Its address is unique, because ZMQ's default address may still belong to an earlier socket.
+    The reporting socket has a unique address, because ZMQ's default address may still belong to an earlier socket.
     """
     return socket.get_monitor_socket(events, f"inproc://monitor-{next(_monitors)}")
 
@@ -278,7 +278,7 @@ class ChunkSender:
         self._pump()
 
     def reset(self) -> None:
-        """Forget all messages, because a new connection begins."""
+        """Forget all messages when a new connection begins."""
         self._queue.clear()
         self._unacknowledged.clear()
         self._num_bytes = 0
@@ -299,7 +299,7 @@ class _IncompleteMessage:
 
 
 class ChunkReceiver:
-    """Receives messages of one peer in chunks. Its incomplete messages together have at most ``max_bytes``."""
+    """Receives messages of one peer in chunks. All incomplete messages together have at most ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -344,7 +344,7 @@ class ChunkReceiver:
         return None
 
     def reset(self) -> None:
-        """Forget all messages, because a new connection begins."""
+        """Forget all messages when a new connection begins."""
         self._messages.clear()
         self._num_bytes = 0
 
@@ -357,7 +357,7 @@ _OTHER_FILES = 256
 
 
 def client_context() -> zmq.Context[Any]:
-    """Return the context of all connections of this process, with more sockets than ZMQ's default of 1023."""
+    """Return the ZMQ context of this process. It allows more sockets than ZMQ's default of 1023."""
     context = zmq.Context.instance()
     if context.get(zmq.MAX_SOCKETS) != (most := context.get(zmq.SOCKET_LIMIT)):
         context.set(zmq.MAX_SOCKETS, most)  # has no effect after the first socket
@@ -365,9 +365,9 @@ def client_context() -> zmq.Context[Any]:
 
 
 def allow_clients(num_clients: int, *, num_links: int = 0) -> None:
-    """Raise this process's limit of open files for this number of clients and of links to stores.
+    """Raise this process's limit of open files so that it can have these clients and links to stores.
 
-    Child processes inherit the limit. Raises `ValueError` if the limit cannot be raised so far, or if ZMQ has too few
+    Child processes inherit the limit. Raises `ValueError` if the limit cannot be high enough, or if ZMQ allows too few
     sockets.
     """
     most = zmq.Context.instance().get(zmq.SOCKET_LIMIT) // _SOCKETS_PER_LINK
@@ -427,7 +427,7 @@ class PortListener:
     - ``no_files``: this process may not open more files.
     - ``endless``: an incomplete message exceeds ``max_incomplete_bytes``.
 
-    Raises `OSError` if the port cannot be bound. The owner calls ``received`` with the last frame of each message.
+    The owner must call ``received`` with the last frame of each message. Raises `OSError` if the port cannot be bound.
     """
 
     def __init__(
@@ -442,7 +442,7 @@ class PortListener:
         own_host = _address_of(host)
         family = socket.AF_INET6 if ":" in own_host else socket.AF_INET
         self._listener = socket.create_server((own_host, port), family=family, backlog=_BACKLOG)
-        # ZMQ needs this, because the refusing thread may accept a connection first
+        # Without this ZMQ's thread would block when the refusing thread accepts a connection first.
         self._listener.setblocking(False)
         self._bound = bound
         name = f"[{own_host}]" if family == socket.AF_INET6 else own_host
@@ -474,8 +474,8 @@ class PortListener:
 class _Connections:
     """Closes a connection when its incomplete message exceeds ``max_bytes``.
 
-    ZMQ limits the size of a frame, but not the number of frames in an incomplete message. So this class reads, each
-    second, how many bytes the kernel has received on each connection.
+    ZMQ limits the size of a frame, but not the number of frames in an incomplete message. So this class checks each
+    second how many bytes the kernel has received on each connection.
     """
 
     def __init__(self, address: str, max_bytes: int, on_closed: Callable[[], None]) -> None:
@@ -530,8 +530,8 @@ def _bytes_received(connection: socket.socket) -> int:
 class _Refusals(threading.Thread):
     """Accepts and closes the waiting connections each time that ``wanted`` is set.
 
-    The thread has its own table of files with only the listening socket. So it can accept a connection when the process
-    cannot open more files.
+    The thread has its own file table, which holds only the listening socket. So the thread can accept a connection when
+    the process cannot open more files.
     """
 
     def __init__(self, listening: int, address: str, on_refused: Callable[[], None]) -> None:

@@ -50,7 +50,7 @@ class StoreLinks:
     def connect(self, address: str, number: int | None = None) -> None:
         """Connect to a store.
 
-        ``number`` is the number of an awaited store; None for a new store. An empty address reserves a number only.
+        ``number`` is the number of an awaited store; None for a new store. An empty address only reserves a number.
         """
         link, number = None, len(self._links) if number is None else number
         if address:
@@ -73,7 +73,7 @@ class StoreLinks:
             link.close()
 
     def remove(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> None:
-        """Tell every store to drop finished groups and ended attempts. One attempt may be on two stores."""
+        """Tell every store to drop finished groups and ended attempts, because an attempt may be on two stores."""
         for number, link in self.connected():
             link.post(commands.Remove(tuple(finished), tuple(ended)), partial(self._note, number, link))
 
@@ -131,7 +131,7 @@ class StoreJoins:
                 self._links.disconnect(number)
 
     def settle(self) -> None:
-        """Answer requests for a host without a store, if there is such a host."""
+        """Answer the requests that wait for a host without a store, if a worker has connected from one."""
 
         def answer_to(request: Message) -> Answer | None:
             host = next((host for host in self._hosts if host not in request.body.known), None)

@@ -1,8 +1,8 @@
 """A server that holds payloads. It runs beside the ledger's server, or on a host of rollout workers.
 
 A worker stores a payload before it reports the put to the ledger. The ledger tells the store which payloads to remove.
-A restarted store may lack acknowledged payloads, or hold removed payloads. So the ledger sends each store that it
-reaches the finished groups, and asks which other groups the store lacks.
+A restarted store may lack acknowledged payloads, or hold removed payloads. So after each connection the ledger tells
+the store which groups are finished, and asks which other groups the store lacks.
 """
 
 import logging
@@ -136,7 +136,7 @@ class StoreService:
         return not self._max_memory_bytes or self._payloads.memory_bytes + size <= self._max_memory_bytes
 
     def _is_wanted(self, key: Key) -> bool:
-        """Whether the ledger has not ended this attempt and its payload is not stored yet."""
+        """Return whether this attempt can still need a payload: it has not ended, and its payload is not stored."""
         is_over = key[0] in self._finished or key[1] <= self._ended.get(key[0], -1)
         return not is_over and key not in self._payloads
 

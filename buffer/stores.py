@@ -34,7 +34,7 @@ class FrameTable(Generic[Key]):
     Attributes:
         num_bytes: Total size of the frames.
         memory_bytes: Total size of the frames in memory.
-        disk_bytes: Total size of the frames on this server's disk. Frames on store servers count in neither.
+        disk_bytes: Total size of the frames on this server's disk. Frames on store servers count only in ``num_bytes``.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class PayloadStore:
     Args:
         max_prompt_bytes: Bound on the prompts of groups that are not stored yet.
         remove_elsewhere: Called with the arguments of `forget` if store servers hold the trajectories.
-        max_memory_bytes: Bound on trajectories in memory; others stay on disk. 0 means no bound.
+        max_memory_bytes: Bound on trajectories and prefixes in memory. Further ones stay on disk. 0 means no bound.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class PayloadStore:
         return self.prefixes.memory_bytes + self.payloads.memory_bytes
 
     def fits_in_memory(self, num_bytes: int) -> bool:
-        """Whether a payload of this size may be in memory."""
+        """Return whether a payload of this size may be in memory."""
         return not self._max_memory_bytes or self.memory_bytes + num_bytes <= self._max_memory_bytes
 
     @property
@@ -187,10 +187,10 @@ class PayloadStore:
         return True
 
     def check_prompts(self, size: int, *, num_waiting_bytes: int) -> None:
-        """Refuse prompts of ``size`` bytes that do not fit beside the held and the waiting prompts.
+        """Check that prompts of ``size`` bytes fit beside the held and the waiting prompts.
 
         Raises:
-            StoreFull: The prompts fit later.
+            StoreFull: The prompts do not fit now.
             ReplayBufferError: The prompts are larger than ``max_prompt_bytes``.
         """
         limit = self.max_prompt_bytes

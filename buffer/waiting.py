@@ -1,4 +1,4 @@
-"""Holds requests until the buffer can answer them: for leases, for places in the queue, and for batches.
+"""Holds requests for leases, for places in the queue and for batches until the buffer can answer them.
 
 The service checks all held requests after each burst of messages. A commit answers the workers with weights that are
 too old for any group. A timer ends each wait with `NothingYet`.
@@ -37,7 +37,7 @@ _MAX_REMEMBERED = 4096
 _FIRST_WARNING_STEPS = 4
 _BEATS_TO_SILENCE = 4
 _SEARCH_S = 5e-5
-"""Seconds per waiting request between a failed search and the next search. A search takes a fiftieth of this time."""
+"""Seconds, per waiting request, from a search without success to the next search. A search takes a fiftieth of it."""
 
 
 class Replies:
@@ -138,7 +138,7 @@ class HeldRequests:
     def answer(self, answer_to: Callable[[Any], Answer | None], requests: Iterable[Message] | None = None) -> None:
         """Answer the given requests, or all of them.
 
-        A request stays if ``answer_to`` returns None. If it raises an error, the error is the answer.
+        A request stays if ``answer_to`` returns None. If ``answer_to`` raises an error, the error is the answer.
         """
         for request in self.all() if requests is None else requests:
             try:
@@ -215,10 +215,10 @@ class WaitingWorkers(HeldRequests):
 
 
 class FairQueue:
-    """The order of workers when more workers wait than groups can begin.
+    """The order of the workers that wait for leases.
 
-    Start-time fair queueing (Goyal et al., SIGCOMM 1996): each grant moves a worker's turn by one, and the lowest turn
-    comes first. A worker that returns continues at the current turn.
+    Start-time fair queueing (Goyal et al., SIGCOMM 1996): each grant adds 1 to a worker's turn, and the lowest turn
+    comes first. A worker that was away returns at the current turn.
     """
 
     def __init__(self) -> None:
@@ -391,7 +391,7 @@ class Admission:
     def answer_outdated(self, *, except_for: Container[bytes]) -> None:
         """After a commit, answer the workers with weights that are too old for any group.
 
-        Clients in ``except_for`` wait for newer weights, which wake them.
+        Clients in ``except_for`` get no answer now, because newer weights will wake them.
         """
         rule, learner_version = self._ledger.rule, self._ledger.learner_version
         outdated = [request for request in self._held.all() if rule.deadline(request.version) < learner_version]
@@ -450,7 +450,7 @@ class Admission:
                 if request.version in versions and self._grant_one(request, served, now):
                     heappush(line, (is_slow, num_held + 1, turn + 1, place, request))
                 versions = self._admitted(versions)
-        finally:  # also done if the write to the journal failed
+        finally:  # earlier grants are answered even if a later write to the journal fails
             for request in served:
                 self._held.remove(request.client, request.request_id)
                 # kept for a repeated request, because the answer may be lost
@@ -460,7 +460,7 @@ class Admission:
                 self._answer(request, request.granted)
 
     def _num_free(self, request: WaitingWorker, now: float) -> int:
-        """Return how many further leases a request may get; 0 if a replaced learner made the engine's weights."""
+        """Return how many further leases a request may get; 0 if the engine's weights are of a replaced learner."""
         if request.incarnation != self._ledger.incarnation:
             return 0
         return request.body.max_groups - len(request.granted) - self._paces.num_kept(request.client, now)
@@ -485,7 +485,7 @@ class Admission:
             self._replies.push(group.worker, commands.HandOn(((group.group_id, group.attempt),)))
 
     def _fastest_taker(self, group: RunningGroup, versions: Iterable[int], now: float) -> bytes | None:
-        """Return the fastest worker that may continue a group at one of these versions; None if none is much faster."""
+        """Return the fastest worker that may take over a group at one of these versions; None without such a worker."""
         paces = [
             (self._paces.usual_pace(request.client, now), request.client)
             for version in versions
@@ -628,7 +628,7 @@ class BatchRequests:
         return commands.Batch(tuple(self._ledger.batch(request.body.version).groups)) if is_made else None
 
     def _late(self, request: Message) -> Answer:
-        """Answer `NothingYet`, with a warning if filters have dropped the last groups.
+        """Answer `NothingYet`, with a warning if filters drop many groups in a row.
 
         Raises `ReplayBufferError` if groups were dropped and no prompt is left to complete the batch.
         """
