@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from .chat_tokenizer import ChatTokenizer
-from .environment import is_deep, read_json
+from .environment import is_usable, read_json
 
 JSON_TAGS = "json"
 SGLANG = "sglang:"
@@ -67,7 +67,7 @@ class LibraryParser:
         good: list[tuple[str, Any]] = []
         malformed: list[str] = []
         for call in calls:
-            if call.status == "ok" and call.name and not is_deep(call.arguments):
+            if call.status == "ok" and call.name and is_usable(call.arguments):
                 good.append((call.name, call.arguments))
             else:
                 malformed.append(call.raw)

@@ -331,27 +331,32 @@ ENVIRONMENTS: Registry[Any] = Registry("rollout_fleet.environment.name")
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON that the policy wrote.
-
-    Raises:
-        ValueError: the text is not JSON, or has more than `MAX_LEVELS` levels. Otherwise a policy that repeats an
-            opening bracket would cause a `RecursionError` here, in a chat template or in a tool.
-    """
+    """Parse JSON that the policy wrote. Raises `ValueError` if it is not JSON, or if it is not usable (`is_usable`)."""
     try:
         value = json.loads(text)
     except RecursionError as error:
         raise ValueError(f"JSON must have at most {MAX_LEVELS} levels, got more") from error
-    if is_deep(value):
-        raise ValueError(f"JSON must have at most {MAX_LEVELS} levels, got more")
+    if not is_usable(value):
+        raise ValueError(f"JSON must have at most {MAX_LEVELS} levels and valid Unicode, got {text[:100]!r}")
     return value
 
 
-def is_deep(value: Any) -> bool:
-    """Return whether a parsed value has more than `MAX_LEVELS` levels of objects and arrays."""
+def is_usable(value: Any) -> bool:
+    """Return whether chat templates, tokenizers and clients can take a parsed JSON value of the policy.
+
+    The value must have at most `MAX_LEVELS` levels of objects and arrays. Its texts must be valid Unicode,
+    because a policy may write the escape of half a surrogate pair.
+    """
     level = [value]
     for _ in range(MAX_LEVELS + 1):
         parts = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
         level = [one for part in parts for one in part]
         if not level:
-            return False
+            break
+    else:
+        return False
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
     return True

@@ -17,7 +17,7 @@ from asyncrl.core.image_files import is_vision_model
 from .chat_parsers import JSON_TAGS, REASONING_BEGIN, REASONING_END, make_tool_parser, split_reasoning
 from .chat_tokenizer import PLAIN_ROLES, PLAIN_TEMPLATE, ChatTokenizer
 from .config import RendererConfig
-from .environment import is_deep, read_json
+from .environment import is_usable, read_json
 
 AUTO = "auto"
 TEMPLATE = "template"
@@ -168,7 +168,7 @@ class LibraryRenderer(ChatRenderer):
         calls: list[tuple[str, Any]] = []
         malformed: list[str] = []
         for call in answer.tool_calls:
-            if call.status == "ok" and call.name and not is_deep(call.arguments):
+            if call.status == "ok" and call.name and is_usable(call.arguments):
                 calls.append((call.name, call.arguments))
             else:
                 malformed.append(call.raw)
