@@ -153,8 +153,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--total-steps", type=int, default=150, help="learner steps of each training")
     parser.add_argument("--eval-every", type=int, default=5, help="steps between evaluations")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads of TRL")
-    parser.add_argument("overrides", nargs="*", help="options of all, such as learner.optimizer.lr=5.0e-4")
+    parser.add_argument("--threads", type=int, default=2, help="number of threads of torch in TRL")
+    parser.add_argument("overrides", nargs="*", help="options of every competitor, such as learner.optimizer.lr=5.0e-4")
     options = parser.parse_args()
     outcomes: dict[str, list[Outcome]] = {"asyncrl": [], "asyncrl, max_lag=0": [], "TRL": []}
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:

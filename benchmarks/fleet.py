@@ -1,11 +1,9 @@
 """Measures the rollout fleet's efficiency: ``python -m benchmarks.fleet [--only PART]``. The last line is JSON.
 
-There are three parts:
-
-- `scripted` has engines of different speeds, samples of two lengths, and an engine that dies. It takes two minutes.
-- `leases` has a thousand simulated workers on the real buffer server. It takes half a minute.
-- `engines` compares the fleet on two real SGLang servers with a bare client, and kills a server in each of four fleets.
-  It takes six minutes, and needs an idle machine with two or more cores.
+The part `scripted` has engines of different speeds, samples of two lengths, and an engine that dies. It takes two
+minutes. The part `leases` has a thousand simulated workers on the real buffer server. It takes half a minute. The part
+`engines` compares the fleet on two real SGLang servers with a bare client, and kills a server in each of four fleets.
+It takes six minutes, and needs an idle machine with two or more cores.
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ PARTS: dict[str, Callable[[], dict[str, float]]] = {"scripted": scripted, "lease
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print the report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
-    parser.add_argument("--only", choices=PARTS, help="one part; all of them else")
+    parser.add_argument("--only", choices=PARTS, help="measure only this part")
     only = parser.parse_args(arguments).only
     logging.basicConfig(level=logging.ERROR)  # engines are killed on purpose
     logging.getLogger("benchmarks").setLevel(logging.INFO)

@@ -424,7 +424,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds and a small vocabulary")
     parser.add_argument(
-        "--vocabulary", type=int, default=150_000, help="of the log-prob memory; naive needs 12 bytes x N x V"
+        "--vocabulary",
+        type=int,
+        default=150_000,
+        help="vocabulary for the memory of log-probs; the naive method needs 12 bytes x N x V",
     )
     parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--load", help=argparse.SUPPRESS)

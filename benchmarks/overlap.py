@@ -98,8 +98,8 @@ WORKS = {
 """The work for each engine.
 
 With the in-process engine, both pools take about the same time. In this case overlap gains most, and any gap costs
-most. SGLang recomputes the running samples at each update. On a CPU this takes about a fourth of the time that the
-samples took. So a step has several times as many samples as are in flight, as in large runs.
+most. SGLang recomputes the running samples at each update. On a CPU this takes about a fourth of the time to
+generate the samples. So a step has several times as many samples as are in flight, as in large runs.
 """
 
 
@@ -153,11 +153,11 @@ class Measurement:
 def main() -> int:
     """Measure, print, and return 0 if every target is met."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, help="learner steps of each run, in place of the work's own")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each; medians of the rounds count")
-    parser.add_argument("--engine", choices=ENGINES, help="only this one")
-    parser.add_argument("--lags", type=int, nargs="+", default=LAGS, help="0 must be among them")
-    parser.add_argument("--work", choices=("long", "quickstart"), default="long", help="what a step is")
+    parser.add_argument("--steps", type=int, help="learner steps of each run; the default depends on the work")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds; the figures are their medians")
+    parser.add_argument("--engine", choices=ENGINES, help="measure only this engine")
+    parser.add_argument("--lags", type=int, nargs="+", default=LAGS, help="values of buffer.max_lag, including 0")
+    parser.add_argument("--work", choices=("long", "quickstart"), default="long", help="work of a step")
     parser.add_argument("--keep", type=Path, help="keep the runs in this directory")
     parser.add_argument("overrides", nargs="*", help="options of every run, such as weights.publish_every=2")
     args = parser.parse_args()

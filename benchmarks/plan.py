@@ -110,9 +110,9 @@ def main() -> int:
     """Record, predict, run and compare. Returns 0 if every target is met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description="Predictions against reality.")
     parser.add_argument("--steps", type=int, default=60, help="learner steps of each run")
-    parser.add_argument("--repeats", type=int, default=7, help="rounds; the median of their errors counts")
+    parser.add_argument("--repeats", type=int, default=7, help="number of rounds; the figure is their median error")
     parser.add_argument("--keep", type=Path, help="keep the runs in this directory")
-    parser.add_argument("--again", type=Path, help="compare the runs in this directory, and make none")
+    parser.add_argument("--again", type=Path, help="compare the runs in this directory, and make no runs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
         folder = options.again or options.keep or Path(scratch)

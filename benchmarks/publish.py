@@ -167,7 +167,7 @@ def _reset_peak() -> None:
 def main() -> None:
     """Measure both sides and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--directory", default=".", help="folder on a disk, for the file transport")
+    parser.add_argument("--directory", default=".", help="folder on a disk for the figures of the file transport")
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:

@@ -75,7 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quickstart", description="What the quickstart learns.")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("overrides", nargs="*", help="Hydra overrides of every run, behind --")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides for every run, after --")
     options = parser.parse_args()
     runs: dict[str, Learned] = {}
     with tempfile.TemporaryDirectory(prefix="asyncrl-quickstart-") as folder:

@@ -94,13 +94,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=1024, help="prompt groups of 16 samples per step")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--bytes-per-token", type=float, default=14.0, help="of a stored token")
-    parser.add_argument("--wire-us", type=float, default=30.0, help="of a request's frames and its reply's, beside it")
-    parser.add_argument("--stores", type=int, default=1, help="store servers; buffer.num_store_servers")
-    parser.add_argument("--store-gb-s", type=float, default=1.0, help="of one store, in and out together")
+    parser.add_argument("--bytes-per-token", type=float, default=14.0, help="bytes per stored token")
+    parser.add_argument(
+        "--wire-us",
+        type=float,
+        default=30.0,
+        help="microseconds per request for its frames and the frames of its reply",
+    )
+    parser.add_argument("--stores", type=int, default=1, help="number of store servers (buffer.num_store_servers)")
+    parser.add_argument("--store-gb-s", type=float, default=1.0, help="rate of one store, in and out together")
     parser.add_argument("--weights-gb", type=float, default=60.0, help="size of the policy")
     parser.add_argument("--engines-per-host", type=int, default=8, help="engines that share one copy of a version")
-    parser.add_argument("--file-system-gb-s", type=float, default=100.0, help="of the file system, all readers")
+    parser.add_argument(
+        "--file-system-gb-s", type=float, default=100.0, help="rate of the file system for all readers together"
+    )
     return parser
 
 

@@ -129,12 +129,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--eta", type=int, nargs="+", default=[0, 1, 4, 8], help="exact lags, in learner steps")
     parser.add_argument("--corrections", nargs="+", choices=list(CORRECTIONS), default=list(PUBLISHED))
-    parser.add_argument("--mini-batches", type=int, nargs="+", default=[1, 4], help="updates of one learner step")
+    parser.add_argument(
+        "--mini-batches", type=int, nargs="+", default=[1, 4], help="optimizer updates per learner step"
+    )
     parser.add_argument("--steps", type=int, default=60, help="learner steps of one training")
     parser.add_argument("--lr", type=float, default=7e-4, help="constant learning rate")
-    parser.add_argument("--output-dir", default="outputs", help="assets and warm starts")
-    parser.add_argument("--results", default="outputs/staleness.jsonl", help="finished cells; a new run goes on")
-    parser.add_argument("--table-only", action="store_true", help="train nothing; print what is finished")
+    parser.add_argument("--output-dir", default="outputs", help="folder of assets and warm starts")
+    parser.add_argument(
+        "--results",
+        default="outputs/staleness.jsonl",
+        help="file of finished cells; an interrupted run continues from it",
+    )
+    parser.add_argument("--table-only", action="store_true", help="train nothing, and print the finished cells")
     return parser
 
 

@@ -221,8 +221,8 @@ def _in_words(run: Mapping[str, float]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stores", description=__doc__)
     parser.add_argument("--mb", type=float, default=2.0, help="size of a group")
-    parser.add_argument("--steps", type=int, default=8, help="learner steps that are measured")
-    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
+    parser.add_argument("--steps", type=int, default=8, help="number of measured learner steps")
+    parser.add_argument("--rate", default="1gbit", help="rate of the link, in tc's notation")
     parser.add_argument("--host", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--address", default="", help=argparse.SUPPRESS)
     parser.add_argument("--keys", type=Path, help=argparse.SUPPRESS)

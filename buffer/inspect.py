@@ -131,12 +131,18 @@ def _spread(groups: list[dict[str, Any]], field: str) -> str:
 def main() -> int:
     """Run the command, and return its exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl inspect", description="Show what a buffer server holds.")
-    parser.add_argument("address", help="where it listens, e.g. tcp://10.0.0.1:5555; the run says it when it starts")
+    parser.add_argument(
+        "address", help="address of the buffer, e.g. tcp://10.0.0.1:5555; the run prints it at its start"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--keys", default="", help="directory of the run's CURVE keys")
-    parser.add_argument("--timeout-s", type=float, default=5.0, help="how long to wait for the server")
-    parser.add_argument("--group", type=int, default=-1, metavar="ID", help="show one group: its attempts and holder")
-    parser.add_argument("--payload", action="store_true", help="with --group: its stored trajectories, turn by turn")
+    parser.add_argument("--timeout-s", type=float, default=5.0, help="seconds to wait for the server")
+    parser.add_argument(
+        "--group", type=int, default=-1, metavar="ID", help="show the attempts and the holder of one group"
+    )
+    parser.add_argument(
+        "--payload", action="store_true", help="with --group: show the group's stored trajectories, turn by turn"
+    )
     args = parser.parse_args()
     if args.payload and args.group < 0:
         parser.error("--payload shows the trajectories of one group; name it with --group ID")

@@ -281,7 +281,7 @@ class ServerSocket:
             peer = self._peer(client)
             peer.last_heard = time.monotonic()
             if chunk.count:
-                request_id = chunk.request_id  # also if refused, because this frees the sender's window
+                request_id = chunk.request_id  # acknowledged even if refused, to free the sender's window
                 self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
                 whole = peer.receiver.add(chunk)
                 if whole is not None:
@@ -619,9 +619,9 @@ def calm_collector() -> None:
 def main() -> None:
     """Run the server."""
     parser = argparse.ArgumentParser(prog="python -m buffer.server", description="Serve the replay buffer.")
-    parser.add_argument("--groups-per-step", type=int, required=True, help="groups one learner step consumes")
+    parser.add_argument("--groups-per-step", type=int, required=True, help="prompt groups per learner step")
     parser.add_argument("--config", default="{}", help='options of buffer/config.py as JSON, e.g. {"max_lag": 2}')
-    parser.add_argument("--announce-fd", type=int, default=1, help="descriptor that gets the address, one line")
+    parser.add_argument("--announce-fd", type=int, default=1, help="file descriptor for the line with the address")
     parser.add_argument("--store", type=int, help="serve payloads as store server number STORE, without a ledger")
     parser.add_argument("--profile", default="{}", help="options of asyncrl.core.record.ProfileConfig as JSON")
     args = parser.parse_args()

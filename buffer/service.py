@@ -168,7 +168,7 @@ class BufferService:
                     self._intake.num_waiting,
                 )
             ):
-                self._admission.grant_saved()  # comes first, because a batch may wait for one of these groups
+                self._admission.grant_saved()  # comes first, otherwise a batch may lack a group that it waited for
                 self._batches.make()
                 self._forget_finished()
                 self._intake.fill()

@@ -442,7 +442,7 @@ class PortListener:
         own_host = _address_of(host)
         family = socket.AF_INET6 if ":" in own_host else socket.AF_INET
         self._listener = socket.create_server((own_host, port), family=family, backlog=_BACKLOG)
-        # Without this ZMQ's thread would block when the refusing thread accepts a connection first.
+        # Otherwise ZMQ's thread would block when the refusing thread accepts a connection first.
         self._listener.setblocking(False)
         self._bound = bound
         name = f"[{own_host}]" if family == socket.AF_INET6 else own_host
