@@ -292,7 +292,7 @@ class Account:
         self._drop_tokens(num_tokens, reason)
 
     def unlearn(self, summary: GroupSummary) -> None:
-        """Count the tokens of a stored group as buffered again, because its only use was lost."""
+        """Move the tokens of a stored group from trained to buffered, because the step that trained on them was undone."""
         self.tokens_trained -= summary.num_tokens
         self.tokens_buffered += summary.num_tokens
 

@@ -110,7 +110,7 @@ class Roster:
         if presence is None:
             raise MembershipRefused(f"the fleet has no rollout worker {rank}, only {self.ranks}; name one of these")
         if presence is Presence.leaving:
-            raise MembershipRefused(f"rollout worker {rank} is leaving already; wait for the first command")
+            raise MembershipRefused(f"rollout worker {rank} is leaving already; wait until it has left")
         num_left = sum(one is Presence.present for one in self._presence.values()) - 1
         if presence is Presence.present and num_left < self._needed:
             raise MembershipRefused(

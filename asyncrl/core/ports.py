@@ -248,7 +248,7 @@ class LearnerPort(Protocol):
     def publish(self, version: int) -> Awaitable[None]:
         """Publish the weights as ``version``, after all updates that are queued so far.
 
-        The ranks continue as soon as they have copied the weights. The buffer tells the engines about the offer.
+        The ranks continue as soon as they have copied the weights. The buffer then tells the engines where to load it.
         """
         ...
 

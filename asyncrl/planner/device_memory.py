@@ -347,7 +347,10 @@ def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) 
 
 
 def rank_setup(config: RunConfig, role: str, model: ModelSize, *, card_bytes: int = 0) -> RankSetup:
-    """Return the setup of a role's ranks. If ``card_bytes`` is 0, ``gradient_sync=auto`` counts as ``update``."""
+    """Return the options of a role that determine the memory of its ranks.
+
+    If the GPU's memory is unknown (``card_bytes`` is 0), ``gradient_sync=auto`` counts as ``update``.
+    """
     learner = role_options(config, role)
     on_cuda, lora_rank = learner.device is Device.cuda, learner.lora.rank if role == "actor" else 0
     half = 2 if learner.dtype is Dtype.bfloat16 or (learner.dtype is Dtype.auto and on_cuda) else _FLOAT32_BYTES

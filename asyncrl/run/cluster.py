@@ -397,7 +397,7 @@ class EnginePlaces:
             self._pools.pop(rank).shutdown()
 
     def shutdown(self) -> None:
-        """Kill all workers and release all places."""
+        """Kill all workers and release their resources."""
         for rank in {*self._pools}:
             self.close(rank)
         self.first.shutdown()

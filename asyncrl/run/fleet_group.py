@@ -64,9 +64,9 @@ class FleetGroup:
         version: int = 0,
         pool: RayResourcePool | None = None,
     ) -> None:
-        """Start the first workers on the devices of ``pool``, or in a new pool if it is None. Call `start` next.
+        """Start the first workers on the devices of ``pool``, or in a new pool if it is None.
 
-        ``supply`` copies a worker's files to the node with a given id, and returns the model's path there. The learner
+        `start` then starts their engines. ``supply`` copies a worker's files to the node with a given id, and returns the model's path there. The learner
         begins at ``version``.
         """
         fleet = config.rollout_fleet

@@ -170,7 +170,7 @@ def _locked(folder: Path) -> int | None:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Return whether a process holds the lock of a run's folder in shared memory. If so, the run has not ended."""
+    """Return whether a process has locked this folder of shared memory. If so, the folder's run has not ended."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
     except OSError:  # there is no folder, or it belongs to another user

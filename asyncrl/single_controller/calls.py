@@ -180,9 +180,9 @@ def func_generator(
     execute_fn: Callable[..., Any],
     blocking: bool,
 ) -> Callable[..., Any]:
-    """Make the group's method that calls a registered method of the workers.
+    """Return a method for a worker group that calls a registered method of its workers.
 
-    The method waits for the results if ``blocking``, and removes the padding that dispatch added.
+    The returned method waits for the results if ``blocking``, and removes the padding that dispatch added.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

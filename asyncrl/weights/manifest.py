@@ -295,8 +295,8 @@ def pieces_of(file: int, start: int, num_bytes: int, data: np.ndarray, *, for_de
 class DigestThreads(ThreadPoolExecutor):
     """Threads that digest and copy while a model is loaded.
 
-    During a load, ``ThreadPoolExecutor.submit`` is replaced, so that the model's writes stay on the loading thread
-    (`load.ComparedWrites`). This class keeps the original method.
+    `load.ComparedWrites` replaces ``ThreadPoolExecutor.submit`` during a load. This class keeps the original method, so
+    its threads still run.
     """
 
     submit = ThreadPoolExecutor.submit

@@ -38,7 +38,7 @@ LINKS = ".staged"
 
 
 class WeightStager:
-    """The stager of offers for one engine.
+    """Copies or links the files of offered weight versions for one engine.
 
     Args:
         name: Name that is unique in the run. Example: ``"engine-3"``.

@@ -29,7 +29,7 @@ def test_the_spread_of_lengths_gives_the_straggling_that_was_measured():
 def test_a_threshold_lets_as_many_prompts_begin_as_the_bound_does():
     """With a threshold of s, verl lets (1 + s) x 512 prompts begin per version.
 
-    The bound lets (max_lag + 1) x 32 begin.
+    With our bound, (max_lag + 1) x groups_per_step prompts begin.
     """
     mapped = verl_scenario(0.5, token_s=0.01, spread=0.5)
     assert (mapped.max_lag + 1) * mapped.groups_per_step == 1.5 * 512

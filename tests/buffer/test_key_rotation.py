@@ -25,7 +25,7 @@ async def rotate(control: AnyRole, directory: Path) -> None:
 
 
 def without_file(directory: Path, role: BufferRole):
-    """Return the keys of a role without the path of their file, as if somebody had copied them."""
+    """Return copies of a role's keys. Without the path of their file, a client cannot read newer keys."""
     return replace(client_keys(directory, role), path=None)
 
 

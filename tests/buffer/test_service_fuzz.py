@@ -406,7 +406,7 @@ class Life:
         self.planned = {version: keys for version, keys in self.planned.items() if version < first}
 
     def a_late_copy_comes(self) -> None:
-        """Deliver a late copy of a worker's message. The controller waits for an answer before its next message."""
+        """Deliver a late copy of a recent message of a worker, or of the controller's last message."""
         of_workers = [(client, request) for client, request in self.sent[-80:] if client != CONTROLLER]
         of_controller = [(client, request) for client, request in self.sent[-80:] if client == CONTROLLER][-1:]
         if copies := of_workers + of_controller:
@@ -443,7 +443,7 @@ class Life:
             yield self.rng.choice(self.rng.choices([often, now_and_then, seldom], weights=[12, 3, 1])[0])
 
     def settle(self) -> None:
-        """Stop the faults. Dead workers are buried, and leases without an owner expire."""
+        """Stop the faults, declare dead workers dead to the service, and let leases without an owner expire."""
         for worker in [worker for worker in self.workers if worker.is_dead]:
             self.bury(worker, 0.5)
         self.a_worker_enters()

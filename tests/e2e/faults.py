@@ -114,7 +114,7 @@ def _replaced(part: str, **changes: Any) -> Fault:
 
 
 def _killed(part: str, *words: str, **changes: Any) -> Fault:
-    """Return a row for a part that is killed during training. The run ends with an error that names the part."""
+    """Return the fault that a part is killed during training. The run ends with an error that names the part."""
     return Fault(**{"part": part, "signal": signal.SIGKILL, "moment": TRAINING, "status": 1, "words": words} | changes)
 
 

@@ -31,7 +31,7 @@ def test_ppo_learns_with_a_critic_and_accounts_for_every_token(start):
     run = finished(start, "experiment=ppo", f"total_steps={steps}")
     records = run.records
     assert [record["step"] for record in records] == list(range(steps))
-    # During the five warm-up steps the policy does not change, and the critic learns its value. Rewards are 0 or 1:
+    # During the five warm-up steps the policy does not change, and the critic learns its value. Returns are 0 or 1:
     # with mean return m, a value of 0 has the loss m / 2, and a constant value of m has the loss (1 - m) m / 2.
     assert all("learner.grad_norm" not in record for record in records[:5])
     cost = [record["learner.critic.value_loss"] / record["learner.critic.return_mean"] for record in records]

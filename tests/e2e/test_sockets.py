@@ -44,13 +44,13 @@ def listening(pid):
 
 
 def kind_of(address):
-    """Return the name of an address in the table."""
+    """Return the word for an address: LOOPBACK, ANY or HOST."""
     found = ipaddress.ip_address(address)
     return LOOPBACK if found.is_loopback else ANY if found.is_unspecified else HOST
 
 
 def row_of(words, where, known):
-    """Return the row of the table for a socket, or None."""
+    """Return the row of `known` for a socket, or None."""
     return next((row for row in sorted(known, reverse=True) if row[0] in words and row[1] == where), None)
 
 

@@ -16,7 +16,7 @@ FULL = EngineLoad(num_running=4, num_waiting=0, cache_use=0.95)
 
 
 def limits(limit: GroupLimit, *loads: EngineLoad) -> list[int]:
-    """Return the limit after each of these readings, with the limit always fully used."""
+    """Return the limit after each of these loads. The worker always holds as many groups as the limit allows."""
     values = []
     for load in loads:
         limit.note(load, num_held=limit.value)

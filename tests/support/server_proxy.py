@@ -81,7 +81,7 @@ class ServerProxy:
                     self._do(proxy.start(port=port))
 
     def _called_ports(self, run: RunningTraining) -> set[int]:
-        """Return the ports that workers call. Each is the first ``--port`` of a server."""
+        """Return the ports that workers call. A server's command names this port first, before those of its parts."""
         ports = set()
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(run.process.pid).children(recursive=True):

@@ -297,8 +297,8 @@ def trace_of(
 ) -> Trace:
     """Make a trace from explicit values.
 
-    A span is (lane, kind, start, end). A level is (lane, name, time, value), recognized by its name. A level of the
-    buffer is (name, time, value). ``steps`` has the start of the first learner step and the end of each step.
+    A span is (lane, kind, start, end). A level is a measured value: (lane, name, time, value), or for the buffer
+    (name, time, value). ``steps`` has the start of the first learner step and the end of each step.
     """
     spans, levels = [], []
     for process, noted in (("rollout-0", fleet), ("learner-0", learner), ("controller", controller)):
