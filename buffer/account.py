@@ -292,7 +292,7 @@ class Account:
         self._drop_tokens(num_tokens, reason)
 
     def unlearn(self, summary: GroupSummary) -> None:
-        """Move the tokens of a stored group from trained to buffered, because the step that trained on them was undone."""
+        """Move the tokens of a stored group from trained to buffered, because their training step was undone."""
         self.tokens_trained -= summary.num_tokens
         self.tokens_buffered += summary.num_tokens
 

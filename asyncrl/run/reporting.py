@@ -411,7 +411,8 @@ class Watching:
 async def look_for_advice(run_dir: Path) -> None:
     """Simulate a finished training with other options, for the report's advice and frontier.
 
-    The frontier shows the best throughput for each lag.     The simulation runs at nice 19 for at most 20 s. A failure only logs a warning.
+    The frontier shows the best throughput for each lag. The simulation runs at nice 19 for at most 20 s. A failure only
+    logs a warning.
     """
     command = ["nice", "-n", "19", sys.executable, "-m", "asyncrl", "plan", str(run_dir)]
     with (run_dir / "logs" / "advice.log").open("ab") as log:

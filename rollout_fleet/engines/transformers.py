@@ -57,8 +57,8 @@ class StepRecorder:
 
     - A row ends with one of ``eos_ids``, with its own stop token or stop text, or at its ``max_new_tokens``. An aborted
       row ends at its next token.
-    - The model generates a batch in rounds. Each round continues the unfinished rows. With ``drops_rows`` a round ends when half
-      of its rows have ended.
+    - The model generates a batch in rounds. Each round continues the unfinished rows. With ``drops_rows`` a round ends
+      when half of its rows have ended.
     - In a row with a seed, the seed and the position determine each token, unless the distribution is truncated.
     - At temperature 0 (greedy) log-probs are those of temperature 1.
 
