@@ -287,7 +287,7 @@ def _check_layout(config: RunConfig, role: str, pool: str, size: int) -> None:
 
 
 def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
-    """Check that the longest sequence fits into a micro-batch of each role, as far as no model is needed."""
+    """Check that the longest sequence fits into a micro-batch of each role, without reading the model."""
     environment, prompt = config.rollout_fleet.environment, config.data.max_prompt_tokens
     if not has_environment(config):
         _check_longest(
@@ -314,7 +314,7 @@ def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> N
 
 
 def policy_needs_trajectories(config: RunConfig) -> bool:
-    """Return whether the policy's objective reads whole trajectories. This imports torch, which takes seconds."""
+    """Return whether the policy's objective reads whole trajectories. The call imports torch, which takes seconds."""
     from learner.losses import policy_objective
 
     return policy_objective(config.algorithm).needs_trajectories
@@ -429,8 +429,8 @@ def _check_autoscaling(config: RunConfig) -> None:
 def resolve_devices(config: RunConfig, num_gpus: float, say: Callable[[str], None]) -> RunConfig:
     """Return the run with ``cpu`` or ``cuda`` in place of each ``auto``.
 
-    ``auto`` becomes ``cuda`` if there are enough GPUs for the whole run, else ``cpu``. A colocated run uses one kind of
-    device: if one option names it, the other option gets the same.
+    ``auto`` becomes ``cuda`` if there are enough GPUs for the whole run, else ``cpu``. In a colocated run, learner and
+    engines have the same device: if only one option is ``auto``, it gets the device of the other option.
 
     Args:
         config: The run.

@@ -39,8 +39,8 @@ _COMMANDS = {
 def command_line() -> NoReturn:
     """End this process with the exit status of `main`.
 
-    After a training, this function skips Python's normal exit, which may wait forever for threads of libraries. The
-    supervisor has already ended all processes and written all files.
+    After a training, this function skips Python's normal exit, because that exit may wait forever for threads of
+    libraries. The supervisor has already ended all processes and written all files.
     """
     is_training = sys.argv[1:2] == ["train"]
     status = main()
@@ -87,6 +87,6 @@ def exit_status(number: int) -> int:
 
 
 def stop_early(number: int, _: FrameType | None) -> NoReturn:
-    """Handle a signal that arrives before the command has started any process."""
+    """End this process at a signal that arrives before the command has started any process."""
     os.write(2, f"stopped by {signal.Signals(number).name} before anything was started\n".encode())
     os._exit(exit_status(number))

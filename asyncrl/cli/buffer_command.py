@@ -77,10 +77,10 @@ def _demonstrate(options: argparse.Namespace) -> int:
 def demonstrations(
     contents: BufferContents, decode: Callable[[np.ndarray], str], *, min_reward: float, best: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row per response, for ``sft.train_files``: the ``best`` responses of each finished group.
+    """Yield one row for each of the ``best`` responses of each finished group. The rows are for ``sft.train_files``.
 
-    A row has ``messages`` or the text ``prompt``. It also has ``response``, ``reward``, ``group_id``, and ``version``,
-    the policy version of the oldest token. These responses are left out:
+    A row has ``messages`` or the text ``prompt``. It also has ``response``, ``reward``, ``group_id`` and ``version``.
+    ``version`` is the policy version of the oldest token. These responses are left out:
 
     - responses of several turns;
     - responses that the length limit cut off;

@@ -1,12 +1,12 @@
 """Restarts the learner after the death of a rank: new ranks start from the newest checkpoint, and training continues.
 
 Engines and buffer keep running. The ledger returns to the checkpoint's version with a new *incarnation* of the learner.
-The versions after the checkpoint are lost. The ledger revokes running attempts, withdraws offered weights, and drops
+The versions after the checkpoint are lost. The ledger revokes running attempts and withdraws offered weights. It drops
 stored groups and saved prefixes with a token of a lost version (``rewound``). Engines lease again after they have
 loaded the weights of the new ranks. So no token of a lost version is ever trained on.
 
-If a store dies, a batch with groups in that store is lost. No rank has trained on it, so the ranks continue, and the
-controller plans the step again. After more than `MAX_REPLANS` lost batches of one step, the learner counts as dead.
+If a store dies, a batch with groups in that store is lost. No rank has trained on this batch, so the ranks continue,
+and the controller plans the step again. If one step loses more than `MAX_REPLANS` batches, the ranks are restarted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 AnyController: TypeAlias = Controller | ColocatedController
 _NOT_OF_A_LIFE = (LearnerDiedError, ClusterDiedError, ReplayBufferError, CheckpointError)
-"""Errors of `LearnerGroup.begin_again` that are raised unchanged. Any other error becomes a `LearnerDiedError`."""
+"""Errors of `LearnerGroup.begin_again` that end the run. Any other error becomes a `LearnerDiedError`."""
 MAX_REPLANS = 3
 """Largest number of repeated plans of one step. After that the ranks are restarted."""
 
@@ -34,7 +34,7 @@ MAX_REPLANS = 3
 class LearnerRestarts:
     """Restarts the learner of one run, at most ``learner.restarts`` times.
 
-    ``resumed`` is the checkpoint from which the run began. A restart uses it until the run has saved another one.
+    ``resumed`` is the checkpoint from which the run began. A restart uses it until the run has saved a checkpoint.
 
     Attributes:
         num_restarts: Restarts of the learner so far. This number is also the learner's incarnation.
@@ -63,7 +63,7 @@ class LearnerRestarts:
         self._replans_of = (-1, 0)
 
     async def through(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do ``work``. After a lost batch or a death of the learner, recover and repeat ``work``.
+        """Await ``work``. After a lost batch or a death of the learner, recover and repeat ``work``.
 
         Raises `LearnerDiedError` if the learner may not start again, and any other error of ``work``.
         """
@@ -71,7 +71,7 @@ class LearnerRestarts:
         await keep_up(self)
 
     async def watch(self) -> None:
-        """Do ``work`` until it is done or the learner dies; repeat it after a lost batch."""
+        """Await ``work`` until it returns or the learner dies. After a lost batch, repeat ``work``."""
         lost: LearnerDiedError | BatchLost | None = None
         while True:
             try:
