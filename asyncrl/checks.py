@@ -175,7 +175,7 @@ def check_files(config: RunConfig) -> None:
 
 
 def _check_cache(config: RunConfig) -> None:
-    """Check that an engine's KV cache can hold the longest sequence; SGLang cuts or refuses a longer one."""
+    """Check that an engine's KV cache can hold the longest sequence. SGLang cuts or refuses longer sequences."""
     fleet = config.rollout_fleet
     tokens, longest = fleet.sglang.max_total_tokens, longest_sequence(config) + fleet.num_reserved_positions
     if fleet.engine is EngineKind.sglang and 0 < tokens < longest:
@@ -206,7 +206,7 @@ def check_model(config: RunConfig) -> None:
 
 
 def _check_whole(option: str, model: Path) -> None:
-    """Check that a model's files are complete. Opening a weight file checks its length."""
+    """Check that a model's files are complete. `safe_open` checks the length of a weight file."""
     for file in sorted(model.iterdir()):
         try:
             if file.suffix == ".safetensors":

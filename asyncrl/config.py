@@ -232,8 +232,9 @@ class PlacementConfig:
         interface: Network interface of the learner ranks on every node. Empty: gloo and NCCL choose.
         pools: Further pools of the learner: the number of processes by name. Each process has one device. The pool
             ``learner`` always has ``learner.num_ranks`` processes. Example: ``{critic: 2}``.
-        critic: Pool of the critic. Roles of one pool share its processes; roles of different pools run in parallel.
-        reference: Pool of the reference policy. No effect with LoRA: the actor without its adapters is the reference.
+        critic: Pool of the critic. Roles of one pool share its processes. Roles of different pools run in parallel.
+        reference: Pool of the reference policy. No effect with LoRA, because the actor without adapters is the
+            reference.
         reward_model: Pool of the reward model.
         cpus_per_learner_rank: Logical CPUs per process of a learner pool.
         cpus_per_engine: Logical CPUs per rollout worker, including its engine.
@@ -356,7 +357,7 @@ class WeightsConfig:
             folder. ``auto``: ``shared_memory`` if there is room for the kept versions, else ``file``. A run that keeps
             all versions uses ``file``. ``collective``: the ranks broadcast over the network, without a shared folder.
         directory: Folder of ``file``, on a file system that ranks and engines share. Empty: in the run's folder.
-        publish_every: Learner steps between two published versions; the last one is always published.
+        publish_every: Learner steps between two published versions. The last version is always published.
         collective_into: The receivers of ``collective``. ``host``: the engines' hosts receive into memory while the
             engines generate (gloo). ``engine``: the engines pause and receive tensor by tensor, and no host holds a
             copy. This uses NCCL if learner and engines have separate GPUs, else gloo.
@@ -365,9 +366,9 @@ class WeightsConfig:
         full_every: Every ``full_every``-th published version is full. The other versions hold only the exact changes
             since the previous version. Each engine then keeps an image of its version in shared memory. With
             ``collective``, the engines of a host share one image. 1: all versions are full.
-        adapters: With ``learner.lora``, publish only the adapters, and the frozen weights once; each engine applies
-            the adapters. False publishes merged weights.
-        copy_to_memory: Each engine copies a version into its host's shared memory while it generates, and loads the
+        adapters: With ``learner.lora``, publish the frozen weights once, and then only the adapters. Each engine
+            applies the adapters. False publishes merged weights.
+        copy_to_memory: Each engine copies a version into its host's shared memory while it generates, then loads the
             copy. Use this if ``directory`` is slow to read.
     """
 

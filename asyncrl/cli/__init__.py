@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if os.environ.get("COLUMNS") == "0":
         del os.environ["COLUMNS"]  # rich would print nothing
-    # No command needs torchvision's image codecs: hide its warning about them, also in child processes.
+    # No command needs torchvision's image codecs, so hide the warning about them, also in child processes.
     message = "Failed to load image Python extension"
     warnings.filterwarnings("ignore", message=message)
     former = os.environ.get("PYTHONWARNINGS")

@@ -62,7 +62,7 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
             ``["experiment=quickstart", "buffer.max_lag=4"]``.
 
     Raises:
-        ValueError: an option is unknown, has the wrong type or is out of range; the message names the option.
+        ValueError: an option is unknown, has the wrong type or is out of range. The message names the option.
     """
     _check_form(overrides)
     ConfigStore.instance().store(name="schema", node=schema())

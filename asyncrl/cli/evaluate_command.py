@@ -172,10 +172,10 @@ async def _until_done_or_stopped(config: RunConfig, folder: Path, version: int) 
 
 
 async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
-    """Evaluate ``model.path`` as policy version ``version``; write logs and samples to ``folder``.
+    """Evaluate ``model.path`` as policy version ``version``. Write logs and samples to ``folder``.
 
     Raises:
-        ValueError: an option or a file is wrong; the message names it.
+        ValueError: an option or a file is wrong. The message names it.
         AsyncRLError: the engine failed, or no prompt has a reward.
     """
     prompts = _held_out_prompts(config)

@@ -51,7 +51,7 @@ _PROGRESS_EVERY_S = 3.0
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line and return the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.fit:

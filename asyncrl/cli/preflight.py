@@ -165,7 +165,7 @@ def _why_not_writable(folder: Path) -> str:
 
 
 def check_heads(config: RunConfig) -> None:
-    """Check that ``tp_size`` and ``sp_size`` divide the attention heads of their models."""
+    """Check that ``tp_size`` and ``sp_size`` divide the number of attention heads of the models."""
     rows = [("rollout_fleet.sglang.tp_size", config.rollout_fleet.sglang.tp_size, config.model.path)]
     for role in learner_roles(config):
         name, size = config.learner.option_name(role, "sp_size"), role_options(config, role).sp_size
@@ -196,8 +196,8 @@ def check_vision(config: RunConfig) -> None:
     for option, is_set in refused.items():
         if is_set:
             raise ValueError(
-                f"{option} is set, and the model in {config.model.path} takes images: adapters and critics of such "
-                "models are not supported; use all weights, and an advantage without a critic"
+                f"{option} is set, and the model in {config.model.path} takes images: asyncrl cannot train adapters or "
+                "critics of such models; train all weights, with an advantage without a critic"
             )
 
 

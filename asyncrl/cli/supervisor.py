@@ -4,9 +4,9 @@ A killed run cannot clean up. If a Ray daemon dies, Ray ends the run, and this r
 run is a child process. The parent adopts every orphan of the run (Linux child subreaper) and ends it. If the parent is
 killed, the run gets SIGHUP, stops, and ends the orphans itself.
 
-A scheduler or systemd sends SIGTERM to every process of a run at once. Only the parent reacts: the child and its
-processes block SIGINT and SIGTERM, and the parent stops the child with other signals (`STOPS`). So all processes live
-until the run has written the policy. Ctrl-C reaches only the parent, because the child has its own session.
+A scheduler or systemd sends SIGTERM to every process of a run at once. The child and its processes block SIGINT and
+SIGTERM, so only the parent reacts. It stops the child with other signals (`STOPS`). So all processes live until the run
+has written the policy. Ctrl-C reaches only the parent, because the child has a separate session.
 
 The child reports each fault, and its own end, through a pipe.
 """
@@ -138,7 +138,7 @@ def _report(said: bytes) -> None:
 
 def _read_reports(reports: int) -> bytes:
     said = b""
-    with contextlib.suppress(BlockingIOError):  # an orphan may hold the other end open
+    with contextlib.suppress(BlockingIOError):  # the pipe has no end while an orphan holds it open
         while part := os.read(reports, 65536):
             said += part
     os.close(reports)

@@ -156,8 +156,8 @@ async def gpu_of_this_node(config: RunConfig) -> AsyncIterator[str]:
     resources = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == own)
     if not resources.get("GPU"):
         raise ValueError(
-            "the warm start computes on this node with learner.device=cuda, which must have a GPU, got none; start the "
-            "run on a node with a GPU, or run asyncrl sft there first and name its result in model.path"
+            "this node must have a GPU for the warm start with learner.device=cuda, got none; start the run on a node "
+            "with a GPU, or run asyncrl sft on such a node first and name its result in model.path"
         )
     actor_class: Any = ray.remote(_GpuHolder)
     here = NodeAffinitySchedulingStrategy(node_id=own, soft=False)

@@ -369,7 +369,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             await self._follow_fleet()
 
     async def _examine(self) -> None:
-        """Evaluate one version after the other."""
+        """Evaluate the due versions, one at a time."""
         due = self._next_evaluated(self._queued_version)
         while (version := self._next_evaluated(self._queued_version)) is not None and self._evaluate is not None:
             if version != due:

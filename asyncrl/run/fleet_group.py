@@ -134,7 +134,7 @@ class FleetGroup:
                     waited_s = self._config.rollout_fleet.no_engine_timeout_s
                     raise self._too_few(
                         f"Training waited rollout_fleet.no_engine_timeout_s={waited_s:g} s for engines; read the logs "
-                        "for their failures, raise the option, or let others join in time"
+                        "for their failures, raise the option, or let other engines join in time"
                     )
                 if arriving in done:
                     member = arriving.result()
@@ -212,7 +212,7 @@ class FleetGroup:
 
         Args:
             num_engines: Number of new engines.
-            node: Id of their node; empty for any.
+            node: Id of the node of the new engines; empty for any node.
 
         Raises:
             MembershipRefused: the fleet would be too large, an engine failed to start, or the run is not training now.
@@ -400,7 +400,7 @@ def _node_id(config: RunConfig, address: str) -> str:
         )
     if config.placement.num_nodes == 1 and nodes[address] != current_node():
         raise MembershipRefused(
-            f"--node {address} is another node, and placement.num_nodes=1 keeps the run on its own; start it with more"
+            f"--node {address} must be the run's node, because placement.num_nodes=1; start the run with more nodes"
         )
     return nodes[address]
 

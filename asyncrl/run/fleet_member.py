@@ -73,7 +73,7 @@ class MemberParts:
 
 
 class FleetMember:
-    """One worker and its restarts. Call `start` and then `load_first`; in a running fleet, call `join` instead."""
+    """One worker and its restarts. Call `start` and then `load_first`. In a running fleet, call `join` instead."""
 
     def __init__(self, rank: int, config: RunConfig, parts: MemberParts) -> None:
         fleet = config.rollout_fleet

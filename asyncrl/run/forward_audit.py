@@ -45,7 +45,7 @@ class StoredSample:
 def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
     """Recompute the log-probs of up to ``count`` stored samples, and add the comparison to ``result``.
 
-    A sample is checked only if the weights of all its versions are stored, in a checkpoint or in ``snapshots/``.
+    A sample is checked only if a checkpoint or ``snapshots/`` has the weights of each of its versions.
     """
     stored = {version: place for life in lives for version, place in _weights(life)}
     models = [*stored.values(), *(_options(life)["model"]["path"] for life in lives)]

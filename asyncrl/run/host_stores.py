@@ -230,5 +230,5 @@ def ray_actors(config: BufferConfig, *, log_dir: Path, **options: Any) -> Callab
 
 
 def client_on_this_node(buffer: BufferConnection, name: str) -> WorkerClient:
-    """Make the client of a rollout worker on this node; it puts groups into the store of the node."""
+    """Make the client of a rollout worker on this node. The client puts groups into the store of the node."""
     return WorkerClient(buffer.client(host=ray.get_runtime_context().get_node_id()), name=name)

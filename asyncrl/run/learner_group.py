@@ -72,7 +72,7 @@ class LearnerGroup:
     """
 
     def __init__(self, config: RunConfig, *, buffer: BufferConnection, paths: RunPaths) -> None:
-        """Start the ranks; `init` loads their models."""
+        """Start the ranks. `init` loads the models."""
         self._config = config
         self._buffer = buffer
         self._paths = paths
@@ -155,7 +155,7 @@ class LearnerGroup:
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """Queue the calls that compute scores, then the actor's step. Await the result to get the step's metrics.
 
-        It raises `AccountError` if the ranks have trained on other tokens than planned.
+        The result raises `AccountError` if the ranks have trained on other tokens than planned.
         """
         unsent: list[Awaitable[Any]] = []
         readers = [role for role in ("actor", "critic") if role in self._roles]
@@ -385,7 +385,7 @@ class AllOf:
 
 
 class RoleGroups:
-    """One worker group per role of the run; roles in the same pool share processes.
+    """One worker group per role of the run. Roles in the same pool share processes.
 
     Attributes:
         pools: Name of the pool of each role.

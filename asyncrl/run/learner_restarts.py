@@ -65,7 +65,7 @@ class LearnerRestarts:
     async def through(self, work: Callable[[], Awaitable[None]]) -> None:
         """Await ``work``. After a lost batch or a death of the learner, recover and repeat ``work``.
 
-        Raises `LearnerDiedError` if the learner may not start again, and any other error of ``work``.
+        Raises `LearnerDiedError` if the learner may not start again. Other errors of ``work`` are raised unchanged.
         """
         self._work = work
         await keep_up(self)
@@ -89,7 +89,7 @@ class LearnerRestarts:
         last, number = self._replans_of
         self._replans_of = version, number + 1 if version == last else 1
         if not group_ids or self._replans_of[1] > MAX_REPLANS:
-            raise LearnerDiedError(f"{lost}; the step was planned anew {self._replans_of[1] - 1} times")
+            raise LearnerDiedError(f"{lost}; the step was planned again {self._replans_of[1] - 1} times")
         self.num_replans += 1
         self._say(f"{len(group_ids)} groups of step {version} were lost with their store; its batch is planned anew")
 
@@ -138,7 +138,7 @@ class LearnerRestarts:
 
 
 def death_in(fault: Exception) -> LearnerDiedError | BatchLost | None:
-    """Return the learner's death or lost batch that an error contains; None if the error contains any other failure."""
+    """Return the `LearnerDiedError` or `BatchLost` in an error. None: the error contains any other failure."""
     group = ExceptionGroup("", [fault])
     if group.split((LearnerDiedError, BatchLost))[1] is not None:
         return None

@@ -178,8 +178,8 @@ class NodeFolders:
             The configuration with model paths that exist on every node.
 
         Raises:
-            ValueError: a node does not see a folder that must be shared, cannot make its own folder, or has too little
-                shared memory.
+            ValueError: a node does not see a folder that must be shared, cannot make the run's folder, or has too
+                little shared memory.
         """
         self._model, self.keys, self._weights = config.model.path, keys, config.weights.directory
         # An engine keeps the images of two versions: its own, and the next.
@@ -204,7 +204,7 @@ class NodeFolders:
         """Send the files of a rollout worker to a node that lacks them. Returns the path of the model there.
 
         Raises:
-            ValueError: the node does not see a folder that must be shared, cannot make its own folder, or has too
+            ValueError: the node does not see a folder that must be shared, cannot make the run's folder, or has too
                 little shared memory.
         """
         if node_id in self._known:
@@ -246,7 +246,7 @@ class NodeFolders:
         await self.send_keys(addresses)
 
     async def send_keys(self, addresses: Collection[str] | None = None) -> None:
-        """Send the keys to the nodes ``addresses`` (None: all) that have no keys or different ones."""
+        """Send the keys to the nodes ``addresses`` (None: all), except nodes that already have these keys."""
         if not self.keys:
             return
         own = file_prints(Path(self.keys))

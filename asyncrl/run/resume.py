@@ -183,7 +183,7 @@ class Checkpointer:
             if folder.is_dir() and not missing_parts(folder):
                 self._copied.remove(copied)
                 for request in requests:
-                    if not request.done():  # otherwise its client has disconnected
+                    if not request.done():  # a done request belongs to a client that has disconnected
                         request.set_result(folder)
 
     async def save_if_due(self, version: int) -> Awaitable[str] | None:
@@ -316,7 +316,7 @@ def check_beginning(config: RunConfig) -> None:
 
 
 def check_keys(folder: Path) -> None:
-    """Raise `ValueError` if the keys are of different runs. The server would not answer clients with such keys."""
+    """Raise `ValueError` if the keys are of different runs, because the server would not answer the clients."""
     if not (folder / "server.json").is_file():
         return
     server = server_keys(folder)

@@ -53,7 +53,7 @@ def make_run_dir(config: RunConfig, config_yaml: str) -> Path:
             shutil.rmtree(run_dir, ignore_errors=True)
             raise OSError(error.errno, error.strerror, str(run_dir / "config.yaml")) from error
         return run_dir
-    raise FileExistsError(f"{base}/{stamp} and 98 siblings exist; start fewer runs per second")
+    raise FileExistsError(f"{base}/{stamp} and 98 more folders of this second exist; start fewer runs per second")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +210,7 @@ def _is_swept(folder: Path) -> bool:
 def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
     """Make the folder of published weights. Raises the errors of `check_memory`.
 
-    At the end of the run, the run or its supervisor removes a folder in shared memory.
+    If the folder is in shared memory, the run or its supervisor removes the folder at the end.
     """
     check_memory(config)
     weights, missing = config.weights, _missing_memory(config, _num_versions(config))

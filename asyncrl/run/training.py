@@ -116,7 +116,7 @@ class Training:
                 await asyncio.shield(training)  # a signal stops the training between two steps
             result = await self._controller.account()
             after = await self._evaluate(result.policy_version)
-            await self._watching.last_advice()  # before the report, which shows it
+            await self._watching.last_advice()  # before the report, because the report shows it
             overlap = await self._explain()
         except asyncio.CancelledError:
             if self._all_answer():
@@ -212,7 +212,7 @@ class Training:
         return evaluation
 
     async def _explain(self) -> dict[str, Any] | None:
-        """Write the overlap report and return it for the summary; None without a record.
+        """Write the overlap report, and return it for the summary; None if ``profile.enabled`` is false.
 
         A failure does not end the run.
         """

@@ -149,13 +149,13 @@ class WarmStart:
         return self._task is not None and self._task.done()
 
     def begin(self, config: RunConfig, visible_devices: str = "") -> None:
-        """Start the task on the GPUs ``visible_devices``, as in ``CUDA_VISIBLE_DEVICES``; on the CPU if it is empty."""
+        """Start the task on the GPUs ``visible_devices``, as in ``CUDA_VISIBLE_DEVICES``. Empty: on the CPU."""
         if self._task is not None:
             raise RuntimeError("the warm start has begun already; begin it once")
         self._task = asyncio.create_task(self._warm_start(config, visible_devices=visible_devices))
 
     async def policy(self) -> Path:
-        """Wait for the warm start; return the policy's directory. Raises the errors of `warm_start`."""
+        """Wait for the warm start. Return the policy's directory. Raises the errors of `warm_start`."""
         if self._task is None:
             raise RuntimeError("the warm start has not begun; call begin first")
         return await asyncio.shield(self._task)
