@@ -667,7 +667,7 @@ def model_settings(path: str) -> dict[str, Any]:
 
 
 def with_time_to_read(config: RunConfig) -> RunConfig:
-    """Return the options with longer start deadlines, because large model files take long to read."""
+    """Return the options with longer start deadlines: one second more per 100 MB of model files."""
     learner, fleet = config.learner, config.rollout_fleet
     policy_s = model_bytes(config.model.path) // SLOWEST_LOAD
     others_s = sum(

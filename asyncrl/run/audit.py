@@ -89,7 +89,7 @@ class LifeReceipts:
                 self.sampled[line["group"]].append(line)
             case Act.trained:
                 self.trained[line["step"]][line["rank"]] = line
-            case Act.planned:  # after a return to a checkpoint, later steps are planned again
+            case Act.planned:  # the run plans later steps again if it returns to a checkpoint
                 self._planned = {step: own for step, own in self._planned.items() if step < line["step"]}
                 self._planned[line["step"]] = line
             case Act.committed:

@@ -19,7 +19,7 @@ No step waits until the engines have loaded weights. The buffer offers a version
 worker loads the newest version when it can. If loading is slower than training, workers skip versions, and admission
 slows generation down.
 
-`_Training.stop` cancels feed, follow and examine, and plan ends. complete then commits and reports the queued steps.
+`_Training.stop` cancels feed, follow and examine, and ends plan. complete then commits and reports the queued steps.
 
 A deadlock needs a cycle of waits. These are the waits:
 

@@ -369,7 +369,7 @@ async def _or_death(result: Awaitable[T], pending: Any) -> T:
 
 
 class AllOf:
-    """Calls to several worker groups. Awaiting it awaits all of them.
+    """Calls to several worker groups. Await this object to await all calls.
 
     Attributes:
         futures: Ray's references of all calls. Error messages use them to name the workers.
@@ -464,7 +464,7 @@ def _publish_options(config: RunConfig) -> PublishOptions:
         full_every=config.weights.full_every,
         adapters=config.publishes_adapters,
         timeout_s=fleet.load_timeout_s,
-        # While engines receive version u + 1 and serve u, admission limits the learner to version u + max_lag + 1.
+        # While engines serve version u and receive u + 1, the learner reaches at most version u + max_lag + 1.
         num_held=config.buffer.max_lag + 2,
         interface=config.weights.interface,
         num_receivers=fleet.most_engines * fleet.sglang.tp_size if into_engines else num_engine_hosts(config),
