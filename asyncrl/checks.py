@@ -429,8 +429,8 @@ def _check_autoscaling(config: RunConfig) -> None:
 def resolve_devices(config: RunConfig, num_gpus: float, say: Callable[[str], None]) -> RunConfig:
     """Return the run with ``cpu`` or ``cuda`` in place of each ``auto``.
 
-    ``auto`` becomes ``cuda`` if there are enough GPUs for the whole run, else ``cpu``. In a colocated run, learner and
-    engines have the same device: if only one option is ``auto``, it gets the device of the other option.
+    ``auto`` becomes ``cuda`` if there are enough GPUs for the whole run, else ``cpu``. In a colocated run, an ``auto``
+    option gets the device that the other option names.
 
     Args:
         config: The run.

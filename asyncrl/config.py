@@ -63,8 +63,8 @@ class EvaluationConfig:
         enabled: Evaluate; needs ``data.eval_files``.
         every_steps: Learner steps between evaluations during training; 0: none. An evaluation is skipped while the
             previous one is running.
-        share: Largest share of the fleet that an evaluation uses during training: of the engines, and of the samples
-            that run at once. An evaluation uses at least one engine. Its engines load no newer version until it ends.
+        share: Largest share of the engines, and of the samples in progress, that an evaluation uses during training.
+            An evaluation uses at least one engine. Its engines load no newer version until it ends.
         num_samples: Samples per prompt at the training temperature, besides the greedy answer.
         pass_reward: Smallest reward that counts as a pass in ``pass@k``.
     """
@@ -240,9 +240,9 @@ class PlacementConfig:
         cpus_per_engine: Logical CPUs per rollout worker, including its engine.
         oversubscribe: Allow more logical CPUs than the machine has cores, if the run starts the Ray cluster. If false,
             a run that needs more does not start.
-        autoscale: Request the resources of ``max`` engines until Ray grants them, so that Ray's autoscaler starts
-            nodes. For an elastic fleet (``rollout_fleet.num_engines={min, max}``). Engines also use nodes that the
-            user adds. If false, the fleet uses the resources that are free at the start, and grows by ``asyncrl join``.
+        autoscale: For an elastic fleet (``rollout_fleet.num_engines={min, max}``): request the resources of ``max``
+            engines, so that Ray's autoscaler starts nodes. Engines also use nodes that the user adds. If false, the
+            fleet begins with the free resources, and grows only by ``asyncrl join``.
         colocated: Place a learner rank and an engine on each device. An engine with ``tp_size`` N is on the devices of
             N ranks. Engines and learner take turns. The engines fill a batch and release the devices. Then the learner
             updates, publishes and offloads.
@@ -625,8 +625,8 @@ def may_play_episodes(config: RunConfig) -> bool:
 def longest_sequence(config: RunConfig) -> int:
     """Return the number of tokens of the longest sequence that the learner may get.
 
-    With environments, this is the longest path of an episode. Without, it is the longest prompt plus the longest
-    response. If both kinds of prompts may occur, it is the larger number.
+    With an environment, this is the longest path of an episode. Without, it is the longest prompt plus the longest
+    response. If rows differ, it is the larger number.
     """
     paths = [episode_context(config)] if may_play_episodes(config) else []
     answers = [config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens]

@@ -87,6 +87,6 @@ def exit_status(number: int) -> int:
 
 
 def stop_early(number: int, _: FrameType | None) -> NoReturn:
-    """End this process at a signal that arrives before the command has started any process."""
+    """Handle a signal that arrives before the command has started any process."""
     os.write(2, f"stopped by {signal.Signals(number).name} before anything was started\n".encode())
     os._exit(exit_status(number))

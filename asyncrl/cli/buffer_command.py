@@ -77,7 +77,7 @@ def _demonstrate(options: argparse.Namespace) -> int:
 def demonstrations(
     contents: BufferContents, decode: Callable[[np.ndarray], str], *, min_reward: float, best: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row for each of the ``best`` responses of each finished group. The rows are for ``sft.train_files``.
+    """Yield a row for ``sft.train_files`` for each of the ``best`` responses of each finished group.
 
     A row has ``messages`` or the text ``prompt``. It also has ``response``, ``reward``, ``group_id`` and ``version``.
     ``version`` is the policy version of the oldest token. These responses are left out:

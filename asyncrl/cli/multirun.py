@@ -158,7 +158,7 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
 def overview(folder: Path) -> str:
     """Return a table of the runs below ``folder``: varied options, results and folder.
 
-    Dashes stand for the results of an unfinished run.
+    An unfinished run has dashes as results.
     """
     runs = sorted(path.parent for path in folder.glob("**/config.yaml") if (path.parent / "logs").is_dir())
     options = [_leaves(OmegaConf.load(run / "config.yaml")) for run in runs]

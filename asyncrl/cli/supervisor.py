@@ -73,8 +73,7 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
 
     Args:
         work: The run, as a function that returns the exit status. The child calls it.
-        stop_timeout_s: Longest time that the run may take to stop after a signal. `_KILL_AFTER_S` later, the
-            supervisor kills the run.
+        stop_timeout_s: Longest time to stop after a signal. `_KILL_AFTER_S` later, the supervisor kills the run.
     """
     global _report_fd
     adopt_orphans()

@@ -54,7 +54,7 @@ class BadReceipt:
 
 
 class LifeReceipts:
-    """The receipts of one life of a run. A life is one process of ``asyncrl train``.
+    """The receipts of one life: one process of ``asyncrl train``.
 
     Attributes:
         folder: The folder of the life.

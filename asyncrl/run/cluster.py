@@ -290,8 +290,8 @@ def worker_env(config: RunConfig) -> dict[str, str]:
 def learner_env(config: RunConfig) -> dict[str, str]:
     """Return the environment variables of the learner ranks, with settings of torch's GPU allocator.
 
-    Packed batches of different lengths fragment the GPU memory. The allocator's expandable segments prevent this. A
-    colocated learner does not use expandable segments, because it could not release their memory to the engines.
+    Packed batches of different lengths fragment the GPU memory. Expandable segments prevent this. A colocated learner
+    cannot use them, because it could not release their memory to the engines.
     """
     if config.learner.device != "cuda":
         return worker_env(config)

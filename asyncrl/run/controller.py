@@ -187,7 +187,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that this process has recorded."""
+        """Number of steps of this process."""
         return self._reporter.num_steps
 
     @property

@@ -31,7 +31,7 @@ class AnsweringFleet(Protocol):
     """Engines that answer held-out prompts."""
 
     def engines(self) -> Sequence[str]:
-        """Return the names of the engines that are in the fleet now."""
+        """Return the names of the fleet's engines."""
         ...
 
     async def answer(
@@ -78,8 +78,8 @@ class HeldOutEvaluator:
     async def evaluate_pinned(self, version: int, pinned: PinnedEngines) -> Evaluation | None:
         """Evaluate during training on the engines ``pinned`` to ``version``.
 
-        The evaluation uses only a share of the engines' slots (`slots_of_evaluation`). Returns None if no answer has a
-        reward, or if the weights of ``version`` no longer exist.
+        Use only `slots_of_evaluation` per engine. Returns None if no answer has a reward, or if the weights no longer
+        exist.
         """
         slots = slots_of_evaluation(self._config, len(self._fleet.engines()))
         per_call = max(1, slots // (_CALLS_PER_ENGINE * (self._config.evaluation.num_samples + 1)))
@@ -130,7 +130,7 @@ class _Deal:
         self._changed = asyncio.Event()
 
     def join(self, engines: Collection[str]) -> None:
-        """Add engines. Engines that were lost get no more prompts."""
+        """Add engines. Lost engines get no prompts."""
         for engine in sorted(engines):
             self._num_running.setdefault(engine, 0)
         self._changed.set()

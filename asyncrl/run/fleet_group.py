@@ -200,7 +200,7 @@ class FleetGroup:
 
     @property
     def _left(self) -> list[FleetMember]:
-        """The members that have joined and are not leaving, without the failed ones. A member may be restarting."""
+        """The members that are not joining, leaving or failed."""
         away = self._coming.keys() | self._leaving.keys()
         members = (member for rank, member in self._members.items() if rank not in away)
         return [member for member in members if member.member.state is not MemberState.failed]
@@ -212,7 +212,7 @@ class FleetGroup:
 
         Args:
             num_engines: Number of new engines.
-            node: Id of the node of the new engines; empty for any node.
+            node: Id of the engines' node; empty for any node.
 
         Raises:
             MembershipRefused: the fleet would be too large, an engine failed to start, or the run is not training now.
@@ -466,8 +466,8 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths, 
 def fleet_options(config: RunConfig) -> RolloutFleetConfig:
     """Return the options of the fleet, with the server options that follow from the rest of the configuration.
 
-    In a colocated run, servers get ``memory_saver``, so that they can release their devices. If prompts have
-    environments, servers get ``tokenizer``, so that they can detect stop texts.
+    Colocated servers get ``memory_saver``, to release their devices. If prompts have environments, servers get
+    ``tokenizer``, to detect stop texts.
     """
     fleet = config.rollout_fleet
     own = {"memory_saver": True} if config.placement.colocated else {}

@@ -281,7 +281,7 @@ class FleetMember:
     async def _while_answering(self, pending: Awaitable[T], what: str) -> T:
         """Await a long call, and meanwhile poll the worker's counters.
 
-        Raises `DeadlineError` if the worker does not answer a poll in time.
+        Raises `DeadlineError` if a poll takes too long.
         """
         call, worker = asyncio.ensure_future(pending), self._worker
         try:
@@ -333,7 +333,7 @@ class FleetMember:
             await self._changed.wait_for(lambda: is_true(self.member))
 
     async def _declare(self, epoch: int, error: Exception) -> None:
-        """Report ``error`` to `watch`, which ends the life of ``epoch``. No effect if this life has already ended."""
+        """Report ``error`` to `watch`, unless the life of ``epoch`` has already ended."""
         if self._keeping is not None and self.member.fault(epoch, str(raised_in_worker(error)), time.monotonic()):
             self._declared.put_nowait(error)
             await self._notify()
@@ -424,7 +424,7 @@ class FleetMember:
     async def _buried(self, last: FleetCounters) -> FleetCounters:
         """Declare the worker dead in the buffer. Repeat this until the buffer answers.
 
-        Returns the worker's counters, with the number of tokens that the buffer counted.
+        Returns the worker's counters, with the buffer's number of tokens.
         """
         while True:
             try:

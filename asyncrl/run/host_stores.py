@@ -63,9 +63,9 @@ class NodeStore:
         return address
 
     async def next_restart(self) -> str:
-        """Wait for a restart of the store server. Return a line that describes it, for the user.
+        """Wait for a restart of the store server. Return a description for the user.
 
-        Raises `WorkerDiedError` if the store server died and may not be restarted.
+        Raises `WorkerDiedError` if no restarts are left.
         """
         assert self._watching is not None
         waiting = asyncio.ensure_future(self._restarts.get())

@@ -348,8 +348,7 @@ async def _or_death(result: Awaitable[T], pending: Any) -> T:
     """Await the result of a ``pending`` call.
 
     Raises `LearnerDiedError` if a rank died or missed the deadline, otherwise the error of the ranks. After a death,
-    calls on other ranks may fail before Ray notices the death. So after a failure, this call waits up to
-    `_DEATH_NOTICED_S` for a death.
+    calls on other ranks may fail before Ray notices the death. So a failed call waits up to `_DEATH_NOTICED_S`.
     """
     try:
         return await result

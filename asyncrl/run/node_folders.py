@@ -60,9 +60,9 @@ class NodeFiles:
         return file_prints(Path(folder))
 
     def sizes(self, folder: str, parts: Sequence[str]) -> dict[str, int]:
-        """Return the size in bytes of each file in the subfolders ``parts``, by path.
+        """Return the bytes of each file in the subfolders ``parts``, by path.
 
-        Leave out files with a leading dot, because they are unfinished.
+        Skip files with a leading dot, because they are unfinished.
         """
         found = (path for part in parts for path in Path(folder, part).rglob("*"))
         return {

@@ -1,7 +1,7 @@
 """The reports of a run: a `StepRecord` per learner step, the token account at the end, and their display.
 
 A failure of the terminal, a tracker, the dashboard or the advice does not end the run. After a step, a thread computes
-how busy the pools were. It then pauses for 100 times as long, so that it takes little CPU time from the run.
+how busy the pools were. It then pauses for 100 times as long, to use little CPU time.
 """
 
 from __future__ import annotations
@@ -57,12 +57,11 @@ class Reporter:
     """Makes a record of each finished step, and keeps the data for the summary.
 
     Args:
-        samples_per_prompt: Trained samples per group. A group may also have a greedy baseline, after these samples.
+        samples_per_prompt: Trained samples per group, without a greedy baseline.
         store_bytes: Bytes of groups that all stores may hold together.
         version: The version that every engine serves at the beginning.
         earlier: The ledger's totals of the earlier lives of the run; None for a new run.
-        last: The last record of the earlier lives. Its time, tokens and failures are added to the records of this life.
-            None for a new run.
+        last: The last record of the earlier lives, to continue its totals; None for a new run.
 
     Attributes:
         engine_version: Every engine serves this version or a later one.
@@ -108,7 +107,7 @@ class Reporter:
     def planned(self, plan: Plan) -> None:
         """Write the receipt of a step's batch before the ranks train on the batch.
 
-        At the commit it would be too late, because a checkpoint with this step may be complete before the commit.
+        A checkpoint with this step may be complete before the commit, so the commit would be too late.
         """
         receipts.note(receipts.Act.planned, step=plan.version, groups=[_planned(group) for group in plan.groups])
 

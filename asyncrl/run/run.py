@@ -214,8 +214,8 @@ class Run:
     async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
         """Start fleet and learner at the same time, during the warm start.
 
-        Engines take the longest to start, so they do not wait for the learner. They begin with the weights of
-        ``model.path``, then load the weights that the learner publishes. On shared devices the learner starts first.
+        Engines take the longest to start, so they begin with the weights of ``model.path``. Later they load the weights
+        that the learner publishes. On shared devices the learner starts first.
         """
         paths, timeout_s = RunPaths.of(self._config, self._run_dir), self._config.ray.start_timeout_s
 

@@ -63,7 +63,7 @@ class RunPaths:
     Attributes:
         logs: One log per process.
         snapshots: Published weights.
-        staging: Weight images of the engines. The folder is in shared memory, if the host has shared memory.
+        staging: Weight images of the engines, in shared memory if the host has shared memory.
         samples: Decoded samples for the user.
         trajectories: Consumed trajectories; None if they are not recorded.
         tokens: A few trajectories for the user, with the learner's log-probs.

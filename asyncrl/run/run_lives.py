@@ -26,7 +26,7 @@ class SavedCheckpoint:
 
     Attributes:
         num_bytes: Bytes of all parts. A file with several links counts once.
-        missing: Names of the incomplete parts. A run cannot resume from the checkpoint if there are any.
+        missing: Incomplete parts. If there are any, a run cannot resume from the checkpoint.
     """
 
     path: Path
@@ -40,7 +40,7 @@ class Life:
     """A life of a run, read from its folder.
 
     Attributes:
-        num_steps: Number of learner steps up to the newest step of this life, including the steps of earlier lives.
+        num_steps: Number of learner steps of this life and the earlier lives.
         checkpoints: Checkpoints of the life on disk, oldest first.
         num_bytes: Bytes in the folder, including checkpoints. A file with several links counts once.
     """

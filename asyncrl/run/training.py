@@ -131,8 +131,8 @@ class Training:
     async def _replace_keys(self) -> Path:
         """Replace the keys of the buffer's clients on all nodes. Return the folder of the new keys.
 
-        The old keys stay valid until all new keys are in place, so after a failure all clients can still connect.
-        Raises `ValueError` if there are no keys, and `AsyncRLError` if a server does not answer.
+        The old keys stay valid until all nodes have the new keys. Raises `ValueError` if there are no keys, and
+        `AsyncRLError` if a server does not answer.
         """
         if not self._nodes.keys:
             raise ValueError(

@@ -52,7 +52,7 @@ def needs_fine_tuning(config: RunConfig) -> bool:
 
 
 def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
-    """Read the file `RESULT` of the policy that was fine-tuned with these settings; None if there is no such policy.
+    """Read the file `RESULT` of the policy of these settings; None if this policy does not exist yet.
 
     Raises:
         ValueError: ``sft.output_path`` contains other files, or a policy of other settings.
@@ -216,7 +216,7 @@ async def warm_start(
 async def _lock(policy: Path, timeout_s: float, say: Callable[[str], None]) -> AsyncIterator[Callable[[], None]]:
     """Lock the policy's path, so that only one run at a time makes the policy. Yields a function to report progress.
 
-    Each report sets the modification time of the lock file. From this time, a waiting run sees that another run hangs.
+    Each report sets the modification time of the lock file. A waiting run reads this time.
 
     Raises:
         DeadlineError: the run with the lock reported no progress for ``timeout_s`` seconds.
