@@ -1,6 +1,6 @@
 """asyncrl: asynchronous reinforcement learning of language models with bounded staleness.
 
-The names below are resolved at their first use, so importing asyncrl does not load torch or ray.
+The names in ``__all__`` are imported at their first use, so importing asyncrl does not load torch or ray.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def check_files(config: RunConfig) -> None:
 
 
 def _check_cache(config: RunConfig) -> None:
-    """Check that an engine's KV cache can hold the longest sequence; SGLang cuts or refuses a longer one."""
+    """Check that an engine's KV cache can hold the longest sequence. SGLang cuts or refuses longer sequences."""
     fleet = config.rollout_fleet
     tokens, longest = fleet.sglang.max_total_tokens, longest_sequence(config) + fleet.num_reserved_positions
     if fleet.engine is EngineKind.sglang and 0 < tokens < longest:
@@ -206,7 +206,7 @@ def check_model(config: RunConfig) -> None:
 
 
 def _check_whole(option: str, model: Path) -> None:
-    """Check that a model's files are complete. Opening a weight file checks its length."""
+    """Check that a model's files are complete. `safe_open` checks the length of a weight file."""
     for file in sorted(model.iterdir()):
         try:
             if file.suffix == ".safetensors":
@@ -287,7 +287,7 @@ def _check_layout(config: RunConfig, role: str, pool: str, size: int) -> None:
 
 
 def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
-    """Check that the longest sequence fits into a micro-batch of each role, as far as no model is needed."""
+    """Check that the longest sequence fits into a micro-batch of each role, without reading the model."""
     environment, prompt = config.rollout_fleet.environment, config.data.max_prompt_tokens
     if not has_environment(config):
         _check_longest(
@@ -314,7 +314,7 @@ def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> N
 
 
 def policy_needs_trajectories(config: RunConfig) -> bool:
-    """Return whether the policy's objective reads whole trajectories. This imports torch, which takes seconds."""
+    """Return whether the policy's objective reads whole trajectories. The call imports torch, which takes seconds."""
     from learner.losses import policy_objective
 
     return policy_objective(config.algorithm).needs_trajectories
@@ -429,8 +429,8 @@ def _check_autoscaling(config: RunConfig) -> None:
 def resolve_devices(config: RunConfig, num_gpus: float, say: Callable[[str], None]) -> RunConfig:
     """Return the run with ``cpu`` or ``cuda`` in place of each ``auto``.
 
-    ``auto`` becomes ``cuda`` if there are enough GPUs for the whole run, else ``cpu``. A colocated run uses one kind of
-    device: if one option names it, the other option gets the same.
+    ``auto`` becomes ``cuda`` if there are enough GPUs for the whole run, else ``cpu``. In a colocated run, an ``auto``
+    option gets the device that the other option names.
 
     Args:
         config: The run.

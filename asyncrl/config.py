@@ -28,7 +28,7 @@ LEARNER_POOL = "learner"
 """The pool of the actor, and of every role that names no other pool."""
 
 RAY_SETS_DEVICES = {f"RAY_EXPERIMENTAL_NOSET_{runtime}_VISIBLE_DEVICES": "" for runtime in ("CUDA", "HIP", "ROCR")}
-"""Settings with which Ray shows each process only its own GPUs. They override the user's environment."""
+"""These settings make Ray show each process only its own GPUs. They override the user's environment."""
 
 # One thread per process: more threads than cores slow every process down. Ray must not kill a worker's child
 # processes, because they clean up and exit by themselves.
@@ -63,8 +63,8 @@ class EvaluationConfig:
         enabled: Evaluate; needs ``data.eval_files``.
         every_steps: Learner steps between evaluations during training; 0: none. An evaluation is skipped while the
             previous one is running.
-        share: Largest share of the engines, and of their capacity for samples, that an evaluation uses during training.
-            It uses at least one engine. These engines load no newer version until the evaluation ends.
+        share: Largest share of the engines, and of the samples in progress, that an evaluation uses during training.
+            An evaluation uses at least one engine. Its engines load no newer version until it ends.
         num_samples: Samples per prompt at the training temperature, besides the greedy answer.
         pass_reward: Smallest reward that counts as a pass in ``pass@k``.
     """
@@ -98,11 +98,11 @@ class WarmStartConfig:
         enabled: Fine-tune ``model.path`` before training, and train the result.
         train_files: Parquet or jsonl files with a prompt and a response column.
         val_files: Files of the same format for the validation loss.
-        val_rows: Without ``val_files``: number of last rows of ``train_files`` to use for the validation loss only.
+        val_rows: Number of rows at the end of ``train_files`` for the validation loss only; not with ``val_files``.
         prompt_key: Column of the prompt: a string, or with ``chat_template`` a list of {role, content} messages.
-        response_key: Column of the response, a string. Empty with ``chat_template``: all assistant turns of the
-            messages are learned.
-        chat_template: Render messages with the tokenizer's chat template. Otherwise the response is plain text, and the
+        response_key: Column of the response, a string. With ``chat_template`` it may be empty: the loss then includes
+            all assistant turns of the messages.
+        chat_template: Render messages with the tokenizer's chat template. If false, the response is plain text, and the
             end-of-sequence token follows it.
         chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
         system_prompt: A system message before the messages of each row; empty if there is none.
@@ -117,10 +117,10 @@ class WarmStartConfig:
         eval_every: Updates between evaluations.
         eval_prompts: Held-out prompts per evaluation, answered greedily; 0 measures no accuracy.
         stop_metric: Metric for ``patience``.
-        target_accuracy: Stop at this greedy accuracy on ``data.eval_files``; never with a value above 1.
-        target_val_loss: Stop at this validation loss, in nats per token; never with 0.
-        patience: Stop after this many evaluations without a better ``stop_metric``, and keep the best policy. 0: never
-            stop for this reason, and keep the last policy.
+        target_accuracy: Stop at this greedy accuracy on ``data.eval_files``. A value above 1 switches this off.
+        target_val_loss: Stop at this validation loss, in nats per token. 0 switches this off.
+        patience: Stop after this many evaluations without a better ``stop_metric``, and keep the best policy. 0
+            switches this off, and keeps the last policy.
         progress_timeout_s: Longest time between two lines of a warm start's log. Each evaluation writes a line.
     """
 
@@ -210,7 +210,7 @@ class CheckpointConfig:
 
 
 class Strategy(StrEnum):
-    """How workers are distributed over nodes: ``pack`` over as few as possible, ``spread`` over all."""
+    """How workers are distributed over nodes: ``pack`` uses few nodes, ``spread`` uses many."""
 
     pack = "pack"
     spread = "spread"
@@ -221,30 +221,31 @@ class PlacementConfig:
     """CPUs, nodes and pools of the workers. Each learner rank uses one GPU, each engine ``tp_size`` GPUs.
 
     Attributes:
-        num_nodes: Nodes that the Ray cluster must have at the start, unless ``autoscale`` adds them. 1: the run uses
-            only the node of the command. More: it uses all nodes; see ``docs/several_hosts.md``.
+        num_nodes: Nodes that the Ray cluster must have at the start, unless ``autoscale`` adds them. With 1, the run
+            uses only the node of the command. With more, it uses all nodes; see ``docs/several_hosts.md``.
         ranks_per_node: Learner ranks of a pool per node. 0: all ranks of a pool on one node.
         engines_per_node: Largest number of engines per node; 0: no limit.
-        strategy: ``pack`` uses as few nodes as possible; ranks and engines may share a node. ``spread`` uses all nodes:
-            each group of ``ranks_per_node`` ranks, and of ``engines_per_node`` engines, has a separate node.
+        strategy: ``pack`` uses as few nodes as possible; ranks and engines may share a node. With ``spread``, a node
+            has at most ``ranks_per_node`` ranks of each pool, and at most ``engines_per_node`` engines.
         learner_labels: Labels that the learner's nodes must have, as given to ``ray start --labels``.
         engine_labels: Labels that the engines' nodes must have. Example: ``{pool: inference}``.
         interface: Network interface of the learner ranks on every node. Empty: gloo and NCCL choose.
-        pools: Further pools of the learner: name and number of processes, one device per process. The pool ``learner``
-            always has ``learner.num_ranks`` processes. Example: ``{critic: 2}``.
-        critic: Pool of the critic. Roles of one pool share its processes; roles of different pools run in parallel.
-        reference: Pool of the reference policy. No effect with LoRA: the actor without its adapters is the reference.
+        pools: Further pools of the learner: the number of processes by name. Each process has one device. The pool
+            ``learner`` always has ``learner.num_ranks`` processes. Example: ``{critic: 2}``.
+        critic: Pool of the critic. Roles of one pool share its processes. Roles of different pools run in parallel.
+        reference: Pool of the reference policy. No effect with LoRA, because the actor without adapters is the
+            reference.
         reward_model: Pool of the reward model.
         cpus_per_learner_rank: Logical CPUs per process of a learner pool.
         cpus_per_engine: Logical CPUs per rollout worker, including its engine.
-        oversubscribe: If the run starts the Ray cluster, allow more logical CPUs than the machine has cores. False
-            refuses a run that needs them.
-        autoscale: For an elastic fleet (``rollout_fleet.num_engines={min, max}``): keep a request for the resources of
-            ``max`` engines, so that Ray's autoscaler starts nodes. Engines also use nodes that the user adds. If
-            false, the fleet uses the free resources at the start, and engines of ``asyncrl join``.
-        colocated: Place a learner rank and an engine on each device; an engine with ``tp_size`` N is on the devices of
-            N ranks. They take turns: the engines fill a batch and release the devices. Then the learner updates,
-            publishes and offloads.
+        oversubscribe: Allow more logical CPUs than the machine has cores, if the run starts the Ray cluster. If false,
+            a run that needs more does not start.
+        autoscale: For an elastic fleet (``rollout_fleet.num_engines={min, max}``): request the resources of ``max``
+            engines, so that Ray's autoscaler starts nodes. Engines also use nodes that the user adds. If false, the
+            fleet begins with the free resources, and grows only by ``asyncrl join``.
+        colocated: Place a learner rank and an engine on each device. An engine with ``tp_size`` N is on the devices of
+            N ranks. Engines and learner take turns. The engines fill a batch and release the devices. Then the learner
+            updates, publishes and offloads.
     """
 
     num_nodes: int = 1
@@ -312,7 +313,7 @@ class RayConfig:
         address: Empty starts a cluster on this machine; ``auto`` or ``host:port`` joins a running cluster.
         node_address: This machine's ``--node-ip-address`` in a cluster that the run joins. Empty: Ray detects it.
         object_store_bytes: Shared memory of a cluster that the run starts; weights and batches do not use it.
-        start_timeout_s: Deadline to start the cluster, and to reserve the run's CPUs and GPUs.
+        start_timeout_s: Deadline to start the cluster. Also the deadline to reserve the run's CPUs and GPUs.
         python: Command that runs Python in learner ranks and in-process engines. Empty: the Python of this process.
             Example: ``nsys profile python``.
     """
@@ -356,18 +357,18 @@ class WeightsConfig:
             folder. ``auto``: ``shared_memory`` if there is room for the kept versions, else ``file``. A run that keeps
             all versions uses ``file``. ``collective``: the ranks broadcast over the network, without a shared folder.
         directory: Folder of ``file``, on a file system that ranks and engines share. Empty: in the run's folder.
-        publish_every: Learner steps between two published versions; the last one is always published.
+        publish_every: Learner steps between two published versions. The last version is always published.
         collective_into: The receivers of ``collective``. ``host``: the engines' hosts receive into memory while the
             engines generate (gloo). ``engine``: the engines pause and receive tensor by tensor, and no host holds a
             copy. This uses NCCL if learner and engines have separate GPUs, else gloo.
-        interface: Network interface on which ``collective`` reaches learner rank 0. ``lo`` is this host only. On any
-            other interface, a process that reaches the host's ports may receive the weights or disturb the transfer.
+        interface: Network interface on which ``collective`` reaches learner rank 0. ``lo`` connects only processes of
+            this host. On other interfaces, any process that reaches the host's ports may read or disturb the transfer.
         full_every: Every ``full_every``-th published version is full. The other versions hold only the exact changes
             since the previous version. Each engine then keeps an image of its version in shared memory. With
             ``collective``, the engines of a host share one image. 1: all versions are full.
-        adapters: With ``learner.lora``, publish only the adapters, and the frozen weights once; each engine applies
-            the adapters. False publishes merged weights.
-        copy_to_memory: Each engine copies a version into its host's shared memory while it generates, and loads the
+        adapters: With ``learner.lora``, publish the frozen weights once, and then only the adapters. Each engine
+            applies the adapters. False publishes merged weights.
+        copy_to_memory: Each engine copies a version into its host's shared memory while it generates, then loads the
             copy. Use this if ``directory`` is slow to read.
     """
 
@@ -382,12 +383,12 @@ class WeightsConfig:
 
     @property
     def copies(self) -> bool:
-        """Whether engines keep a copy of their weights in shared memory, to apply deltas to it or to load from it."""
+        """Whether engines keep a copy of their weights in shared memory."""
         return self.full_every > 1 or self.copy_to_memory
 
     @property
     def keeps_images(self) -> bool:
-        """Whether shared memory contains weight images: one per engine, or one per host for a host stream."""
+        """Whether shared memory contains images of the weights."""
         return self.copies or self.rules.carrier is Carrier.host_stream
 
     @property
@@ -431,15 +432,15 @@ class RunConfig:
         run_dir: Folder of this run, new or empty. Empty string: a folder named after the time, under ``output_dir``.
         total_steps: Learner steps of the run.
         quickstart: Make the quickstart's model, tokenizer and data first, under ``<output_dir>/<experiment>/assets``.
-        quickstart_task: What the quickstart's rows ask for.
+        quickstart_task: The task in the quickstart's data.
         dry_run: Check the run and show the resources and deadlines that it needs, without starting it.
         record_trajectories: Write every consumed trajectory to ``trajectories/``, for inspection.
-        save_timeout_s: After a signal that stops the training: deadline to finish the queued steps, and to write
-            checkpoint, policy and summary.
-        stop_timeout_s: Deadline to stop all processes; later, the run kills them.
+        save_timeout_s: Deadline after a signal that stops the training. By then, the run has finished the queued steps
+            and written checkpoint, policy and summary.
+        stop_timeout_s: Deadline to stop all processes. After it, the run kills them.
         dashboard: Serve the report of the running training at ``dashboard_address``.
         dashboard_address: ``host:port``; port 0 is any free port. An address other than loopback needs a secret token
-            in the environment variable ``ASYNCRL_DASHBOARD_TOKEN``. Visitors must enter it.
+            in the environment variable ``ASYNCRL_DASHBOARD_TOKEN``. Visitors must enter this token.
         tracker: Trackers that receive the metrics besides the run's folder: ``wandb``, ``mlflow``, ``prometheus``.
         prometheus_address: ``host:port`` of ``/metrics`` with ``tracker=[prometheus]``.
     """
@@ -510,7 +511,7 @@ class StopDeadlines:
 
 
 def stop_deadlines(config: RunConfig) -> StopDeadlines:
-    """Return the deadlines that follow from ``rollout_fleet.stop_timeout_s``."""
+    """Compute the deadlines from ``rollout_fleet.stop_timeout_s``."""
     fleet = config.rollout_fleet
     return StopDeadlines(fleet_s=fleet.worker_stop_timeout_s, learner_s=fleet.stop_timeout_s)
 
@@ -561,7 +562,7 @@ def requested_cpus(config: RunConfig, num_engines: int | None = None) -> float:
 
 
 def requested_gpus(config: RunConfig) -> int:
-    """Return the GPUs of the ranks and engines at the start of the run. A device other than ``cuda`` needs none."""
+    """Return the number of GPUs of the ranks and engines at the start of the run. On the CPU, they need none."""
     fleet = config.rollout_fleet
     ranks = sum(learner_pools(config).values()) if config.learner.device == "cuda" else 0
     own_gpus = fleet.device == "cuda" and not config.placement.colocated
@@ -590,7 +591,7 @@ def learner_pools(config: RunConfig) -> dict[str, int]:
 def episode_context(config: RunConfig) -> int:
     """Return the largest number of tokens on a path of an episode; 0 if no prompt has an environment.
 
-    Without ``max_context``, the model and each role's micro-batch limit the path.
+    If ``max_context`` is 0, the model and each role's micro-batch limit the path.
     """
     if not may_play_episodes(config):
         return 0
@@ -601,7 +602,7 @@ def episode_context(config: RunConfig) -> int:
 
 
 def has_environment(config: RunConfig) -> bool:
-    """Return whether the run itself has an environment. The environment needs the messages of the prompts."""
+    """Return whether the run's options name an environment. Rows of the data may name others."""
     return bool(config.rollout_fleet.environment.name)
 
 
@@ -622,10 +623,10 @@ def may_play_episodes(config: RunConfig) -> bool:
 
 
 def longest_sequence(config: RunConfig) -> int:
-    """Return the tokens of the longest sequence that the learner may get.
+    """Return the number of tokens of the longest sequence that the learner may get.
 
-    This is the longest path of an episode. If some prompts may have no environment, it is at least the longest prompt
-    plus the longest response.
+    With an environment, this is the longest path of an episode. Without, it is the longest prompt plus the longest
+    response. If rows differ, it is the larger number.
     """
     paths = [episode_context(config)] if may_play_episodes(config) else []
     answers = [config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens]
@@ -648,7 +649,7 @@ def longest_rollout(config: RunConfig) -> float:
 
 
 def why_positions_end(config: RunConfig) -> str:
-    """Return why `num_positions` is below ``max_position_embeddings``, for a message; empty if it is not."""
+    """Return why `num_positions` is below ``max_position_embeddings``; empty if it is not below."""
     settings = model_settings(config.model.path)
     longest, limit = settings.get("max_position_embeddings"), rope_limit(settings)
     if limit is None or (longest is not None and limit >= longest):

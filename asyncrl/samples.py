@@ -65,14 +65,14 @@ class NewSamples:
 
 
 def sample_line(sample: Sample) -> str:
-    """Return a sample as one line; long texts lose their middle."""
+    """Return a sample as one line. The middle of a long text is left out."""
     return f"{_facts(sample)}: {_shortened(sample['prompt'])!r} -> {_shortened(sample['response'])!r}"
 
 
 def printable(text: str) -> str:
     r"""Escape control characters, except line breaks and tabs.
 
-    Otherwise, text of a model could move the terminal's cursor, set the clipboard or reverse text. Example: an escape
+    Otherwise, a model's text could move the terminal's cursor, set the clipboard or reverse text. Example: an escape
     character becomes ``\x1b``.
     """
     return "".join(

@@ -39,8 +39,8 @@ _COMMANDS = {
 def command_line() -> NoReturn:
     """End this process with the exit status of `main`.
 
-    After a training, this function skips Python's normal exit, which may wait forever for threads of libraries. The
-    supervisor has already ended all processes and written all files.
+    After a training, this function skips Python's normal exit, because that exit may wait forever for threads of
+    libraries. The supervisor has already ended all processes and written all files.
     """
     is_training = sys.argv[1:2] == ["train"]
     status = main()
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if os.environ.get("COLUMNS") == "0":
         del os.environ["COLUMNS"]  # rich would print nothing
-    # No command needs torchvision's image codecs: hide its warning about them, also in child processes.
+    # No command needs torchvision's image codecs, so hide the warning about them, also in child processes.
     message = "Failed to load image Python extension"
     warnings.filterwarnings("ignore", message=message)
     former = os.environ.get("PYTHONWARNINGS")

@@ -77,10 +77,10 @@ def _demonstrate(options: argparse.Namespace) -> int:
 def demonstrations(
     contents: BufferContents, decode: Callable[[np.ndarray], str], *, min_reward: float, best: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row per response, for ``sft.train_files``: the ``best`` responses of each finished group.
+    """Yield a row for ``sft.train_files`` for each of the ``best`` responses of each finished group.
 
-    A row has ``messages`` or the text ``prompt``. It also has ``response``, ``reward``, ``group_id``, and ``version``,
-    the policy version of the oldest token. These responses are left out:
+    A row has ``messages`` or the text ``prompt``. It also has ``response``, ``reward``, ``group_id`` and ``version``.
+    ``version`` is the policy version of the oldest token. These responses are left out:
 
     - responses of several turns;
     - responses that the length limit cut off;
@@ -112,7 +112,7 @@ def _asked(exported: ExportedGroup, decode: Callable[[np.ndarray], str]) -> dict
 
 
 def _answer(group: TrajectoryGroup, index: int) -> slice | None:
-    """Return the tokens of a complete single response; None for other trajectories."""
+    """Return the slice of a trajectory's response tokens. None: `demonstrations` leaves the trajectory out."""
     turns = group.turns
     own = np.flatnonzero(turns["trajectory"] == index)
     if group.is_baseline[index] or len(own) != 1:

@@ -1,6 +1,6 @@
 """Compose a `RunConfig` from the command line, and show the options for ``--help``.
 
-Hydra composes the options and the dataclasses check them; every mistake becomes a `ValueError`.
+Hydra composes the options, and the dataclasses check them. Every mistake becomes a `ValueError`.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
     """Compose a run from ``configs/run.yaml`` and Hydra overrides.
 
     Args:
-        overrides: Overrides in Hydra's grammar; ``experiment`` also accepts the path of a YAML file. Example:
+        overrides: Overrides in Hydra's grammar. ``experiment`` may also be the path of a YAML file. Example:
             ``["experiment=quickstart", "buffer.max_lag=4"]``.
 
     Raises:
-        ValueError: an option is unknown, has the wrong type or is out of range; the message names the option.
+        ValueError: an option is unknown, has the wrong type or is out of range. The message names the option.
     """
     _check_form(overrides)
     ConfigStore.instance().store(name="schema", node=schema())
@@ -108,7 +108,7 @@ def read_config(run_folder: Path) -> RunConfig:
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Return the resolved configuration as YAML, which can be used as an experiment."""
+    """Return the resolved configuration as YAML. A user can run this YAML as an experiment."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
@@ -153,7 +153,7 @@ def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], 
         overrides: Example: ``["experiment=mine.yaml", "seed=1"]``.
 
     Yields:
-        The overrides with the names of the experiments instead of paths, and a map from name to path.
+        The overrides with names of experiments instead of paths, and a map from these names to the paths.
 
     Raises:
         ValueError: a file is missing or is not an experiment.
@@ -232,7 +232,7 @@ def schema() -> DictConfig:
 
 
 def _make_writable(node: DictConfig) -> None:
-    # OmegaConf makes the nodes of frozen dataclasses read-only, and such nodes refuse overrides.
+    # OmegaConf makes the nodes of frozen dataclasses read-only. Read-only nodes refuse overrides.
     OmegaConf.set_readonly(node, None)
     if OmegaConf.get_type(node) is dict:
         OmegaConf.set_struct(node, False)  # the user may add keys
@@ -249,7 +249,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
             f"cannot parse {error.override!r}, expected OPTION=VALUE; put quotes around a value with spaces or a list: "
             "'data.train_files=[a.parquet,b.parquet]'"
         )
-    cause = error.__cause__ or error.__context__  # for an error in a file, Hydra sets only the context
+    cause = error.__cause__ or error.__context__  # Hydra sets only __context__ for an error in a file
     detail = cause if isinstance(cause, OmegaConfBaseException) else error
     misspelt = re.search(r"Could not override '([\w.]+)'", str(error))
     option = misspelt[1] if misspelt else getattr(detail, "full_key", None)
@@ -264,7 +264,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def _nearest(option: str) -> str:
-    """Suggest similar options, first those with the same last component."""
+    """Suggest similar options. Prefer options with the same last component."""
     names = list(describe(RunConfig()))
     namesakes = [name for name in names if name.rpartition(".")[2] == option.rpartition(".")[2]]
     near = difflib.get_close_matches(option, namesakes, n=3, cutoff=0.5) or difflib.get_close_matches(
@@ -274,7 +274,7 @@ def _nearest(option: str) -> str:
 
 
 def help_text(config: RunConfig, *, everything: bool) -> str:
-    """Return the help page with the values of the composed run: of all options, or of `COMMON_OPTIONS`."""
+    """Return the help page, with the run's values of all options or of `COMMON_OPTIONS`."""
     kinds = ("experiment", "correction")
     names = {f"{kind}s": ", ".join(sorted(p.stem for p in (CONFIG_DIR / kind).glob("*.yaml"))) for kind in kinds}
     usage = [_USAGE.format(**names), "options, with their values in this experiment:"]
@@ -282,7 +282,7 @@ def help_text(config: RunConfig, *, everything: bool) -> str:
 
 
 def option_lines(config: RunConfig, names: Iterable[str]) -> list[str]:
-    """Return two lines per option: the value, and the meaning."""
+    """Return two lines per option: its value, and its meaning."""
     documented = describe(config)
     shown = ((name, *documented[name]) for name in names)
     return [line for name, meaning, value in shown for line in (f"  {name}={_shown(value)}", f"      {meaning}")]

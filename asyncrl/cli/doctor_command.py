@@ -1,6 +1,6 @@
 """``asyncrl doctor`` checks this machine; ``asyncrl doctor RUN`` shows the state of a run, its alarms and errors.
 
-The check of a machine takes about ten seconds and starts a Ray cluster of one core. The exit status is 1 if a check
+The check of the machine takes about ten seconds, and starts a Ray cluster of one core. The exit status is 1 if a check
 failed, or if an alarm of the run has not ended.
 """
 
@@ -31,7 +31,7 @@ MAX_CLOCK_GAP_S = 2.0
 MIN_DISK_BYTES = 10 << 30
 _TIMEOUT_S = 60.0
 _QUIET_S = 60.0
-"""A run without a summary counts as stopped after this time without a new line."""
+"""A run without a summary counts as stopped if it has written no line for this time."""
 _SHOWN_ERRORS = 5
 
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_machine(output: Path) -> int:
-    """Check this machine and print a line per check; return the exit status."""
+    """Check this machine and print one line per check. Return the exit status."""
     gpus = visible_gpus()
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
         setup = Setup(
@@ -121,7 +121,7 @@ def ray_starts() -> Iterator[Result]:
 
 
 def sandbox() -> Iterator[Result]:
-    """Find a sandbox for the policy's code. Only rewards and tools that run code need a sandbox."""
+    """Find a sandbox for code that the policy writes. Only rewards and tools that run code need a sandbox."""
     try:
         kind = asyncio.run(Sandbox().start())
     except SandboxError as error:

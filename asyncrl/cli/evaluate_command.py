@@ -62,7 +62,7 @@ class EvaluatedPolicy:
     """The policy to evaluate.
 
     Attributes:
-        model: Directory in Hugging Face layout; None if the model must be exported from ``checkpoint``.
+        model: Directory in Hugging Face layout. None: the model must be exported from ``checkpoint``.
         version: Policy version; 0 if it is unknown.
     """
 
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         with tempfile.TemporaryDirectory(prefix="asyncrl-") as own:
             overrides = list(arguments[1:])
-            if policy.run_dir is not None:  # the options of the command line override those of the run
+            if policy.run_dir is not None:  # options of the command line override options of the run
                 experiment = Path(own, "evaluated_run.yaml")
                 experiment.write_text("# @package _global_\n" + (policy.run_dir / "config.yaml").read_text())
                 overrides = [f"experiment={experiment}", *overrides]
@@ -172,10 +172,10 @@ async def _until_done_or_stopped(config: RunConfig, folder: Path, version: int) 
 
 
 async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
-    """Evaluate ``model.path`` as policy version ``version``; write logs and samples to ``folder``.
+    """Evaluate ``model.path`` as policy version ``version``. Write logs and samples to ``folder``.
 
     Raises:
-        ValueError: an option or a file is wrong; the message names it.
+        ValueError: an option or a file is wrong. The message names it.
         AsyncRLError: the engine failed, or no prompt has a reward.
     """
     prompts = _held_out_prompts(config)

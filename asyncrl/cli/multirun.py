@@ -1,7 +1,7 @@
 """``asyncrl train --multirun``: one run per combination of option values, with Hydra's sweepers and launchers.
 
-Each run is a process of ``python -m asyncrl train``; the default launcher starts one after the other. `run_one` waits
-for the process without a deadline, because the run has its own deadlines.
+Each run is a process of ``python -m asyncrl train``. The default launcher starts one run after the other. `run_one`
+waits for the process without a deadline, because the run has its own deadlines.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _TABLE_WIDTH = 160
 def multirun(overrides: Sequence[str]) -> int:
     """Run all combinations of the values in ``overrides``, and print a table of the runs at the end.
 
-    Returns the exit status: 0, 1 if a run failed, or 128 plus the number of the signal that stopped the sweep. Example:
+    Returns the exit status: 0, or 1 if a run failed. If a signal stopped the sweep, 128 plus its number. Example:
     ``["buffer.max_lag=0,2,4", "seed=0,1"]`` gives six runs.
 
     Raises:
-        ValueError: an option of a combination is wrong; no run was started.
+        ValueError: an option of a combination is wrong. No run was started.
     """
     first = _check_combinations(overrides)
     folder = Path(first.output_dir, first.experiment, "multirun", time.strftime("%Y-%m-%d_%H-%M-%S")).resolve()
@@ -63,7 +63,7 @@ def multirun(overrides: Sequence[str]) -> int:
 def _check_combinations(overrides: Sequence[str]) -> RunConfig:
     own = [override for override in overrides if not _split(override)[0].startswith("hydra")]
     try:
-        # If a sweeper chooses values later, only each run itself can check its options.
+        # Some sweepers choose values later. Then only each run itself can check its options.
         combinations = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(own), None)[0]
     except HydraException as error:
         if any(_split(override)[0] == "hydra/sweeper" for override in overrides):
@@ -71,7 +71,7 @@ def _check_combinations(overrides: Sequence[str]) -> RunConfig:
         raise ValueError(explain(error, own)) from error
     configs = []
     for combination in combinations:
-        # Hydra's sweeper writes the removal ~NAME as ~NAME=.
+        # Hydra's sweeper writes ~NAME, which removes an option, as ~NAME=.
         given = [option.removesuffix("=") if option.startswith("~") else option for option in combination]
         config = compose_run(given)
         try:
@@ -107,12 +107,12 @@ def _run_hydra(arguments: Sequence[str], task: TaskFunction) -> int:
 
 
 def run_one(own_experiments: dict[str, str]) -> float | None:
-    """Run the combination that Hydra's launcher requests; forward SIGINT and SIGTERM to the run.
+    """Run the combination that Hydra's launcher requests. Forward SIGINT and SIGTERM to the run.
 
-    Returns the sampled reward of the last evaluation, for sweepers; None without an evaluation.
+    Returns the sampled reward of the last evaluation, for sweepers. None: there was no evaluation.
 
     Raises:
-        RuntimeError: the run failed; the message names the options and the folder.
+        RuntimeError: the run failed. The message names the options and the folder.
     """
     job = HydraConfig.get()
     folder = Path(job.runtime.output_dir)
@@ -158,7 +158,7 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
 def overview(folder: Path) -> str:
     """Return a table of the runs below ``folder``: varied options, results and folder.
 
-    An unfinished run has dashes.
+    An unfinished run has dashes as results.
     """
     runs = sorted(path.parent for path in folder.glob("**/config.yaml") if (path.parent / "logs").is_dir())
     options = [_leaves(OmegaConf.load(run / "config.yaml")) for run in runs]

@@ -51,7 +51,7 @@ _PROGRESS_EVERY_S = 3.0
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line and return the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.fit:
@@ -252,9 +252,9 @@ def experiment_or_model(name: str) -> RunConfig:
 
 
 def experiments_that_fit() -> dict[str, str]:
-    """Return for each built-in experiment why it does not fit on its GPUs; empty text if it fits.
+    """Return for each built-in experiment why it does not fit on its GPUs; an empty text if it fits.
 
-    A file names its GPUs in the comment ``Hardware: ... GPUs of 80 GB``. Experiments without this comment are left out.
+    An experiment's file names the GPUs in the comment ``Hardware: ... GPUs of 80 GB``. Files without it are left out.
     """
     reasons = {}
     for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml")):
@@ -330,7 +330,7 @@ def _largest(one: Prediction, pool: str) -> str:
 
 
 def draw(plan: RunPlan, path: Path) -> bool:
-    """Draw the predicted step time over mean lag, one curve per split; return False if matplotlib is missing."""
+    """Draw the predicted step time over mean lag, one curve per split. Return False if matplotlib is missing."""
     try:
         import matplotlib as mpl
     except ImportError:

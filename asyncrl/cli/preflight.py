@@ -1,4 +1,4 @@
-"""Checks the files, folders and functions of a run before the run starts, and makes the page of a dry run.
+"""Checks the files, folders and functions of a run before it starts, and makes the page of a dry run.
 
 Each mistake raises a `ValueError` that names the option, its value, the expected value and a remedy.
 """
@@ -72,7 +72,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     Call `check_folders` earlier, before the run creates its own folder. The devices of ``config`` must be resolved,
     unless the run joins a cluster.
     """
-    if not config.ray.address:  # another cluster may have other devices and packages
+    if not config.ray.address:  # a joined cluster may have other devices and packages than this machine
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
         check_engine_installed(config.rollout_fleet)
         check_images(config.rollout_fleet, config.model.path)
@@ -91,7 +91,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_memory(config)
     allow_clients(num_buffer_clients(config), num_links=num_store_servers(config))
     if config.sft.enabled:
-        finished_warm_start(config)  # raises if the output path contains other files
+        finished_warm_start(config)  # raises an error if the output path contains other files
     prompts, held_out = await asyncio.to_thread(read_prompts, config)
     await asyncio.to_thread(check_own_functions, config)
     first = prompts.first()
@@ -105,12 +105,12 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
 
 
 def check_gpu_memory(config: RunConfig, card: int) -> None:
-    """Check that a run fits on its GPUs, if the sizes of its model can be read.
+    """Check that a run fits on its GPUs. If the sizes of the model cannot be read, there is no check.
 
-    ``card`` is the memory of a GPU in bytes; 0 if there is none.
+    ``card`` is the memory of one GPU in bytes; 0 without a GPU.
 
     Raises:
-        ValueError: the run does not fit. The message has the bytes of each device by kind, and options that help.
+        ValueError: the run does not fit. The message lists the memory per device, and options that help.
     """
     try:
         model = policy_size(config)
@@ -121,7 +121,7 @@ def check_gpu_memory(config: RunConfig, card: int) -> None:
 
 
 def check_folders(config: RunConfig) -> None:
-    """Check that the run can write to all its folders or create them. This check creates no folder."""
+    """Check that the run can write to all its folders or create them. This function creates no folder."""
     own_disk = config.buffer.durability is Durability.disk
     folders = {
         "output_dir": config.output_dir,
@@ -155,7 +155,7 @@ def check_folder(option: str, folder: str) -> None:
 
 
 def _why_not_writable(folder: Path) -> str:
-    """Return why no file can be created in a folder or its nearest existing parent; empty if it can."""
+    """Return why this process cannot create files in a folder or its nearest existing parent; empty if it can."""
     try:
         place = next(place for place in (folder, *folder.parents) if place.exists())
         with tempfile.TemporaryFile(dir=place):
@@ -165,7 +165,7 @@ def _why_not_writable(folder: Path) -> str:
 
 
 def check_heads(config: RunConfig) -> None:
-    """Check that ``tp_size`` and ``sp_size`` divide the attention heads of their models."""
+    """Check that ``tp_size`` and ``sp_size`` divide the number of attention heads of the models."""
     rows = [("rollout_fleet.sglang.tp_size", config.rollout_fleet.sglang.tp_size, config.model.path)]
     for role in learner_roles(config):
         name, size = config.learner.option_name(role, "sp_size"), role_options(config, role).sp_size
@@ -196,8 +196,8 @@ def check_vision(config: RunConfig) -> None:
     for option, is_set in refused.items():
         if is_set:
             raise ValueError(
-                f"{option} is set, and the model in {config.model.path} takes images: adapters and critics of such "
-                "models are not supported; use all weights, and an advantage without a critic"
+                f"{option} is set, and the model in {config.model.path} takes images: asyncrl cannot train adapters or "
+                "critics of such models; train all weights, with an advantage without a critic"
             )
 
 
@@ -205,7 +205,7 @@ def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
     """Read the training prompts and the held-out prompts as token ids of the model.
 
     Raises:
-        ValueError: a file, row or column does not match the options, or a prompt is too long; the message names it.
+        ValueError: a file, row or column does not match the options, or a prompt is too long. The message names it.
     """
     tokenizer = load_tokenizer(config.model.path, chat_template=config.data.chat_template)
     check_vocabulary(config, tokenizer)
@@ -254,7 +254,7 @@ async def try_reward(config: RunConfig, prompt: Prompt) -> None:
     text = truth if isinstance(truth, str) else ""
     option = f"rollout_fleet.rewards={fleet.rewards}" if fleet.rewards else f"rollout_fleet.reward={fleet.reward}"
     rewards = WeightedRewards(replace(fleet, reward_processes=1))
-    # Some rewards read the outcome of an environment.
+    # Some rewards read the outcome of an environment, and no episode has run yet.
     rollout = replace(Rollout.answer(text, num_tokens=0), outcome=Outcome(reward=0.0))
     try:
         await rewards.start()
@@ -280,7 +280,7 @@ class DryRun:
 
     Attributes:
         problems: Errors of the checks; empty if the run can start.
-        memory: Lines with the bytes per kind of device; empty if there is no model.
+        memory: Lines with the memory that each kind of device needs; empty if there is no model.
         page: The text for the user.
     """
 
@@ -350,7 +350,7 @@ def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
     named = ((asked.learner.device, learner.device), (asked.rollout_fleet.device, fleet.device))
     devices = [_device(before, after) for before, after in named]
     for pool, size in learner_pools(config).items():
-        shapes: dict[str, list[str]] = {}  # the layout of ranks, and the roles that have it
+        shapes: dict[str, list[str]] = {}  # the roles of each layout of ranks
         for role in (role for role, of in roles.items() if of == pool):
             sp_size = role_options(config, role).sp_size
             shapes.setdefault(f"dp {size // sp_size} x sp {sp_size}", []).append(role)

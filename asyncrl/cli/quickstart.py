@@ -1,7 +1,7 @@
 """Makes the assets of the quickstarts: a character tokenizer, a tiny Qwen3, and the rows of a task.
 
-The task of ``experiment=quickstart`` is to write 5 to 8 digits in reverse. The task of ``experiment=tools`` is in
-`rollout_fleet.episodes.calculator`. Torch is not needed.
+The task of ``experiment=quickstart`` is to write 5 to 8 digits in reverse. `rollout_fleet.episodes.calculator` has the
+task of ``experiment=tools``. This module does not load torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MODEL_CONFIG: Mapping[str, Any] = {
     "max_position_embeddings": 128,
     "initializer_range": 0.02,
     "rms_norm_eps": 1e-6,
-    # Sequences have about 20 tokens. With a RoPE base of 100, training needs half as many steps as with 10,000.
+    # This RoPE base suits sequences of about 20 tokens: training needs half as many steps as with a base of 10,000.
     "rope_theta": 100.0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     "attention_bias": False,
@@ -98,17 +98,17 @@ def make_assets(
     """Make the assets, or reuse assets with the same arguments. The directory is created atomically.
 
     Args:
-        directory: Directory for the assets. Assets of other arguments are replaced; other files are never replaced.
+        directory: Directory for the assets. Assets of other arguments are replaced. No other files are replaced.
         seed: Seed of the weights, the digits and the mistakes.
-        task: What the rows ask for.
+        task: The task in the rows.
         num_train: Number of training prompts.
         num_held_out: Number of held-out prompts.
         num_demonstrations: Number of demonstrations.
         wrong_digit_rate: Share of random digits in the demonstrations, in [0, 1). The warm-started policy learns this
             noise.
-        habit_rate: Of the demonstrations with 6 to 8 digits: the share with swapped first two digits, in [0, 1]. Above
-            0.5, the warm-started policy's greedy answers to such prompts are wrong, and RL corrects them. For the task
-            with tools: the share of demonstrations with the wrong choice between an answer and a tool call.
+        habit_rate: Share of demonstrations with a systematic mistake, in [0, 1]. Demonstrations with 6 to 8 digits
+            swap the first two digits. With tools, they choose wrongly between an answer and a tool call. Above 0.5,
+            the warm-started policy's greedy answers to these prompts are wrong, and RL corrects them.
 
     Raises:
         ValueError: the directory contains other files.
@@ -132,7 +132,7 @@ def make_assets(
 
 
 def with_quickstart_assets(config: RunConfig) -> RunConfig:
-    """If ``quickstart`` is set, make the assets of the quickstart. Return the configuration with their paths."""
+    """Make the quickstart's assets if ``quickstart`` is set. Return the configuration with the paths of the assets."""
     if not config.quickstart:
         return config
     directory = Path(config.output_dir, config.experiment, "assets", f"seed-{config.seed}").resolve()
@@ -199,7 +199,7 @@ def _write_assets(directory: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _with_mistakes(digits: str, settings: Mapping[str, Any], rng: np.random.Generator) -> str:
-    """Return ``digits`` with mistakes, as the response of a demonstration."""
+    """Return a demonstration's response: ``digits`` with mistakes."""
     wrong = rng.random(len(digits)) < settings["wrong_digit_rate"]
     random_digits = rng.integers(0, 10, size=len(digits))
     if rng.random() < settings["habit_rate"] and len(digits) >= LONG:

@@ -40,7 +40,7 @@ _SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class GivenResponses:
-    """The responses to one prompt. The rewards score them together.
+    """The responses to one prompt. The rewards score these responses together.
 
     Attributes:
         name: Name of the prompt in the table. Example: ``row 3``.
@@ -58,7 +58,7 @@ class TriedResponse:
     Attributes:
         reward: Weighted sum of all rewards, including the rewards of turns; None after a failure.
         parts: Value of each reward by name, if there are several rewards.
-        turn_rewards: Weighted rewards of turns, by the index of the turn; ``reward`` includes them.
+        turn_rewards: Weighted rewards of turns, by the index of the turn.
         failure: Why there is no reward; empty if there is one.
         seconds: Seconds to score all responses to the prompt.
     """
@@ -187,7 +187,7 @@ def _of_rows(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenRe
 
 
 def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenResponses]:
-    """Yield the samples of a run by prompt. If DATA has held-out prompts, they are samples of evaluations."""
+    """Yield the samples of a run by prompt. If DATA has held-out prompts, use the samples of evaluations."""
     held_out = [str(Path(file).resolve()) for file in config.data.eval_files]
     is_held_out = str(Path(options.data).resolve()) in held_out
     pattern = "samples/[sg]*-v*.parquet" if is_held_out else "samples/train-v*.parquet"

@@ -1,7 +1,6 @@
 """``asyncrl sft``: supervised fine-tuning with the learner's trainer, packing and optimizer.
 
-With several ranks, run ``torchrun --nproc-per-node N -m asyncrl sft ...``; each Ulysses group has ``learner.sp_size``
-ranks.
+For N ranks, run ``torchrun --nproc-per-node N -m asyncrl sft ...``. ``learner.sp_size`` ranks share each sequence.
 """
 
 from __future__ import annotations

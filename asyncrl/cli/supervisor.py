@@ -1,12 +1,12 @@
 """The parent process of a run. It forwards signals, waits for the end, and leaves no process behind.
 
-A killed run cannot clean up, and neither can a run that Ray ends after the death of a Ray daemon. Therefore the run is
-a child process. The parent adopts every orphan of the run (Linux child subreaper) and ends it. If the parent is killed,
-the run gets SIGHUP, stops, and ends the orphans itself.
+A killed run cannot clean up. If a Ray daemon dies, Ray ends the run, and this run cannot clean up either. Therefore the
+run is a child process. The parent adopts every orphan of the run (Linux child subreaper) and ends it. If the parent is
+killed, the run gets SIGHUP, stops, and ends the orphans itself.
 
-A scheduler or systemd sends SIGTERM to every process of a run at once. Only the parent reacts: the child and its
-processes block SIGINT and SIGTERM, and the parent stops the child with other signals (`STOPS`). So all processes live
-until the run has written the policy. Ctrl-C reaches only the parent, because the child has its own session.
+A scheduler or systemd sends SIGTERM to every process of a run at once. The child and its processes block SIGINT and
+SIGTERM, so only the parent reacts. It stops the child with other signals (`STOPS`). So all processes live until the run
+has written the policy. Ctrl-C reaches only the parent, because the child has a separate session.
 
 The child reports each fault, and its own end, through a pipe.
 """
@@ -33,19 +33,19 @@ from asyncrl.core.host import leave_stop_to_owner, release_resource_tracker
 from rollout_fleet.engines.process_guard import adopt_orphans, signal_at_parent_death
 
 STOPS = {signal.SIGINT: signal.SIGRTMIN + 3, signal.SIGTERM: signal.SIGRTMIN + 4}
-"""Signals that the supervisor passes on, and the signal that the child gets for each."""
+"""For each signal that the supervisor passes on: the signal that it sends to the child instead."""
 _PASSED_ON = (*STOPS, signal.SIGHUP)
 _MAX_FAULT_BYTES = 32_000
 _OWN_END = b"\0"
 _ONE_STOP_S = 0.5
-"""Signals within this time after a passed-on signal belong to the same stop.
+"""The supervisor does not pass on a second signal within this time after the first one.
 
-A scheduler that signals all processes also signals a sweep (`asyncrl.cli.multirun`), which passes signals on.
+If a scheduler signals all processes of a sweep, a run gets its signal and another one from `asyncrl.cli.multirun`.
 """
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 ORPHAN_GRACE_S = 3.0
 _KILL_AFTER_S = ORPHAN_GRACE_S + 2.0
-"""Added to the run's deadline to stop, so that the run can end its orphans. Then the supervisor kills the run."""
+"""The supervisor kills the run this long after the run's deadline to stop. The run ends its orphans in this time."""
 EXIT_FAILED = 1
 
 _report_fd: int | None = None
@@ -57,9 +57,9 @@ class Ending:
 
     Attributes:
         status: Exit status, or minus the number of the fatal signal. Example: -9.
-        own: The run ended by itself and has reported its result.
-        late: The supervisor killed the run because the run did not stop in time after a signal.
-        fault: The reported fault of a run that ended before it could show the fault.
+        own: Whether the run ended by itself and reported its end.
+        late: Whether the supervisor killed the run, because the run did not stop in time after a signal.
+        fault: The last fault that the run reported, if ``own`` is False; otherwise empty.
     """
 
     status: int
@@ -73,7 +73,7 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
 
     Args:
         work: The run, as a function that returns the exit status. The child calls it.
-        stop_timeout_s: Time that the run has to stop after a signal. `_KILL_AFTER_S` later, the supervisor kills it.
+        stop_timeout_s: Longest time to stop after a signal. `_KILL_AFTER_S` later, the supervisor kills the run.
     """
     global _report_fd
     adopt_orphans()
@@ -118,7 +118,7 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
 
 
 def report_fault(last_words: str) -> None:
-    """Report a fault to the supervisor. If Ray then ends the run, the supervisor shows the fault."""
+    """Report a fault to the supervisor, which shows the fault if Ray ends the run."""
     _report(last_words.encode()[-_MAX_FAULT_BYTES:])
 
 
@@ -137,7 +137,7 @@ def _report(said: bytes) -> None:
 
 def _read_reports(reports: int) -> bytes:
     said = b""
-    with contextlib.suppress(BlockingIOError):  # an orphan may hold the other end open
+    with contextlib.suppress(BlockingIOError):  # the pipe has no end while an orphan holds it open
         while part := os.read(reports, 65536):
             said += part
     os.close(reports)
@@ -147,8 +147,8 @@ def _read_reports(reports: int) -> bytes:
 def _run_in_child(work: Callable[[], int], parent: int) -> int:
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # Not a stop signal: the kernel sends one signal per thread of a dying parent, and a second stop signal ends the run
-    # at once.
+    # Use SIGHUP, because the kernel sends one signal per thread of a dying parent. A second SIGHUP has no effect, but a
+    # second stop signal would end the run at once.
     signal_at_parent_death(signal.SIGHUP)
     if os.getppid() != parent:
         return EXIT_FAILED
@@ -181,9 +181,9 @@ def _wait_for(child: int) -> int:
 
 
 def _end_orphans(grace_s: float) -> None:
-    """Wait ``grace_s`` seconds for the orphans of the run to end. Then kill them, and the caretakers last.
+    """Wait ``grace_s`` seconds for the orphans of the run to end, then kill them. Kill caretakers last.
 
-    The caretakers (the guard of an SGLang server, and Python's resource tracker) clean up after the other processes.
+    Caretakers clean up after the other processes: the guard of an SGLang server, and Python's resource tracker.
     """
     release_resource_tracker()
     orphans = psutil.Process().children(recursive=True)
@@ -202,7 +202,7 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _is_caretaker(process: psutil.Process) -> bool:
-    """Return whether a process ignores Ctrl-C or is a resource tracker, which begins to ignore Ctrl-C later."""
+    """Return whether a process is a caretaker: it ignores Ctrl-C, or is a resource tracker that has just started."""
     with contextlib.suppress(OSError, psutil.Error):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
         ignored = next(int(line.split(":")[1], 16) for line in lines if line.startswith("SigIgn"))
@@ -211,7 +211,7 @@ def _is_caretaker(process: psutil.Process) -> bool:
 
 
 class Stopping:
-    """Cancels the run at the first signal; a second signal ends the run at once.
+    """Cancels the run at the first signal. A second signal ends the run at once.
 
     Attributes:
         cause: What stopped the run. Example: ``SIGTERM``.
@@ -232,7 +232,7 @@ class Stopping:
             run: The task of the run; the first signal cancels it.
             say: Writes a line to the terminal.
             timeout_s: Returns the seconds that stopping may take.
-            give_up: Ends the process after this time, in its own thread.
+            give_up: Ends the process after this time, in a separate thread.
         """
         self.cause = "cancellation"
         self.status = EXIT_FAILED
@@ -262,7 +262,7 @@ class Stopping:
         self._say(f"{number.name}: stopping, at most {timeout_s:g} s; once more ends the run at once")
 
     def _on_supervisor_death(self) -> None:
-        """Stop the run. From now on this process itself handles SIGINT and SIGTERM."""
+        """Stop the run. After this, this process itself handles SIGINT and SIGTERM."""
         for number in STOPS:
             signal.signal(number, signal.SIG_IGN)  # discards pending signals
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)

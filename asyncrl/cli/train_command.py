@@ -1,6 +1,6 @@
 """``asyncrl train``: train a policy asynchronously. ``--help`` explains the options.
 
-Ctrl-C or SIGTERM cancels the run: the run writes its policy and stops its processes. A second signal kills all
+Ctrl-C or SIGTERM stops the run. The run then writes its policy and ends its processes. A second signal kills all
 processes.
 """
 
@@ -149,7 +149,7 @@ async def _until_done_or_stopped(
         return _last_words(fault, run_dir, how_to_continue(config, run_dir, overrides))
 
     def on_fault(fault: BaseException) -> None:
-        if not isinstance(fault, asyncio.CancelledError):  # a signal has a separate deadline
+        if not isinstance(fault, asyncio.CancelledError):  # `Stopping` has the deadline after a signal
             last_words = last_words_of(fault)
             report_fault(last_words)
             if isinstance(fault, ClusterDiedError):  # stopping needs Ray, and Ray would end this process
@@ -186,12 +186,12 @@ async def _until_done_or_stopped(
 def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> str:
     """Return the command that continues a run; empty if there is nothing to continue.
 
-    The command names the newest complete checkpoint of this life, otherwise the checkpoint that this life started from.
+    The command names the newest complete checkpoint. If there is none, it names the checkpoint that the run began from.
     """
     try:
         checkpoint = newest_checkpoint(RunPaths.checkpoints_of(config, run_dir))
         life = read_life(run_dir)
-    except (OSError, ValueError) as error:  # only logged, because the user must see why the run ended
+    except (OSError, ValueError) as error:  # only logged, so that the user sees why the run ended
         logging.getLogger(__name__).warning("no checkpoint to continue: %s", error)
         return ""
     if checkpoint is None and life is not None and life.resumed:
@@ -204,7 +204,7 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
 
 
 def _last_words(error: BaseException, run_dir: Path, continuing: str = "") -> str:
-    """Return the last message of a failed run; its last line repeats the headline."""
+    """Return the last message of a failed run. The last line is a short form of the error."""
     cause = root_cause(error)
     if isinstance(cause, OSError) and cause.errno in _FULL:
         cause = ValueError(_with_remedy(cause, run_dir))
@@ -226,7 +226,7 @@ def _with_remedy(error: OSError, run_dir: Path | None = None) -> str:
 
 
 def _headline(message: str) -> str:
-    """Return the first line of a message. If it ends with a colon, add the last line of the log that follows."""
+    """Return the first line of a message. If this line ends with a colon, add the last line of the message."""
     first, _, rest = message.partition("\n")
     return f"{first} … {rest.splitlines()[-1]}" if first.endswith(":") and rest else first
 
@@ -252,7 +252,7 @@ async def _run(
     async with AsyncExitStack() as stack:
         try:
             config = await asyncio.to_thread(with_quickstart_assets, config)
-            if not config.ray.address:  # a cluster's devices are known after the run has joined it
+            if not config.ray.address:  # the devices are known only after the run has joined the cluster
                 config = resolve_devices(config, await asyncio.to_thread(visible_gpus), view.say)
                 config = with_recomputation(config, await asyncio.to_thread(gpu_memory_bytes))
             with view.waiting_for("preflight"):

@@ -1,4 +1,4 @@
-"""The controller process: starts, drives and stops all processes of a run. It handles metadata only."""
+"""The controller process of a run. It starts, drives and stops the other processes, and handles only metadata."""
 
 import os
 import secrets

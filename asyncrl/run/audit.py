@@ -54,7 +54,7 @@ class BadReceipt:
 
 
 class LifeReceipts:
-    """The receipts of one life.
+    """The receipts of one life: one process of ``asyncrl train``.
 
     Attributes:
         folder: The folder of the life.
@@ -63,8 +63,8 @@ class LifeReceipts:
         loaded: Digests that an engine verified, by engine and version.
         sampled: Receipts of the engines for sampled tokens, by group.
         trained: Receipts by step and data-parallel rank; the newest receipt of a repeated step.
-        committed: The planned batches of the finished steps. A planned step also counts as finished if a later step was
-            committed, or if the next life continues a later checkpoint.
+        committed: The planned batches of the finished steps. A step without a commit also counts as finished if a later
+            step was committed, or if the next life continues a later checkpoint.
     """
 
     def __init__(self, folder: Path, began_at: int = 0) -> None:
@@ -89,7 +89,7 @@ class LifeReceipts:
                 self.sampled[line["group"]].append(line)
             case Act.trained:
                 self.trained[line["step"]][line["rank"]] = line
-            case Act.planned:  # after a return to a checkpoint, later steps are planned again
+            case Act.planned:  # the run plans later steps again if it returns to a checkpoint
                 self._planned = {step: own for step, own in self._planned.items() if step < line["step"]}
                 self._planned[line["step"]] = line
             case Act.committed:
@@ -118,7 +118,7 @@ class LifeReceipts:
         return yaml.safe_load((self.folder / "config.yaml").read_text())["buffer"]
 
     def groups_trained(self, step: int) -> dict[int, dict[str, Any]]:
-        """Return what all ranks trained on in a step, by group.
+        """Return the groups that the ranks trained on in a step, by id.
 
         Each value has the group's attempt, digest, number of tokens in the loss (``in_loss``) and tokens per version.
         """
@@ -158,10 +158,10 @@ def audited_lives(run_dir: Path) -> list[Life]:
 
 
 def lives_beside(lives: Sequence[Life]) -> list[Life]:
-    """Return the lives that continued one of ``lives`` but are not among them, oldest first.
+    """Return the lives that continued one of ``lives`` but are not in ``lives``, oldest first.
 
-    Their steps are lost. But a later life of ``lives`` may have taken over groups that their engines sampled. Lives
-    that began after the newest of ``lives`` are left out.
+    The steps of these lives are lost, but ``lives`` may have trained on groups that their engines sampled. A life that
+    began after the newest of ``lives`` is left out.
     """
     folders = {life.folder for life in lives}
     others = {path.parent.resolve() for folder in folders for path in folder.parent.glob("*/life.json")} - folders
@@ -210,10 +210,7 @@ def audit(lives: Sequence[Life]) -> Audit:
 
 
 def _steps_faults(lives: Sequence[LifeReceipts], kept: Mapping[int, LifeReceipts]) -> Iterator[BadReceipt]:
-    """Find missing steps, and prompts that were trained on too often.
-
-    Steps may train on the same tokens ``max_uses`` times.
-    """
+    """Find missing steps, and prompts that more than ``max_uses`` steps trained on."""
     for step in sorted({*range(max(kept, default=-1) + 1)} - kept.keys()):
         before = [life for life in lives if life.began_at <= step]
         yield BadReceipt(life=before[-1].folder, step=step, what="the step", expected="on record", found="no receipt")

@@ -39,8 +39,8 @@ from rollout_fleet.config import EngineKind
 
 logger = logging.getLogger(__name__)
 
-# These defaults of Ray harm a run: workers have nice 15; idle workers cost time and memory; Ray waits a minute for a
-# dead control service; Ray kills the children of a dead worker before they have cleaned up.
+# These settings replace defaults of Ray that harm a run. By default, workers have nice 15. Idle workers cost time and
+# memory. Ray waits a minute for a dead control service. Ray kills a dead worker's children before they have cleaned up.
 _OWN_CLUSTER_ENV = {
     "RAY_worker_niceness": "0",
     "RAY_enable_worker_prestart": "0",
@@ -80,7 +80,7 @@ async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.inf
     finally:
         # If Ray is shut down while a thread still starts it, Ray ends this process.
         await asyncio.wait([starting], timeout=config.stop_timeout_s / 2)
-        # The run's Ray daemons block SIGTERM (`asyncrl.core.host`). Kill them at once, without Ray's wait of a second.
+        # The run's Ray daemons block SIGTERM (`asyncrl.core.host`), so kill them without waiting.
         if (node := cast("Any", ray_worker._global_node)) is not None:
             node.kill_all_processes = partial(node.kill_all_processes, allow_graceful=False)
         await asyncio.to_thread(ray.shutdown)
@@ -124,8 +124,8 @@ def warning_of_open_cluster(config: RunConfig) -> str:
 def _checked_against_cluster(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
     """Resolve the devices, and check a joined cluster.
 
-    With ``placement.autoscale``, nodes may join later, so there is no check. ``auto`` is then ``cuda`` if any node has
-    a GPU.
+    With ``placement.autoscale``, nodes may join later, so the cluster is not checked. The device ``auto`` is then
+    ``cuda`` if any node has a GPU.
     """
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     if config.placement.num_nodes == 1:
@@ -156,8 +156,8 @@ async def gpu_of_this_node(config: RunConfig) -> AsyncIterator[str]:
     resources = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == own)
     if not resources.get("GPU"):
         raise ValueError(
-            "the warm start computes on this node with learner.device=cuda, which must have a GPU, got none; start the "
-            "run on a node with a GPU, or run asyncrl sft there first and name its result in model.path"
+            "this node must have a GPU for the warm start with learner.device=cuda, got none; start the run on a node "
+            "with a GPU, or run asyncrl sft on such a node first and name its result in model.path"
         )
     actor_class: Any = ray.remote(_GpuHolder)
     here = NodeAffinitySchedulingStrategy(node_id=own, soft=False)
@@ -178,7 +178,7 @@ class _GpuHolder:
 def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> None:
     """Check that a run fits into its nodes. ``nodes`` maps addresses to resources.
 
-    Raises `ValueError` if there are too few nodes or resources, or if a share of `node_shares` fits on no node.
+    Raises `ValueError` if nodes or resources are missing, or if no node has room for a share of `node_shares`.
     """
     if len(nodes) < config.placement.num_nodes:
         raise ValueError(
@@ -275,7 +275,7 @@ def _pool_of_engines(config: RunConfig, **options: Any) -> RayResourcePool:
 
 
 def _labels(config: RunConfig, labels: Mapping[str, str]) -> dict[str, str]:
-    """Return the node labels for placement. In a joined cluster, a run with one node stays on its own node."""
+    """Return the node labels for placement. In a joined cluster, a run with one node stays on this node."""
     if config.placement.num_nodes > 1 or not config.ray.address:
         return dict(labels)
     return {NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}
@@ -290,8 +290,8 @@ def worker_env(config: RunConfig) -> dict[str, str]:
 def learner_env(config: RunConfig) -> dict[str, str]:
     """Return the environment variables of the learner ranks, with settings of torch's GPU allocator.
 
-    Expandable segments prevent fragmentation by packed batches of different lengths. A colocated learner does not use
-    them, because it could not release such memory to the engines.
+    Packed batches of different lengths fragment the GPU memory. Expandable segments prevent this. A colocated learner
+    cannot use them, because it could not release their memory to the engines.
     """
     if config.learner.device != "cuda":
         return worker_env(config)
@@ -307,7 +307,7 @@ def learner_env(config: RunConfig) -> dict[str, str]:
 async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
     """Call ``work`` in a thread and return its result.
 
-    A cancelled call waits up to ``timeout_s`` for the thread, because the thread uses Ray and the caller may stop Ray.
+    The thread uses Ray, and the caller may stop Ray next. So a cancelled call waits up to ``timeout_s`` for the thread.
     """
     working = asyncio.create_task(asyncio.to_thread(work))
     try:
@@ -337,10 +337,10 @@ class EnginePlaces:
             "name_prefix": "rollout",
             "log_dir": logs,
             "worker_env": worker_env(config),
-            "python": config.ray.python if in_process else "",  # the worker of a server does not need torch
+            "python": config.ray.python if in_process else "",  # the option is only for in-process engines
         }
         pool = JoinedResourcePool(pool, config.rollout_fleet.sglang.tp_size) if pool else engine_pool(config)
-        # Any, because the group gets the methods of the worker class at run time.
+        # The type is Any, because the group gets the methods of the worker class at run time.
         self.first: Any = RayWorkerGroup(pool, worker, **self._options)
         self._num_first: int = self.first.world_size
         self._pools: dict[int, RayResourcePool] = {}
@@ -357,8 +357,8 @@ class EnginePlaces:
     async def node_of(self, rank: int, wanted: str = "") -> str:
         """Wait until Ray has reserved a place for a rank, and return the id of the node. Ray wakes this call.
 
-        A new place is on the node with the id ``wanted``, if given. If a node dies, Ray moves its places to another
-        node with enough free resources. There is no deadline.
+        If ``wanted`` is not empty, a new place is on the node with this id. If a node dies, Ray moves its places to
+        another node with enough free resources. There is no deadline.
         """
         if rank in self._groups or rank < self._num_first:
             group, index = self._group_of(rank)

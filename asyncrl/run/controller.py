@@ -19,24 +19,24 @@ No step waits until the engines have loaded weights. The buffer offers a version
 worker loads the newest version when it can. If loading is slower than training, workers skip versions, and admission
 slows generation down.
 
-`_Training.stop` cancels feed, follow and examine, and plan ends. complete then commits and reports the queued steps.
+`_Training.stop` cancels feed, follow and examine, and ends plan. complete then commits and reports the queued steps.
 
-A deadlock needs a cycle of loops that wait for each other:
+A deadlock needs a cycle of waits. These are the waits:
 
 - feed, plan and follow wait for the buffer. complete waits for the learner.
 - examine waits for the buffer and for the answers of engines. An answering engine does not wait for a loop.
-- Admission waits for commits (complete) and for engines to load newer weights. Engines wait for commits, and pinned
-  engines also for the end of their evaluation.
+- Admission waits for commits (complete) and for engines to load newer weights.
+- Engines wait for commits. Pinned engines also wait for the end of their evaluation.
 
 So the only cycle is plan → rollouts → admission → complete → plan. This cycle cannot block, because a batch at the
 learner's version is admitted without a further commit (docs/staleness.md).
 
 plan queues a checkpoint on the ranks between two updates; the ranks write it while they train. After the death of a
-rank, the loops begin again at the newest checkpoint. If a store dies with a batch before the ranks have fetched it, the
-loops begin again at that step, with a new plan.
+rank, the loops begin again at the newest checkpoint. If a store dies before the ranks have fetched a batch from it, the
+loops begin again at the step of this batch, with a new plan.
 
-`ColocatedController` is for pools that share devices. It has feed and one other loop. Each action of that loop waits
-for the previous action::
+`ColocatedController` is for a learner and engines that share devices. It has feed and one more loop. Each action of
+this loop waits for the previous action::
 
     buffer fills a batch ─▶ engines finish, and release the device ─▶ learner loads, and updates
           ▲                                                                             │
@@ -101,7 +101,7 @@ class _QueuedStep:
 
 
 class _Training(ABC, Generic[LearnerT, FleetT]):
-    """The base of both controllers: feeds prompts, runs the loops to the last step, and closes the token account."""
+    """The base of both controllers. It feeds prompts, runs the loops to the last step, and closes the token account."""
 
     def __init__(
         self,
@@ -119,9 +119,9 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     ) -> None:
         """Prepare the loops. Learner, buffer and engines must have started at the version of ``resumed``.
 
-        ``on_step`` gets the record of each finished step. `Controller` passes to ``evaluate`` a version, and a function
-        that waits for engines pinned to this version. ``last`` is the record of the last step before ``resumed``.
-        ``earlier`` has the ledger's totals at the beginning of this life.
+        ``on_step`` gets the record of each finished step. ``evaluate`` gets a version, and a function that waits for
+        engines pinned to this version. ``last`` is the record of the last step before ``resumed``. ``earlier`` has the
+        ledger's totals at the start of this process.
         """
         resumed = resumed or RunState()
         self._evaluate = evaluate
@@ -149,10 +149,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         )
 
     async def train(self) -> None:
-        """Train to the last step and publish its weights; `stop` ends the training earlier.
+        """Train to the last step and publish its weights. `stop` ends the training earlier.
 
-        Call it again after a `LearnerDiedError` and `rewind`, or after a `BatchLost` and `replan`. Raises an
-        `ExceptionGroup` with each `AsyncRLError`.
+        After a `LearnerDiedError`, call `rewind` and then this method again. After a `BatchLost`, call `replan` first.
+        Each `AsyncRLError` is raised in an `ExceptionGroup`.
         """
         self._reporter.begin()
 
@@ -187,7 +187,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     @property
     def num_steps(self) -> int:
-        """Steps recorded in this life."""
+        """Number of steps of this process."""
         return self._reporter.num_steps
 
     @property
@@ -198,13 +198,13 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     async def save_stopped(self) -> str:
         """Stop all work of the fleet, save a checkpoint, and return its folder. Call this after `stop`.
 
-        First, the fleet saves the tokens of running groups in the buffer.
+        Before the checkpoint, the fleet saves the tokens of running groups in the buffer.
         """
         await self._fleet.drain()
         return await (await self._checkpointer.save(self._queued_version, wait=True))
 
     async def checkpoint(self) -> Path:
-        """Save a checkpoint with the next learner step; return its folder when the checkpoint is complete."""
+        """Save a checkpoint with the next learner step. Return its folder when the checkpoint is complete."""
         return await self._checkpointer.requested()
 
     async def _unless_stopped(self, work: Callable[[], Awaitable[T]]) -> T | None:
@@ -226,7 +226,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
         """Reset the buffer and this controller to a checkpoint. The learner continues as ``incarnation``.
 
-        If the ledger is behind the checkpoint, the buffer first commits the missing steps. Returns the ids of the
+        If the checkpoint has steps that the ledger lacks, the buffer first commits these steps. Returns the ids of the
         groups that are finished at the checkpoint, as sorted ranges [start, end).
         """
         await self._commit_before(state.version)
@@ -263,7 +263,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     @abstractmethod
     def step_loops(self) -> Sequence[Loop]:
-        """Return the loops that make the steps. They end after the last step, or after `stop` and the queued steps."""
+        """Return the loops that make the steps. They end after the last step. After `stop`, they end earlier."""
 
     def following_loops(self) -> Sequence[Loop]:
         """Return the other loops. They end when the engines serve the last version; `stop` cancels them."""
@@ -334,7 +334,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 dispatched=dispatched,
                 update=self._learner.update(plan),
                 weights=self._learner.publish(version + 1) if is_published else None,
-                critic=self._learner.update_critic(plan),  # queued after the publish, which does not wait for it
+                critic=self._learner.update_critic(plan),  # queued after the publish, which must not wait for it
                 checkpoint=await self._checkpointer.save_if_due(version + 1),
             )
             await self._steps.put(step)
@@ -369,7 +369,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             await self._follow_fleet()
 
     async def _examine(self) -> None:
-        """Evaluate one version after the other."""
+        """Evaluate the due versions, one at a time."""
         due = self._next_evaluated(self._queued_version)
         while (version := self._next_evaluated(self._queued_version)) is not None and self._evaluate is not None:
             if version != due:
@@ -381,10 +381,10 @@ class Controller(_Training[LearnerPort, FleetPort]):
 
 
 class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
-    """Lets learner and engines take turns on the same devices. At the start, the learner is offloaded."""
+    """Lets learner and engines take turns on the same devices. The engines have the first turn."""
 
     _trained: tuple[Plan, float, Mapping[str, float]] | None = None
-    """Plan, seconds of waiting for it, and metrics of a step that is not reported yet."""
+    """A step that is not reported yet: its plan, the seconds that the loop waited for the plan, and its metrics."""
 
     def step_loops(self) -> Sequence[Loop]:
         """See `_Training.step_loops`."""
@@ -400,7 +400,7 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
         """Do the same as the base class. Then the engines release their devices for the new ranks."""
         await self._commit_before(state.version)
-        # The checkpoint includes this unreported step.
+        # If the checkpoint includes the unreported step, the step is not repeated, so it must be reported now.
         if self._trained is not None and self._trained[0].version < state.version:
             await self._report(await self._buffer.stats())
         self._trained = None

@@ -24,20 +24,20 @@ from asyncrl.metrics import Evaluation, evaluation_of
 logger = logging.getLogger(__name__)
 
 _CALLS_PER_ENGINE = 4
-"""Number of calls per engine. With several calls, a slow engine gets fewer prompts."""
+"""An evaluation makes about this many calls per engine. With several calls, a slow engine gets fewer prompts."""
 
 
 class AnsweringFleet(Protocol):
     """Engines that answer held-out prompts."""
 
     def engines(self) -> Sequence[str]:
-        """Return the names of the present engines."""
+        """Return the names of the fleet's engines."""
         ...
 
     async def answer(
         self, engine: str, prompts: Sequence[Prompt], *, version: int, num_samples: int
     ) -> list[AnsweredPrompt]:
-        """Answer prompts on one engine under ``version``. The result lacks prompts with tokens of other versions.
+        """Answer prompts on one engine under ``version``. Leave out answers with tokens of other versions.
 
         Raises `AsyncRLError` if the engine is lost or serves another version.
         """
@@ -49,12 +49,12 @@ PinnedEngines = Callable[[Collection[str]], Awaitable[set[str]]]
 
 
 def num_pinned_engines(share: float, num_engines: int) -> int:
-    """Return how many engines an evaluation uses during training: ``share`` of all present engines, at least one."""
+    """Return the number of engines for an evaluation during training: ``share`` of all engines, at least one."""
     return max(1, math.floor(share * num_engines))
 
 
 def slots_of_evaluation(config: RunConfig, num_engines: int) -> int:
-    """Return how many samples a pinned engine may run at once for an evaluation. One prompt always fits."""
+    """Return how many samples of an evaluation a pinned engine may run at once, at least all samples of one prompt."""
     slots = config.rollout_fleet.most_groups_in_flight * config.algorithm.samples_per_prompt
     num_pinned = num_pinned_engines(config.evaluation.share, num_engines)
     share = min(1.0, config.evaluation.share * num_engines / num_pinned)
@@ -78,8 +78,8 @@ class HeldOutEvaluator:
     async def evaluate_pinned(self, version: int, pinned: PinnedEngines) -> Evaluation | None:
         """Evaluate during training on the engines ``pinned`` to ``version``.
 
-        The evaluation uses only its share of the engines' slots. Returns None if no answer has a reward, or if the
-        version is gone.
+        Use only `slots_of_evaluation` per engine. Returns None if no answer has a reward, or if the weights no longer
+        exist.
         """
         slots = slots_of_evaluation(self._config, len(self._fleet.engines()))
         per_call = max(1, slots // (_CALLS_PER_ENGINE * (self._config.evaluation.num_samples + 1)))
@@ -130,7 +130,7 @@ class _Deal:
         self._changed = asyncio.Event()
 
     def join(self, engines: Collection[str]) -> None:
-        """Add engines; lost engines stay lost."""
+        """Add engines. Lost engines get no prompts."""
         for engine in sorted(engines):
             self._num_running.setdefault(engine, 0)
         self._changed.set()

@@ -103,8 +103,8 @@ class FleetGroup:
     async def start(self) -> None:
         """Start the first engines and load the first weights. An elastic fleet also begins to start more engines.
 
-        Raises `DeadlineError`, or `WorkerDiedError` with the worker's log. A failed engine is not restarted here,
-        because the configuration is the most likely cause.
+        Raises `DeadlineError`, or `WorkerDiedError` with the worker's log. A failed engine is not restarted, because
+        the most likely cause is the configuration.
         """
         first = list(self._members.values())
         if self._roster.num_free:
@@ -116,11 +116,11 @@ class FleetGroup:
         self._has_started = True
 
     async def run(self) -> None:
-        """Roll out on the present engines until `drain`.
+        """Roll out on all engines until `drain`.
 
         Raises:
             EngineLost: no engine was up for ``rollout_fleet.no_engine_timeout_s``, or fewer than
-                ``rollout_fleet.min_engines`` are left. An elastic fleet waits the same time for more engines first.
+                ``rollout_fleet.min_engines`` are left. An elastic fleet first waits this time for more engines.
             AsyncRLError: a worker raised an error of `asyncrl.run.fleet_member.RUN_ERRORS`.
         """
         running: dict[asyncio.Future[None], FleetMember] = {}
@@ -134,7 +134,7 @@ class FleetGroup:
                     waited_s = self._config.rollout_fleet.no_engine_timeout_s
                     raise self._too_few(
                         f"Training waited rollout_fleet.no_engine_timeout_s={waited_s:g} s for engines; read the logs "
-                        "for their failures, raise the option, or let others join in time"
+                        "for their failures, raise the option, or let other engines join in time"
                     )
                 if arriving in done:
                     member = arriving.result()
@@ -200,7 +200,7 @@ class FleetGroup:
 
     @property
     def _left(self) -> list[FleetMember]:
-        """The members that are present or will be restarted."""
+        """The members that are not joining, leaving or failed."""
         away = self._coming.keys() | self._leaving.keys()
         members = (member for rank, member in self._members.items() if rank not in away)
         return [member for member in members if member.member.state is not MemberState.failed]
@@ -212,15 +212,15 @@ class FleetGroup:
 
         Args:
             num_engines: Number of new engines.
-            node: Id of their node; empty for any.
+            node: Id of the engines' node; empty for any node.
 
         Raises:
-            MembershipRefused: the fleet would be too large, an engine failed to start, or the run does not train.
+            MembershipRefused: the fleet would be too large, an engine failed to start, or the run is not training now.
         """
         self._check_open()
         ranks = self._roster.join(num_engines, in_kept_places=not node)
         coming = self._bring_up(ranks, waits=self._config.placement.autoscale, node=node)
-        await asyncio.wait(coming)  # engines also join if the caller disconnects
+        await asyncio.wait(coming)  # if the caller disconnects, the engines still join
         ended = await asyncio.gather(*coming, return_exceptions=True)
         failures = [str(raised_in_worker(end)) for end in ended if isinstance(end, BaseException)]
         joined = ", ".join(str(rank) for rank, end in zip(ranks, ended, strict=True) if isinstance(end, str))
@@ -234,7 +234,7 @@ class FleetGroup:
     def _bring_up(self, ranks: Sequence[int], *, waits: bool, node: str = "") -> list[asyncio.Task[str]]:
         """Start members in the background, one task per member.
 
-        With ``waits``, they wait for a place without a deadline.
+        With ``waits``, the members wait for a place without a deadline.
         """
         tasks = []
         for rank in ranks:
@@ -273,7 +273,7 @@ class FleetGroup:
         """Let a member release its groups and end. Returns when the member has ended.
 
         Raises:
-            MembershipRefused: the member does not exist, too few would remain, or the run does not train.
+            MembershipRefused: the member does not exist, too few would remain, or the run is not training now.
         """
         self._check_open()
         self._roster.leave(rank)
@@ -331,7 +331,7 @@ class FleetGroup:
         return replace(_total([*departed, *counters]), tokens_by_engine=by_engine)
 
     async def drain(self) -> FleetCounts:
-        """See `FleetPort.drain`. Also cancels the joins in progress, and waits for the leaving members."""
+        """See `FleetPort.drain`. Also cancel the joins in progress, and wait for the leaving members."""
         self._is_closing = True
         self._note_change()
         await self._withdraw()
@@ -359,7 +359,7 @@ class FleetGroup:
         return await member.answer(prompts, version=version, num_samples=num_samples)
 
     async def stop(self, timeout_s: float) -> None:
-        """Ask engines and workers to stop, kill them after ``timeout_s``, and remove their links to weights."""
+        """Ask engines and workers to stop, kill them after ``timeout_s``, and remove the engines' links to weights."""
         self._is_closing = True
         self._be_patient(None)
         for task in self._leaving.values():
@@ -376,7 +376,7 @@ class FleetGroup:
 
 
 async def answered(fleet: FleetGroup, request: FleetRequest, config: RunConfig) -> FleetAnswer:
-    """Carry out a request of ``asyncrl join`` or ``asyncrl leave``. An error is in the answer, and is not raised."""
+    """Carry out a request of ``asyncrl join`` or ``asyncrl leave``. Return errors in the answer, without raising."""
     try:
         if request.action is Action.describe:
             return FleetAnswer(words=fleet.describe())
@@ -400,7 +400,7 @@ def _node_id(config: RunConfig, address: str) -> str:
         )
     if config.placement.num_nodes == 1 and nodes[address] != current_node():
         raise MembershipRefused(
-            f"--node {address} is another node, and placement.num_nodes=1 keeps the run on its own; start it with more"
+            f"--node {address} must be the run's node, because placement.num_nodes=1; start the run with more nodes"
         )
     return nodes[address]
 
@@ -466,8 +466,8 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths, 
 def fleet_options(config: RunConfig) -> RolloutFleetConfig:
     """Return the options of the fleet, with the server options that follow from the rest of the configuration.
 
-    In a colocated run, a server can release its device (``memory_saver``). If prompts have environments, a server can
-    detect stop texts (``tokenizer``).
+    Colocated servers get ``memory_saver``, to release their devices. If prompts have environments, servers get
+    ``tokenizer``, to detect stop texts.
     """
     fleet = config.rollout_fleet
     own = {"memory_saver": True} if config.placement.colocated else {}

@@ -1,8 +1,8 @@
 """One member of the fleet: a rollout worker that is replaced when it dies or hangs.
 
-A life is the time of one worker process. Ray wakes every call when the worker answers or dies. The first failed call
-ends the life, and so does a quick call that takes longer than ``buffer.request_timeout_s``. Errors that every worker
-would raise (`RUN_ERRORS`) end the run instead. A restart waits without a deadline for a place.
+A life of a member is the time of one worker process. Ray wakes every call when the worker answers or dies. The first
+failed call ends the life. A quick call fails after ``buffer.request_timeout_s``. Errors that every worker would raise
+(`RUN_ERRORS`) end the run instead. A restart waits for free resources without a deadline.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ T = TypeVar("T")
 PLACE_NOTICE_S = 5.0
 """After this many seconds without a place, a member tells the user."""
 START_MARGIN_S = 30.0
-"""Added to the engine's start deadline. So the worker reports a missed deadline first, with a better message."""
+"""Added to the engine's start deadline, so that the worker reports a missed deadline before the member does."""
 COUNTERS_S = 1.0
 """Longest wait of `FleetMember.counters` for new counters."""
 RUN_ERRORS = (RewardError, RequestRefused, AccountError, WrongEpoch, ClusterDiedError)
@@ -56,7 +56,7 @@ class MemberParts:
     """What all members share.
 
     Attributes:
-        bury: `ControlBuffer.bury`, which declares a worker dead in the buffer.
+        bury: `ControlBuffer.bury`. It declares a worker dead in the buffer.
         supply: Takes the id of a node, copies the files of a worker there, and returns the model's path on the node.
         version: Learner version at which the run's process began.
         on_change: Called when `FleetMember.is_serving` may have changed.
@@ -73,7 +73,7 @@ class MemberParts:
 
 
 class FleetMember:
-    """One worker and its restarts. Call `start` and then `load_first`; in a running fleet, call `join` instead."""
+    """One worker and its restarts. Call `start` and then `load_first`. In a running fleet, call `join` instead."""
 
     def __init__(self, rank: int, config: RunConfig, parts: MemberParts) -> None:
         fleet = config.rollout_fleet
@@ -106,7 +106,7 @@ class FleetMember:
 
     @property
     def is_there(self) -> bool:
-        """Whether the worker has served, has a place, and is neither leaving nor ended. It may be restarting."""
+        """Whether the member takes part in training: it has served, and is not leaving, ended or without resources."""
         away = (MemberState.pending, MemberState.draining)
         return self._has_served and not self.member.has_ended and self.member.state not in away
 
@@ -117,12 +117,12 @@ class FleetMember:
         self.member.started(self.member.epoch)
 
     async def load_first(self) -> None:
-        """Wait until the worker has loaded the first offered weights. From then on, a dead worker is replaced."""
+        """Wait until the worker has loaded the first offered weights. After that, a dead worker is replaced."""
         await self._catch_up()
         self._keeping = asyncio.create_task(self._keep())
 
     async def join(self, *, node: str = "", place_timeout_s: float = math.inf) -> str:
-        """Start in a running fleet on the newest weights. From then on, a dead worker is replaced.
+        """Start in a running fleet on the newest weights. After that, a dead worker is replaced.
 
         Args:
             node: Id of the node; empty for any.
@@ -132,7 +132,7 @@ class FleetMember:
             The id of the worker's node.
 
         Raises:
-            AsyncRLError, ValueError: there is no place in time, or the worker does not start there.
+            AsyncRLError, ValueError: no node has free resources in time, or the worker does not start.
         """
         self._has_process = False
         try:
@@ -172,7 +172,7 @@ class FleetMember:
             ) from error
 
     async def counters(self) -> FleetCounters:
-        """Return the counters over all lives of the worker.
+        """Return the counters over all lives of the member.
 
         If the worker does not answer within `COUNTERS_S`, these are the last known counters.
         """
@@ -193,13 +193,13 @@ class FleetMember:
 
     @property
     def total(self) -> FleetCounters:
-        """The known counters over all lives of the worker."""
+        """The last known counters over all lives of the member."""
         return FleetCounters.total([*self._before, self._last])
 
     async def release_device(self, incarnation: int | None = None) -> None:
-        """Let running groups finish, and release the device. A worker that is starting first finishes its start.
+        """Let running groups finish, and release the device. If the worker is starting, wait for the end of its start.
 
-        The member kills a worker that does not release its device. No new worker starts before
+        A worker that does not release its device is killed. No new worker starts before
         `MemberParts.may_use_devices` is set.
         """
         what, option = "the engines to release their devices", "rollout_fleet.drain_timeout_s"
@@ -210,7 +210,7 @@ class FleetMember:
         is_watched = self.member.may_lease
         releasing = within(self._call("release_device", incarnation), timeout_s, what, option)
         if not await self._tried(self.member.epoch, releasing):
-            if not is_watched:  # the worker is starting, and its start waits for the device
+            if not is_watched:  # the worker is starting, so `end` does not free the device
                 await self._free_device()
             await self._until(lambda _: not self._may_use_device)
 
@@ -222,7 +222,7 @@ class FleetMember:
         await self._notify()
 
     async def drain(self) -> FleetCounters:
-        """End `run` and release all leases; the worker stays up for `answer`. Returns the final counters."""
+        """End `run` and release all leases. The worker stays up for `answer`. Returns the final counters."""
         while await self._is_up():
             if found := await self._tried(self.member.epoch, self._call("drain")):
                 self._last = await self._closed(found[0])
@@ -230,14 +230,14 @@ class FleetMember:
         return self.total
 
     async def _is_up(self) -> bool:
-        """Wait until the worker serves, waits for a place, or the member has ended. Return whether it serves."""
+        """Return whether the worker serves. While it starts, wait until it serves, or lacks resources, or has ended."""
         await self._until(lambda member: member.may_lease or member.has_ended or member.state is MemberState.pending)
         return self.member.may_lease
 
     async def leave(self) -> None:
         """Take no more work, release running groups, and end the worker. Returns when the worker has ended.
 
-        `counters` still includes its work. A worker that dies during this call also counts as left.
+        `counters` still includes the worker's tokens. A worker that dies during this call also counts as left.
         """
         member, epoch = self.member, self.member.epoch
         member.drain(time.monotonic())
@@ -262,7 +262,7 @@ class FleetMember:
         await self._notify()
 
     async def stop(self) -> None:
-        """End the worker if there is one. This end does not count as a death."""
+        """End the worker if there is one."""
         await self._close()
         if self._has_process:
             await self._call("stop")
@@ -281,7 +281,7 @@ class FleetMember:
     async def _while_answering(self, pending: Awaitable[T], what: str) -> T:
         """Await a long call, and meanwhile poll the worker's counters.
 
-        Raises `DeadlineError` if a poll has no answer.
+        Raises `DeadlineError` if a poll takes too long.
         """
         call, worker = asyncio.ensure_future(pending), self._worker
         try:
@@ -302,7 +302,7 @@ class FleetMember:
         self._has_served = True
 
     async def _ready(self) -> int | None:
-        """Wait until the worker serves, and return its epoch; None if it has left. Raises `EngineLost` if it failed."""
+        """Wait until the worker serves, and return its epoch. None: it has left. Raises `EngineLost` if it failed."""
         await self._until(lambda member: member.may_lease or member.has_ended)
         if self.member.state is MemberState.left:
             return None
@@ -333,7 +333,7 @@ class FleetMember:
             await self._changed.wait_for(lambda: is_true(self.member))
 
     async def _declare(self, epoch: int, error: Exception) -> None:
-        """End the life of ``epoch`` because of ``error``, if it is running and watched."""
+        """Report ``error`` to `watch`, unless the life of ``epoch`` has already ended."""
         if self._keeping is not None and self.member.fault(epoch, str(raised_in_worker(error)), time.monotonic()):
             self._declared.put_nowait(error)
             await self._notify()
@@ -341,8 +341,8 @@ class FleetMember:
     async def _tried(self, epoch: int, pending: Awaitable[T]) -> tuple[T] | None:
         """Await a call in the life of ``epoch``, and return the answer in a tuple.
 
-        Return None if the life ends first. A failed call ends the life. Raises errors of `RUN_ERRORS`, and every error
-        before the member is watched.
+        Return None if the life ends first. A failed call ends the life. Errors of `RUN_ERRORS` are raised. Before the
+        first weights are loaded, every error is raised.
         """
         call = asyncio.ensure_future(pending)
         ending = asyncio.create_task(self._until(lambda member: member.epoch > epoch))
@@ -371,9 +371,9 @@ class FleetMember:
         raise EngineLost(f"the engine of {self.member.name} has ended")
 
     async def end(self, fault: Exception) -> float:
-        """End this life, and return the seconds until the next begins.
+        """End this life, and return the seconds until the next life begins.
 
-        Raises ``fault`` if the member has failed, or the cluster has died.
+        Raises ``fault`` if no further life may begin, or if the cluster has died.
         """
         if isinstance(fault, ClusterDiedError):
             raise fault
@@ -402,7 +402,7 @@ class FleetMember:
         await self._notify()
 
     async def _end_worker(self, failure: Exception) -> None:
-        """Stop a worker that answers, and take its final counters. Declare any other worker dead in the buffer."""
+        """Stop the worker and take its final counters. If it does not answer, declare it dead in the buffer."""
         if isinstance(failure, EngineLost | RayTaskError):  # the worker is alive and raised this error
             try:
                 timeout_s, option = self._fleet.worker_stop_timeout_s, "rollout_fleet.stop_timeout_s"
@@ -418,13 +418,13 @@ class FleetMember:
         self._last, self._worker = FleetCounters(), ""
 
     async def _closed(self, last: FleetCounters) -> FleetCounters:
-        """Return the final counters of a worker that stopped on request. Declare it dead if it kept tokens."""
+        """Return the final counters of a stopped worker. If it kept tokens, declare it dead in the buffer."""
         return await self._buried(last) if last.tokens_in_flight and self._worker else last
 
     async def _buried(self, last: FleetCounters) -> FleetCounters:
-        """Declare the worker dead in the buffer, again until the buffer answers.
+        """Declare the worker dead in the buffer. Repeat this until the buffer answers.
 
-        Returns the worker's counters with the buffer's count of tokens.
+        Returns the worker's counters, with the buffer's number of tokens.
         """
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Recomputes the log-probs of a run's stored tokens, under the weights of each token's own version."""
+"""Recomputes the log-probs of a run's stored tokens, each under the weights of the token's version."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncrl.samples import read_samples
 LARGEST_GAP = 0.05
 """Largest accepted mean absolute difference of a sample's log-probs, in nats.
 
-Engines compute in batches of other shapes, and perhaps in bfloat16, so a small difference is normal.
+Engines compute in other batches than this audit, and perhaps in bfloat16, so a small difference is normal.
 """
 
 Row = Mapping[str, Any]
@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StoredSample:
-    """A row of `learner.trajectory_log`, with the life and the learner step that consumed it."""
+    """A row of `learner.trajectory_log`, with the life and the learner step that trained on it."""
 
     life: Life
     step: int
@@ -45,7 +45,7 @@ class StoredSample:
 def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
     """Recompute the log-probs of up to ``count`` stored samples, and add the comparison to ``result``.
 
-    A sample is checked only if the weights of all its versions are stored, in a checkpoint or in ``snapshots/``.
+    A sample is checked only if a checkpoint or ``snapshots/`` has the weights of each of its versions.
     """
     stored = {version: place for life in lives for version, place in _weights(life)}
     models = [*stored.values(), *(_options(life)["model"]["path"] for life in lives)]
@@ -86,7 +86,7 @@ def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
 
 
 def _gaps(samples: Sequence[StoredSample], stored: Mapping[int, Path]) -> list[float]:
-    """Return the mean absolute difference of behavior and recomputed log-probs per sample, in nats."""
+    """Return for each sample the mean absolute difference of behavior and recomputed log-probs, in nats."""
     logprobs = [np.zeros(len(sample.row["versions"]), dtype=np.float32) for sample in samples]
     for version in sorted({version for sample in samples for version in sample.versions}):
         with _model(stored[version]) as model:

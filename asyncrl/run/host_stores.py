@@ -1,6 +1,6 @@
-"""Store servers on the hosts of rollout workers: one store server per node with workers.
+"""Runs one store server on each host with rollout workers.
 
-Trajectories stay on their host until the learner's ranks fetch them. So they cross the network only once. If a store is
+Trajectories stay on this host until the learner's ranks fetch them, so they cross the network only once. If a store is
 lost, the buffer counts its groups as ``store_lost``, and the fleet generates them again.
 """
 
@@ -46,7 +46,7 @@ class NodeStore:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Start the store server; return its address. Raises `ValueError` if this node allows too few open files."""
+        """Start the store server. Return its address. Raises `ValueError` if this node allows too few open files."""
         allow_clients(self._num_clients)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._server = BufferSupervisor(
@@ -63,7 +63,7 @@ class NodeStore:
         return address
 
     async def next_restart(self) -> str:
-        """Wait for a restart of the store server; return a description.
+        """Wait for a restart of the store server. Return a description for the user.
 
         Raises `WorkerDiedError` if no restarts are left.
         """
@@ -84,13 +84,13 @@ class NodeStore:
 
 
 def config_of_node(config: BufferConfig, address: str) -> BufferConfig:
-    """Return the options of a store on the node with this address, from the options of the buffer."""
+    """Return the buffer's options, changed for a store on the node with this address."""
     own = store_config(config)
     if is_loopback(own.host):
         return own
     try:
         ip_address(own.host)
-    except ValueError:  # the host is an interface, or stands for every address
+    except ValueError:  # the host is no address but an interface or "*", so keep it
         return replace(own, advertised_host=address if own.advertised_host else "")
     return replace(own, host=address, advertised_host="")
 
@@ -100,8 +100,8 @@ class HostStores:
 
     Args:
         control: Client of the buffer; `stop` closes it.
-        make: Makes the `NodeStore` actor of a node from the node's id and the number of the store.
-        restarts: Largest number of replacements of a host's store.
+        make: Takes the id of a node and the number of the store, and makes the `NodeStore` actor there.
+        restarts: Largest number of times that a host's store is replaced.
         say: Shows a line to the user.
 
     Attributes:
@@ -157,11 +157,11 @@ class HostStores:
 
 
 class _Gone(Exception):
-    """The store of a host is lost and is not replaced."""
+    """Raised when the store of a host is lost and is not replaced."""
 
 
 class _HostStore:
-    """The store of one host, for `keep_up`. A new store replaces a lost one while restarts are left."""
+    """The store of one host. `keep_up` replaces a lost store while restarts are left."""
 
     def __init__(self, stores: HostStores, host: str) -> None:
         self._stores = stores
@@ -187,14 +187,14 @@ class _HostStore:
             self._stores.say(line)
 
     async def end(self, fault: Exception) -> float:
-        """Drop the store; its groups are generated again."""
+        """Drop the lost store, so that its groups are generated again."""
         stores, name = self._stores, f"store server {self._number}"
         logger.warning("%s is gone: %s", name, fault)
         if (lost := stores.actors.pop(self._number, None)) is not None:
             ray.kill(lost)
         self._num_faults += 1
         num_groups = 0 if self._joined is None else await self._dropped(self._joined)
-        has_died = isinstance(fault, RayActorError | ActorUnschedulableError)  # most likely the node died too
+        has_died = isinstance(fault, RayActorError | ActorUnschedulableError)  # the node may have died too
         is_final = isinstance(raised_in_worker(fault), WorkerDiedError) or self._num_faults > stores.restarts
         if is_final and not (has_died or stores.actors):
             raise WorkerDiedError(f"no store server is left: {raised_in_worker(fault)}") from fault
@@ -230,5 +230,5 @@ def ray_actors(config: BufferConfig, *, log_dir: Path, **options: Any) -> Callab
 
 
 def client_on_this_node(buffer: BufferConnection, name: str) -> WorkerClient:
-    """Make the client of a rollout worker on this node; it puts groups into the store of the node."""
+    """Make the client of a rollout worker on this node. The client puts groups into the store of the node."""
     return WorkerClient(buffer.client(host=ray.get_runtime_context().get_node_id()), name=name)

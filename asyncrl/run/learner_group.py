@@ -64,15 +64,15 @@ WORKER_CLASSES = {"actor": ActorWorker, "critic": CriticWorker, "ref": Reference
 class LearnerGroup:
     """All roles of the learner. The ranks execute the calls of this object in order.
 
-    A learner step queues the scores of reference and critic, the actor's step, the publish, and the critic's step.
-    Scores go directly from worker to worker. If two roles share a process, the scores stay there.
+    Each learner step queues these calls: the scores of reference and critic, the actor's step, the publish, and the
+    critic's step. Scores are log-probs and values. They go directly from worker to worker, or stay in a shared process.
 
     Attributes:
         checkpoints: The folder of the learner's checkpoints.
     """
 
     def __init__(self, config: RunConfig, *, buffer: BufferConnection, paths: RunPaths) -> None:
-        """Start the ranks; `init` loads their models."""
+        """Start the ranks. `init` loads the models."""
         self._config = config
         self._buffer = buffer
         self._paths = paths
@@ -102,7 +102,7 @@ class LearnerGroup:
     async def death(self) -> NoReturn:
         """Wait until the process of a rank ends, even if no call runs. Raises `LearnerDiedError`.
 
-        Pending calls report the death in more detail, so they get time to fail first.
+        Pending calls report the death in more detail, so this call first gives them time to fail.
         """
         try:
             death: Exception = await self._roles.death()
@@ -118,8 +118,8 @@ class LearnerGroup:
     async def begin_again(self, checkpoint: Path, version: int, *, incarnation: int) -> None:
         """Start new ranks from the checkpoint of ``version``, and publish this version.
 
-        Remove the later versions that the previous ranks published. Colocated engines must have released the devices;
-        they get the devices back with the published weights. Raises the errors of `init` and `load`.
+        Remove the later versions that the previous ranks published. Colocated engines must have released the devices,
+        and get them back after the publish. Raises the errors of `init` and `load`.
         """
         await finished_in_thread(partial(self._begin, incarnation=incarnation), self._config.ray.start_timeout_s)
         await asyncio.to_thread(remove_published, self._paths.snapshots, after=version)
@@ -153,7 +153,7 @@ class LearnerGroup:
         return replace(plan, groups=groups)
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Queue the scores for the step, then the actor's step. Returns the metrics of the step.
+        """Queue the calls that compute scores, then the actor's step. Await the result to get the step's metrics.
 
         The result raises `AccountError` if the ranks have trained on other tokens than planned.
         """
@@ -170,9 +170,9 @@ class LearnerGroup:
             planned = sum(group.digest for group in scored) % (1 << DIGEST_BITS)
             if found["digest"] != planned:
                 raise AccountError(
-                    f"the ranks trained step {plan.version} on other tokens than planned: the digest of theirs is "
-                    f"{found['digest']:x}, the plan's is {planned:x}; this is a defect of the run; asyncrl audit names "
-                    "the groups of its steps, and a resume continues at the newest checkpoint"
+                    f"the ranks trained step {plan.version} on other tokens than planned: their digest must be "
+                    f"{planned:x}, got {found['digest']:x}; this is a defect of asyncrl; asyncrl audit names the "
+                    "groups of the run's steps, and a resume continues at the newest checkpoint"
                 )
             metrics = {name: value for name, value in found.items() if name != "digest"}
             return metrics | {"witnessed_tokens": sum(group.num_tokens for group in scored)}
@@ -180,7 +180,7 @@ class LearnerGroup:
         return finish()
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Queue the critic's step on the scores of the last `update`. Returns its metrics; empty without a critic."""
+        """Queue the critic's step on the scores of the last `update`. The awaited result has its metrics, if any."""
         step = self._roles["critic"].step(*self._step_arguments("critic", plan)) if "critic" in self._roles else None
 
         async def metrics() -> Mapping[str, float]:
@@ -192,7 +192,7 @@ class LearnerGroup:
         return metrics()
 
     def publish(self, version: int) -> Awaitable[None]:
-        """Queue the publish of ``version``. The ranks continue when they have copied the weights."""
+        """Queue the publish of ``version``. The awaited result returns when the ranks have copied the weights."""
         return self._first(self._roles["actor"].publish_weights(version), f"the weights of version {version}")
 
     async def finish_publish(self) -> None:
@@ -200,7 +200,7 @@ class LearnerGroup:
         await self._in_time(self._roles["actor"].finish_publish(), "the offer of the last weights")
 
     def rollout_mode(self, version: int) -> Awaitable[None]:
-        """Publish ``version``, offload the roles that share devices with engines, and wait for the offer."""
+        """Publish ``version``, offload the roles that share devices with engines, and wait until engines can load."""
         others = [group.rollout_mode(version) for role, group in self._on_shared_devices() if role != "actor"]
         return self._after(others, self._roles["actor"].rollout_mode(version), f"the turn to rollout at {version}")
 
@@ -211,7 +211,7 @@ class LearnerGroup:
     async def withdraw(self) -> list[int]:
         """Discard the batch after a `BatchLost`, and return the groups that the ranks did not find.
 
-        Raises `LearnerDiedError` if the critic has a separate pool, because it may have trained on the lost batch.
+        Raises `LearnerDiedError` if the critic has a separate pool, because the critic may have trained on the batch.
         """
         if "critic" in self._roles and not self._roles.share_a_pool("critic", "actor"):
             raise LearnerDiedError(
@@ -277,7 +277,7 @@ class LearnerGroup:
                     self._layout.resource_pool_dict.popitem()[1].leave()
 
     def _shares(self, plan: Plan, role: str) -> list[RankBatch]:
-        """Return the batch of each data-parallel rank of a role. Roles with equal dp sizes have equal batches."""
+        """Return the batch of each data-parallel rank of a role. Roles of equal dp size get the same batches."""
         if self._batches[0] is not plan:
             self._batches = (plan, {})
         shares, dp_size = self._batches[1], self._roles.dp_sizes[role]
@@ -292,14 +292,14 @@ class LearnerGroup:
         return shares[dp_size]
 
     def _announce(self, plan: Plan, roles: Sequence[str]) -> None:
-        """Let the ranks prepare batches. Queue the calls on these batches next, in the same order."""
+        """Let the ranks prepare the batches of the next calls. The calls must follow in the order of ``roles``."""
         self._announced |= {role: self._roles[role].announce(self._shares(plan, role)) for role in dict.fromkeys(roles)}
 
     def _reads(self, role: str) -> tuple[str, ...]:
         return ROLES[role].reads(self._config.algorithm)
 
     def _score(self, column: str, plan: Plan, unsent: list[Awaitable[Any]]) -> RemoteScores:
-        """Queue the scores of a column. If all readers have them in their own processes, add the call to ``unsent``."""
+        """Queue the call that scores a column. If all readers share its processes, also add the call to ``unsent``."""
         role = scored_by(column, self._config.learner).name
         batches = self._shares(plan, role)
         readers = [reader for reader in ("actor", "critic") if reader in self._roles and column in self._reads(reader)]
@@ -310,7 +310,7 @@ class LearnerGroup:
         return RemoteScores(role=role, batches=batches, results=results)
 
     def _step_arguments(self, role: str, plan: Plan) -> list[Sequence[Any]]:
-        """Return the arguments of a role's step: batches, then scores per column. None: the role has the scores."""
+        """Return the arguments of a role's step: batches, then scores per column. None: the process has the scores."""
         batches = self._shares(plan, role)
         arguments: list[Sequence[Any]] = [batches]
         for column in self._reads(role):
@@ -322,7 +322,7 @@ class LearnerGroup:
     async def _after(
         self, before: Sequence[Awaitable[Any]], pending: Awaitable[list[T]], what: str, *, kind: str = ""
     ) -> T:
-        """Return rank 0's result. If a call of ``before`` failed, raise its error instead, because it is the cause."""
+        """Return rank 0's result. If a call of ``before`` failed, raise the error of that call."""
         for earlier in before:
             await self._in_time(earlier, what, kind=kind)
         return await self._first(pending, what, kind=kind)
@@ -331,10 +331,10 @@ class LearnerGroup:
         return (await self._in_time(pending, what, kind=kind))[0]
 
     async def _in_time(self, pending: Awaitable[T], what: str, *, kind: str = "") -> T:
-        """Await a call; raise the errors of `_or_death`.
+        """Await a call. Raises the errors of `_or_death`.
 
-        The deadline of a call with a ``kind`` follows from the longest call of that kind so far. Other calls may queue
-        behind a step, so they get twice ``learner.step_timeout_s``.
+        The deadline depends on the longest earlier call of this ``kind``. A call without a kind may queue behind a
+        step, so its deadline is twice ``learner.step_timeout_s``.
         """
         option = "learner.step_timeout_s"
         if kind:
@@ -348,7 +348,7 @@ async def _or_death(result: Awaitable[T], pending: Any) -> T:
     """Await the result of a ``pending`` call.
 
     Raises `LearnerDiedError` if a rank died or missed the deadline, otherwise the error of the ranks. After a death,
-    calls on other ranks may fail before Ray notices the death. So this call waits up to `_DEATH_NOTICED_S` for it.
+    calls on other ranks may fail before Ray notices the death. So a failed call waits up to `_DEATH_NOTICED_S`.
     """
     try:
         return await result
@@ -368,10 +368,10 @@ async def _or_death(result: Awaitable[T], pending: Any) -> T:
 
 
 class AllOf:
-    """Calls to several worker groups. Awaiting it awaits all of them.
+    """Calls to several worker groups. Await this object to await all calls.
 
     Attributes:
-        futures: Ray's references of all calls. Error messages name the workers from them.
+        futures: Ray's references of all calls. Error messages use them to name the workers.
     """
 
     def __init__(self, calls: Sequence[Awaitable[Any]]) -> None:
@@ -384,7 +384,7 @@ class AllOf:
 
 
 class RoleGroups:
-    """One worker group per role of the run; roles in the same pool share processes.
+    """One worker group per role of the run. Roles in the same pool share processes.
 
     Attributes:
         pools: Name of the pool of each role.
@@ -404,7 +404,7 @@ class RoleGroups:
             roles = [role for role, its_pool in self.pools.items() if its_pool == pool]
             classes = {role: _worker_class(role, options[role], config, connect_buffer, paths) for role in roles}
             env = learner_env(config)
-            if config.placement.num_nodes == 1:  # the ranks connect through a new file, without a port
+            if config.placement.num_nodes == 1:  # the ranks connect through this file
                 env |= {RENDEZVOUS_FILE: str(make_private_folder(paths.staging) / f"ranks-{uuid.uuid4().hex}")}
             host = RayWorkerGroup(
                 layout.get_resource_pool(Role.from_string(roles[0])),
@@ -444,7 +444,7 @@ class RoleGroups:
         return self.pools[one] == self.pools[other]
 
     def keeps_scores_for(self, role: str, reader: str) -> bool:
-        """Return whether each process of ``reader`` also runs ``role``, and so has the needed scores."""
+        """Return whether each process of ``reader`` has the scores that it needs, because it also runs ``role``."""
         return self.share_a_pool(role, reader) and self.dp_sizes[role] == self.dp_sizes[reader]
 
     def shutdown(self) -> None:
@@ -463,7 +463,7 @@ def _publish_options(config: RunConfig) -> PublishOptions:
         full_every=config.weights.full_every,
         adapters=config.publishes_adapters,
         timeout_s=fleet.load_timeout_s,
-        # While engines receive version u + 1 and serve u, admission limits the learner to version u + max_lag + 1.
+        # While engines serve version u and receive u + 1, the learner reaches at most version u + max_lag + 1.
         num_held=config.buffer.max_lag + 2,
         interface=config.weights.interface,
         num_receivers=fleet.most_engines * fleet.sglang.tp_size if into_engines else num_engine_hosts(config),

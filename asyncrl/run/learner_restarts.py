@@ -1,12 +1,12 @@
 """Restarts the learner after the death of a rank: new ranks start from the newest checkpoint, and training continues.
 
 Engines and buffer keep running. The ledger returns to the checkpoint's version with a new *incarnation* of the learner.
-The versions after the checkpoint are lost. The ledger revokes running attempts, withdraws offered weights, and drops
+The versions after the checkpoint are lost. The ledger revokes running attempts and withdraws offered weights. It drops
 stored groups and saved prefixes with a token of a lost version (``rewound``). Engines lease again after they have
 loaded the weights of the new ranks. So no token of a lost version is ever trained on.
 
-If a store dies, a batch with groups in that store is lost. No rank has trained on it, so the ranks continue, and the
-controller plans the step again. After more than `MAX_REPLANS` lost batches of one step, the learner counts as dead.
+If a store dies, a batch with groups in that store is lost. No rank has trained on this batch, so the ranks continue,
+and the controller plans the step again. If one step loses more than `MAX_REPLANS` batches, the ranks are restarted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 AnyController: TypeAlias = Controller | ColocatedController
 _NOT_OF_A_LIFE = (LearnerDiedError, ClusterDiedError, ReplayBufferError, CheckpointError)
-"""Errors of `LearnerGroup.begin_again` that are raised unchanged. Any other error becomes a `LearnerDiedError`."""
+"""Errors of `LearnerGroup.begin_again` that end the run. Any other error becomes a `LearnerDiedError`."""
 MAX_REPLANS = 3
 """Largest number of repeated plans of one step. After that the ranks are restarted."""
 
@@ -34,7 +34,7 @@ MAX_REPLANS = 3
 class LearnerRestarts:
     """Restarts the learner of one run, at most ``learner.restarts`` times.
 
-    ``resumed`` is the checkpoint from which the run began. A restart uses it until the run has saved another one.
+    ``resumed`` is the checkpoint from which the run began. A restart uses it until the run has saved a checkpoint.
 
     Attributes:
         num_restarts: Restarts of the learner so far. This number is also the learner's incarnation.
@@ -63,15 +63,15 @@ class LearnerRestarts:
         self._replans_of = (-1, 0)
 
     async def through(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do ``work``. After a lost batch or a death of the learner, recover and repeat ``work``.
+        """Await ``work``. After a lost batch or a death of the learner, recover and repeat ``work``.
 
-        Raises `LearnerDiedError` if the learner may not start again, and any other error of ``work``.
+        Raises `LearnerDiedError` if the learner may not start again. Other errors of ``work`` are raised unchanged.
         """
         self._work = work
         await keep_up(self)
 
     async def watch(self) -> None:
-        """Do ``work`` until it is done or the learner dies; repeat it after a lost batch."""
+        """Await ``work`` until it returns or the learner dies. After a lost batch, repeat ``work``."""
         lost: LearnerDiedError | BatchLost | None = None
         while True:
             try:
@@ -89,7 +89,7 @@ class LearnerRestarts:
         last, number = self._replans_of
         self._replans_of = version, number + 1 if version == last else 1
         if not group_ids or self._replans_of[1] > MAX_REPLANS:
-            raise LearnerDiedError(f"{lost}; the step was planned anew {self._replans_of[1] - 1} times")
+            raise LearnerDiedError(f"{lost}; the step was planned again {self._replans_of[1] - 1} times")
         self.num_replans += 1
         self._say(f"{len(group_ids)} groups of step {version} were lost with their store; its batch is planned anew")
 
@@ -138,7 +138,7 @@ class LearnerRestarts:
 
 
 def death_in(fault: Exception) -> LearnerDiedError | BatchLost | None:
-    """Return the learner's death or lost batch that an error contains; None if the error contains any other failure."""
+    """Return the `LearnerDiedError` or `BatchLost` in an error. None: the error contains any other failure."""
     group = ExceptionGroup("", [fault])
     if group.split((LearnerDiedError, BatchLost))[1] is not None:
         return None

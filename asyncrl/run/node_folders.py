@@ -1,7 +1,7 @@
 """Manages the run's folder on other nodes of the cluster: sends models and keys, and collects logs and samples.
 
-The run's folder has the same path on every node. Nodes that see the controller's folder need no copies. On any other
-node, an actor reads and writes the node's own folder. Each call to an actor has the deadline ``ray.start_timeout_s``.
+The run's folder has the same path on every node. If nodes share the controller's folder, they need no copies. On any
+other node, an actor reads and writes the node's folder. Each call to an actor has the deadline ``ray.start_timeout_s``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COLLECTED = ("logs", "profile", "receipts", "samples", "tokens", "trajectories")
 """Folders inside the run's folder that are copied to the controller's node."""
 _KEY_FILES = [STORE_KEYS, *(f"{role}.json" for role in (BufferRole.rollout, BufferRole.learner))]
 APPENDED = (".jsonl", ".log", ".msgpack")
-"""Suffixes of files that grow. Other files are complete when they appear."""
+"""Suffixes of files that grow. All other files are complete as soon as they exist."""
 
 
 class NodeFiles:
@@ -62,7 +62,7 @@ class NodeFiles:
     def sizes(self, folder: str, parts: Sequence[str]) -> dict[str, int]:
         """Return the bytes of each file in the subfolders ``parts``, by path.
 
-        Skip dotfiles, because they are unfinished.
+        Skip files with a leading dot, because they are unfinished.
         """
         found = (path for part in parts for path in Path(folder, part).rglob("*"))
         return {
@@ -114,7 +114,7 @@ class NodeFiles:
 
 
 def file_prints(folder: Path) -> dict[str, str]:
-    """Return a fingerprint of each file of a folder, by name: its size, and a digest of its beginning and its end."""
+    """Return the fingerprint of each file in a folder, by name: the size, and a digest of the first and last bytes."""
     prints = {}
     for path in sorted(folder.glob("*")):
         if path.is_file():
@@ -147,7 +147,7 @@ class NodeFolders:
         """Take the nodes of the run; call `open` next.
 
         ``nodes`` are `NodeFiles` actors by address. ``known`` are the ids of these nodes and of the controller's node.
-        ``make`` takes the id of any other node, and returns the node's address and a new actor there.
+        ``make`` takes the id of a node that joined later, and returns the node's address and a new actor there.
         """
         self._run_dir = run_dir
         self._nodes = dict(nodes)
@@ -167,7 +167,7 @@ class NodeFolders:
         await self._enter(self._nodes)
 
     async def supply(self, config: RunConfig, *, keys: str, resumes: bool) -> RunConfig:
-        """Send every node the models and keys that workers read, and check the folders that must be shared.
+        """Send the models and keys that workers read to every node. Check the folders that all nodes must share.
 
         Args:
             config: The run.
@@ -178,11 +178,11 @@ class NodeFolders:
             The configuration with model paths that exist on every node.
 
         Raises:
-            ValueError: a node does not see a folder that must be shared, cannot make its own folder, or has too little
-                shared memory.
+            ValueError: a node does not see a folder that must be shared, cannot make the run's folder, or has too
+                little shared memory.
         """
         self._model, self.keys, self._weights = config.model.path, keys, config.weights.directory
-        # An engine keeps images of its version and of the next one.
+        # An engine keeps the images of two versions: its own, and the next.
         self._image_bytes = 2 * weight_bytes(config) if config.weights.keeps_images else 0
         if not self._nodes:
             return config
@@ -204,7 +204,7 @@ class NodeFolders:
         """Send the files of a rollout worker to a node that lacks them. Returns the path of the model there.
 
         Raises:
-            ValueError: the node does not see a folder that must be shared, cannot make its own folder, or has too
+            ValueError: the node does not see a folder that must be shared, cannot make the run's folder, or has too
                 little shared memory.
         """
         if node_id in self._known:
@@ -246,7 +246,7 @@ class NodeFolders:
         await self.send_keys(addresses)
 
     async def send_keys(self, addresses: Collection[str] | None = None) -> None:
-        """Send the keys to the nodes ``addresses`` (None: all) that have no keys or different ones."""
+        """Send the keys to the nodes ``addresses`` (None: all), except nodes that already have these keys."""
         if not self.keys:
             return
         own = file_prints(Path(self.keys))
@@ -257,7 +257,7 @@ class NodeFolders:
     async def bring(self, folder: Path, name: str, *, to: Collection[str] | None = None) -> Path:
         """Make a folder of files, such as a model, available on the nodes ``to`` (None: all).
 
-        Returns ``folder`` if all these nodes have it, otherwise a copy that is called ``name`` in the run's folder.
+        Returns ``folder`` if all these nodes have it, otherwise the path of a copy, ``name`` in the run's folder.
         """
         held = await self._ask(self._nodes if to is None else to, "prints", str(folder))
         if all(prints == file_prints(folder) for prints in held.values()):
@@ -297,7 +297,7 @@ class NodeFolders:
     async def close(self) -> None:
         """Copy the remaining bytes to this node, for at most `CLOSE_S` per node. Remove copies of models.
 
-        Also remove the run's folder on nodes with a separate folder, and its folder in shared memory on all nodes.
+        Remove the run's folder on nodes with a separate folder. Remove the run's folder in shared memory on all nodes.
         """
         for copy in self._copies:
             shutil.rmtree(copy, ignore_errors=True)
@@ -368,7 +368,7 @@ class NodeFolders:
                 await self._ask(to, "write", str(path), offset, data, mode & 0o666)
 
     async def _ask(self, addresses: Iterable[str], method: str, *args: Any) -> dict[str, Any]:
-        """Call a method on nodes, and return the results by address. Later calls leave out nodes that have died."""
+        """Call a method on nodes, and return the results by address. After a node has died, calls leave it out."""
         asked = [address for address in addresses if address in self._nodes]
         calls = [fetch_async([getattr(self._nodes[address], method).remote(*args)]) for address in asked]
         what = f"nodes {', '.join(asked)}, {method} {args[0]}"
@@ -386,7 +386,7 @@ class NodeFolders:
 
 @asynccontextmanager
 async def node_folders(config: RunConfig, run_dir: Path, say: Callable[[str], None]) -> AsyncIterator[NodeFolders]:
-    """Open the run's folder on the other nodes of the cluster; `NodeFolders.close` removes it there at the end.
+    """Open the run's folder on the other nodes of the cluster. `NodeFolders.close` removes it there.
 
     Raises `DeadlineError` if a node does not answer.
     """

@@ -1,7 +1,7 @@
 """The reports of a run: a `StepRecord` per learner step, the token account at the end, and their display.
 
-A failure of the terminal, a tracker, the dashboard or the advice does not end the run. A task computes the use of the
-pools in a thread; `Watching.step` wakes it. It then pauses for 100 times the duration of the computation.
+A failure of the terminal, a tracker, the dashboard or the advice does not end the run. After a step, a thread computes
+how busy the pools were. It then pauses for 100 times as long, to use little CPU time.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ class Reporter:
     """Makes a record of each finished step, and keeps the data for the summary.
 
     Args:
-        samples_per_prompt: Trained samples per group; a greedy baseline may follow them.
+        samples_per_prompt: Trained samples per group, without a greedy baseline.
         store_bytes: Bytes of groups that all stores may hold together.
         version: The version that every engine serves at the beginning.
         earlier: The ledger's totals of the earlier lives of the run; None for a new run.
-        last: The last record of the earlier lives, whose time, tokens and failures continue; None for a new run.
+        last: The last record of the earlier lives, to continue its totals; None for a new run.
 
     Attributes:
         engine_version: Every engine serves this version or a later one.
-        num_steps: Steps recorded in this life; a step that was repeated counts again.
+        num_steps: Number of steps recorded in this life. A repeated step counts again.
     """
 
     def __init__(
@@ -100,19 +100,19 @@ class Reporter:
         self._step_span = record.span(record.SpanKind.step, step=self.engine_version)
 
     def rewind(self, version: int) -> None:
-        """Record that learner and engines return to an earlier version. Time and tokens continue to count."""
+        """Record that learner and engines return to an earlier version. The totals of time and tokens are kept."""
         self._step_span.close()
         self.engine_version = version
 
     def planned(self, plan: Plan) -> None:
-        """Write the receipt of a step's batch before the ranks train on it.
+        """Write the receipt of a step's batch before the ranks train on the batch.
 
-        The commit would be too late, because a checkpoint with the step may be complete before the commit.
+        A checkpoint with this step may be complete before the commit, so the commit would be too late.
         """
         receipts.note(receipts.Act.planned, step=plan.version, groups=[_planned(group) for group in plan.groups])
 
     def published(self, version: int, took_s: float) -> None:
-        """Record that every engine serves ``version``, ``took_s`` seconds after the start of its publish."""
+        """Record that every engine serves ``version``, ``took_s`` seconds after the start of the publish."""
         self.engine_version = version
         self._publish_s = took_s
 
@@ -179,7 +179,7 @@ class Reporter:
         )
 
     def _numbers_of_samples(self, plan: Plan) -> list[int]:
-        """Return the number of trained samples of each group. Samples with a failed reward may be missing."""
+        """Return the number of trained samples of each group. A group may have dropped samples whose reward failed."""
         return [len(group.rewards[self._trained]) for group in plan.groups]
 
     def _batch_numbers(self, plan: Plan) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def _planned(group: GroupSummary) -> dict[str, Any]:
 
 
 def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:
-    """Return the new tokens of the slowest engine, divided by those of the median engine.
+    """Return the slowest engine's number of new tokens, divided by the median over the engines.
 
     Engines that are not in ``before`` are left out. With fewer than two engines the result is 1. Example: 100, 100 and
     25 new tokens give 0.25.
@@ -261,9 +261,9 @@ def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:
 
 
 def balanced_account(stats: BufferStats, counts: FleetCounts, *, num_earlier: int = 0) -> TokenAccount:
-    """Return the token account of a run over all its lives. Raises `AccountError` if it does not balance.
+    """Return the token account of a run over all its lives. Raises `AccountError` if the account does not balance.
 
-    ``num_earlier`` are the tokens of earlier lives; ``counts`` are of this life.
+    ``num_earlier`` is the number of tokens of earlier lives. ``counts`` has the tokens of this life.
     """
     tokens = TokenAccount(
         generated=num_earlier + counts.tokens_generated,
@@ -329,9 +329,9 @@ class Watching:
             self._view.say(f"trackers that failed, and how often: {failed}; logs/controller.log says why")
 
     async def _start_dashboard(self) -> str:
-        """Start the dashboard; return a line for the user.
+        """Start the dashboard. Return a line for the user.
 
-        The dashboard exits when its stdin closes, so it cannot outlive this process.
+        The dashboard exits when its stdin closes, so it ends with this process.
         """
         log, address = self._run_dir / "logs" / "dashboard.log", self._config.dashboard_address
         command = [sys.executable, "-m", "asyncrl.profile.dashboard", str(self._run_dir), "--with-parent"]
@@ -354,7 +354,7 @@ class Watching:
     def examine(self, record: StepRecord) -> StepRecord:
         """Show the alarms that begin or end with a step.
 
-        Returns the record with the alarms' metrics and the free bytes of the disk.
+        Returns the record, with added metrics of the alarms and of the free disk space.
         """
         record = replace(record, free_disk_bytes=shutil.disk_usage(self._run_dir).free)
         self._show(self._alarms.step(record))
@@ -380,11 +380,11 @@ class Watching:
             await look_for_advice(self._run_dir)
 
     def go_on(self, history: History) -> None:
-        """Give the trackers the steps and evaluations of the earlier lives of a resumed run."""
+        """Send the steps and evaluations of the earlier lives of a resumed run to the trackers."""
         self._trackers.go_on([*history.evaluations, *history.steps])
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Show a finished evaluation, and the alarm if the reward has fallen."""
+        """Show a finished evaluation. If the reward has fallen, also show an alarm."""
         self._view.evaluation(evaluation)
         self._trackers.record(evaluation)
         self._show(self._alarms.evaluation(evaluation))

@@ -1,8 +1,8 @@
 """The state of a run at a checkpoint, and how a run continues from it.
 
-A checkpoint of policy version v contains the steps before v. The ranks write the weights and the `RunState`. The buffer
-writes the ledger, the stored groups, the prompts and the saved prefixes. So the token account, the finished prompts and
-the lags continue over all lives of a run.
+A checkpoint of policy version v contains the steps before v. It has two parts. The ranks write the weights and the
+`RunState`. The buffer writes the ledger, the stored groups, the prompts and the saved prefixes. So the token account,
+the finished prompts and the lags continue over all lives of a run.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ BUFFER = "buffer"
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The state of a run at a checkpoint, without the state in the buffer's part.
+    """The state of a run in the ranks' part of a checkpoint.
 
     Attributes:
         version: Learner version: the number of committed steps.
-        key: Random name of the checkpoint, which the ranks' part and the buffer's part share.
-        lineage: Random name of the run, which is the same in all its lives.
-        prompts: State of the prompt stream; its ``position`` is the number of prompts that were handed out.
+        key: Random name of the checkpoint. The ranks' part and the buffer's part have the same key.
+        lineage: Random name of the run. All lives of the run have the same lineage.
+        prompts: State of the prompt stream. ``position`` is the number of prompts that the stream has handed out.
         tokens_generated: Tokens that the fleets of all lives have generated.
         options: The `learning_options` of the run that saved the checkpoint.
     """
@@ -87,7 +87,7 @@ class RunState:
 
 
 def learning_options(config: RunConfig) -> dict[str, str]:
-    """Return the options that influence learning, by dotted name, as text."""
+    """Return the values of the options that influence learning, as text, by dotted name."""
     critic = config.learner.critic
     sections = {
         "model": config.model,
@@ -129,7 +129,8 @@ class Resumed:
 class Checkpointer:
     """Saves the checkpoints of a run when they are due.
 
-    While the buffer still writes its parts of `MAX_WRITING` checkpoints, the next save waits for a later step.
+    The buffer writes its parts in the background. While it still writes `MAX_WRITING` parts, the next checkpoint waits
+    for a later step.
     """
 
     def __init__(
@@ -162,9 +163,9 @@ class Checkpointer:
         self._answer_requests()
 
     async def requested(self) -> Path:
-        """Save a checkpoint with the next learner step; return its folder when the checkpoint is complete.
+        """Save a checkpoint with the next learner step. Return its folder when the checkpoint is complete.
 
-        The call returns with the first commit after the ranks have written the checkpoint. Raises `CheckpointError` if
+        The call returns at the first commit after the ranks have written the checkpoint. Raises `CheckpointError` if
         the nodes may not share the folder of the checkpoints.
         """
         if not self._config.shares_checkpoints:
@@ -182,7 +183,7 @@ class Checkpointer:
             if folder.is_dir() and not missing_parts(folder):
                 self._copied.remove(copied)
                 for request in requests:
-                    if not request.done():  # otherwise its client has disconnected
+                    if not request.done():  # a done request belongs to a client that has disconnected
                         request.set_result(folder)
 
     async def save_if_due(self, version: int) -> Awaitable[str] | None:
@@ -204,9 +205,9 @@ class Checkpointer:
         return await self.save(version, wait=is_last)
 
     async def save(self, version: int, *, wait: bool) -> Awaitable[str]:
-        """Queue a checkpoint of ``version``, directly after the update that makes this version.
+        """Queue a checkpoint of ``version``. Call this directly after the update that makes this version.
 
-        The awaited result is its folder. With ``wait``, the result also waits for the buffer's part.
+        The awaited result is the checkpoint's folder. With ``wait``, the result also waits for the buffer's part.
         """
         key = uuid.uuid4().hex
         part = part_of(checkpoint_path(self._learner.checkpoints, version), BUFFER)
@@ -214,8 +215,8 @@ class Checkpointer:
         write.add_done_callback(lambda done: done.cancelled() or done.exception())  # `committed` raises the error
         self._writes.add(write)
         await asyncio.sleep(0)  # lets the request be sent
-        await self._buffer.stats()  # now the buffer has the request and has counted all tokens of its snapshot
-        if self._prompts.wants_outcomes:  # the state needs the outcomes of the snapshot's groups
+        await self._buffer.stats()  # the answer shows that the buffer has counted the tokens of its part
+        if self._prompts.wants_outcomes:  # the sampler's state must include the groups of the buffer's part
             self._prompts.note(await self._buffer.enqueue((), wants_outcomes=True))
         state = self._queued[version] = RunState(
             version=version,
@@ -257,7 +258,7 @@ class Checkpointer:
         return None
 
     def rewind(self, version: int) -> None:
-        """Forget later checkpoints; the learner continues at ``version``."""
+        """Forget the checkpoints after ``version``, because the learner continues there."""
         self._queued = {saved: state for saved, state in self._queued.items() if saved <= version}
 
 
@@ -315,7 +316,7 @@ def check_beginning(config: RunConfig) -> None:
 
 
 def check_keys(folder: Path) -> None:
-    """Raise `ValueError` if the keys are of different runs. The server would not answer clients with such keys."""
+    """Raise `ValueError` if the keys are of different runs, because the server would not answer the clients."""
     if not (folder / "server.json").is_file():
         return
     server = server_keys(folder)
@@ -329,11 +330,11 @@ def check_keys(folder: Path) -> None:
 
 
 def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
-    """Return the buffer's options of a run that resumes from the buffer's part of a checkpoint.
+    """Return the buffer's options for a run that resumes from a checkpoint.
 
-    If the journal of the earlier life includes the checkpoint, the buffer begins with this journal instead. A run with
-    a sampler does not use the journal, because the restored sampler may choose other prompts. An unused journal's
-    folder is renamed. Raises `ValueError` if the checkpoint has no part of the buffer.
+    The buffer begins with its part of the checkpoint. If the journal of the earlier life includes the checkpoint, the
+    buffer begins with the journal instead. A run with a sampler never uses the journal, because the restored sampler
+    may choose other prompts. The folder of an unused journal is renamed. Raises `ValueError` without a buffer's part.
     """
     state, part = resumed.state, resumed.buffer_part
     if not part.is_dir():
@@ -354,10 +355,10 @@ def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
 
 
 async def take_up(buffer: ControlBuffer, resumed: Resumed) -> Resumed:
-    """Set the ledger of an earlier life back to a checkpoint, before anything else runs.
+    """Set the ledger of an earlier life back to a checkpoint. Call this before learner and engines run.
 
-    The ledger keeps groups and saved prefixes without a token of a later version. Returns the state at which this life
-    begins; its ``tokens_generated`` is the ledger's count.
+    The ledger drops groups and saved prefixes with a token of a later version. In the returned state,
+    ``tokens_generated`` is the ledger's count.
     """
     state = resumed.state
     for version in range((await buffer.stats()).learner_version, state.version):
@@ -381,7 +382,7 @@ class RepeatedPrompts:
             stream.restore(resumed.prompts)
 
     def repeat_unfinished(self, finished: Sequence[tuple[int, int]]) -> None:
-        """Hand out again every prompt that was handed out and is not ``finished``. The buffer skips known prompts."""
+        """Hand out again all earlier prompts that are not in ``finished``. The buffer skips prompts that it has."""
         self._again, start = [], 0
         for first, end in [*finished, (self._stream.state().get("position", 0),) * 2]:
             self._again.extend(range(start, first))

@@ -1,7 +1,7 @@
 """One run from start to stop: starts buffer, Ray, learner and fleet, trains, and stops them in reverse order.
 
-A death of any of them ends the run. But the buffer is first restarted up to ``buffer.restarts`` times, and the
-learner's ranks up to ``learner.restarts`` times.
+The buffer is restarted up to ``buffer.restarts`` times, and the learner's ranks up to ``learner.restarts`` times. After
+that, a death ends the run.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Run:
     ) -> None:
         """Keep the options, which the caller has checked.
 
-        ``prompts`` are the training prompts and the held-out prompts. ``warming`` makes the first policy; it must have
-        begun, unless it may compute on a GPU. After a fault, the run calls ``on_fault`` before it stops everything.
+        ``prompts`` are the training prompts and the held-out prompts. ``warming`` makes the first policy. It must have
+        begun, unless it needs a GPU. After a fault, the run calls ``on_fault`` before it stops everything.
         """
         config = with_time_to_read(config)
         self._config = replace(config, profile=replace(config.profile, directory=str(run_dir / "profile")))
@@ -146,7 +146,7 @@ class Run:
             options = replace(options, socket_folder=str(folder))
         if keeps_stores_on_hosts(self._config):
             options = replace(options, stores_on=StoresOn.hosts)
-        if self._config.rollout_fleet.save_progress is SaveProgress.never:  # then workers cannot hand over groups
+        if self._config.rollout_fleet.save_progress is SaveProgress.never:  # a handed-over group needs saved tokens
             options = replace(options, hand_over=False)
         if self._resumed is not None:
             options = begin_buffer_at(options, self._resumed)
@@ -214,7 +214,7 @@ class Run:
     async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
         """Start fleet and learner at the same time, during the warm start.
 
-        Engines take the longest to start, so they begin with the weights of ``model.path``. Then they load the weights
+        Engines take the longest to start, so they begin with the weights of ``model.path``. Later they load the weights
         that the learner publishes. On shared devices the learner starts first.
         """
         paths, timeout_s = RunPaths.of(self._config, self._run_dir), self._config.ray.start_timeout_s
@@ -263,7 +263,7 @@ class Run:
         return learner
 
     async def _warm_up(self) -> None:
-        """Begin the warm start. On a GPU, wait for its end, because learner and engines may need the same GPU."""
+        """Begin the warm start. If it uses a GPU, wait for its end, because learner or engines may need this GPU."""
         if self._config.learner.device is Device.cpu or not needs_fine_tuning(self._config):
             self._warming.begin(self._config)
             return
@@ -308,7 +308,7 @@ class Run:
         return await training.run()
 
     async def _go_on(self, writer: MetricsWriter, resumed: Resumed) -> None:
-        """Continue the metrics of the earlier lives. Without their files, the metrics begin at the checkpoint."""
+        """Continue the metrics of the earlier lives. If the files are missing, the metrics begin at the checkpoint."""
         folder = history_folder(resumed.checkpoint, read_progress(resumed.checkpoint).life)
         try:
             history = await asyncio.to_thread(read_history, folder, resumed.state.version)

@@ -53,7 +53,7 @@ def make_run_dir(config: RunConfig, config_yaml: str) -> Path:
             shutil.rmtree(run_dir, ignore_errors=True)
             raise OSError(error.errno, error.strerror, str(run_dir / "config.yaml")) from error
         return run_dir
-    raise FileExistsError(f"{base}/{stamp} and 98 siblings exist; start fewer runs per second")
+    raise FileExistsError(f"{base}/{stamp} and 98 more folders of this second exist; start fewer runs per second")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class RunPaths:
     Attributes:
         logs: One log per process.
         snapshots: Published weights.
-        staging: Weight images of the engines; in shared memory, if the host has it.
+        staging: Weight images of the engines, in shared memory if the host has shared memory.
         samples: Decoded samples for the user.
         trajectories: Consumed trajectories; None if they are not recorded.
         tokens: A few trajectories for the user, with the learner's log-probs.
@@ -114,13 +114,13 @@ def shared_folder(run_dir: Path) -> Path:
 def hold_shared_folder(run_dir: Path) -> int | None:
     """Make the run's folder in shared memory, and lock it until this process and all its forks have ended.
 
-    The lock keeps other runs from removing the folder. The folder of a killed run is removed first.
+    While the folder is locked, other runs do not remove it. A folder that a killed run left here is removed first.
 
     Returns:
         The descriptor that holds the lock; None if shared memory cannot be written.
 
     Raises:
-        FileExistsError: the folder exists and is in use, or belongs to another user.
+        FileExistsError: the folder is in use, or belongs to another user.
     """
     folder = shared_folder(run_dir)
     while True:
@@ -156,7 +156,7 @@ def join_shared_folder(folder: Path) -> int:
 
 
 def _locked(folder: Path) -> int | None:
-    """Return a descriptor that holds a folder's lock; None if another run removed the folder."""
+    """Lock a folder and return the descriptor that holds the lock. None: another run has removed the folder."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
     except FileNotFoundError:
@@ -210,7 +210,7 @@ def _is_swept(folder: Path) -> bool:
 def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
     """Make the folder of published weights. Raises the errors of `check_memory`.
 
-    At the end of the run, the run or its supervisor removes a folder in shared memory.
+    If the folder is in shared memory, the run or its supervisor removes the folder at the end.
     """
     check_memory(config)
     weights, missing = config.weights, _missing_memory(config, _num_versions(config))
@@ -280,7 +280,7 @@ def weight_bytes(config: RunConfig) -> int:
 
 
 def _num_versions(config: RunConfig) -> int:
-    """Return the largest number of versions in shared memory at a time. A delta counts as a full version.
+    """Return the largest number of versions that are in shared memory at the same time. A delta counts as one version.
 
     These versions are:
 

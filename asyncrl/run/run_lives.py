@@ -1,4 +1,4 @@
-"""The lives of runs on disk. A life is one process of ``asyncrl train`` in its folder; a resumed run has several.
+"""Reads and writes the lives of runs on disk. A life is one process of ``asyncrl train``, with its own folder.
 
 Importing this module does not load Ray or torch.
 """
@@ -25,8 +25,8 @@ class SavedCheckpoint:
     """A checkpoint on disk.
 
     Attributes:
-        num_bytes: Bytes of all parts; a file with several links counts once.
-        missing: Incomplete parts. A run does not resume from a checkpoint with missing parts.
+        num_bytes: Bytes of all parts. A file with several links counts once.
+        missing: Incomplete parts. If there are any, a run cannot resume from the checkpoint.
     """
 
     path: Path
@@ -40,9 +40,9 @@ class Life:
     """A life of a run, read from its folder.
 
     Attributes:
-        num_steps: Learner steps up to the newest step of this life, including earlier lives.
+        num_steps: Number of learner steps of this life and the earlier lives.
         checkpoints: Checkpoints of the life on disk, oldest first.
-        num_bytes: Bytes in the folder, including checkpoints; a file with several links counts once.
+        num_bytes: Bytes in the folder, including checkpoints. A file with several links counts once.
     """
 
     folder: Path
@@ -72,7 +72,7 @@ def end_life(run_dir: Path, status: int) -> None:
 def find_runs(folder: Path) -> list[list[Life]]:
     """Return the runs below a folder, in the order of their start. A run is a list of its lives, oldest first.
 
-    A life that continues a checkpoint of an earlier life belongs to the same run. Several lives may continue one life.
+    If a life continues a checkpoint, it belongs to the run of the checkpoint. Several lives may continue one life.
     """
     found = [(path, record) for path in life_records(folder) if (record := read_life(path)) is not None]
     runs: dict[Path, list[Life]] = {}

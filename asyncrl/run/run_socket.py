@@ -28,7 +28,7 @@ _CONNECT_S = 5.0
 
 @asynccontextmanager
 async def answered_requests(run_dir: Path, **work: Callable[[], Awaitable[Path]]) -> AsyncIterator[None]:
-    """Answer requests while the block runs. Without shared memory on the host, this has no effect.
+    """Answer requests while the block runs. If the host has no shared memory, this has no effect.
 
     ``work`` maps the name of a request to a function that carries it out and returns a folder for the command.
     """
@@ -82,7 +82,7 @@ async def _answer(
 
 
 def ask_for_checkpoint(run_dir: Path, *, timeout_s: float) -> Path:
-    """Ask the training in ``run_dir`` for a checkpoint; return its folder when the checkpoint is complete.
+    """Ask the training in ``run_dir`` for a checkpoint. Return its folder when the checkpoint is complete.
 
     Raises:
         ValueError: no training of this folder runs on this host.
@@ -99,7 +99,7 @@ def ask_for_checkpoint(run_dir: Path, *, timeout_s: float) -> Path:
 
 
 def ask_for_keys(run_dir: Path, *, timeout_s: float) -> Path:
-    """Ask the training in ``run_dir`` for new keys of the buffer; return their folder when the old keys are retired.
+    """Ask the training in ``run_dir`` for new keys of the buffer. Return their folder when the old keys are invalid.
 
     Raises:
         ValueError: no training of this folder runs on this host.

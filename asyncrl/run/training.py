@@ -59,7 +59,7 @@ class Training:
         resumed: The checkpoint that the run continues from; None for a new run.
         first: The state in which the training begins.
         count_restarts: Returns the number of restarts of buffer and stores, for the summary.
-        all_answer: Returns whether buffer, stores and Ray still run. If not, a stopped training saves nothing.
+        all_answer: Returns whether buffer, stores and Ray still run. If False, a stopped training saves nothing.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Training:
                 await asyncio.shield(training)  # a signal stops the training between two steps
             result = await self._controller.account()
             after = await self._evaluate(result.policy_version)
-            await self._watching.last_advice()  # before the report, which shows it
+            await self._watching.last_advice()  # before the report, because the report shows it
             overlap = await self._explain()
         except asyncio.CancelledError:
             if self._all_answer():
@@ -129,10 +129,10 @@ class Training:
         return self._summarise(result, before, after, overlap)
 
     async def _replace_keys(self) -> Path:
-        """Replace the keys of the buffer's clients on all nodes; return their folder.
+        """Replace the keys of the buffer's clients on all nodes. Return the folder of the new keys.
 
-        The old keys stay valid until the last step, so after a failure all clients can still connect. Raises
-        `ValueError` if there are no keys, and `AsyncRLError` if a server does not answer.
+        The old keys stay valid until all nodes have the new keys. Raises `ValueError` if there are no keys, and
+        `AsyncRLError` if a server does not answer.
         """
         if not self._nodes.keys:
             raise ValueError(
@@ -153,23 +153,23 @@ class Training:
 
     async def _train_and_save(self) -> None:
         """Train, and save the policy at once, so that a later fault cannot lose it."""
-        gc.freeze()  # collecting all imported objects would pause training for a second
+        gc.freeze()  # a garbage collection of all imported objects takes a second
         await unless(self._controller.train(), [self._learner.death()])
         if not self._controller.is_stopped:
             await self._save_policy()
 
     async def _save_policy(self) -> None:
-        """Write ``policy/``; the folder appears when it is complete."""
+        """Write ``policy/``. The folder gets this name when it is complete."""
         unfinished = self._run_dir / ".policy.partial"
         await self._learner.save_policy(unfinished)
         await self._nodes.fetch(unfinished)
         unfinished.rename(self._run_dir / "policy")
 
     async def _keep(self, training: Awaitable[None], before: Evaluation | None) -> None:
-        """After a signal, finish the queued steps; then save a checkpoint, the policy and the summary.
+        """After a signal, finish the queued steps. Then save a checkpoint, the policy and the summary.
 
-        The checkpoint needs ``checkpoint.at_stop``, a folder that all ranks share, and remaining steps. Policy and
-        summary need a step of this life.
+        Save the checkpoint only with ``checkpoint.at_stop``, a folder that all ranks share, and remaining steps. Save
+        policy and summary only if this life has finished a step.
         """
         timeout_s = self._config.save_timeout_s
         self._controller.stop()
@@ -212,7 +212,7 @@ class Training:
         return evaluation
 
     async def _explain(self) -> dict[str, Any] | None:
-        """Write the overlap report and return it for the summary; None without a record.
+        """Write the overlap report, and return it for the summary; None if ``profile.enabled`` is false.
 
         A failure does not end the run.
         """
@@ -272,7 +272,7 @@ async def unless(
     *,
     on_death: Callable[[], None] = lambda: None,
 ) -> T:
-    """Return the result of ``work``. If a watcher raises, call ``on_death``, cancel ``work``, and raise its error."""
+    """Return the result of ``work``. If a watcher raises, call ``on_death``, cancel ``work``, and raise that error."""
     task = asyncio.ensure_future(work)
     watching = {asyncio.ensure_future(watcher) for watcher in watchers}
     try:

@@ -1,1 +1,1 @@
-"""Supervised fine-tuning with the learner's own trainer, packing and optimizer; also the warm start of a run."""
+"""Supervised fine-tuning with the learner's trainer, packing and optimizer. A run can begin with it as a warm start."""

@@ -72,7 +72,7 @@ class SftEvaluation:
 
 
 async def fine_tune(config: RunConfig) -> Path:
-    """Fine-tune ``model.path`` on ``sft.train_files``, or reuse an earlier result; return the policy's directory.
+    """Fine-tune ``model.path`` on ``sft.train_files``, or reuse an earlier result. Return the policy's directory.
 
     Raises:
         ValueError: an option or a file is wrong. The message names it.
@@ -112,7 +112,7 @@ async def _update(
     kept: Path,
     began_s: float,
 ) -> SftEvaluation:
-    """Update until the last step or an early stop; return the evaluation of the chosen policy. A collective operation.
+    """Update until the last step or an early stop, on all ranks. Return the evaluation of the chosen policy.
 
     The chosen policy is the best policy if ``sft.patience`` is above 0, else the last policy. Rank 0 writes it to
     ``kept``.
@@ -136,7 +136,7 @@ async def _update(
 
 
 def best_of(history: Sequence[SftEvaluation], metric: StopMetric) -> SftEvaluation:
-    """Return the best evaluation; the first one on a tie."""
+    """Return the best evaluation. If several are equally good, return the first of them."""
     if metric is StopMetric.val_loss:
         losses = [math.inf if one.val_loss is None or math.isnan(one.val_loss) else one.val_loss for one in history]
         return history[losses.index(min(losses))]
@@ -206,7 +206,7 @@ def _share(sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> list[TokenS
 
 
 def _learner_config(config: RunConfig) -> LearnerConfig:
-    """Return the learner's options with the optimizer of ``sft``, and the ranks and device of this process group."""
+    """Return the learner's options for fine-tuning: with the optimizer of ``sft``, and the ranks and device in use."""
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     num_here, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), visible_gpus()
     device = config.learner.device
@@ -248,7 +248,7 @@ def _batches(
 
 
 class GreedyAccuracy:
-    """Measures greedy accuracy of the current weights with an engine on rank 0, which broadcasts the result."""
+    """Measures the greedy accuracy of the current weights with an engine on rank 0. Rank 0 broadcasts the result."""
 
     def __init__(self, config: RunConfig, held_out: Sequence[Prompt]) -> None:
         device = EngineDevice(_learner_config(config).device.value)  # rank 0 and this engine share a device
@@ -274,7 +274,7 @@ class GreedyAccuracy:
         self._directory.cleanup()
 
     async def accuracy(self, trainer: Trainer, step: int) -> float:
-        """Return the mean greedy reward over the held-out prompts, on every rank. A collective operation."""
+        """Return the mean greedy reward over the held-out prompts. All ranks call this and get the same result."""
         if self._publisher is None:
             directory = _first_of([self._directory.name], trainer.mesh)
             self._publisher = WeightPublisher(PretrainedShards.of(trainer), directory, keep=2)
@@ -291,5 +291,5 @@ class GreedyAccuracy:
 
 
 def _first_of(value: list[Any], mesh: LearnerMesh) -> Any:
-    """Return the value of rank 0 on every rank. A collective operation."""
+    """Return rank 0's first value. All ranks call this."""
     return gather_values(value[0], type(value[0]), dist.group.WORLD if mesh.num_ranks > 1 else None)[0]

@@ -1,7 +1,7 @@
-"""Fine-tunes the initial policy of a run, or reuses the policy of an earlier run with the same settings.
+"""The warm start: fine-tunes the initial policy of a run, or reuses an earlier policy of the same settings.
 
-The warm start is a process of ``asyncrl sft``. On the CPU, it starts at once, in parallel with the start of the run. On
-a GPU, it starts when Ray has reserved a GPU.
+It is a process of ``asyncrl sft``. On the CPU, the process starts at once, in parallel with the start of the run. On a
+GPU, it starts when Ray has reserved a GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def needs_fine_tuning(config: RunConfig) -> bool:
 
 
 def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
-    """Read the `RESULT` of the fine-tuned policy of these settings; None if it does not exist yet.
+    """Read the file `RESULT` of the policy of these settings; None if this policy does not exist yet.
 
     Raises:
         ValueError: ``sft.output_path`` contains other files, or a policy of other settings.
@@ -73,8 +73,8 @@ def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
 def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Callable[[Path], object]) -> Path:
     """Create the policy's folder atomically and return it. Raises the errors of `finished_warm_start`.
 
-    The file `RESULT` gets ``result`` and the digest of the settings. ``write_policy`` must create a folder at its
-    argument, with the policy.
+    ``write_policy`` gets a path, and must write the policy into a new folder there. The file `RESULT` gets ``result``
+    and the digest of the settings.
     """
     folder = warm_start_path(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def settings_digest(config: RunConfig) -> str:
 
 
 def _evaluation_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings of evaluations, which affect the step of an early stop."""
+    """Return the settings of evaluations, because evaluations decide when fine-tuning stops early."""
     if not config.sft.eval_prompts:
         return {}
     data = {name: value for name, value in asdict(config.data).items() if not name.endswith("_files")}
@@ -149,13 +149,13 @@ class WarmStart:
         return self._task is not None and self._task.done()
 
     def begin(self, config: RunConfig, visible_devices: str = "") -> None:
-        """Start the task on the GPUs ``visible_devices``, as in ``CUDA_VISIBLE_DEVICES``; on the CPU if it is empty."""
+        """Start the task on the GPUs ``visible_devices``, as in ``CUDA_VISIBLE_DEVICES``. Empty: on the CPU."""
         if self._task is not None:
             raise RuntimeError("the warm start has begun already; begin it once")
         self._task = asyncio.create_task(self._warm_start(config, visible_devices=visible_devices))
 
     async def policy(self) -> Path:
-        """Wait for the warm start; return the policy's directory. Raises the errors of `warm_start`."""
+        """Wait for the warm start. Return the policy's directory. Raises the errors of `warm_start`."""
         if self._task is None:
             raise RuntimeError("the warm start has not begun; call begin first")
         return await asyncio.shield(self._task)
@@ -175,14 +175,14 @@ async def warm_start(
     *,
     visible_devices: str = "",
 ) -> Path:
-    """Return the directory of the initial policy. If ``sft.enabled``, fine-tune it first.
+    """Return the directory of the initial policy. If ``sft.enabled``, fine-tune the policy first.
 
     ``overrides`` is the command line of the run. ``visible_devices`` names the GPUs for ``asyncrl sft``, as in
-    ``CUDA_VISIBLE_DEVICES``; empty for none. Its output goes to ``log_path``.
+    ``CUDA_VISIBLE_DEVICES``; empty for none. The output of ``asyncrl sft`` goes to ``log_path``.
 
     Raises:
         WorkerDiedError: ``asyncrl sft`` failed. The message ends with the last lines of its output.
-        DeadlineError: ``asyncrl sft``, of this run or of another one, made no progress for ``sft.progress_timeout_s``.
+        DeadlineError: this or another run's ``asyncrl sft`` made no progress for ``sft.progress_timeout_s``.
     """
     policy = policy_path(config)
     if not config.sft.enabled:
@@ -214,12 +214,12 @@ async def warm_start(
 
 @asynccontextmanager
 async def _lock(policy: Path, timeout_s: float, say: Callable[[str], None]) -> AsyncIterator[Callable[[], None]]:
-    """Allow only one run at a time to make the policy at this path. Yields a function that reports progress.
+    """Lock the policy's path, so that only one run at a time makes the policy. Yields a function to report progress.
 
-    Each report sets the modification time of the lock file, so that a waiting run detects a holder that hangs.
+    Each report sets the modification time of the lock file. A waiting run reads this time.
 
     Raises:
-        DeadlineError: the holder reported no progress for ``timeout_s`` seconds.
+        DeadlineError: the run with the lock reported no progress for ``timeout_s`` seconds.
     """
     policy.parent.mkdir(parents=True, exist_ok=True)
     path = policy.with_name(f".{policy.name}.lock")
