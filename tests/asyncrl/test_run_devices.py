@@ -180,7 +180,7 @@ async def test_a_warm_start_on_a_gpu_needs_one_on_the_node_of_the_controller(gpu
     config = run(f"output_dir={tmp_path}", "learner.device=cuda", "rollout_fleet.device=cpu")
     async with ray_cluster(config):
         with pytest.raises(
-            ValueError, match=r"the warm start .* must have a GPU, got none; start the run on a node with"
+            ValueError, match=r"must have a GPU for the warm start .*, got none; start the run on a node with"
         ):
             async with gpu_of_this_node(config):
                 pass
