@@ -295,7 +295,7 @@ class DataProto:
                 raise TypeError(f"names must be a string or a list of strings, got {type(keys).__name__}")
         old, new = ([keys] if isinstance(keys, str) else list(keys or ()) for keys in (old_keys, new_keys))
         if len(old) != len(new) or len(set(old)) != len(old) or len(set(new)) != len(new):
-            raise ValueError(f"rename needs equally many old and new names without repetition, got {old} and {new}")
+            raise ValueError(f"rename needs as many new names as old names, each once, got {old} and {new}")
         # Remove all entries first, because two tensors may exchange their names.
         (tensors,) = columns.pop_all({"batch": self.batch}, [old])
         for key, tensor in zip(new, tensors.values(), strict=True):

@@ -164,7 +164,9 @@ class Worker(WorkerHelper):
         `get_dispatch_collect` of that worker returns the last two arguments.
         """
         if not dispatch_dp_rank or not collect_dp_rank:
-            raise UsageError(f"mesh {mesh_name!r} cannot copy a worker without a mesh; register its mesh first")
+            raise UsageError(
+                f"mesh {mesh_name!r} cannot follow a worker that registered no mesh; register the mesh of that worker first"
+            )
         dp_rank, is_collect = list(dispatch_dp_rank.values())[-1], list(collect_dp_rank.values())[-1]
         self._register_dispatch_collect_info(mesh_name, dp_rank, is_collect)
 
