@@ -165,7 +165,7 @@ class Worker(WorkerHelper):
         """
         if not dispatch_dp_rank or not collect_dp_rank:
             raise UsageError(
-                f"mesh {mesh_name!r} cannot follow a worker that registered no mesh; register the mesh of that worker first"
+                f"mesh {mesh_name!r} cannot follow a worker that registered no mesh; register its mesh first"
             )
         dp_rank, is_collect = list(dispatch_dp_rank.values())[-1], list(collect_dp_rank.values())[-1]
         self._register_dispatch_collect_info(mesh_name, dp_rank, is_collect)
