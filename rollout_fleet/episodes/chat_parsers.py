@@ -64,14 +64,20 @@ class LibraryParser:
     ) -> tuple[str, list[tuple[str, Any]], list[str]]:
         """See `ToolCallParser.split`."""
         content_ids, calls = self._parser.extract(list(token_ids))
-        good: list[tuple[str, Any]] = []
-        malformed: list[str] = []
-        for call in calls:
-            if call.status == "ok" and call.name and is_usable(call.arguments):
-                good.append((call.name, call.arguments))
-            else:
-                malformed.append(call.raw)
+        good, malformed = split_calls(calls)
         return self._tokenizer.decode(content_ids), good, malformed
+
+
+def split_calls(calls: Sequence[Any]) -> tuple[list[tuple[str, Any]], list[str]]:
+    """Split calls of the library ``renderers`` into names with arguments, and the texts of malformed calls."""
+    good: list[tuple[str, Any]] = []
+    malformed: list[str] = []
+    for call in calls:
+        if call.status == "ok" and call.name and is_usable(call.arguments):
+            good.append((call.name, call.arguments))
+        else:
+            malformed.append(call.raw)
+    return good, malformed
 
 
 class SGLangParser:

@@ -14,10 +14,10 @@ from typing import Any
 
 from asyncrl.core.image_files import is_vision_model
 
-from .chat_parsers import JSON_TAGS, REASONING_BEGIN, REASONING_END, make_tool_parser, split_reasoning
+from .chat_parsers import JSON_TAGS, REASONING_BEGIN, REASONING_END, make_tool_parser, split_calls, split_reasoning
 from .chat_tokenizer import PLAIN_ROLES, PLAIN_TEMPLATE, ChatTokenizer
 from .config import RendererConfig
-from .environment import is_usable, read_json
+from .environment import read_json
 
 AUTO = "auto"
 TEMPLATE = "template"
@@ -165,13 +165,7 @@ class LibraryRenderer(ChatRenderer):
             answer = self._inner.parse_response(list(sampled_ids), tools=_tools(tools), prompt_ids=list(prompt_ids))
         except RecursionError:  # the policy wrote JSON with too many levels
             return ParsedAnswer(content=self.tokenizer.decode(self.without_stop(sampled_ids)), num_malformed=1)
-        calls: list[tuple[str, Any]] = []
-        malformed: list[str] = []
-        for call in answer.tool_calls:
-            if call.status == "ok" and call.name and is_usable(call.arguments):
-                calls.append((call.name, call.arguments))
-            else:
-                malformed.append(call.raw)
+        calls, malformed = split_calls(answer.tool_calls)
         return ParsedAnswer(
             content="\n".join(filter(None, [answer.content, *malformed])),
             reasoning=answer.reasoning_content or "",
