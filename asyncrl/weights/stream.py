@@ -27,6 +27,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -112,7 +113,7 @@ class WeightSender:
         self._coordinator: RoundCoordinator | None = None
         self._channel: WeightChannel | None = None
         self._member: GroupMember | None = None
-        self._is_closed = threading.Event()
+        self._closed: Future[None] = Future()
         works = [self._take_part]
         if address is None:
             host = interface_address(options.interface)
@@ -157,7 +158,8 @@ class WeightSender:
 
     def close(self) -> None:
         """Abandon a running round, and take part in no further round. May be called more than once."""
-        self._is_closed.set()
+        if not self._closed.done():
+            self._closed.set_result(None)
         if self._coordinator is not None:
             self._coordinator.close()
         if (channel := self._channel) is not None:
@@ -172,11 +174,11 @@ class WeightSender:
     def _take_part(self) -> None:
         """Send in every round that rank 0 announces. Connect again if the connection is lost."""
         number, is_sent = 0, True
-        while not self._is_closed.is_set():
+        while not self._closed.done():
             try:
                 with WeightChannel(self.address) as channel:
                     self._channel = channel  # before `connect`, so that `close` can interrupt it
-                    if self._is_closed.is_set():
+                    if self._closed.done():
                         return
                     channel.connect(rounds.SILENCE_S)
                     while True:
@@ -185,7 +187,7 @@ class WeightSender:
                         this = msgspec.convert(channel.receive(None), Round)
                         number, is_sent = this.number, self._send(this)
             except (WeightsError, TimeoutError) as error:
-                if not self._is_closed.wait(_RETRY_S):
+                if not wait({self._closed}, _RETRY_S).done:
                     logger.warning("learner rank %d connects to rank 0 again: %s", self._rank, error)
 
     def _send(self, this: Round) -> bool:
@@ -196,7 +198,11 @@ class WeightSender:
             if (part := self._parts.get(this.version)) is None:
                 raise WeightsGone(f"rank {self._rank} no longer holds policy version {this.version}")
             sending = on_own_thread(partial(self._transfer, this, part, RoundDeadline(this.timeout_s)))
-            sending.result(this.timeout_s + HOST_WINDOW_S)  # a blocked group is abandoned
+            # After `close` or the deadline, a blocked group is abandoned.
+            wait({sending, self._closed}, this.timeout_s + HOST_WINDOW_S, FIRST_COMPLETED)
+            if self._closed.done():
+                return False
+            sending.result(0.0)
         except Exception as error:  # noqa: BLE001 - a group raises various errors if a member is lost
             logger.warning("round %d of policy version %d failed: %s", this.number, this.version, one_line(error))
             if self._member is not None:

@@ -502,6 +502,15 @@ def test_closed_senders_leave_no_thread(ranks):
     assert not [thread for thread in threading.enumerate() if thread.name == "weight-rounds"]
 
 
+def test_senders_that_are_closed_in_a_round_leave_no_thread(ranks_into_engines, tmp_path):
+    weights = ArrivingWeights(offered_by(ranks_into_engines, 1, tmp_path), torch.device("cpu"), timeout_s=10.0)
+    next(weights.tensors())  # the receiver takes no further bytes, and the round goes on
+    for state in ranks_into_engines:
+        state["sender"].close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "weight-rounds"]
+    weights.close()
+
+
 def test_a_sender_that_is_closed_while_it_connects_leaves_no_thread():
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
