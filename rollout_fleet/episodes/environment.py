@@ -336,7 +336,8 @@ def read_json(text: str) -> Any:
         value = json.loads(text)
     except RecursionError as error:
         raise ValueError(f"JSON must have at most {MAX_LEVELS} levels, got more") from error
-    if not is_usable(value):
+    is_plain = text.isascii() and "\\" not in text and text.count("{") + text.count("[") <= MAX_LEVELS
+    if not is_plain and not is_usable(value):
         raise ValueError(f"JSON must have at most {MAX_LEVELS} levels and valid Unicode, got {text[:100]!r}")
     return value
 
