@@ -62,7 +62,7 @@ class _PinnedEngine(SGLangEngine):
 
     def __init__(self, *arguments: Any, core: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.server = self._server
+        self.server = self.server
         self._core = core
         self.num_heard = 0
 

@@ -64,17 +64,17 @@ async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.inf
         DeadlineError: the cluster does not answer within ``ray.start_timeout_s``.
         ValueError: the run needs more resources than the cluster has.
     """
+    where = f"at ray.address={config.ray.address}" if config.ray.address else "on this machine"
     starting = asyncio.ensure_future(asyncio.to_thread(_start_or_join, config))
     try:
         try:
             await asyncio.wait_for(asyncio.shield(starting), config.ray.start_timeout_s)
         except TimeoutError:
             raise missed(
-                f"Ray did not come up within ray.start_timeout_s={config.ray.start_timeout_s:g} s "
-                f"(address {config.ray.address or 'of our own'!r}); raise it, or look into Ray's session logs"
+                f"Ray {where} did not come up within ray.start_timeout_s={config.ray.start_timeout_s:g} s; raise it, "
+                "or look into Ray's session logs"
             ) from None
         except Exception as error:
-            where = f"at ray.address={config.ray.address}" if config.ray.address else "on this machine"
             raise ClusterDiedError(f"Ray {where} did not come up: {error}; look into Ray's session logs") from error
         yield await asyncio.to_thread(_checked_against_cluster, config, say)
     finally:

@@ -103,7 +103,11 @@ class _StreamedSample(RunningSample):
 
 
 class SGLangEngine(Engine):
-    """An engine with an SGLang server. `start` launches a new server unless ``server`` is given."""
+    """An engine with an SGLang server. `start` launches a new server unless ``server`` is given.
+
+    Attributes:
+        server: The server.
+    """
 
     sample_type = _StreamedSample
 
@@ -120,7 +124,7 @@ class SGLangEngine(Engine):
     ) -> None:
         self._config = config
         self._facts: ModelFacts = read_model_facts(model_path)
-        self._server = server or SGLangServer(
+        self.server = server or SGLangServer(
             config,
             model_path=model_path,
             device=device,
@@ -130,13 +134,13 @@ class SGLangEngine(Engine):
             head_dim=self._facts.head_dim,
         )
         super().__init__(
-            self._server.name,
+            self.server.name,
             vocab_size=self._facts.vocab_size,
             silence_timeout_s=config.silence_timeout_s,
-            log_tail=self._server.log_tail,
+            log_tail=self.server.log_tail,
             image_token_id=self._facts.image_token_id,
         )
-        self._client = SGLangClient(self._server)
+        self._client = SGLangClient(self.server)
         self._loading_turn = asyncio.Lock()
         self._is_released = False
         self._has_said_it_keeps = False
@@ -144,13 +148,13 @@ class SGLangEngine(Engine):
     async def start(self) -> None:
         """See `Engine.start`."""
         began_s = time.monotonic()
-        await self._server.start()
+        await self.server.start()
         await self._client.open()
         spent_s, timeout_s = time.monotonic() - began_s, self._config.start_timeout_s
         async with self._deadline("generate", timeout_s, "start_timeout_s", spent_s=spent_s):
             await self._client.call("GET", "/model_info")
             await self._warm_up()
-        self._come_up(self._server.wait_exit, self._silence.wait)
+        self._come_up(self.server.wait_exit, self._silence.wait)
         logger.info("%s: up", self._name)
 
     async def release_memory(self) -> None:
@@ -163,7 +167,7 @@ class SGLangEngine(Engine):
             self._deadline("release its memory", self._config.load_timeout_s, "load_timeout_s"),
         ):
             await self._order("/pause_generation", {"mode": "retract"}, status="ok")
-            if self._server.saves_memory:
+            if self.server.saves_memory:
                 await self._post("/release_memory_occupation", {})
             elif not self._has_said_it_keeps:
                 logger.warning("%s: only pauses; it has no memory saver and keeps its memory", self._name)
@@ -211,7 +215,7 @@ class SGLangEngine(Engine):
         """See `Engine.stop`."""
         self._go_down()
         await self._client.close()
-        await self._server.stop()
+        await self.server.stop()
 
     async def _probe(self) -> None:
         await self._client.call("GET", "/server_info")
@@ -348,13 +352,13 @@ class SGLangEngine(Engine):
         ``stands_still`` is called when the running step is done. Returns the seconds from then until the server
         continues.
         """
-        order, number = self._server.weight_order, secrets.token_hex(8)
+        order, number = self.server.weight_order, secrets.token_hex(8)
         timeout_s = self._config.load_timeout_s * LOADERS_SHARE
         order.write_text(json.dumps({"order": number, "offer": asdict(offer), "timeout_s": timeout_s}))
         keeps = self._config.sglang.on_update is OnUpdate.keep
         with _stage("pause", offer):
             await self._order("/pause_generation", {"mode": "in_place" if keeps else "retract"}, status="ok")
-        takes_memory_back = self._is_released and self._server.saves_memory
+        takes_memory_back = self._is_released and self.server.saves_memory
         with _stage("running step", offer):
             if takes_memory_back:
                 await self._post("/resume_memory_occupation", {"tags": ["weights"]})
@@ -363,7 +367,7 @@ class SGLangEngine(Engine):
         paused_s = time.perf_counter()
         no_tensors = base64.b64encode(pickle.dumps([])).decode()
         body = {
-            "serialized_named_tensors": [no_tensors] * self._server.tp_size,
+            "serialized_named_tensors": [no_tensors] * self.server.tp_size,
             "load_format": WEIGHT_LOADER,
             "flush_cache": not keeps,
         }
@@ -391,9 +395,9 @@ class SGLangEngine(Engine):
 
     def _verified_values(self, offer: WeightOffer, number: str) -> int:
         num_values = 0
-        for rank in range(self._server.tp_size):
+        for rank in range(self.server.tp_size):
             try:
-                report = json.loads(report_path(self._server.weight_order, rank).read_text())
+                report = json.loads(report_path(self.server.weight_order, rank).read_text())
             except (FileNotFoundError, ValueError) as error:
                 raise EngineError(f"{self._name}: rank {rank} did not report on {offer.manifest}: {error!r}") from error
             if "error" in report:

@@ -115,6 +115,11 @@ class SGLangServer:
         return f"http://127.0.0.1:{self._port}"
 
     @property
+    def guard(self) -> Process | None:
+        """The process that runs the server and ends with it (`process_guard`). None before `start`."""
+        return self._guard
+
+    @property
     def headers(self) -> dict[str, str]:
         """Headers with the server's key, which every request needs."""
         return {"Authorization": f"Bearer {self._api_key}"}
@@ -205,7 +210,7 @@ class SGLangServer:
         on_cpu = self._device is EngineDevice.cpu
         has_kernels = not on_cpu or importlib.util.find_spec("sgl_kernel") is not None
         write_plugin(scratch / "plugins", has_kernels=has_kernels)
-        command = [sys.executable, "-m", "sglang.launch_server", *self._arguments(scratch)]
+        command = [sys.executable, "-m", "sglang.launch_server", *self.arguments(scratch)]
         guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(scratch)]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         logger.info("%s: starting on port %d, log in %s", self.name, self._port, self.log_path)
@@ -213,7 +218,7 @@ class SGLangServer:
             self._guard = await asyncio.create_subprocess_exec(
                 *guard,
                 *command,
-                env=self._environment(scratch),
+                env=self.environment(scratch),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
@@ -265,7 +270,8 @@ class SGLangServer:
                 if READY_LINE in line:
                     self._ready.set()
 
-    def _arguments(self, scratch: Path) -> list[str]:
+    def arguments(self, scratch: Path) -> list[str]:
+        """Return the arguments of ``sglang.launch_server``. ``scratch`` is the server's folder for temporary files."""
         config, on_cpu = self._config, self._device is EngineDevice.cpu
         arguments = {
             "--config": str(scratch / "server.yaml"),
@@ -301,7 +307,8 @@ class SGLangServer:
             flags += ["--disable-radix-cache", "--disable-overlap-schedule"]
         return [*(word for pair in arguments.items() for word in pair), *flags, *config.extra_args]
 
-    def _environment(self, scratch: Path) -> dict[str, str]:
+    def environment(self, scratch: Path) -> dict[str, str]:
+        """Return the environment variables of the server."""
         environment = {
             **without_secrets(self._fleet.pass_secrets),
             "TMPDIR": str(scratch),

@@ -545,7 +545,11 @@ class _PendingSample(RunningSample):
 
 
 class TransformersEngine(Engine):
-    """An engine in this process. `start` loads the model."""
+    """An engine in this process. `start` loads the model.
+
+    Attributes:
+        model: The model that generates.
+    """
 
     sample_type = _PendingSample
 
@@ -560,7 +564,7 @@ class TransformersEngine(Engine):
             image_token_id=facts.image_token_id,
         )
         self._config = config
-        self._model = GenerationModel(
+        self.model = GenerationModel(
             model_path,
             facts=facts,
             dtype=config.transformers.dtype,
@@ -577,7 +581,7 @@ class TransformersEngine(Engine):
     async def start(self) -> None:
         """See `Engine.start`."""
         async with self._deadline("load its model", self._config.start_timeout_s, "start_timeout_s"):
-            await self._in_thread(self._model.load)
+            await self._in_thread(self.model.load)
         self._come_up(self._run_batches, self._silence.wait)
         logger.info("%s: up", self._name)
 
@@ -586,7 +590,7 @@ class TransformersEngine(Engine):
         if self._running:
             raise EngineError(f"{self._name} cannot release its memory while it generates {len(self._running)} samples")
         async with self._idle_model:
-            await self._in_thread(self._model.release)
+            await self._in_thread(self.model.release)
         logger.info("%s: released its weights", self._name)
 
     async def load_weights(self, offer: WeightOffer) -> float:
@@ -603,7 +607,7 @@ class TransformersEngine(Engine):
             with self._silence.paused() as stands_still:
                 stands_still()
                 async with self._loading(offer, self._config.load_timeout_s):
-                    load = partial(self._model.load_weights, offer, timeout_s=self._config.load_timeout_s)
+                    load = partial(self.model.load_weights, offer, timeout_s=self._config.load_timeout_s)
                     await self._in_thread(load)
             self._version = offer.version
             return time.perf_counter() - started
@@ -638,7 +642,7 @@ class TransformersEngine(Engine):
                 batch = self._next_batch()
                 version = self._version
                 try:
-                    outputs = await self._in_thread(self._model.generate, batch, version)
+                    outputs = await self._in_thread(self.model.generate, batch, version)
                 except Exception as error:
                     raise WorkerDiedError(
                         f"{self._name} failed while generating {len(batch)} samples: {error!r}"

@@ -95,7 +95,7 @@ def on_cards(tmp_path_factory):
     engines = [engine_of(name, folder) for name in EXPERIMENTS]
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "support" / "pretended_card.py")],
-        input=json.dumps([engine._server._arguments(folder) for _, engine in engines]),
+        input=json.dumps([engine.server.arguments(folder) for _, engine in engines]),
         env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PATH": os.defpath},
         capture_output=True,
         text=True,

@@ -77,6 +77,6 @@ def test_an_inference_server_gets_no_secret_but_those_that_are_passed(judge, tmp
         log_dir=str(tmp_path),
         seed=0,
     )
-    environment = server._environment(tmp_path)
+    environment = server.environment(tmp_path)
     assert {"OPENAI_API_KEY", "HF_TOKEN"} & set(environment) == set(passed)
     assert "PATH" in environment

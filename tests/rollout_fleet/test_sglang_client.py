@@ -124,7 +124,7 @@ async def test_one_connection_carries_one_batch_of_samples_after_another(client,
             rank=0,
             log_dir="",
             seed=0,
-            server=client._server,
+            server=client.server,
         )
         engine._come_up()
         await engine._client.open()
@@ -136,7 +136,7 @@ async def test_one_connection_carries_one_batch_of_samples_after_another(client,
 
 
 def test_the_client_drops_idle_connections_before_the_server_does(client, tmp_path):
-    assert client._server._environment(tmp_path)["SGLANG_TIMEOUT_KEEP_ALIVE"] == str(SERVER_KEEP_ALIVE_S)
+    assert client.server.environment(tmp_path)["SGLANG_TIMEOUT_KEEP_ALIVE"] == str(SERVER_KEEP_ALIVE_S)
     assert sglang_server.CLIENT_KEEP_ALIVE_S < SERVER_KEEP_ALIVE_S / 2
 
 
@@ -213,7 +213,7 @@ async def test_the_death_of_the_server_is_raised_instead_of_a_broken_connection(
     async def died() -> None:
         raise WorkerDiedError("sglang-0 died with exit status 9")
 
-    monkeypatch.setattr(client._server, "wait_exit", died)
+    monkeypatch.setattr(client.server, "wait_exit", died)
     await client.call("POST", "/continue_generation", {})
     with pytest.raises(WorkerDiedError, match="exit status 9"):
         await client.call("POST", "/weights_checker", {})

@@ -202,7 +202,7 @@ async def failing_engine(engine, model_path, tmp_path):
         rank=0,
         log_dir="",
         seed=0,
-        server=RunningServer(engine._server),
+        server=RunningServer(engine.server),
     )
     await failing.start()
     failing._version, failing._verified = engine.version, {engine.version}
@@ -330,7 +330,7 @@ async def test_a_server_listens_on_loopback_alone_and_in_folders_of_its_user(eng
 
 
 async def test_the_port_answers_only_who_holds_the_key(engine):
-    async with aiohttp.ClientSession(engine._server.url) as stranger, stranger.get("/model_info") as response:
+    async with aiohttp.ClientSession(engine.server.url) as stranger, stranger.get("/model_info") as response:
         assert response.status == 401
 
 
@@ -339,7 +339,7 @@ async def test_a_killed_server_is_noticed_at_once_and_nothing_of_it_is_left(engi
     scratch = re.search(r"--config (\S+)/server.yaml", " ".join(processes[0].cmdline())).group(1)
     shared_memory = shared_memory_of(processes)
     assert left_in_shared_memory(shared_memory), "a table of loads"
-    port = int(engine._server.url.rsplit(":", 1)[1])
+    port = int(engine.server.url.rsplit(":", 1)[1])
     running = asyncio.create_task(answer(engine, requests_of(4, max_new_tokens=400, top_k=3)))
     await until_writing(engine)
     processes[0].send_signal(signal.SIGKILL)
@@ -371,9 +371,9 @@ OWNER = """
         device, (model, logs) = EngineDevice.cpu, sys.argv[1:]
         engine = SGLangEngine(config, model_path=model, device=device, rank=5, log_dir=logs, seed=0)
         start = asyncio.create_task(engine.start())
-        while engine._server._guard is None:
+        while engine.server.guard is None:
             await asyncio.sleep(0)
-        print(engine._server._guard.pid, flush=True)
+        print(engine.server.guard.pid, flush=True)
         await start
         print("up", flush=True)
         await engine.wait_failed()

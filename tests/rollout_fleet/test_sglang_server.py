@@ -64,7 +64,7 @@ async def make_server(tmp_path, monkeypatch):
 
 
 def launched_by(server):
-    (process,) = psutil.Process(server._guard.pid).children()
+    (process,) = psutil.Process(server.guard.pid).children()
     return process
 
 
@@ -112,7 +112,7 @@ async def test_a_start_that_takes_too_long_is_stopped_and_named(make_server):
         DeadlineError, match=r"was not up within 1.0 s; raise rollout_fleet.start_timeout_s if the model"
     ):
         await server.start()
-    assert server._guard.returncode is not None
+    assert server.guard.returncode is not None
 
 
 @pytest.mark.parametrize("is_made", [False, True], ids=["before its guard is made", "after"])
@@ -132,7 +132,7 @@ async def test_a_server_stopped_while_it_is_launched_leaves_nothing(make_server,
     await server.stop()
     with pytest.raises(WorkerDiedError, match="sglang-5 was stopped"):
         await start
-    assert server._guard.returncode is not None
+    assert server.guard.returncode is not None
     assert not list(tmp_path.glob("asyncrl-*"))
 
 
@@ -140,7 +140,7 @@ async def test_a_guard_that_stands_still_is_killed_and_the_kernel_kills_the_serv
     server = make_server(COMES_UP, stop_timeout_s=0.1)
     await server.start()
     process, scratch = launched_by(server), server._scratch
-    server._guard.send_signal(signal.SIGSTOP)
+    server.guard.send_signal(signal.SIGSTOP)
     await server.stop()
     await asyncio.to_thread(psutil.wait_procs, [process], 10)
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
@@ -168,31 +168,31 @@ def test_a_server_reports_log_probs_under_the_temperature_whatever_the_shell_has
     make_server, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
-    assert make_server("")._environment(tmp_path)["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "false"
+    assert make_server("").environment(tmp_path)["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "false"
 
 
 def test_the_command_line_follows_device_and_options(make_server, tmp_path):
     config = SGLangConfig(memory_saver=True, tp_size=2, extra_args=["--chunked-prefill-size", "64"])
     on_cpu = make_server("", config=config)
-    arguments = on_cpu._arguments(tmp_path)
+    arguments = on_cpu.arguments(tmp_path)
     assert option(arguments, "--dtype") == "float32"
     assert not {"--enable-memory-saver", "--disable-radix-cache", "--enable-fp32-lm-head"} & set(arguments)
     assert arguments[-2:] == ["--chunked-prefill-size", "64"]
     assert str(sglang_server.CPU_KV_TOKENS) in arguments
-    assert on_cpu._environment(tmp_path)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+    assert on_cpu.environment(tmp_path)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
     on_gpu = make_server("", config=config, device=EngineDevice.cuda)
-    arguments = on_gpu._arguments(tmp_path)
+    arguments = on_gpu.arguments(tmp_path)
     assert option(arguments, "--dtype") == "bfloat16"
     assert {"--enable-memory-saver", "--enable-fp32-lm-head"} <= set(arguments)
     assert not {"--max-total-tokens", "--attention-backend"} & set(arguments)
-    assert "SGLANG_USE_CPU_ENGINE" not in on_gpu._environment(tmp_path)
+    assert "SGLANG_USE_CPU_ENGINE" not in on_gpu.environment(tmp_path)
     keeping = make_server("", config=SGLangConfig(on_update=OnUpdate.keep))
-    assert {"--disable-radix-cache", "--disable-overlap-schedule"} <= set(keeping._arguments(tmp_path))
+    assert {"--disable-radix-cache", "--disable-overlap-schedule"} <= set(keeping.arguments(tmp_path))
 
 
 def test_a_server_on_cuda_takes_triton_for_head_sizes_that_other_backends_lack(make_server, tmp_path):
     def backend(head_dim, device=EngineDevice.cuda, **options):
-        arguments = make_server("", device=device, head_dim=head_dim, **options)._arguments(tmp_path)
+        arguments = make_server("", device=device, head_dim=head_dim, **options).arguments(tmp_path)
         return [word for name, word in itertools.pairwise(arguments) if name == "--attention-backend"]
 
     assert [backend(head_dim) for head_dim in (16, 80, 96)] == [["triton"]] * 3
@@ -224,7 +224,7 @@ def test_compiled_kernels_outlive_the_scratch_folder_of_a_cuda_server(make_serve
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("QUACK_CACHE_DIR", "/elsewhere")
     scratch = tmp_path / "scratch"
-    environment = make_server("", device=EngineDevice.cuda)._environment(scratch)
+    environment = make_server("", device=EngineDevice.cuda).environment(scratch)
     assert environment["TMPDIR"] == str(scratch)
     assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "asyncrl" / "compile" / "torchinductor")
     assert environment["QUACK_CACHE_DIR"] == "/elsewhere", "the user's own choice stays"
@@ -244,7 +244,7 @@ def test_a_cuda_server_starts_without_a_folder_for_compiled_kernels_and_says_so(
 ):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    environment = make_server("", device=EngineDevice.cuda)._environment(tmp_path)
+    environment = make_server("", device=EngineDevice.cuda).environment(tmp_path)
     assert "TORCHINDUCTOR_CACHE_DIR" not in environment
     assert "set XDG_CACHE_HOME to a writable folder" in caplog.text
 
@@ -253,7 +253,7 @@ def test_a_cuda_server_starts_without_a_folder_for_compiled_kernels_and_says_so(
 def test_a_cuda_server_does_not_inherit_how_torch_allocates(make_server, tmp_path, monkeypatch, name):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(name, "expandable_segments:True")
-    assert name not in make_server("", device=EngineDevice.cuda)._environment(tmp_path)
+    assert name not in make_server("", device=EngineDevice.cuda).environment(tmp_path)
 
 
 @pytest.mark.parametrize(

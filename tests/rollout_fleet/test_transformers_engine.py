@@ -226,8 +226,8 @@ async def test_a_load_waits_for_a_batch_that_outlasts_its_deadline(start, publis
     engine = await start(load_timeout_s=0.5)
     outputs = await answer(engine, requests_of(1))
     begun = threading.Event()
-    monkeypatch.setattr(engine._model, "generate", lambda *_: begun.set() or time.sleep(0.8) or outputs)
-    monkeypatch.setattr(engine._model, "load_weights", lambda *_, **__: None)
+    monkeypatch.setattr(engine.model, "generate", lambda *_: begun.set() or time.sleep(0.8) or outputs)
+    monkeypatch.setattr(engine.model, "load_weights", lambda *_, **__: None)
     running = asyncio.create_task(answer(engine, requests_of(1)))
     await asyncio.to_thread(begun.wait, 30)
     assert await engine.load_weights(publish(1)) < 0.5, "the wait for the batch is not part of the load"
@@ -238,7 +238,7 @@ async def test_a_load_waits_for_a_batch_that_outlasts_its_deadline(start, publis
 async def test_a_load_that_waits_for_a_silent_batch_ends_with_the_silence(start, publish, monkeypatch):
     engine = await start(silence_timeout_s=0.3)
     begun, stuck = threading.Event(), threading.Event()
-    monkeypatch.setattr(engine._model, "generate", lambda *_: begun.set() or (stuck.wait(60) and []))
+    monkeypatch.setattr(engine.model, "generate", lambda *_: begun.set() or (stuck.wait(60) and []))
     running = asyncio.create_task(answer(engine, requests_of(1)))
     await asyncio.to_thread(begun.wait, 30)
     with pytest.raises(DeadlineError, match="produced no token"):
@@ -250,7 +250,7 @@ async def test_a_load_that_waits_for_a_silent_batch_ends_with_the_silence(start,
 async def test_a_load_that_hangs_names_its_option_and_fails_the_engine(start, publish, monkeypatch):
     engine = await start(load_timeout_s=0.1)
     stuck = threading.Event()
-    monkeypatch.setattr(engine._model, "load_weights", lambda *_, **__: stuck.wait(60))
+    monkeypatch.setattr(engine.model, "load_weights", lambda *_, **__: stuck.wait(60))
     want = r"transformers-0 did not load policy version 1 from .* within rollout_fleet.load_timeout_s = 0.1 s"
     for failed in (engine.load_weights(publish(1)), engine.wait_failed(), answer(engine, requests_of(1))):
         with pytest.raises(DeadlineError, match=want):
@@ -299,7 +299,7 @@ async def test_sampling_defaults_that_come_with_a_model_are_not_applied(model_pa
 
 async def test_aborted_samples_are_cut_off_and_the_others_of_their_batch_go_on(start):
     engine = await start()
-    engine._model._eos_ids = ()
+    engine.model._eos_ids = ()
     requests = requests_of(2, max_new_tokens=300)
     running = asyncio.create_task(answer(engine, requests))
     await until_writing(engine)
@@ -313,7 +313,7 @@ async def test_aborted_samples_are_cut_off_and_the_others_of_their_batch_go_on(s
 
 async def test_rows_of_one_batch_end_at_their_own_lengths(start, monkeypatch):
     engine = await start()
-    engine._model._eos_ids = ()
+    engine.model._eos_ids = ()
     sizes = record_batches(engine, monkeypatch)
     requests = [request for length in (1, 7, 30) for request in requests_of(1, 2, f"n{length}", max_new_tokens=length)]
     samples = await answer(engine, requests)
@@ -324,13 +324,13 @@ async def test_rows_of_one_batch_end_at_their_own_lengths(start, monkeypatch):
 
 def record_batches(engine, monkeypatch):
     sizes = []
-    generate = engine._model.generate
+    generate = engine.model.generate
 
     def record(samples, version):
         sizes.append(len(samples))
         return generate(samples, version)
 
-    monkeypatch.setattr(engine._model, "generate", record)
+    monkeypatch.setattr(engine.model, "generate", record)
     return sizes
 
 
@@ -408,7 +408,7 @@ async def test_a_failure_while_generating_ends_the_engine_by_name(start, monkeyp
     def fail(samples, version):
         raise MemoryError("out of memory")
 
-    monkeypatch.setattr(engine._model, "generate", fail)
+    monkeypatch.setattr(engine.model, "generate", fail)
     with pytest.raises(WorkerDiedError, match=r"transformers-0 failed while generating 4 samples: MemoryError"):
         await answer(engine, requests_of(1))
     with pytest.raises(WorkerDiedError, match="out of memory"):
@@ -428,14 +428,14 @@ async def test_a_sample_may_take_longer_than_the_deadline_on_silence(start, monk
             engine._silence.token()
         return outputs
 
-    monkeypatch.setattr(engine._model, "generate", generate_slowly)
+    monkeypatch.setattr(engine.model, "generate", generate_slowly)
     assert await answer(engine, requests_of(1)) == outputs
 
 
 async def test_an_engine_that_falls_silent_fails_and_names_the_option(start, monkeypatch):
     engine = await start(silence_timeout_s=0.2)
     stuck = threading.Event()
-    monkeypatch.setattr(engine._model, "generate", lambda *_: stuck.wait(60) and [])
+    monkeypatch.setattr(engine.model, "generate", lambda *_: stuck.wait(60) and [])
     with pytest.raises(DeadlineError, match=r"transformers-0 produced no token of its 4 .*silence_timeout_s = 0.2 s"):
         await asyncio.wait_for(answer(engine, requests_of(1)), 30)
     stuck.set()
@@ -449,13 +449,13 @@ async def test_no_requests_are_no_answers_and_the_engine_goes_on(start):
 
 async def test_released_weights_hold_no_memory_and_come_back_with_the_next_version(start, publish, model_path):
     engine = await start()
-    held = sum(p.nbytes for p in engine._model._model.parameters())
+    held = sum(p.nbytes for p in engine.model._model.parameters())
     await engine.release_memory()
     await engine.release_memory()
-    assert (sum(p.nbytes for p in engine._model._model.parameters()), held > 0) == (0, True)
+    assert (sum(p.nbytes for p in engine.model._model.parameters()), held > 0) == (0, True)
     offer = publish(1, 1.3)
     await engine.load_weights(offer)
-    assert sum(p.nbytes for p in engine._model._model.parameters()) == held
+    assert sum(p.nbytes for p in engine.model._model.parameters()) == held
     requests = requests_of(1)
     for request, sample in zip(requests, await answer(engine, requests), strict=True):
         assert set(sample.versions.tolist()) == {1}
@@ -485,8 +485,8 @@ async def test_adapters_alone_are_computed_beside_frozen_weights_that_are_loaded
         PretrainedShards.of(learner), str(tmp_path / "published"), keep=2, options=PublishOptions(adapters=True)
     )
     engine, requests, loads = await start(), requests_of(3, temperature=0.7), []
-    load = engine._model._load_full
-    engine._model._load_full = lambda version, weights: (loads.append(version), load(version, weights))
+    load = engine.model._load_full
+    engine.model._load_full = lambda version, weights: (loads.append(version), load(version, weights))
     try:
         for version in (1, 2):
             for name, parameter in learner.pretrained.named_parameters():
@@ -516,7 +516,7 @@ async def test_a_response_ends_at_stop_tokens_and_stop_texts_of_its_own_request(
     def decode(ids):
         return "".join(f"<{token}>" for token in ids)
 
-    monkeypatch.setattr(engine._model, "_decode", decode)
+    monkeypatch.setattr(engine.model, "_decode", decode)
     stop = decode(ids[2:5])[1:-1]
     stops = [{"stop_token_ids": (ids[2],)}, {"stop": (stop,)}, {}]
     requests = [request for sampling in stops for request in requests_of(1, 1, temperature=0.0, **sampling)]

@@ -99,11 +99,11 @@ class Servers:
     @contextlib.asynccontextmanager
     async def failing_engine(self):
         """Yield a separate engine on the first server, through a proxy."""
-        if self.owner._server._guard.returncode is not None:
+        if self.owner.server.guard.returncode is not None:
             await self.owner.stop()
             self.owner = self._engine(0)
             await self.owner.start()
-        proxy = FaultyProxy(self.owner._server)
+        proxy = FaultyProxy(self.owner.server)
         engine = self._engine(0, proxy)
         await engine.start()
         try:
@@ -111,7 +111,7 @@ class Servers:
         finally:
             await engine.stop()
             await proxy.stop()
-            if self.owner._server._guard.returncode is None:
+            if self.owner.server.guard.returncode is None:
                 await self._end_session()
 
     async def _end_session(self):

@@ -102,7 +102,7 @@ class RunningServer:
 
 def server_processes(engine: Any) -> list[psutil.Process]:
     """Return all processes of an engine's SGLang server. The first one is the launched process."""
-    return psutil.Process(engine._server._guard.pid).children(recursive=True)
+    return psutil.Process(engine.server.guard.pid).children(recursive=True)
 
 
 async def until_writing(engine: Any) -> None:

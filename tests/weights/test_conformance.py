@@ -108,7 +108,7 @@ async def test_every_token_is_of_the_version_that_it_names(
                 batch = batches[2 + version // 10]
                 asked.append((batch, asyncio.create_task(answer(engine, batch))))
             await asyncio.sleep(0.05)
-        reports = [json.loads(report_path(engine._server.weight_order, rank).read_text()) for rank in range(tp_size)]
+        reports = [json.loads(report_path(engine.server.weight_order, rank).read_text()) for rank in range(tp_size)]
         answered = [
             (asked_for, sample) for batch, task in asked for asked_for, sample in zip(batch, await task, strict=True)
         ]
