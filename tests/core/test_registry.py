@@ -7,6 +7,7 @@ import pytest
 from asyncrl.core.registry import Registry, absolute_name
 from learner.advantages import ADVANTAGES
 from learner.losses import LOSSES
+from tests.support.registries import undo_registrations
 
 OWN = '''
 """A user's file."""
@@ -32,7 +33,7 @@ def long_name(inputs, config):
 
 @pytest.fixture
 def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(LOSSES, "_entries", dict(LOSSES._entries))  # so that the registrations of the file are undone
+    undo_registrations(monkeypatch, LOSSES)  # so that the registrations of the file are undone
     path = tmp_path / "own_losses.py"
     path.write_text(OWN.replace("{tag}", tmp_path.name))
     return path

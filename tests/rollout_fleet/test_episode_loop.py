@@ -24,6 +24,7 @@ from rollout_fleet.episodes.episode_run import EpisodeRun
 from rollout_fleet.evaluation import HeldOutAnswers
 from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.rewards import REWARDS, Score, WeightedRewards
+from tests.support.registries import undo_registrations
 from tests.support.rollout import digits, make_prompts, running_loop, update
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
@@ -127,7 +128,7 @@ async def test_a_reward_of_turns_sees_every_turn_and_the_outcome_counts_only_by_
         assert rollout.outcome == Outcome(reward=1.0, turn_rewards={max(rollout.turns): 0.5}, metrics={"turns": 2.0})
         return Score(reward=float(rollout.num_tokens), turn_rewards=dict.fromkeys(rollout.turns, 0.25))
 
-    monkeypatch.setitem(REWARDS._entries, "by_turn", by_turn)
+    undo_registrations(monkeypatch, REWARDS).register("by_turn")(by_turn)
     buffer = make_buffer(1)
     options = {"player": Playing(turns(2)), "reward": "by_turn"}
     async with running_loop(buffer, writes_by_context, **options):

@@ -24,6 +24,7 @@ from rollout_fleet.member import Member, member_limits
 from rollout_fleet.metrics import FleetMeter
 from rollout_fleet.rewards import REWARDS, WeightedRewards
 from tests.support.offers import bare_offer
+from tests.support.registries import undo_registrations
 from tests.support.rollout import WRITTEN, make_loop, running_loop, update, writes
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
@@ -312,7 +313,7 @@ def nan_for_the_first_prompt(prompt, response_text):
 
 
 async def test_a_reward_that_fails_costs_its_group_after_some_attempts_and_the_run_goes_on(make_buffer, monkeypatch):
-    monkeypatch.setitem(REWARDS._entries, "not a number for the first prompt", nan_for_the_first_prompt)
+    undo_registrations(monkeypatch, REWARDS).register("not a number for the first prompt")(nan_for_the_first_prompt)
     buffer = make_buffer(5)
     async with running_loop(buffer, reward="not a number for the first prompt", max_attempts=3) as (loop, _, _):
         await buffer.stored(4)
@@ -339,7 +340,7 @@ async def test_a_response_on_which_the_reward_fails_may_cost_only_itself_and_its
     def script(request, version):
         return ScriptedAnswer(response=[WRITTEN] * (2 + int(request.id.split("-")[2])))
 
-    monkeypatch.setitem(REWARDS._entries, "fails on some", reward)
+    undo_registrations(monkeypatch, REWARDS).register("fails on some")(reward)
     buffer = make_buffer(3)
     options = {"on_reward_failure": OnRewardFailure.drop_trajectory, "max_attempts": 2, "samples_per_prompt": 4}
     async with running_loop(buffer, script, reward="fails on some", **options) as (loop, _, _):
@@ -356,7 +357,7 @@ async def test_a_response_on_which_the_reward_fails_may_cost_only_itself_and_its
 
 async def test_evictions_do_not_count_as_failures(make_buffer, monkeypatch):
     scores = iter([float("nan"), *[1.0] * 3])
-    monkeypatch.setitem(REWARDS._entries, "bad once", lambda prompt, response_text: next(scores))
+    undo_registrations(monkeypatch, REWARDS).register("bad once")(lambda prompt, response_text: next(scores))
     buffer = make_buffer(1)
     for _ in range(5):
         await buffer.lease(0, 1)
@@ -406,7 +407,7 @@ async def test_a_group_that_is_scored_holds_no_place_on_the_engine_up_to_as_many
 
 
 async def test_a_reward_that_fails_for_one_group_after_another_ends_the_run(make_buffer, monkeypatch):
-    monkeypatch.setitem(REWARDS._entries, "never a number", nan_reward)
+    undo_registrations(monkeypatch, REWARDS).register("never a number")(nan_reward)
     buffer = make_buffer(20)
     async with running_loop(buffer, reward="never a number", max_failures_in_a_row=7) as (loop, _, run):
         with pytest.raises(RewardError, match=r"returned nan; .*failure 7 in a row.*max_failures_in_a_row"):

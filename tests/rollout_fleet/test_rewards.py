@@ -14,6 +14,7 @@ from asyncrl.core.types import Prompt
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.rewards import REWARDS, RewardProcesses, Rollout, WeightedRewards
 from tests.support.leftovers import left_in_shared_memory, shared_memory_of
+from tests.support.registries import undo_registrations
 
 PROMPT = Prompt(group_id=7, prompt_ids=np.asarray([3, 4], dtype=np.int32), ground_truth="42")
 USER_REWARDS = """
@@ -82,7 +83,7 @@ class TextScorer(RewardProcesses):
 @pytest.fixture(autouse=True)
 def own_names(monkeypatch):
     """Undo the registrations of each test."""
-    monkeypatch.setattr(REWARDS, "_entries", dict(REWARDS._entries))
+    undo_registrations(monkeypatch, REWARDS)
     monkeypatch.delitem(sys.modules, "user_rewards", raising=False)
 
 
@@ -181,7 +182,7 @@ async def test_where_responses_may_fail_the_others_are_scored_whatever_one_does_
 
 
 async def test_a_response_for_which_one_of_several_rewards_has_no_number_has_none(monkeypatch):
-    monkeypatch.setitem(REWARDS._entries, "no_a", lambda prompt, text: float("nan") if text == "a" else 1.0)
+    undo_registrations(monkeypatch, REWARDS).register("no_a")(lambda prompt, text: float("nan") if text == "a" else 1.0)
     rewards = WeightedRewards(RolloutFleetConfig(rewards=["exact_match", "no_a"]))
     scores = await rewards.score(PROMPT, ["a", "42"], may_fail=True)
     assert scores.total.tolist() == pytest.approx([np.nan, 2.0], nan_ok=True)

@@ -15,6 +15,7 @@ from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.rewards import REWARDS
 from rollout_fleet.worker import RolloutWorker
 from tests.support.offers import bare_offer
+from tests.support.registries import undo_registrations
 from tests.support.rollout import InMemoryBuffer, make_prompts, writes
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
@@ -27,7 +28,7 @@ def working(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(answering, "load_decoder", lambda path: str)
     monkeypatch.setattr(worker_module.WeightStager, "staged", lambda self, offer: nullcontext(offer))
-    monkeypatch.setitem(REWARDS._entries, "constant", lambda prompt, response_text: 1.0)
+    undo_registrations(monkeypatch, REWARDS).register("constant")(lambda prompt, response_text: 1.0)
 
     @asynccontextmanager
     async def work(buffer, engine, **options):
