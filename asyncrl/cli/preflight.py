@@ -91,7 +91,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_memory(config)
     allow_clients(num_buffer_clients(config), num_links=num_store_servers(config))
     if config.sft.enabled:
-        finished_warm_start(config)  # raises an error if the output path contains other files
+        finished_warm_start(config)  # raises an error if sft.output_path contains anything else
     prompts, held_out = await asyncio.to_thread(read_prompts, config)
     await asyncio.to_thread(check_own_functions, config)
     first = prompts.first()
@@ -114,7 +114,7 @@ def check_gpu_memory(config: RunConfig, card: int) -> None:
     """
     try:
         model = policy_size(config)
-    except ValueError:  # other checks report this error
+    except ValueError:  # other checks report why the sizes cannot be read
         return
     if card:
         check_memory_of_devices(config, model, card)
@@ -232,7 +232,7 @@ def check_own_functions(config: RunConfig) -> None:
     Raises:
         ValueError: there is no such name, file, module or function.
     """
-    if not config.ray.address:  # the nodes of a cluster may have other modules
+    if not config.ray.address:  # nodes of a joined cluster may have modules that this machine lacks
         for name in config.rollout_fleet.reward_names:
             REWARDS.get(name)
     algorithm, default = config.algorithm, AlgorithmConfig()
@@ -258,7 +258,7 @@ async def try_reward(config: RunConfig, prompt: Prompt) -> None:
     rollout = replace(Rollout.answer(text, num_tokens=0), outcome=Outcome(reward=0.0))
     try:
         await rewards.start()
-        if not fleet.judge_model or "judge" not in fleet.weights_for(prompt.data_source):  # its server starts later
+        if not fleet.judge_model or "judge" not in fleet.weights_for(prompt.data_source):  # the judge starts later
             await rewards.score(prompt, [rollout])
     except AsyncRLError as error:
         raise ValueError(
@@ -350,7 +350,7 @@ def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
     named = ((asked.learner.device, learner.device), (asked.rollout_fleet.device, fleet.device))
     devices = [_device(before, after) for before, after in named]
     for pool, size in learner_pools(config).items():
-        shapes: dict[str, list[str]] = {}  # the roles of each layout of ranks
+        shapes: dict[str, list[str]] = {}  # roles by the mesh of their ranks, such as `dp 2 x sp 2`
         for role in (role for role, of in roles.items() if of == pool):
             sp_size = role_options(config, role).sp_size
             shapes.setdefault(f"dp {size // sp_size} x sp {sp_size}", []).append(role)
