@@ -221,7 +221,7 @@ def _check_whole(option: str, model: Path) -> None:
 
 
 def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
-    """Check that the machine or cluster has enough CPUs and GPUs. The run's devices must be resolved."""
+    """Check that the machine or cluster has enough CPUs and GPUs. `resolve_devices` must have run before."""
     gpus, cpus = requested_gpus(config), requested_cpus(config)
     if gpus > num_gpus:
         fleet = config.rollout_fleet
@@ -367,7 +367,7 @@ def _check_colocation(config: RunConfig) -> None:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Check that the weight transport supports the options, and that colocated ranks and engines use one device."""
+    """Check that the weight transport supports the options and that colocated ranks and engines agree on the device."""
     learner, fleet = config.learner, config.rollout_fleet
     use = CarrierUse(
         full_every=config.weights.full_every,

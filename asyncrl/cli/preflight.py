@@ -67,10 +67,10 @@ _BYTES_PER_TOKEN = 14
 
 
 async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[PromptStream, list[Prompt]]:
-    """Check everything except the folders, and return the training and the held-out prompts.
+    """Run all checks except those of the folders, and return the training and the held-out prompts.
 
-    Call `check_folders` earlier, before the run creates its own folder. The devices of ``config`` must be resolved,
-    unless the run joins a cluster.
+    Call `check_folders` earlier, before the run creates its own folder. No device of ``config`` may be ``auto``, unless
+    the run joins a cluster.
     """
     if not config.ray.address:  # a joined cluster may have other devices and packages than this machine
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
@@ -91,7 +91,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_memory(config)
     allow_clients(num_buffer_clients(config), num_links=num_store_servers(config))
     if config.sft.enabled:
-        finished_warm_start(config)  # raises an error if sft.output_path contains anything else
+        finished_warm_start(config)  # checks that sft.output_path has no unrelated files
     prompts, held_out = await asyncio.to_thread(read_prompts, config)
     await asyncio.to_thread(check_own_functions, config)
     first = prompts.first()

@@ -1,8 +1,8 @@
 """The parent process of a run. It forwards signals, waits for the end, and leaves no process behind.
 
-A killed run cannot clean up. If a Ray daemon dies, Ray ends the run, and this run cannot clean up either. Therefore the
-run is a child process. The parent adopts every orphan of the run (Linux child subreaper) and ends it. If the parent is
-killed, the run gets SIGHUP, stops, and ends the orphans itself.
+A killed run cannot clean up. Neither can a run that Ray ends because a Ray daemon died. Therefore the run is a child
+process. The parent adopts every orphan of the run (Linux child subreaper) and ends it. If the parent is killed, the run
+gets SIGHUP, stops, and ends the orphans itself.
 
 A scheduler or systemd sends SIGTERM to every process of a run at once. The child and its processes block SIGINT and
 SIGTERM, so only the parent reacts. It stops the child with other signals (`STOPS`). So all processes live until the run

@@ -1,4 +1,4 @@
-"""Builds the report of a run as one document with figures, charts, members and samples, and as ``report.html``."""
+"""Builds the report of a run as one document with figures, charts, engines and samples, and as ``report.html``."""
 
 from __future__ import annotations
 
