@@ -206,7 +206,7 @@ def check_model(config: RunConfig) -> None:
 
 
 def _check_whole(option: str, model: Path) -> None:
-    """Check that a model's files are complete. `safe_open` checks the length of a weight file."""
+    """Check that a model's files are complete. `safe_open` raises an error for a weight file that is cut off."""
     for file in sorted(model.iterdir()):
         try:
             if file.suffix == ".safetensors":
@@ -221,7 +221,7 @@ def _check_whole(option: str, model: Path) -> None:
 
 
 def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
-    """Check that the machine or cluster has enough CPUs and GPUs. The run's devices must be resolved."""
+    """Check that the machine or cluster has enough CPUs and GPUs. `resolve_devices` must have run before."""
     gpus, cpus = requested_gpus(config), requested_cpus(config)
     if gpus > num_gpus:
         fleet = config.rollout_fleet
@@ -287,7 +287,7 @@ def _check_layout(config: RunConfig, role: str, pool: str, size: int) -> None:
 
 
 def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
-    """Check that the longest sequence fits into a micro-batch of each role, without reading the model."""
+    """Check from the options alone that the longest sequence fits into a micro-batch of each role."""
     environment, prompt = config.rollout_fleet.environment, config.data.max_prompt_tokens
     if not has_environment(config):
         _check_longest(
@@ -367,7 +367,7 @@ def _check_colocation(config: RunConfig) -> None:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Check the devices, and whether the transport of weights supports the run's options."""
+    """Check that the weight transport supports the options and that colocated ranks and engines agree on the device."""
     learner, fleet = config.learner, config.rollout_fleet
     use = CarrierUse(
         full_every=config.weights.full_every,
@@ -429,8 +429,8 @@ def _check_autoscaling(config: RunConfig) -> None:
 def resolve_devices(config: RunConfig, num_gpus: float, say: Callable[[str], None]) -> RunConfig:
     """Return the run with ``cpu`` or ``cuda`` in place of each ``auto``.
 
-    ``auto`` becomes ``cuda`` if there are enough GPUs for the whole run, else ``cpu``. In a colocated run, an ``auto``
-    option gets the device that the other option names.
+    ``auto`` becomes ``cuda`` if there are enough GPUs for the whole run, else ``cpu``. In a colocated run, if
+    only one of ``learner.device`` and ``rollout_fleet.device`` is ``auto``, it gets the value of the other one.
 
     Args:
         config: The run.

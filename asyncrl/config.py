@@ -338,7 +338,7 @@ class Transport(StrEnum):
     shared_memory = "shared_memory"
     file = "file"
     collective = "collective"
-    tensor = "tensor"  # refused: it was removed
+    tensor = "tensor"  # no longer supported: `WeightsConfig` refuses it
 
 
 class CollectiveInto(StrEnum):
@@ -356,7 +356,8 @@ class WeightsConfig:
         transport: ``shared_memory``: the ranks write into memory that the engines map. ``file``: the ranks write into a
             folder. ``auto``: ``shared_memory`` if there is room for the kept versions, else ``file``. A run that keeps
             all versions uses ``file``. ``collective``: the ranks broadcast over the network, without a shared folder.
-        directory: Folder of ``file``, on a file system that ranks and engines share. Empty: in the run's folder.
+        directory: Folder for the transport ``file``, on a file system that ranks and engines share. Empty: in the run's
+            folder.
         publish_every: Learner steps between two published versions. The last version is always published.
         collective_into: The receivers of ``collective``. ``host``: the engines' hosts receive into memory while the
             engines generate (gloo). ``engine``: the engines pause and receive tensor by tensor, and no host holds a
@@ -364,8 +365,8 @@ class WeightsConfig:
         interface: Network interface on which ``collective`` reaches learner rank 0. ``lo`` connects only processes of
             this host. On other interfaces, any process that reaches the host's ports may read or disturb the transfer.
         full_every: Every ``full_every``-th published version is full. The other versions hold only the exact changes
-            since the previous version. Each engine then keeps an image of its version in shared memory. With
-            ``collective``, the engines of a host share one image. 1: all versions are full.
+            since the previous version. Each engine applies them to a complete copy of its version (an image) in shared
+            memory. With ``collective``, the engines of a host share one image. 1: all versions are full.
         adapters: With ``learner.lora``, publish the frozen weights once, and then only the adapters. Each engine
             applies the adapters. False publishes merged weights.
         copy_to_memory: Each engine copies a version into its host's shared memory while it generates, then loads the
@@ -388,7 +389,7 @@ class WeightsConfig:
 
     @property
     def keeps_images(self) -> bool:
-        """Whether shared memory contains images of the weights."""
+        """Whether engines or their hosts keep complete copies (images) of the weights in shared memory."""
         return self.copies or self.rules.carrier is Carrier.host_stream
 
     @property
@@ -524,16 +525,16 @@ def num_buffer_clients(config: RunConfig) -> int:
 
 
 def num_store_servers(config: RunConfig) -> int:
-    """Return the largest number of store servers."""
+    """Return the largest number of store servers, which hold the trajectories."""
     return num_engine_hosts(config) if keeps_stores_on_hosts(config) else config.buffer.num_store_servers
 
 
 def num_images(config: RunConfig) -> int:
-    """Return the largest number of weight images in one host's shared memory."""
+    """Return the largest number of copies (images) of the weights in one host's shared memory."""
     if not config.weights.keeps_images:
         return 0
     is_stream = config.weights.rules.carrier is Carrier.host_stream
-    return 2 if is_stream else config.rollout_fleet.most_engines  # the loaded version and the next one
+    return 2 if is_stream else config.rollout_fleet.most_engines  # 2: the loaded version and the next one
 
 
 def num_engine_hosts(config: RunConfig) -> int:
@@ -541,7 +542,7 @@ def num_engine_hosts(config: RunConfig) -> int:
     fleet, placement = config.rollout_fleet, config.placement
     if placement.num_nodes == 1:
         return 1
-    per_node = 1 if fleet.is_elastic else placement.engines_per_node or 1  # no limit: each may have its own host
+    per_node = 1 if fleet.is_elastic else placement.engines_per_node or 1  # without a limit, each may have its own host
     return len(placement.on_nodes(fleet.most_engines, per_node))
 
 
@@ -554,7 +555,7 @@ def keeps_stores_on_hosts(config: RunConfig) -> bool:
 
 
 def requested_cpus(config: RunConfig, num_engines: int | None = None) -> float:
-    """Return the logical CPUs of all learner ranks and of ``num_engines`` engines (default: the first engines)."""
+    """Return the logical CPUs of all learner ranks and ``num_engines`` engines (None: the engines at the start)."""
     num_engines = config.rollout_fleet.fewest_engines if num_engines is None else num_engines
     placement = config.placement
     learner = sum(learner_pools(config).values()) * placement.cpus_per_learner_rank
@@ -589,9 +590,9 @@ def learner_pools(config: RunConfig) -> dict[str, int]:
 
 
 def episode_context(config: RunConfig) -> int:
-    """Return the largest number of tokens on a path of an episode; 0 if no prompt has an environment.
+    """Return the largest number of tokens on a branch of an episode; 0 if no prompt has an environment.
 
-    If ``max_context`` is 0, the model and each role's micro-batch limit the path.
+    A branch includes the prompt. If ``max_context`` is 0, the model and each role's micro-batch limit the branch.
     """
     if not may_play_episodes(config):
         return 0
@@ -625,8 +626,8 @@ def may_play_episodes(config: RunConfig) -> bool:
 def longest_sequence(config: RunConfig) -> int:
     """Return the number of tokens of the longest sequence that the learner may get.
 
-    With an environment, this is the longest path of an episode. Without, it is the longest prompt plus the longest
-    response. If rows differ, it is the larger number.
+    With an environment, this is `episode_context`. Without, it is the longest prompt plus the longest response. If only
+    some rows have an environment, it is the larger number.
     """
     paths = [episode_context(config)] if may_play_episodes(config) else []
     answers = [config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens]
@@ -644,7 +645,7 @@ def num_positions(config: RunConfig) -> float:
 
 
 def longest_rollout(config: RunConfig) -> float:
-    """Return the longest sequence that an engine may sample, in tokens, without the engine's reserved positions."""
+    """Return the longest sequence that an engine may sample: `num_positions` minus the engine's reserved positions."""
     return num_positions(config) - config.rollout_fleet.num_reserved_positions
 
 

@@ -1,4 +1,4 @@
-"""The agent of `benchmarks.agent_fleet`: turns with a tool between them. The module needs only the standard library."""
+"""The agent of `benchmarks.agent_fleet`, which calls a tool between its turns. It needs only the standard library."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Compares an agent with tools in the fleet with a bare agent, which uses the engine directly.
 
-The fleet has all its parts: a buffer server, a rollout loop, the endpoint, and a child process with the environment.
-The agent samples turns of equal length. The tools between the turns take a fifth of the episode's time on average. The
-bare agent sends token ids to the engine. It runs as many episodes as the fleet may hold. It sends as many concurrent
-requests as the engine has places.
+The fleet consists of a buffer server, a rollout loop, the endpoint, and a child process with the environment. The agent
+samples turns of equal length. The tools between the turns take a fifth of the episode's time on average. The bare agent
+sends token ids to the engine. It runs as many episodes as the fleet may hold. It sends as many concurrent requests as
+the fleet's engine may run samples at a time.
 
 The scripted engine writes at a fixed pace. With this engine, a task replaces the learner: it consumes each batch at
 once and offers the next version. With SGLang, the weights do not change.
@@ -68,7 +68,7 @@ class _CountingPlayer(EpisodePlayer):
     later = PromptTokens()
 
     async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
-        """Play an episode, and count."""
+        """Play an episode, and update the counts."""
         note, take = run.tool, run.take
 
         def tool(number: int, name: str, is_running: bool) -> None:
@@ -90,7 +90,7 @@ class _CountingPlayer(EpisodePlayer):
 
 @dataclass(frozen=True, kw_only=True)
 class _Round:
-    """The rate of the fleet in a time window. Start and end are in `time.monotonic_ns`."""
+    """The rate of the fleet in a time window. ``window`` has its start and end from `time.monotonic_ns`."""
 
     turns_per_s: float
     window: tuple[int, int]
@@ -134,7 +134,7 @@ class _Bench:
             await self.control.commit(version)
 
     async def feed(self) -> None:
-        """Keep as many prompts in the queue as the engine has places for groups."""
+        """Keep as many prompts in the queue as the engine may generate groups at a time."""
         while True:
             await self.enqueue(max(0, PLACES - (await self.control.stats()).groups["queued"]))
             await asyncio.sleep(_ASK_EVERY_S)

@@ -35,7 +35,7 @@ class AgentLengths:
     Attributes:
         turn: A turn with reasoning and calls of tools.
         result: One result of a tool. The agent calls two tools at a time.
-        summary: The summary at the start of a new root, after the system message.
+        summary: The summary of earlier turns. A new root (conversation) begins with the system message and the summary.
         rounds: Number of search rounds of one episode.
     """
 

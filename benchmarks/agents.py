@@ -16,9 +16,10 @@ The other figures are those of `benchmarks.agent_fleet`:
 
 - ``episodes_vs_bare_agent``: turns per second of the fleet, divided by the turns per second of a bare agent on SGLang.
 - ``scripted_vs_bare_agent``: the same ratio on the scripted engine.
-- ``slots_held_by_tools``: number of tools that began while a turn of their episode had a place on the engine.
-- ``tools_overlap``: busy share of the engine's places while tools take a fifth of the episodes' time.
-- ``idle_CAUSE``: share of the places that was idle for this cause.
+- ``slots_held_by_tools``: number of tools that began while a turn of their episode occupied a slot of the engine.
+  A slot is the capacity for one sample.
+- ``tools_overlap``: busy share of the engine's slots while tools take a fifth of the episodes' time.
+- ``idle_CAUSE``: share of the slots that was idle for this cause.
 - ``sglang_overlap``: busy share on SGLang.
 - ``prefix_hit_rate``: tokens from SGLang's cache, divided by the tokens that the cache could have.
 
@@ -198,7 +199,7 @@ async def _play(accesses: Sequence[tuple[str, str]]) -> list[float]:
 
 
 def tree_vs_linear_tokens() -> dict[str, float]:
-    """Compute the packed tokens of trees ÷ the tokens of their branches, of their turns, and the distinct tokens."""
+    """Divide the packed tokens of trees by the tokens of their branches, of their turns, and by distinct tokens."""
     count = tree_tokens(search_groups())
     figures = {"linear": "branches", "turns": "turns", "distinct": "distinct"}
     return {f"tree_vs_{name}_tokens": count["shared"] / count[what] for name, what in figures.items()}

@@ -239,7 +239,7 @@ def peer_batch(num_bytes: int) -> buffer_peers.Batch:
 
 
 async def against_peers(rounds: int) -> dict[str, float | None]:
-    """Compare with Ray's queue and TransferQueue at 2.2 MB. TransferQueue has the faster number of storage units."""
+    """Compare with Ray's queue and TransferQueue at 2.2 MB. For TransferQueue, the faster of two settings counts."""
     num_bytes = 2_200_000
     batch = peer_batch(num_bytes)
     with buffer_peers.own_ray():
@@ -352,7 +352,7 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
                 try:
                     await asyncio.wait({wait, advanced}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    wait.cancel()  # the next iteration sends a request at the engine's new version
+                    wait.cancel()  # the next iteration requests leases at the new version
                 if not wait.done():
                     continue
                 for lease in wait.result():
@@ -402,7 +402,7 @@ TARGETS = {
 
 
 async def ledger_section(quick: bool) -> Figures:
-    """Measure the ledger without the server: the tokens that exact admission keeps, and the transitions per second."""
+    """Measure the ledger without the server: the figures of `admission_figures`, and the transitions per second."""
     figures = admission_figures(num_ticks=1000 if quick else 3000)
     return {**figures, **ledger_figures(100_000 if quick else 1_000_000, 3 if quick else 5)}
 

@@ -1,4 +1,4 @@
-"""Compares exact admission with the former rule, by the share of saved tokens that later attempts can continue.
+"""Compares the buffer's admission rule with its former rule, by the share of saved tokens that later attempts continue.
 
 The benchmark simulates a saturated system on the ledger, without sockets or clocks. Workers run every group that the
 admission rule admits. From time to time a worker saves its tokens and dies. The learner takes a batch as soon as one is
@@ -26,7 +26,7 @@ _DEATHS_PER_TICK = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormerRule(StalenessRule):
-    """The former admission rule. Every open group counts as due by the new group's deadline."""
+    """The former admission rule. It counts every open group, also groups with a later deadline than the new group."""
 
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
         """Return whether one more group may begin."""

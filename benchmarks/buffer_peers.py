@@ -82,5 +82,5 @@ def transfer_queue_round(batch: Batch, num_units: int) -> Callable[[], float] | 
 
 
 def stop_transfer_queue() -> None:
-    """Stop the actors of TransferQueue. The next setting then starts with new actors."""
+    """Stop the actors of TransferQueue. The next `transfer_queue_round` then starts new actors."""
     importlib.import_module("transfer_queue").close()

@@ -10,9 +10,10 @@ and evaluated after the training. The target is reached when the interpolated me
 whole training time.
 
 For all competitors, a step has twice as many prompts as the quickstart and half its learning rate (`WORK`). With the
-quickstart's options, a policy changes much per step and reaches the target in 50 steps. Samples that are two versions
-old then teach it less (``steps_to_090_vs_trl``). Wall time depends on other work of the machine, so the CPU time of
-each competitor, including its start, is also reported. ``time_standard_error`` is the standard error over seeds.
+quickstart's own options, a policy would change much per step and reach the target in 50 steps. It would then learn less
+from samples that are two versions old. The figure ``steps_to_090_vs_trl`` shows this effect. Wall time depends on other
+work of the machine, so the CPU time of each competitor, including its start, is also reported. ``time_standard_error``
+is the standard error over seeds.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def scripted() -> dict[str, float]:
 
 
 def leases() -> dict[str, float]:
-    """Measure a thousand simulated workers. A commit admits leases for some or all of them."""
+    """Measure a thousand simulated workers, if a commit admits leases for some of them and if it does for all."""
     from benchmarks.fleet_leases import measure_leases
 
     figures = {}

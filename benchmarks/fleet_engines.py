@@ -252,8 +252,9 @@ class _Kills:
 
     The speed of a core changes by a fifth within minutes. So each recovery is compared with the last start of the same
     engine, while the other engine works. A sample's tokens arrive in chunks of `STREAM_INTERVAL`, so only a few dozen
-    chunks arrive in ten seconds. So the surviving engine has one rate over all recoveries, and one over all periods
-    before and after the recoveries. A third rate covers the ordinary starts of the other engine.
+    chunks arrive in ten seconds. Therefore the rate of the surviving engine is measured over all recoveries together.
+    For comparison, it is also measured over all periods before and after the recoveries, and over all ordinary starts
+    of the other engine.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs one update of the learner at full size on fake tensors: shapes, memory, collectives and waits for the device.
+"""Runs an update of the learner at full size on fake tensors, to measure memory, collectives and waits for the device.
 
 Fake tensors have a shape and a dtype but no values. The process group is torch's fake process group. The code is the
 learner's own: `PackedModel`, FSDP2, the packed forward, log-probs, backward and AdamW. The fake tensors are on the CPU,
@@ -198,9 +198,9 @@ def fake_update(
     *,
     num_sequences: int = 4,
 ) -> FakeUpdate:
-    """Make one update of a policy at full width: two full micro-batches, then AdamW.
+    """Measure an update of a policy at full width: two full micro-batches, then AdamW.
 
-    The function measures the second of two updates.
+    The measured update is the second one, because the first one creates the optimizer's state.
 
     Args:
         settings: The model's ``config.json``.
@@ -264,7 +264,7 @@ def fake_update(
 
 
 def peak_at_full_depth(settings: dict[str, Any], learner: LearnerConfig) -> int:
-    """Extrapolate the peak bytes of a rank with all layers from four and six layers.
+    """Extrapolate the peak bytes of a rank to all layers, from the peaks with four and with six layers.
 
     Each layer adds the same number of bytes.
     """
@@ -313,7 +313,7 @@ def _fake_group(config: LearnerConfig) -> Iterator[LearnerMesh]:
             fsdp_size=config.num_ranks if config.fsdp_size == -1 else config.fsdp_size,
             timeout=timedelta(seconds=60),
         )
-        _ = mesh.fsdp_mesh  # cached here, before FakeTensorMode starts
+        _ = mesh.fsdp_mesh  # creates and caches the mesh before FakeTensorMode starts
         yield mesh
     finally:
         dist.destroy_process_group()

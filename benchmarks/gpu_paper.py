@@ -1,4 +1,4 @@
-"""Computes memory and waits of a learner on a GPU, without a GPU: ``python -m benchmarks.gpu_paper``.
+"""Computes a learner's GPU memory and its waits for the GPU, without a GPU: ``python -m benchmarks.gpu_paper``.
 
 The figures come from an update on fake tensors at full width (`benchmarks.full_size`). The update runs at two depths,
 and the peak is extrapolated to the full depth, because each layer adds the same number of bytes. The last line is JSON.

@@ -24,7 +24,7 @@ DEVICE = torch.device("meta")
 
 
 class HostToDevice(TorchDispatchMode):
-    """Counts the bytes of host tensors that operations in this block copy to `DEVICE`.
+    """Counts the bytes of host tensors that operations in a ``with`` block copy to `DEVICE`.
 
     Attributes:
         num_bytes: Bytes that the device receives.
@@ -125,7 +125,7 @@ class _Experts(nn.Module):
                     layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
 
     def published(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield all experts as a load yields them: as views of spans of up to `BUCKET_BYTES` bytes."""
+        """Yield the tensors of all experts. As in a load, they are views of spans of up to `BUCKET_BYTES` bytes."""
         size = 2 * self.inner * self.hidden
         left, span = 0, torch.empty(0)
         for name in (f"{la}.{e}.{k}" for la in range(self.num_layers) for e in range(self.num_experts) for k in "dgu"):
@@ -154,9 +154,9 @@ class _Unverified:
 
 
 def writes_per_expert_tensor(*, num_layers: int = 48) -> float:
-    """Return the number of writes per tensor in a later load of the experts of ``num_layers`` layers of Qwen3-30B-A3B.
+    """Return the writes per expert tensor in a later load of ``num_layers`` layers of Qwen3-30B-A3B.
 
-    The first load writes each tensor separately.
+    The first load writes each tensor separately. A later load fuses writes.
     """
     model = _Experts(num_layers)
     parameters = dict(model.named_parameters())

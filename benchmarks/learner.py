@@ -319,9 +319,9 @@ def window_attention_ratio(rounds: int, num_tokens: int = 4096, window: int = 12
 
 
 def frozen_head_ratio(rounds: int, num_tokens: int = 512, vocabulary: int = 80_000) -> float:
-    """Measure the seconds that gradients of log-probs add, with a frozen ÷ with a trained output layer.
+    """Measure the time that gradients of log-probs add: with a frozen output layer ÷ with a trained one.
 
-    The added seconds are the backward pass, and the work of the forward pass that only the backward pass needs. Returns
+    The added time is the backward pass, and the work of the forward pass that only the backward pass needs. Returns
     the median over rounds that measure both. A frozen layer adds one matrix product. A trained layer adds three of the
     same size.
     """

@@ -267,9 +267,9 @@ def train_pinned(folder: Path, *overrides: str, engine: str) -> Path:
 
 
 def _pin(folder: Path, seen: set[Path]) -> set[Path]:
-    """Pin the processes that record.
+    """Pin the engines to the first core and the learner ranks to the last core.
 
-    Engines are pinned to the first core, ranks to the last core. Each file is read once.
+    The processes are found by their profile files. Returns the files that are not in ``seen``.
     """
     cores, found = sorted(os.sched_getaffinity(0)), set()
     for path in set(folder.glob(f"quickstart/*/{FOLDER}/*.msgpack")) - seen:

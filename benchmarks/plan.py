@@ -7,7 +7,7 @@ processes use both (`HostModel`). ``--again DIR`` compares the runs that an earl
 
 A machine's speed changes within minutes by more than the bounds of the figures. So there are several rounds. Each round
 predicts its own runs from its own record. The figure is the median error of the rounds. The order of the runs differs
-between rounds. Errors of predictions cannot be measured more precisely than equal runs of two rounds differ. These
+between rounds. Equal runs of two rounds also differ, and a prediction error below this difference means nothing. These
 differences are reported too (``equal_runs_differ_by``, ``equal_lags_differ_by``).
 """
 

@@ -1,8 +1,8 @@
 """Measures the time that preparing batches ahead saves: ``python -m benchmarks.prepared_batches [--quick]``.
 
 One rank makes learner steps on groups that it fetches from a real buffer server. In every second run, the benchmark
-announces all steps before the first step begins. In the other runs, it announces no step. The figures are median ratios
-of wall times over pairs of runs. The last line is JSON.
+announces all steps before the first step begins, so the rank prepares the next batch during a step. In the other runs,
+it announces no step. The figures are median ratios of wall times over pairs of runs. The last line is JSON.
 """
 
 import argparse

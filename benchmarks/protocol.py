@@ -1,4 +1,4 @@
-"""Compares the codec with torch.save and pickle 5, and the single controller with plain Ray calls.
+"""Compares asyncrl's batch codec with torch.save and pickle 5, and its single controller with plain Ray calls.
 
 ``python -m benchmarks.protocol`` measures a batch of 64 rows of 2048 tokens, with ids, two float columns, a mask and
 strings.
@@ -136,7 +136,10 @@ def measure_dispatch(data: DataProto, arrays: dict[str, np.ndarray]) -> dict[str
 
 
 def measure_bytes(data: DataProto) -> tuple[int, int]:
-    """Measure the bytes that the driver receives from a call through two groups, without and with chaining."""
+    """Measure the bytes that the driver receives if one group processes the result of another group.
+
+    First, the driver passes on the batch itself. Then it passes on only a future of the batch.
+    """
     first = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="first")
     second = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="second")
     through_driver = bytes_received(lambda: second.count(first.echo(data)))

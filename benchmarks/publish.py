@@ -84,7 +84,7 @@ def rank_main(model_path: str, folders: list[str]) -> None:
         _reset_peak()
         publisher = WeightPublisher(PretrainedShards.of(model), folder, keep=2)
         for version in range(NUM_RUNS + 1):
-            publisher._ready.result()  # in training, the next file is ready before the step ends
+            publisher._ready.result()  # the version's file exists, as in training at the end of a step
             dist.barrier()
             memcpy_s = _timed(copy)
             dist.barrier()
@@ -99,7 +99,8 @@ def rank_main(model_path: str, folders: list[str]) -> None:
                 times[f"publish_{index}"].append(publish_s)
         publisher.close()
         memory.append(_status("VmHWM") - before)
-    # Only the folder in shared memory: on a disk, the kernel also counts pages that other ranks wrote.
+    # The memory is that of the folder in shared memory. For a folder on a disk, the kernel also counts pages that other
+    # ranks wrote.
     report = {"times": times, "memory": memory[0], "shard": sum(shard.nbytes for shard in shards)}
     sys.stdout.write(json.dumps(report) + "\n")
     dist.destroy_process_group()

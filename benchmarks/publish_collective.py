@@ -2,7 +2,7 @@
 
 ``collective``: the version goes over loopback into the memory of two hosts with two workers each. Each host is a folder
     in shared memory, and its workers use only this folder. ``collective_engine``: the version goes over loopback tensor
-    by tensor, as the ranks of engines receive it. The receiver reads and verifies all bytes, but has no model.
+    by tensor, as each rank of an engine receives it. The receiver reads and verifies all bytes, but has no model.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def rank_main(way: str, model_path: str, folder: str) -> None:
     shards = [local_tensor(parameter.detach()) for parameter in model.head.parameters()]
     copies = [torch.zeros_like(shard) for shard in shards]
     for version, _ in enumerate(sys.stdin):
-        publisher._ready.result()  # in training, the next file is ready before the step ends
+        publisher._ready.result()  # the version's file exists, as in training at the end of a step
         dist.barrier()
         began_s = time.perf_counter()
         for place, shard in zip(copies, shards, strict=True):

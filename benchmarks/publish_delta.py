@@ -56,7 +56,7 @@ def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
 
 
 def wire_vs_ideal(folder: Path, dtype: torch.dtype, share: float, *, seed: int) -> float:
-    """Return the bytes of a delta file ÷ the bytes of an ideal index and a value for each changed value."""
+    """Return the bytes of a delta file ÷ the ideal: `INDEX_BYTES` and one value for each changed value."""
     generator = torch.Generator().manual_seed(seed)
     size = 2 * PIECE_BYTES // dtype.itemsize
     old = torch.randn(size, generator=generator).to(dtype)
@@ -74,7 +74,7 @@ def publish_memcpys(
     """Return a ratio and the last offer.
 
     The ratio is the time from a publish to its offer ÷ the time to copy all weights once. One rank publishes in
-    float32. It publishes deltas with ``full_every``, and adapters with ``lora``.
+    float32. It publishes deltas if ``full_every`` is above 1, and adapters if ``lora`` is given.
     """
     config = LearnerConfig(device=Device.cpu, lora=lora or LoraConfig())
     model = PackedModel(config, ACTOR, model_path=model_path)
@@ -91,7 +91,7 @@ def publish_memcpys(
     for version in range(1, num_runs + 1):
         for weight in weights:
             weight.view(-1)[version % 32 :: 32] *= 1.01
-        publisher._ready.result()  # in training, the next file is ready before the step ends
+        publisher._ready.result()  # the version's file exists, as in training at the end of a step
         began_s = time.perf_counter()
         for place, weight in zip(copies, weights, strict=True):
             place.copy_(weight)

@@ -1,4 +1,4 @@
-"""Measures the cost of a publish for the controller, with a thousand engines that follow the log of offers.
+"""Measures the cost of a publish for the controller, with a thousand engines that wait for each offer.
 
 The buffer server is real. The engines are simulated by sockets in another process. They send the messages of rollout
 workers and load nothing.

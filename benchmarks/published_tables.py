@@ -87,7 +87,7 @@ def lag_scenario(row: LagRow) -> Scenario:
 
 
 def spread_of(straggling: float) -> float:
-    """Find a spread of log-normal lengths: the longest of 8 must be ``straggling`` times the mean."""
+    """Find the spread of log-normal lengths at which the longest of 8 is on average ``straggling`` times the mean."""
     draws = np.random.default_rng(0).standard_normal((20_000, _GROUP))
 
     def of(spread: float) -> float:
@@ -129,7 +129,8 @@ def verl_scenario(threshold: float, *, token_s: float, spread: float) -> Scenari
 def marin_scenario(max_lag: int, *, token_s: float, slowdown: float, train_s: float) -> Scenario:
     """Return the scenario of marin.
 
-    Copies stop both pools. At a load of 128 samples, an engine's step takes ``1 + slowdown`` times as long.
+    Engines and ranks stop while weights are copied. At a load of 128 samples, an engine's step takes ``1 + slowdown``
+    times as long.
     """
     return Scenario(
         num_engines=8,

@@ -44,7 +44,7 @@ _BASE = [
     "sft.enabled=false",
     "evaluation.enabled=false",
     "learner.restarts=0",
-    # makes steps of about a second, because a quickstart's step takes no longer than a checkpoint
+    # A step takes about a second. A step of the quickstart would not take longer than a checkpoint.
     "algorithm.groups_per_step=256",
     "rollout_fleet.groups_in_flight=128",
 ]
@@ -136,7 +136,7 @@ class Life:
 
 
 def measure(number: signal.Signals, folder: Path, steps: int, overrides: Sequence[str]) -> Kept:
-    """End a life in step ``steps``, resume it for a few steps, and compare the accounts."""
+    """End a life in step ``steps``, resume it for a few steps, and compare the token counts of both lives."""
     options = [f"checkpoint.every_steps={EVERY_STEPS}", *overrides]
     first = Life(folder, ["total_steps=100000", *options])
     start_s = first.wait_for(" step 1/")
@@ -191,7 +191,7 @@ async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
     """
     num_groups = max(1, payload_mb * 1_000_000 // (_GROUP_TOKENS * 13))
     options: dict[str, Any] = {
-        "max_lag": 0,  # one batch has all groups, because a larger bound would slow down admission
+        "max_lag": 0,  # suffices, because one batch has all groups; a larger bound would slow down admission
         "request_timeout_s": 120.0,
         "max_stored_bytes": 4 * payload_mb * 1_000_000,
     }

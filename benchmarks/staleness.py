@@ -1,4 +1,4 @@
-"""Measures the cost of staleness, and the effect of corrections: ``python -m benchmarks.staleness``.
+"""Measures the cost of staleness, and the effect of off-policy corrections: ``python -m benchmarks.staleness``.
 
 The benchmark trains the quickstart's task from one warm start per seed at an exact lag η. A cell of the table is one
 training with one correction, and with one or four optimizer updates per learner step. ``benchmarks/lagged.py`` trains

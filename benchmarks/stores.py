@@ -1,9 +1,9 @@
 """Measures network traffic if groups stay on the hosts that produced them: ``python -m benchmarks.stores``, as root.
 
 There are two hosts, each with its own network namespace. A link with a limited rate connects them. The first host has
-the ledger and a worker. The second host has a worker and a learner rank. Each worker puts groups as fast as it can. The
-rank fetches and commits each batch. One run keeps the payloads beside the ledger. A second run has one store per host.
-The benchmark compares the bytes on the link.
+the buffer's ledger (the states of all groups) and a worker. The second host has a worker and a learner rank. Each
+worker puts groups as fast as it can. The rank fetches and commits each batch. One run keeps the payloads on the host of
+the ledger. A second run has one store per host. The benchmark compares the bytes on the link.
 """
 
 from __future__ import annotations

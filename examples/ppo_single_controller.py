@@ -39,7 +39,7 @@ OPTIONS += ["learner.critic.warmup_steps=0"]
 
 
 class PPOTrainer:
-    """The driver. It has the prompts, computes rewards and advantages, and calls the groups one after another."""
+    """The driver. It has the prompts, computes rewards and advantages, and calls the worker groups one by one."""
 
     def __init__(self, run: RunConfig, model_path: str, folder: str, reward: Reward = exact_match) -> None:
         self.run, self.reward = run, reward

@@ -46,7 +46,7 @@ def command_line() -> NoReturn:
     status = main()
     if is_training:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # the reader may have closed the pipe
+            with suppress(OSError):  # the program that reads the output may have closed the pipe
                 stream.flush()
         os._exit(status)
     sys.exit(status)
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: unknown command {name!r}, expected one of {', '.join(_COMMANDS)}\n")
         return 2
     if os.environ.get("COLUMNS") == "0":
-        del os.environ["COLUMNS"]  # rich would print nothing
+        del os.environ["COLUMNS"]  # with a width of 0, rich would print nothing
     # No command needs torchvision's image codecs, so hide the warning about them, also in child processes.
     message = "Failed to load image Python extension"
     warnings.filterwarnings("ignore", message=message)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = {number: signal.signal(number, stop_early) for number in (signal.SIGINT, signal.SIGTERM)}
     module, _, function = _COMMANDS[name][0].partition(":")
     command: Callable[[], int | None] = getattr(import_module(module), function or "main")
-    if name != "train":  # the supervisor of a training replaces the handlers later
+    if name != "train":  # a training keeps them until its supervisor sets other handlers
         for number, handler in before.items():
             signal.signal(number, handler)
     return command() or 0

@@ -1,4 +1,7 @@
-"""``asyncrl audit``: compare the receipts of a run over all its lives."""
+"""``asyncrl audit``: compare what a run's processes recorded about each trained token (their receipts).
+
+The audit covers all lives of the run. A life is one ``asyncrl train`` process.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from asyncrl.run.audit import audit, audited_lives
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status: 1 if a receipt is bad, 2 if there is nothing to audit."""
+    """Run the command. Return the exit status: 1 if a receipt is missing or wrong, 2 if the run has no receipts."""
     parser = argparse.ArgumentParser(
         prog="asyncrl audit",
         description="Follow every trained token of a run from its engine to its learner step, over all lives.",

@@ -112,7 +112,7 @@ def _asked(exported: ExportedGroup, decode: Callable[[np.ndarray], str]) -> dict
 
 
 def _answer(group: TrajectoryGroup, index: int) -> slice | None:
-    """Return the slice of a trajectory's response tokens. None: `demonstrations` leaves the trajectory out."""
+    """Return the slice of a trajectory's response tokens; None if `demonstrations` leaves the trajectory out."""
     turns = group.turns
     own = np.flatnonzero(turns["trajectory"] == index)
     if group.is_baseline[index] or len(own) != 1:

@@ -163,7 +163,7 @@ def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], 
         (experiments := Path(folder, "experiment")).mkdir()
         for override in overrides:
             name, _, value = override.partition("=")
-            is_one = Path(value.strip("'\"")).is_file()  # a file name may contain a comma
+            is_one = Path(value.strip("'\"")).is_file()  # one file, even if its name contains a comma
             files = [part.strip("'\"") for part in ([value] if is_one else value.split(","))]
             files = files if name == "experiment" else []
             for file in [file for file in files if file.endswith((".yaml", ".yml"))]:
@@ -235,7 +235,7 @@ def _make_writable(node: DictConfig) -> None:
     # OmegaConf makes the nodes of frozen dataclasses read-only. Read-only nodes refuse overrides.
     OmegaConf.set_readonly(node, None)
     if OmegaConf.get_type(node) is dict:
-        OmegaConf.set_struct(node, False)  # the user may add keys
+        OmegaConf.set_struct(node, False)  # the user may add keys to a plain mapping
     for key in node:
         child = node._get_node(key)
         if isinstance(child, DictConfig):
@@ -249,7 +249,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
             f"cannot parse {error.override!r}, expected OPTION=VALUE; put quotes around a value with spaces or a list: "
             "'data.train_files=[a.parquet,b.parquet]'"
         )
-    cause = error.__cause__ or error.__context__  # Hydra sets only __context__ for an error in a file
+    cause = error.__cause__ or error.__context__  # Hydra sets only __context__ if the error is in a file
     detail = cause if isinstance(cause, OmegaConfBaseException) else error
     misspelt = re.search(r"Could not override '([\w.]+)'", str(error))
     option = misspelt[1] if misspelt else getattr(detail, "full_key", None)

@@ -1,4 +1,7 @@
-"""``asyncrl keys RUN``: replace the keys of a running training, and wait until the old keys are refused."""
+"""``asyncrl keys RUN``: replace the access keys to the buffer of a running training.
+
+The command waits until the buffer refuses the old keys.
+"""
 
 from __future__ import annotations
 

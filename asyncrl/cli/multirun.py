@@ -41,8 +41,8 @@ _TABLE_WIDTH = 160
 def multirun(overrides: Sequence[str]) -> int:
     """Run all combinations of the values in ``overrides``, and print a table of the runs at the end.
 
-    Returns the exit status: 0, or 1 if a run failed. If a signal stopped the sweep, 128 plus its number. Example:
-    ``["buffer.max_lag=0,2,4", "seed=0,1"]`` gives six runs.
+    Returns the exit status: 0, or 1 if a run failed. If a signal stopped the sweep, the status is 128 plus the signal's
+    number. Example: ``["buffer.max_lag=0,2,4", "seed=0,1"]`` gives six runs.
 
     Raises:
         ValueError: an option of a combination is wrong. No run was started.
@@ -63,7 +63,7 @@ def multirun(overrides: Sequence[str]) -> int:
 def _check_combinations(overrides: Sequence[str]) -> RunConfig:
     own = [override for override in overrides if not _split(override)[0].startswith("hydra")]
     try:
-        # Some sweepers choose values later. Then only each run itself can check its options.
+        # Some sweepers choose the values during the sweep. Then each run checks its own options.
         combinations = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(own), None)[0]
     except HydraException as error:
         if any(_split(override)[0] == "hydra/sweeper" for override in overrides):
@@ -71,7 +71,7 @@ def _check_combinations(overrides: Sequence[str]) -> RunConfig:
         raise ValueError(explain(error, own)) from error
     configs = []
     for combination in combinations:
-        # Hydra's sweeper writes ~NAME, which removes an option, as ~NAME=.
+        # `~NAME` removes an option. Hydra's sweeper writes it as `~NAME=`.
         given = [option.removesuffix("=") if option.startswith("~") else option for option in combination]
         config = compose_run(given)
         try:
@@ -99,7 +99,7 @@ def _run_hydra(arguments: Sequence[str], task: TaskFunction) -> int:
     before, sys.argv = sys.argv, [sys.argv[0], *arguments]
     try:
         hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="run")(task)()
-    except SystemExit as ending:  # Hydra has printed the reason
+    except SystemExit as ending:  # Hydra has already printed the error
         return ending.code if isinstance(ending.code, int) else 1
     finally:
         sys.argv = before
@@ -137,7 +137,7 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl", "train", *options, override_of("run_dir", folder)],
-            start_new_session=True,  # only this process gets Ctrl-C, and forwards it once
+            start_new_session=True,  # so Ctrl-C reaches only this process, which forwards it once
             preexec_fn=lambda: signal_at_parent_death(signal.SIGTERM),
         )
         started.append(process)

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     base = load_spec(target) if calibration is None else calibration.scenario
     base = base if options.steps is None else replace(base, num_steps=options.steps)
     notes = () if calibration is None else calibration.notes
-    folder.mkdir(parents=True, exist_ok=True)  # an error must come before minutes of work
+    folder.mkdir(parents=True, exist_ok=True)  # fail before the simulations, which take minutes
     plan = make_plan(
         base,
         _choices(options, base),
@@ -330,7 +330,10 @@ def _largest(one: Prediction, pool: str) -> str:
 
 
 def draw(plan: RunPlan, path: Path) -> bool:
-    """Draw the predicted step time over mean lag, one curve per split. Return False if matplotlib is missing."""
+    """Draw the predicted step time over mean lag. Return False if matplotlib is missing.
+
+    The chart has one curve per division of the devices between engines and ranks.
+    """
     try:
         import matplotlib as mpl
     except ImportError:

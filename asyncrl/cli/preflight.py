@@ -67,10 +67,10 @@ _BYTES_PER_TOKEN = 14
 
 
 async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[PromptStream, list[Prompt]]:
-    """Check everything except the folders, and return the training and the held-out prompts.
+    """Run all checks except those of the folders, and return the training and the held-out prompts.
 
-    Call `check_folders` earlier, before the run creates its own folder. The devices of ``config`` must be resolved,
-    unless the run joins a cluster.
+    Call `check_folders` earlier, before the run creates its own folder. No device of ``config`` may be ``auto``, unless
+    the run joins a cluster.
     """
     if not config.ray.address:  # a joined cluster may have other devices and packages than this machine
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
@@ -91,7 +91,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_memory(config)
     allow_clients(num_buffer_clients(config), num_links=num_store_servers(config))
     if config.sft.enabled:
-        finished_warm_start(config)  # raises an error if the output path contains other files
+        finished_warm_start(config)  # checks that sft.output_path has no unrelated files
     prompts, held_out = await asyncio.to_thread(read_prompts, config)
     await asyncio.to_thread(check_own_functions, config)
     first = prompts.first()
@@ -114,7 +114,7 @@ def check_gpu_memory(config: RunConfig, card: int) -> None:
     """
     try:
         model = policy_size(config)
-    except ValueError:  # other checks report this error
+    except ValueError:  # other checks report why the sizes cannot be read
         return
     if card:
         check_memory_of_devices(config, model, card)
@@ -232,7 +232,7 @@ def check_own_functions(config: RunConfig) -> None:
     Raises:
         ValueError: there is no such name, file, module or function.
     """
-    if not config.ray.address:  # the nodes of a cluster may have other modules
+    if not config.ray.address:  # nodes of a joined cluster may have modules that this machine lacks
         for name in config.rollout_fleet.reward_names:
             REWARDS.get(name)
     algorithm, default = config.algorithm, AlgorithmConfig()
@@ -258,7 +258,7 @@ async def try_reward(config: RunConfig, prompt: Prompt) -> None:
     rollout = replace(Rollout.answer(text, num_tokens=0), outcome=Outcome(reward=0.0))
     try:
         await rewards.start()
-        if not fleet.judge_model or "judge" not in fleet.weights_for(prompt.data_source):  # its server starts later
+        if not fleet.judge_model or "judge" not in fleet.weights_for(prompt.data_source):  # the judge starts later
             await rewards.score(prompt, [rollout])
     except AsyncRLError as error:
         raise ValueError(
@@ -350,7 +350,7 @@ def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
     named = ((asked.learner.device, learner.device), (asked.rollout_fleet.device, fleet.device))
     devices = [_device(before, after) for before, after in named]
     for pool, size in learner_pools(config).items():
-        shapes: dict[str, list[str]] = {}  # the roles of each layout of ranks
+        shapes: dict[str, list[str]] = {}  # roles by the mesh of their ranks, such as `dp 2 x sp 2`
         for role in (role for role, of in roles.items() if of == pool):
             sp_size = role_options(config, role).sp_size
             shapes.setdefault(f"dp {size // sp_size} x sp {sp_size}", []).append(role)

@@ -1,4 +1,4 @@
-"""``asyncrl runs``: list the runs in a folder of results, their lives and their checkpoints."""
+"""``asyncrl runs``: list the runs in a folder, with their lives (``asyncrl train`` processes) and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The parent process of a run. It forwards signals, waits for the end, and leaves no process behind.
 
-A killed run cannot clean up. If a Ray daemon dies, Ray ends the run, and this run cannot clean up either. Therefore the
-run is a child process. The parent adopts every orphan of the run (Linux child subreaper) and ends it. If the parent is
-killed, the run gets SIGHUP, stops, and ends the orphans itself.
+A killed run cannot clean up. Neither can a run that Ray ends because a Ray daemon died. Therefore the run is a child
+process. The parent adopts every orphan of the run (Linux child subreaper) and ends it. If the parent is killed, the run
+gets SIGHUP, stops, and ends the orphans itself.
 
 A scheduler or systemd sends SIGTERM to every process of a run at once. The child and its processes block SIGINT and
 SIGTERM, so only the parent reacts. It stops the child with other signals (`STOPS`). So all processes live until the run
@@ -106,7 +106,8 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
 
     signal.signal(signal.SIGALRM, kill)
     for number in _PASSED_ON:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # under nohup, SIGHUP is ignored
+        # Under nohup, SIGHUP is ignored and must stay ignored.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_PASSED_ON, *STOPS.values()))
     status = _wait_for(child)
@@ -137,7 +138,7 @@ def _report(said: bytes) -> None:
 
 def _read_reports(reports: int) -> bytes:
     said = b""
-    with contextlib.suppress(BlockingIOError):  # the pipe has no end while an orphan holds it open
+    with contextlib.suppress(BlockingIOError):  # instead of end-of-file, while an orphan holds the pipe open
         while part := os.read(reports, 65536):
             said += part
     os.close(reports)
@@ -163,7 +164,7 @@ def _run_in_child(work: Callable[[], int], parent: int) -> int:
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else EXIT_FAILED
     finally:
-        # The parent does this too, unless it was killed.
+        # The parent also ends the orphans, unless it was killed.
         _end_orphans(ORPHAN_GRACE_S)
 
 
@@ -262,9 +263,9 @@ class Stopping:
         self._say(f"{number.name}: stopping, at most {timeout_s:g} s; once more ends the run at once")
 
     def _on_supervisor_death(self) -> None:
-        """Stop the run. After this, this process itself handles SIGINT and SIGTERM."""
+        """Stop the run. Also handle SIGINT and SIGTERM from now on, because no supervisor passes them on."""
         for number in STOPS:
-            signal.signal(number, signal.SIG_IGN)  # discards pending signals
+            signal.signal(number, signal.SIG_IGN)  # discards a pending signal, which would be a second stop
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         if not self._stopped:

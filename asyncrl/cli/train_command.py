@@ -149,10 +149,10 @@ async def _until_done_or_stopped(
         return _last_words(fault, run_dir, how_to_continue(config, run_dir, overrides))
 
     def on_fault(fault: BaseException) -> None:
-        if not isinstance(fault, asyncio.CancelledError):  # `Stopping` has the deadline after a signal
+        if not isinstance(fault, asyncio.CancelledError):  # after a signal, `Stopping` sets the deadline
             last_words = last_words_of(fault)
             report_fault(last_words)
-            if isinstance(fault, ClusterDiedError):  # stopping needs Ray, and Ray would end this process
+            if isinstance(fault, ClusterDiedError):  # without its cluster, Ray would end this process
                 _give_up(last_words, run_dir, EXIT_FAILED)
             give_up_after(timeout_s, lambda: _give_up(f"{last_words} ({too_long})", run_dir, EXIT_FAILED))
 
@@ -191,7 +191,7 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
     try:
         checkpoint = newest_checkpoint(RunPaths.checkpoints_of(config, run_dir))
         life = read_life(run_dir)
-    except (OSError, ValueError) as error:  # only logged, so that the user sees why the run ended
+    except (OSError, ValueError) as error:  # logged, not raised, so that the user still sees why the run ended
         logging.getLogger(__name__).warning("no checkpoint to continue: %s", error)
         return ""
     if checkpoint is None and life is not None and life.resumed:
@@ -210,7 +210,7 @@ def _last_words(error: BaseException, run_dir: Path, continuing: str = "") -> st
         cause = ValueError(_with_remedy(cause, run_dir))
     kind = "" if isinstance(cause, AsyncRLError | ValueError) else f"{type(cause).__name__}: "
     headline = f"error: {kind}{_headline(str(cause).strip())}"
-    if not run_dir.exists():  # nothing was started
+    if not run_dir.exists():  # the run failed before it started a process, so there are no logs
         return headline if "\n" not in str(cause).strip() else f"{kind}{cause}\n{headline}"
     return "\n".join(filter(None, [f"{kind}{cause}\n\nlogs: {run_dir / 'logs'}", continuing, headline]))
 

@@ -52,8 +52,8 @@ class PromptStream:
     ) -> None:
         """Read and tokenize the training files.
 
-        If ``has_environment``, all prompts have messages. ``images`` is None for a text model. The stream reads image
-        files now, to count tokens, and again when it returns their prompt.
+        If ``has_environment``, all prompts have messages. ``images`` reads image files; it is None for a text model.
+        The stream reads these files now, to count tokens, and again when it returns their prompt.
 
         Raises:
             ValueError: a file, row or column does not match ``config``. The message names it.
@@ -92,7 +92,7 @@ class PromptStream:
         return self.at(range(self._position - count, self._position))
 
     def first(self) -> Prompt:
-        """Return the first prompt of a new stream. This stream does not change."""
+        """Return the prompt that a new stream returns first. The position of this stream does not change."""
         row = self._order(0)[0] if self._sampler is None else self._choose(copy.deepcopy(self._sampler))
         return _loaded(self._prompts[row], 0)
 
@@ -268,7 +268,7 @@ class _PromptReader:
         if config.tools_key:
             tools = read_tools(rows, config.tools_key)
         messages, texts = self._rendered(rows, tools) if config.chat_template else self._plain(rows, environments)
-        # A chat template writes the special tokens itself.
+        # A chat template writes the special tokens itself, so the tokenizer must not add them.
         encoded = self._tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
         return [
             Prompt(

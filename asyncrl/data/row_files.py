@@ -74,8 +74,8 @@ class Rows:
         """Return the values of a column of lists and mappings, after a check that msgpack can encode them.
 
         Parquet stores null for a missing field of a mapping. Therefore the method removes null fields from mappings of
-        parquet files. If ``is_json``, the method decodes strings as JSON and keeps their null fields. Rows with equal
-        values share one object.
+        parquet files. If ``is_json``, the method decodes strings as JSON and keeps their null fields. To save memory,
+        rows with equal values share one object.
 
         Raises:
             ValueError: a value is missing or not JSON, or msgpack cannot encode it.

@@ -36,7 +36,7 @@ class Sampler(Protocol):
         ...
 
     def note(self, row: int, group: GroupSummary) -> None:
-        """Use the outcome of a row's finished group. The call comes even if a filter dropped the group.
+        """Use the outcome of a row's finished group. The prompt stream also reports groups that a filter dropped.
 
         The buffer may lose outcomes when its server restarts. If the fleet generates a group again, its outcome arrives
         again.

@@ -35,7 +35,7 @@ def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
     """
     file = Path(model_path, "tokenizer.json")
     settings = json.loads(Path(model_path, "tokenizer_config.json").read_text())
-    # Not for other tokenizer classes, because they may add special tokens that the file does not have.
+    # Other tokenizer classes need transformers, because they may add special tokens that the file does not have.
     if not chat_template and settings.get("tokenizer_class") == _FAST and file.is_file():
         return _FastTokenizer(file)
     from transformers import AutoTokenizer

@@ -45,7 +45,7 @@ class Estimate:
             generator = np.random.default_rng(0)
             means = [generator.choice(array, len(array)).mean() for _ in range(_NUM_RESAMPLES)]
             low, high = np.quantile(means, (0.025, 0.975)).tolist()
-        return cls(mean=mean, low=min(low, mean), high=max(high, mean))  # include the mean despite rounding
+        return cls(mean=mean, low=min(low, mean), high=max(high, mean))  # rounding must not exclude the mean
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -54,7 +54,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     Args:
         num_samples: Samples of the prompt.
         num_passed: Samples that pass.
-        k: At most n. Example: if 1 of 4 samples passes, pass@2 is 1 - C(3, 2) / C(4, 2) = 0.5.
+        k: At most ``num_samples``. Example: if 1 of 4 samples passes, pass@2 is 1 - C(3, 2) / C(4, 2) = 0.5.
     """
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
@@ -69,7 +69,7 @@ class Evaluation:
         greedy: Mean reward of greedy decoding.
         num_failed: Number of prompts with a failed reward; the means exclude them.
         num_missing: Number of prompts without an answer, because engines were lost; the means exclude them.
-        incomplete: Reason for missing prompts by engine.
+        incomplete: Why prompts are missing, by engine.
         estimates: Estimates by name: ``mean@k`` with all k samples, ``pass@1``, ``pass@2``, ``pass@4``, …, ``greedy``.
         by_source: Estimates per ``data_source``, if there are several.
         response_length: Mean length of an answer, in tokens.

@@ -84,7 +84,8 @@ def _evaluation(values: Mapping[str, Any]) -> Evaluation:
 def history_folder(checkpoint: Path, saved_in: str) -> Path:
     """Return the folder of the life that saved a checkpoint.
 
-    It is the checkpoint's run folder if this folder has metrics, otherwise ``saved_in``.
+    It is the run folder that contains the checkpoint, if this folder has metrics. Otherwise it is ``saved_in``, the run
+    folder that the checkpoint names.
     """
     holds = checkpoint.resolve().parent.parent
     return holds if (holds / "metrics.jsonl").is_file() else Path(saved_in)

@@ -32,7 +32,8 @@ class StepRecord:
         time_s: Seconds from the start of training to the end of the update.
         reward: Mean reward over the batch's samples.
         reward_std: Standard deviation of the rewards over the batch's samples.
-        equal_reward_groups: Share of groups with equal rewards, also of turns. Their group advantages are zero.
+        equal_reward_groups: Share of groups whose samples have equal rewards, and equal rewards of turns if turns have
+            rewards. The group-relative advantages of these groups are zero.
         truncated_samples: Share of samples that reached the length limit.
         samples_per_group: Mean number of samples per group of the batch. It is below ``samples_per_prompt`` if rewards
             failed.
@@ -125,8 +126,8 @@ class TrainingResult:
 
     Attributes:
         policy_version: Learner version at the end.
-        train_wall_s: Seconds from the first admission to the last update.
-        tokens: The token account after the fleet has stopped.
+        train_wall_s: Seconds from the start of training to the last update.
+        tokens: Numbers of generated, trained and dropped tokens after the fleet has stopped.
         max_lag_before: Largest lag before the resumed checkpoint; 0 for a new run.
         lag_histogram: Number of consumed groups by lag in learner steps.
         groups_failed: Failed attempts of this run by reason.
@@ -153,7 +154,7 @@ class PoolUse:
         capacity: Ranks of the learner, or samples that the fleet can generate at a time.
         busy_s: Busy time in seconds times capacity.
         idle_s: Idle time by cause, in the same unit. ``busy_s`` plus all idle time is capacity × time.
-        recent: Shares of the time of the last steps, for `BUSY` and by cause of idle time.
+        recent: Shares of the last steps' time: busy time (key `BUSY`), and idle time by cause.
     """
 
     name: str
@@ -217,8 +218,8 @@ def summary_document(
 
     - ``total_steps`` is the configured number of steps; a stopped run has fewer.
     - ``before`` and ``after`` are the evaluations of version 0 and of the final version.
-    - ``restarts`` counts the restarts by component, and under ``batches`` the batches that were planned again.
-    - ``wall_s`` has the ``total`` seconds, and the seconds until the first step could begin as ``start``.
+    - ``restarts`` counts the restarts by component. Its key ``batches`` counts the batches that were planned again.
+    - ``wall_s`` has seconds: ``total``, and ``start`` until the first step could begin.
     - ``overlap`` is None without a profile.
     - ``advice`` is None if no other option would have made the run faster.
     """
@@ -254,8 +255,8 @@ class DiskError(AsyncRLError):
 class MetricsWriter:
     """Writes each record as a line of ``metrics.jsonl`` and as TensorBoard scalars.
 
-    When the learner returns to a checkpoint, the lost lines move to ``metrics.lost.jsonl`` and
-    ``evaluations.lost.jsonl``.
+    When the learner returns to a checkpoint, the records after this checkpoint are lost. Their lines move to
+    ``metrics.lost.jsonl`` and ``evaluations.lost.jsonl``.
 
     Attributes:
         steps: The written records, without lost steps.
@@ -314,7 +315,7 @@ class MetricsWriter:
         self._events.add({f"profile/{name.replace('.', '/')}": value for name, value in figures.items()}, step)
 
     def close(self) -> None:
-        """Flush and close both files."""
+        """Flush and close ``metrics.jsonl`` and the TensorBoard file."""
         with suppress(OSError):  # `write` has already raised this error
             self._file.close()
         self._events.close()
@@ -352,7 +353,7 @@ class ScalarEvents:
 
 
 def _move_lost(path: Path, is_lost: Callable[[dict[str, Any]], bool]) -> None:
-    """Move lost lines of a JSON-lines file to a file with ``.lost`` in its name. A missing file counts as empty."""
+    """Move the lines that ``is_lost`` selects to a file with ``.lost`` in its name. A missing file counts as empty."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     lost = [line for line in lines if is_lost(json.loads(line))]
     if lost:

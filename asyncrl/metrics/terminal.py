@@ -69,7 +69,7 @@ class TerminalView:
 
     @contextmanager
     def waiting_for(self, part: str) -> Iterator[None]:
-        """Show that the run waits for ``part``, and write a line when it is ready."""
+        """Show that the run waits for a component, and write a line when the component is ready."""
         self._waiting[part] = time.monotonic()
         if not self._console.is_terminal:
             self.say(f"waiting for {part}")
@@ -90,7 +90,7 @@ class TerminalView:
             self.say("  ".join(f"{name} {value}" for name, value in self._cells(record)))
 
     def use(self, use: RunUse) -> None:
-        """Show this use of the pools until the next call."""
+        """Set the use of the pools that the view shows until the next call."""
         self._use = use
 
     def evaluation(self, evaluation: Evaluation) -> None:
@@ -136,7 +136,7 @@ class TerminalView:
         )
 
     def _cells(self, record: StepRecord) -> list[tuple[str, str]]:
-        """Return the names and values for a step."""
+        """Return the names and values that the view shows for a step."""
         rollout_rate, learner_rate = self._rates()
         policy = ((shown, record.learner.get(name)) for shown, name in _OF_THE_POLICY)
         return [

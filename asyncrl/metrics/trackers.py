@@ -36,7 +36,7 @@ class Tracker(Protocol):
 
     Attributes:
         place: Address of the run in the tracker.
-        keeps_history: Whether a resumed run records the events of its earlier lives again.
+        keeps_history: Whether a resumed run also sends the events of its earlier lives to this tracker.
     """
 
     place: str
@@ -114,7 +114,7 @@ class Trackers:
 
     @property
     def lines(self) -> list[str]:
-        """One line per tracker with its place."""
+        """One line per tracker, with the address of the run in it."""
         return [f"tracker {name}: {tracker.place}" for name, tracker in self._trackers.items()]
 
     def record(self, event: Event) -> None:

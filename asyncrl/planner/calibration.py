@@ -133,13 +133,13 @@ class _Reading:
 
     @cached_property
     def trained(self) -> list[GroupLife]:
-        """The trained groups, once per use."""
+        """The trained groups. A group appears once for each step that trained on it."""
         uses = (use for life in self._trace.groups.values() for use in life.uses())
         return [use for use in uses if use.step >= self._first_step]
 
     @cached_property
     def _written(self) -> list[Stamp]:
-        """The stamps of finished groups, including filtered groups."""
+        """The recorded events with the response lengths of finished groups, including filtered groups."""
         stamps = (stamp for stamp in self._trace.stamps if stamp.time >= self._start)
         return [stamp for stamp in stamps if stamp.details.get("lengths")]
 
@@ -195,7 +195,7 @@ class _Reading:
             last, stored = life.last(GroupEvent.last_token), life.time(GroupEvent.stored)
             if last is not None and stored is not None and stored > last.time:
                 settles[last.lane].append((last.time, stored))
-        # A worker scores and stores its groups one by one.
+        # A worker scores and stores its groups one by one, so overlapping spans count once.
         settled = [span for lane in settles.values() for span in united(lane)]
         load_s, settle_s, batch_s = fair_shares(loads, settled, batches)
         waited_s = sum(batch.duration_s for batch in self._batches) - batch_s
@@ -281,7 +281,10 @@ class _Reading:
         return tokens
 
     def plan_s(self) -> float:
-        """Return the median seconds until an update starts, after its batch is planned and the ranks are free."""
+        """Return the median delay before an update, in seconds.
+
+        The delay begins when the batch is planned and the ranks are free.
+        """
         planned = {life.step: life.time(GroupEvent.planned) for life in self.trained}
         free_at = {span.version: span.end for span in self._during(SpanKind.publish_copy)}
         gaps = []
@@ -355,7 +358,7 @@ class _Reading:
     def _batches(self) -> list[_Batch]:
         """The batches of the in-process engines.
 
-        A batch begins at the last lease of its groups, or when the engine becomes free.
+        A batch begins as soon as all its groups are leased and the engine is free.
         """
         ends: dict[str, list[tuple[int, GroupLife]]] = defaultdict(list)
         for life in self.trained:
@@ -377,7 +380,10 @@ class _Reading:
         return batches
 
     def _prefill_s_per_token(self) -> float:
-        """Return the seconds to recompute the KV cache of a token. At an update, responses count as half written."""
+        """Return the seconds to recompute the KV cache of a token.
+
+        The method assumes that responses are half written at an update.
+        """
         spans = self._during(SpanKind.re_prefill)
         if not spans:
             return 0.0

@@ -68,7 +68,8 @@ class Prediction:
 
     Attributes:
         outcome: The result with the scenario's own response lengths.
-        step_s: 5th and 95th percentile of the step time over resampled lengths; it includes ``outcome.step_s``.
+        step_s: 5th and 95th percentile of the step time over resampled lengths. The interval includes
+            ``outcome.step_s``.
         lag_mean: The same interval for the mean lag.
     """
 
@@ -122,7 +123,10 @@ class RunPlan:
         return self.predictions[0]
 
     def curves(self) -> list[dict[str, Any]]:
-        """Return the curves of step time over mean lag: one curve per split, one point per staleness bound."""
+        """Return the curves of step time over mean lag.
+
+        There is one curve per division of the devices, and one point per staleness bound.
+        """
         points: dict[str, list[dict[str, Any]]] = {}
         for one in sorted(self.predictions, key=lambda one: (one.scenario.num_engines, one.scenario.max_lag)):
             scenario, base = one.scenario, self.base
@@ -222,7 +226,7 @@ def _as_fast(predictions: Sequence[Prediction]) -> list[Prediction]:
 
 
 def splits_of(base: Scenario) -> list[tuple[int, int]]:
-    """Return at most nine ways to divide the devices between engines and ranks, and the present way."""
+    """Return at most nine divisions of the devices between engines and ranks, plus the present division."""
     total, size = base.num_devices, base.devices_per_engine
     candidates = ((engines, total - engines * size) for engines in range(1, (total - 1) // size + 1))
     possible = [split for split in candidates if _can_have_ranks(base, split[1])]

@@ -1,6 +1,6 @@
-"""Computes the memory that each device needs, by kind, from the options and ``config.json`` of the models.
+"""Computes the memory that each device needs, from the options and ``config.json`` of the models.
 
-docs/gpus.md explains the kinds of `rank_bytes`.
+Each result maps kinds of memory, such as ``activations``, to bytes. docs/gpus.md explains the kinds of `rank_bytes`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class ModelSize:
         key: Key heads × head size.
         cached: Values per token in the KV caches of all layers together.
         cache_heads: Largest number of devices that can divide a KV cache; 1 for latent attention.
-        linear_rows: Sum of the input and output widths of all linear layers; the parameters of an adapter with rank 1.
+        linear_rows: Sum of the input and output widths of all linear layers. Adapters of rank 1 have this number of
+            parameters.
         is_tied: Whether the output layer shares its weight with the input embedding.
         num_experts: Number of experts per layer; 0 for a dense model.
         experts_per_token: Number of experts that compute a token; 0 for a dense model.
@@ -248,8 +249,8 @@ class RankSetup:
 def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     """Return the peak memory that torch allocates on a rank that trains a model, as kind → bytes.
 
-    The first five kinds count for the whole update. The other kinds are temporary. Their values are those of the
-    moment in the backward pass with the largest sum.
+    The first five kinds are held during the whole update. The other kinds are temporary. Their values are taken at one
+    moment of the backward pass: the moment at which their sum is largest.
     """
     model = _padded(model, setup.num_shards)
     size, shards, gathers = setup.compute_bytes, setup.num_shards, int(setup.gathers)
@@ -307,17 +308,17 @@ def _output_layer(model: ModelSize, setup: RankSetup, head: int) -> int:
     """Return the bytes of logits and gradients in the backward pass of an output layer with ``head`` parameters."""
     chunk, of_logits = setup.chunk_tokens * model.vocabulary, 10 if setup.has_entropy_bonus else 6
     if head and setup.compute_bytes == 2 and setup.chunk_tokens < _WEIGHT_CHUNK_TOKENS:
-        # One product computes the gradient of several chunks.
+        # One matrix product computes the weight gradient of several chunks, and needs their logit gradients.
         joined = 2 * min(setup.tokens, _WEIGHT_CHUNK_TOKENS) * model.vocabulary
         return _FLOAT32_BYTES * head + joined + max(2 * head, of_logits * chunk)
     return max(8 * chunk, _FLOAT32_BYTES * head + max(_FLOAT32_BYTES * head + 6 * chunk, of_logits * chunk))
 
 
 def _padded(model: ModelSize, num_shards: int) -> ModelSize:
-    """Return the model as FSDP stores it.
+    """Return the model's sizes with the padding of FSDP.
 
-    FSDP may pad the number of experts of a layer to a multiple of the number of shards. The condition is that of
-    `learner.fsdp.shard_dimension`.
+    FSDP pads the number of experts of a layer to a multiple of the number of shards, unless it can shard another
+    dimension (`learner.fsdp.shard_dimension`).
     """
     divides = not any(size % num_shards for size in (model.hidden, model.expert_width))
     if not model.num_experts or divides:

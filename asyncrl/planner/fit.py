@@ -85,7 +85,7 @@ class DeviceUse:
 
     Attributes:
         name: ``learner rank (POOL)`` or ``engine``.
-        parts: Bytes by kind.
+        parts: Bytes by kind of memory, such as ``optimizer``.
         card_bytes: Memory of the GPU; 0 if there is no GPU or it is unknown.
     """
 
@@ -95,12 +95,12 @@ class DeviceUse:
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds."""
+        """Sum of ``parts``, in bytes."""
         return sum(self.parts.values())
 
     @property
     def usable(self) -> int:
-        """Bytes that may be used. For an SGLang engine, ``parts`` includes SGLang's reserve."""
+        """Usable bytes of the GPU: `USABLE_SHARE`, or all bytes if ``parts`` includes SGLang's reserve."""
         return self.card_bytes if "activations and graphs" in self.parts else round(self.card_bytes * USABLE_SHARE)
 
     @property
@@ -277,7 +277,7 @@ def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: i
         ),
         rollout_fleet=replace(fleet, device=EngineDevice.cuda, engine=EngineKind.sglang),
         placement=replace(config.placement, pools={}, **dict.fromkeys(ROLE_SECTIONS.values(), LEARNER_POOL)),
-        algorithm=replace(config.algorithm, groups_per_step=1 << 20),  # a step of this size fills every token budget
+        algorithm=replace(config.algorithm, groups_per_step=1 << 20),  # so many groups fill any token budget
     )
     tp_sizes = [size for size in (1, 2, 4, 8) if num_gpus > size and not model.key % size]
     engines = ((size, device_uses(with_options(on_cuda, {_TP_SIZE: size}), model, card)[-1]) for size in tp_sizes)

@@ -144,7 +144,7 @@ class HostModel:
     Attributes:
         is_shared: Engines and ranks compute on these cores. This needs ``engine.takes_batches``. If False, the other
             fields have no effect.
-        settle_s: CPU time of an engine's process per finished group; it replaces ``Scenario.settle_s``.
+        settle_s: CPU time of an engine's process to score and store a group; it replaces ``Scenario.settle_s``.
         publish_s: CPU time of a rank's process per version, after the copy.
         group_s: CPU time of the other processes per group: buffer and rewards.
         step_s: CPU time of the other processes per step: the controller.

@@ -98,8 +98,8 @@ class SimulatedEngine:
         self._prompt_tokens, self._whole_groups = prompt_tokens, whole_groups
         self._running: list[_Running] = []
         self._waiting: deque[tuple[SimulatedGroup, int, float]] = deque()
-        self._load = 0.0  # sum of the weights of the running samples
-        self._begun = 0.0  # weighted sum of the progress at the starts of the running samples
+        self._load = 0.0  # number of running samples, by `_Running.weight`
+        self._begun = 0.0  # sum of the progress at which these samples began, by the same weights
         self._progress = self._seen_at = self._stalled_until = 0.0
         self._place = self._timer = 0
         self._is_loading = False

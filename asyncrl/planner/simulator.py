@@ -308,7 +308,7 @@ class SimulatedWorker:
         def on_loaded() -> None:
             self.account()
             self._report_loaded(version, load_s)
-            if self._asked is not None:  # the pending request has the previous version
+            if self._asked is not None:  # the pending request names the previous version
                 self._buffer.cancel_lease(self._client, self._asked)
                 self._asked = None
             self._follow_weights()
@@ -333,7 +333,7 @@ class SimulatedLearner:
         self.steps: list[tuple[float, float, int, list[int]]] = []
 
     def start(self) -> simpy.Process:
-        """Start the loops; the process ends with the last step."""
+        """Start the loops. The returned process ends when the last step ends."""
         self.feed()
         self._env.process(self._plan())
         return self._env.process(self._train())
@@ -450,7 +450,7 @@ class Simulation:
         host: The cores that engines and ranks share; None if each has its own device.
         lengths: A stream of response lengths, one list per lease.
         rewards: Random numbers for the lengths, and for the choice of groups with equal rewards.
-        rng: Random numbers for the start of a recorded variation.
+        rng: Random numbers that choose where `variation` starts in the recorded ratios.
         saved: Handed-over groups by group id. A value has the final and the missing tokens of each sample.
     """
 
@@ -504,7 +504,7 @@ class Simulation:
         self._most_bytes = max(self._most_bytes, sum(self.buffer.ledger.groups.space.stored_bytes))
         if self.scenario.queue_groups:
             self._queue[group.group_id] = group.attempt
-            call_after(self.env, 0.0, bound_queue)  # a batch that is planned now may first take groups
+            call_after(self.env, 0.0, bound_queue)  # later, because a batch that is planned now may take groups
         if self.scenario.equal_rewards and self.buffer.ledger.groups.num_queued < self.capacity:
             self.learner.feed()
         self.learner.account()

@@ -83,10 +83,10 @@ OWN_CAUSES: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """A period without a change in the number of a lane's places in one state.
+    """A period in which a lane has a constant number of places in one state.
 
     Attributes:
-        lane: The lane of the rank or engine.
+        lane: Name of the rank or engine in the record. Example: ``engine-0``.
         state: ``busy``, or a `FleetCause` or `LearnerCause`.
     """
 
@@ -126,7 +126,7 @@ class PoolTime:
         return self.busy / self.capacity if self.capacity else 0.0
 
     def alone(self, pool: str, duration: int) -> float:
-        """Return the part of ``duration`` in which the pool was busy, or idle for one of its `OWN_CAUSES`."""
+        """Return the part of ``duration`` without idle time that depends on the other pool (see `OWN_CAUSES`)."""
         own = self.busy + sum(self.idle.get(cause, 0) for cause in OWN_CAUSES[pool])
         return duration * own / self.capacity if self.capacity else 0.0
 
@@ -541,7 +541,8 @@ class OverlapReport:
         steps = [step for step in trace.steps if not step.is_open]
         lags: dict[int, list[tuple[int, int, int]]] = {step.version: [] for step in steps}
         for group in (use for life in trace.groups.values() for use in life.uses()):
-            if group.step in lags and group.last(GroupEvent.stored) is not None:  # else stored before a resume
+            # A group without this event was stored before a resume.
+            if group.step in lags and group.last(GroupEvent.stored) is not None:
                 lags[group.step].append((group.lag, group.lag_before_queue, group.lag_in_queue))
         num_lanes = {pool: attribution.num_lanes(pool) for pool in POOLS}
 

@@ -197,7 +197,7 @@ def _version_of(trace: Trace, span: Span) -> int:
     """Return the version of a stage. If it has none, return the version that the engine serves next."""
     if span.version != NONE:
         return span.version
-    if span.kind == SpanKind.re_prefill:  # it loads no version; take that of the pause before it
+    if span.kind == SpanKind.re_prefill:  # it loads no version, so use the version of the pause before it
         pauses = [pause for pause in trace.spans_of(SpanKind.pause, span.lane) if pause.start <= span.start]
         return _version_of(trace, pauses[-1]) if pauses else NONE
     later = (level.value for level in trace.levels_of(LevelName.version, span.lane) if level.time >= span.start)

@@ -78,7 +78,7 @@ def _rows(episode: Mapping[str, Any]) -> Iterator[Values]:
     for index, turn in turns.items():
         children[turn["parent"]].append(index)
     size = {-1: 0}
-    for index in sorted(turns, reverse=True):  # count the children before the parents
+    for index in sorted(turns, reverse=True):  # children have higher indices than their parents
         size[index] = 1 + sum(size[child] for child in children[index])
     tools = _tools_by_turn(episode)
     roots = children[-1]

@@ -1,4 +1,4 @@
-"""Builds the report of a run as one document with figures, charts, members and samples, and as ``report.html``."""
+"""Builds the report of a run as one document with figures, charts, engines and samples, and as ``report.html``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 
 class RunReport:
-    """Builds the document of a run's folder. Later calls read only the new records."""
+    """Builds the report of a run's folder as one document. Later calls read only the new records."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -168,7 +168,7 @@ def _figures(overlap: OverlapReport, bound: int, total_steps: int) -> Iterator[d
 
 
 def _rewards(record: Mapping[str, Any] | str | None) -> Iterator[dict[str, str]]:
-    """Yield the figures of the last line of ``metrics.jsonl``. A text is the reason why the line cannot be read."""
+    """Yield figures from the last metrics record. If ``record`` is a text, it says why the record cannot be read."""
     if isinstance(record, str):
         yield _figure("reward", "not known", record)
     elif record is not None:

@@ -126,7 +126,7 @@ class GroupLife:
         return None if stamp is None else stamp.time
 
     def uses(self) -> list[GroupLife]:
-        """Return a `GroupLife` per use of the last stored trajectories, with the stamps up to that use.
+        """Return a `GroupLife` per step that trained on the last stored trajectories, with the stamps up to that step.
 
         If the learner repeated a step after a return to a checkpoint, the step counts once.
         """
@@ -186,8 +186,10 @@ class Trace:
     """The record of a run.
 
     Attributes:
-        processes: Sorted by start; ``spans`` too.
-        levels: Sorted by time; ``stamps`` too.
+        processes: All processes, sorted by start.
+        spans: All spans, sorted by start.
+        levels: All levels, sorted by time.
+        stamps: All stamps, sorted by time.
         start: Time of the first record, in nanoseconds.
         end: Time of the last record, in nanoseconds.
     """
@@ -251,7 +253,7 @@ class Trace:
         return tuple(sorted(found, key=by_number))
 
     def processes_of(self, lane: str) -> tuple[Process, ...]:
-        """Return the processes that recorded a lane, sorted by start. A replacement adds a process."""
+        """Return the processes that recorded a lane, sorted by start. There are several if a process was replaced."""
         return tuple(process for process in self.processes if process.name in self._names_by_lane.get(lane, ()))
 
     def spans_of(self, kind: str, lane: str | None = None) -> tuple[Span, ...]:
@@ -376,7 +378,7 @@ class _ProcessFile:
                         self._take(record)
                         self._num_whole = self._unpacker.tell()
                 except (ValueError, TypeError, IndexError, KeyError, AttributeError, msgpack.UnpackException):
-                    self._is_broken = True  # keep the records before this one
+                    self._is_broken = True  # keep the records before the damaged one
         if self.header and self.header["schema"] != SCHEMA:
             raise ValueError(
                 f"{self._path} has records of schema {self.header['schema']}, this version reads {SCHEMA}; use the "
@@ -412,7 +414,7 @@ class _ProcessFile:
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        """Sort key. The first process in this order has the reference clock."""
+        """Sort key to choose the reference clock: the clock of the process with the smallest key."""
         is_other = self.header["process"] != BUFFER_LANE
         return _REFERENCE_ORDER.index(self.header["pool"]), is_other, self.header["started_ns"]
 

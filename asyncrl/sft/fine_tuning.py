@@ -291,5 +291,5 @@ class GreedyAccuracy:
 
 
 def _first_of(value: list[Any], mesh: LearnerMesh) -> Any:
-    """Return rank 0's first value. All ranks call this."""
+    """Return the first value of rank 0's list to all ranks. All ranks must call this."""
     return gather_values(value[0], type(value[0]), dist.group.WORLD if mesh.num_ranks > 1 else None)[0]

@@ -1,7 +1,7 @@
 """The warm start: fine-tunes the initial policy of a run, or reuses an earlier policy of the same settings.
 
-It is a process of ``asyncrl sft``. On the CPU, the process starts at once, in parallel with the start of the run. On a
-GPU, it starts when Ray has reserved a GPU.
+The warm start is an ``asyncrl sft`` process. On the CPU, the process starts at once, in parallel with the start of the
+run. On a GPU, it starts when Ray has reserved a GPU.
 """
 
 from __future__ import annotations
