@@ -62,7 +62,8 @@ class AnsweringParts:
             seed: The engine's seed.
             rank: The engine's number.
             log_dir: Folder of the engine's log.
-            episode_context: Largest number of tokens on a path of an episode; 0 if no prompt has an environment.
+            episode_context: Largest number of tokens on a path of an episode, from the prompt to a last turn; 0 if no
+                prompt has an environment.
             sample_dir: Folder of decoded samples; empty to save none.
 
         Raises:

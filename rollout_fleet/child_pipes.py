@@ -38,7 +38,7 @@ def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    # a forked process that keeps the pipes open would hide the end of this process from the parent
+    # The parent sees the end of this process by the closed pipes. So no forked process may keep them open.
     for pipe in (questions.raw, answers.raw):
         os.register_at_fork(after_in_child=pipe.close)
     return questions, answers
@@ -55,7 +55,7 @@ def kill_marked(name: str, value: str, *, spare: Collection[int] = ()) -> int:
     """Kill all processes that inherited ``name=value`` in their environment, except ``spare``. Returns their number."""
     mark = f"{name}={value}".encode()
     killed: set[int] = set()
-    for _ in range(_ROUNDS):  # again, because a process may fork during the search
+    for _ in range(_ROUNDS):  # search again, because a process may fork during a search
         found = {
             int(entry.name)
             for entry in Path("/proc").glob("[0-9]*")

@@ -108,7 +108,7 @@ class ChildProcess:
 def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
     """Return a child's environment variables, without GPUs and with only the secrets in ``rollout_fleet.pass_secrets``.
 
-    Connections to this host do not use a proxy.
+    ``no_proxy`` names this host, so connections to it do not use a proxy.
     """
     known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
     direct = known if known == "*" else ",".join(filter(None, (known, *_THIS_HOST)))
@@ -116,7 +116,7 @@ def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
 
 
 def with_remedy(message: str, config: RolloutFleetConfig, *, who: str) -> str:
-    """If ``message`` names a withheld secret, add the option that passes the secret to ``who``."""
+    """If ``message`` names a withheld secret, append the option with which the processes ``who`` get this secret."""
     withheld = sorted(os.environ.keys() - without_secrets(config.pass_secrets).keys())
     missed = next((name for name in withheld if name in message), None)
     if missed is None:

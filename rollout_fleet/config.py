@@ -73,9 +73,9 @@ class SamplingConfig:
 
     Attributes:
         temperature: Softmax temperature of sampling and of behavior log-probs.
-        top_p: Nucleus mass; 1.0 keeps all. Evaluation only.
-        top_k: Number of candidates to keep; -1 keeps all. Evaluation only.
-        min_p: Smallest probability of a candidate, as a share of the largest; 0.0 keeps all. Evaluation only.
+        top_p: Nucleus mass; 1.0 keeps all tokens. Evaluation only.
+        top_k: Number of most probable tokens to sample from; -1 keeps all tokens. Evaluation only.
+        min_p: Smallest probability of a token, as a share of the largest one; 0.0 keeps all tokens. Evaluation only.
         max_new_tokens: Longest response, in tokens.
         stop: Texts that end a response. The tokens of the stop text stay in the response.
         stop_token_ids: Tokens that end a response, in addition to the model's own.
@@ -128,8 +128,8 @@ class SGLangConfig:
     """Options of an SGLang server.
 
     Attributes:
-        dtype: Weights and activations on the engine. ``auto`` is bfloat16 on CUDA and float32 on a CPU. float32 on CUDA
-            is refused, because SGLang's attention kernels support only half types.
+        dtype: Dtype of weights and activations. ``auto`` is bfloat16 on CUDA and float32 on a CPU. float32 on CUDA is
+            refused, because SGLang's attention kernels support only half types.
         tp_size: Tensor-parallel ranks of one server.
         max_total_tokens: KV cache size in tokens. 0: SGLang's choice on a GPU, 32768 on a CPU.
         tokenizer: Load the model's tokenizer in the server, for stop texts and JSON schemas. It is always loaded if
@@ -177,10 +177,10 @@ class TransformersConfig:
     """Options of the in-process engine.
 
     Attributes:
-        dtype: Weights and activations: a torch dtype's name, or ``auto`` for the model's own.
+        dtype: Dtype of weights and activations, by its name in torch. ``auto`` is the dtype of the stored model.
         max_rows: Largest number of samples in one batch. Other samples wait for the next batch.
         reproducible: Sample every answer from its own seed, so an interrupted answer continues with the same tokens.
-            This is slow, and meant for tests. Turns of an environment do not get seeds.
+            This is slow, and meant for tests. Answers in episodes with an environment get no seeds.
     """
 
     dtype: str = "auto"
@@ -198,8 +198,8 @@ class SamplesConfig:
     Attributes:
         every_steps: Learner steps between two sets of training samples; 0 saves none. Evaluations save all their
             samples.
-        num_groups: Prompt groups of one set, per engine.
-        num_shown: Samples of a set that the terminal shows: half are the best, half the worst.
+        num_groups: Number of prompt groups that each engine saves in one set.
+        num_shown: Number of samples of a set that the terminal shows. Half are the best, half the worst.
     """
 
     every_steps: int = 10
@@ -235,7 +235,7 @@ class RolloutFleetConfig:
         reward_options: Options of each reward, by the reward's name in reports. Example: ``{length: {max_tokens: 512,
             buffer_tokens: 128}}``.
         judge_model: Folder of a frozen model for the reward ``judge`` without a ``url``. Each rollout worker serves it
-            with SGLang. ``${model.path}`` names the run's initial model. On CPUs only.
+            with SGLang. ``${model.path}`` names the run's initial model. Only with engines on CPUs.
         pass_secrets: Secret environment variables that reward processes and inference servers get. Other secrets are
             withheld: ``*_TOKEN``, ``*_KEY``, ``*_SECRET``, ``*_PASSWORD``, ``AWS_*`` and those in
             `rollout_fleet.engines.process_guard`. Example: ``[OPENAI_API_KEY]`` for a judge.
@@ -247,7 +247,7 @@ class RolloutFleetConfig:
         max_attempts: A prompt group is dropped and counted after this many failures, on all workers together. A failure
             is a failed reward, or an abort by the engine itself. Evictions do not count.
         max_failures_in_a_row: The run ends after this many failures on one worker, without a stored group between them.
-            If the engine aborted the last group, the worker ends instead and is replaced.
+            If the last failure is an abort by the engine, only this worker ends, and is replaced.
         max_image_pixels: Largest number of pixels of an image. A larger image is scaled down with its aspect ratio. The
             model's own limit also holds. Example: 1048576 gives at most 1,024 tokens for patches of 16 pixels.
         start_timeout_s: Deadline for an engine to start and to generate its first tokens. A run adds a second per 100

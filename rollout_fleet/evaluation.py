@@ -54,8 +54,8 @@ class HeldOutAnswers:
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
         """Answer prompts with distinct group ids. Several calls may run at once.
 
-        Each prompt gets ``num_samples`` samples and a greedy answer. Returns one entry per prompt. The entry may be a
-        failed reward. A prompt has no entry if some of its tokens were sampled under another version.
+        Each prompt gets ``num_samples`` samples and a greedy answer. Returns one entry per answered prompt. The
+        entry may report a failed reward. A prompt is left out if some tokens were sampled under another version.
 
         Raises `EngineError` if the engine serves another version at the beginning, and as `Engine.generate`.
         """

@@ -402,7 +402,7 @@ class InflightGroups:
     def _note_places(self) -> None:
         self._is_noting = False
         running = tail = settling = parked = 0
-        free = Counter[LevelName]()  # episodes without a running turn, in groups with environments
+        free = Counter[LevelName]()  # states of the episodes that an environment plays
         for group in self._groups.values():
             if group.phase is GroupPhase.settling:
                 settling += len(group.episodes)

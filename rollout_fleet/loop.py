@@ -8,7 +8,8 @@ The waits of the loop, and who wakes them. Every change of the loop's state or o
 ``_changed``.
 
 - `_keep_leasing` waits for room on the engine, then for leases. A group that leaves the engine ends the first wait. The
-  buffer ends the second. A new version, a released device or a leaving member withdraws the request.
+  buffer ends the second. The request for leases is withdrawn at a new version, when the device is released, or when the
+  worker is to leave.
 - `_generate` (one task per batch of leases) waits for the next finished sample. The engine wakes it.
 - `_settle` (one task per group) waits for earlier groups, the reward, and the buffer. Each of them wakes it.
 - `load_next` waits for weights. The buffer wakes it when it offers a version.
@@ -80,7 +81,8 @@ class RolloutLoop:
         samples_per_prompt: Group size G.
         greedy_baseline: Sample one more response per prompt greedily. The learner does not train on it.
         seed: The run's seed if every answer gets its own seed, otherwise None.
-        stage: Stages an offer near the engine. The engine loads the offer that this context manager yields.
+        stage: Copies or links offered weights near the engine. The engine loads the offer that this context manager
+            yields.
     """
 
     def __init__(
@@ -201,9 +203,10 @@ class RolloutLoop:
             offer = await self._buffer.next_offer(self._engine.version)
 
     async def _next_after(self, offer: WeightOffer, gone: WeightsGone) -> WeightOffer:
-        """Return the offer that replaced a removed offer. Raises ``gone`` if the removed version is still offered.
+        """Return the offer that replaces ``offer``, whose weights were removed.
 
-        If the learner has restarted, wait for its next offer without a deadline.
+        Raises ``gone`` if the buffer still offers the removed weights after ``load_timeout_s``. If the learner has
+        restarted, wait for its next offer without a deadline.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.load_timeout_s):
@@ -509,7 +512,7 @@ class RolloutLoop:
                 group.refuse(asked, refused)
                 await self._leave_if_done(group)
         except Exception:
-            for group in groups:  # groups without a request on the engine
+            for group in groups:  # groups without a request, which the engine could not yield as aborted
                 if self._engine.has_failed and group.phase in ON_ENGINE:
                     group.end = group.end or GroupEnd.engine_failed
                     await self._leave_engine(group)
@@ -552,7 +555,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _settle(self, group: InflightGroup) -> None:
-        async with self._settling_turns:  # wait, so the engine gets its next work first
+        async with self._settling_turns:  # let other tasks run first, so the engine gets its next requests
             await asyncio.sleep(0)
         await self._settlement.settle(group, engine_failure=self._failure)
         self._groups.remove(group)

@@ -141,7 +141,7 @@ class Member:
         """Return the seconds until the state's deadline. None if the state has no deadline."""
         return None if math.isinf(self.deadline) else max(0.0, self.deadline - now)
 
-    # Reports of the member
+    # Reports from the member itself
 
     def unplaced(self, epoch: int) -> None:
         """Record that the member must wait for resources of the cluster."""
@@ -190,7 +190,7 @@ class Member:
         if self.accepts(epoch) and self.state is MemberState.draining:
             self._enter(MemberState.left, math.inf)
 
-    # Reports of its driver
+    # Reports from the member's driver
 
     def fault(self, epoch: int, reason: str, now: float) -> bool:
         """Record that the member died, hangs, or could not be verified.
@@ -234,11 +234,11 @@ class Member:
         if self.state in SERVING:
             self._enter(MemberState.draining, now + self._limits.drain_s)
         elif self.state is not MemberState.draining and not self.has_ended:
-            self.epoch += 1  # reports of a running start will have no effect
+            self.epoch += 1  # reports of a start that still runs are then ignored
             self._enter(MemberState.left, math.inf)
 
     def due(self, now: float) -> None:
-        """Leave the state if its deadline has passed."""
+        """Enter the next state if the deadline of the current state has passed."""
         if now < self.deadline:
             return
         if self.state is MemberState.fenced:  # the member must be stopped before a restart

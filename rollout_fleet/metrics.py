@@ -29,7 +29,7 @@ class EpisodeCount(StrEnum):
     failed_infrastructure = "failed_infrastructure"
     processes_killed = "processes_killed"  # killed because of a blocked event loop or too much memory
     processes_ended = "processes_ended"  # replaced because they ended by themselves or were killed
-    processes_retired = "processes_retired"  # replaced because they had too many leftovers
+    processes_retired = "processes_retired"  # replaced because too many threads or tasks of ended episodes still ran
     leftovers = "leftovers"  # programs and tasks that still ran after their episodes had ended
 
 
@@ -45,7 +45,7 @@ class FleetCounters:
         groups_refused: Finished groups that the buffer refused, because their lease had expired or they were too old.
         groups_failed: Number of failed attempts by reason. ``reward_trajectory`` counts dropped responses.
         busy_s: Seconds with at least one training request on the engine, without weight loads.
-        wait_s: Seconds without a training request on the engine while the worker waited for admission.
+        wait_s: Seconds without a training request on the engine while the worker waited for leases of prompt groups.
         load_s: Seconds of paused generation, per weight load.
         reward_s: Seconds of waiting for rewards, summed over groups.
         episodes: Number of events by `EpisodeCount`; empty without environments.
@@ -77,7 +77,7 @@ class FleetCounters:
 
 
 class FleetMeter:
-    """Keeps the counters of one worker. Each second counts as busy, as waiting for admission, or as neither."""
+    """Keeps the counters of one worker. Each second counts as busy, as waiting for leases, or as neither."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -92,7 +92,7 @@ class FleetMeter:
         self._running = num_groups
 
     def asking(self, asking: bool) -> None:
-        """Set whether the worker waits for admission from now on."""
+        """Set whether the worker waits for leases from now on."""
         self._pass_time()
         self._asking = asking
 
@@ -123,7 +123,7 @@ class FleetMeter:
 
 
 def note_member(member: Member, lane: str) -> None:
-    """Record all states and epochs of a member from now on in the run's profile, on ``lane``."""
+    """From now on, record the states and epochs of a member on ``lane`` of the run's profile."""
     span = record.NO_SPAN
 
     def note(state: MemberState, epoch: int) -> None:

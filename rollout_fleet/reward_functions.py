@@ -94,8 +94,8 @@ class Length:
 def environment(prompt: Prompt, rollout: Rollout, *, failed: float = 0.0) -> Score:
     """Return the rewards of the environment's own outcome, including rewards of turns.
 
-    A failed episode gets ``failed`` if ``environment.on_failure`` is ``score`` for its failure. Raises `ValueError` if
-    the outcome has no rewards, or if the run has no environment.
+    A failed episode gets the reward ``failed`` if ``environment.on_failure`` is ``score`` for its failure. Raises
+    `ValueError` if the outcome has no rewards, or if the run has no environment.
     """
     del prompt
     outcome = rollout.outcome

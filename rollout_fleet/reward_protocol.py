@@ -96,7 +96,7 @@ class BoundReward:
 
     Args:
         name: Name as in ``rollout_fleet.reward``.
-        options: Keyword arguments of the function after its two parameters, or of a class.
+        options: Keyword arguments: those of a function after its first two parameters, or those of a class.
         is_made: Whether to make an instance of a class now. Otherwise only the options are checked.
 
     Attributes:

@@ -83,8 +83,8 @@ class RewardProcesses:
 
         If ``may_fail`` is true, failed rollouts get a message instead of a score. A failed process is replaced.
 
-        Raises `RewardError` if the function raises, hangs, or does not return finite numbers. A process that ends, or
-        does not start, also raises it.
+        Raises `RewardError` if the function raises, hangs, or does not return finite numbers, or if its process ends
+        or does not start.
         """
         if self._needs_process:
             answers = await self._score_in_process(prompt, rollouts, may_fail=may_fail)
@@ -209,7 +209,7 @@ class WeightedRewards:
         await asyncio.gather(*(reward.start(variables) for reward in self._rewards.values()))
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout | str], *, may_fail: bool = False) -> Scores:
-        """Score a prompt group with every reward of its data source. A string is the text of a single answer.
+        """Score a prompt group with every reward of its data source. A string in ``rollouts`` is a single answer.
 
         The total is NaN if one reward has no score for a rollout. Raises as `RewardProcesses.score`.
         """

@@ -39,7 +39,7 @@ def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
 
         try:
             fast = Tokenizer.from_file(str(tokenizer_file))
-        except Exception as error:  # the library has no narrower exception
+        except Exception as error:  # the library tokenizers raises no narrower exception
             raise ValueError(f"{tokenizer_file} must be a tokenizer, got {error}; restore it from a copy") from error
         return lambda token_ids: fast.decode(list(token_ids), skip_special_tokens=not special_tokens)
     from transformers import AutoTokenizer
@@ -59,7 +59,8 @@ class SampleKind(StrEnum):
 class SampleLog:
     """Writes files ``KIND-vVERSION-rolloutRANK.parquet`` with one row per sample.
 
-    The names of evaluation files end with ``-PART``. If a file cannot be written, a warning is logged.
+    The names of evaluation files end with ``-NUMBER``, the number of the call of `keep_answers`. If a file cannot be
+    written, a warning is logged.
     """
 
     def __init__(self, directory: Path, *, rank: int, config: SamplesConfig, decode: Decode) -> None:

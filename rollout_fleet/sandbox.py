@@ -359,7 +359,7 @@ class _Output:
             await self._process.stdin.drain()
             self._process.stdin.close()
         await self._process.wait()
-        # If the process ended early, this wait raises the error. Without it, Python < 3.11.4 logs the error.
+        # Standard input has an error if the process ended early. Python < 3.11.4 logs it if nothing waits for it.
         with suppress(ConnectionError):
             await self._process.stdin.wait_closed()
 
@@ -396,7 +396,7 @@ def _environment(python: str, scratch: str) -> dict[str, str]:
 def _unused_uid() -> int | None:
     """Return a unique user id if this process is root, otherwise None.
 
-    The kernel limits the number of processes of a user, but not of root.
+    The program gets this user id, because the kernel does not limit the number of root's processes.
     """
     if os.geteuid() != 0:
         return None
@@ -414,7 +414,7 @@ def _num_own_threads(kind: SandboxKind, uid: int | None) -> int:
     kernel = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
     if kind is not SandboxKind.limits and kernel >= _KERNEL_COUNTS_PER_NAMESPACE:
         return 2 if kind is SandboxKind.namespaces else 1
-    count = 2  # the first process, and the thread that waits for it
+    count = 2  # the sandbox's first process, and the thread that waits for this process
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             count += len(os.listdir(entry / "task")) if entry.stat().st_uid == os.geteuid() else 0

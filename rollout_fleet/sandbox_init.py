@@ -32,7 +32,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _ALL_NAMESPACES = 0x7E020000
 
-# System calls for other uses than files, memory and processes, or for memory that no limit counts.
+# Refused system calls. They are not for files, memory and processes, or take memory that no limit counts.
 _REFUSED = {
     "x86_64": {
         "socket": 41, "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "pivot_root": 155, "chroot": 161,
@@ -285,7 +285,7 @@ class Program:
     def _scratch_use(self) -> tuple[int, int]:
         if self._is_alone:
             use = os.statvfs(self._job["scratch"])
-            return 0, use.f_files - use.f_ffree  # the file system limits the bytes
+            return 0, use.f_files - use.f_ffree  # 0 bytes, because the file system itself limits them
         num_bytes = num_files = 0
         for folder, folders, files in os.walk(self._job["scratch"]):
             num_files += len(folders) + len(files)

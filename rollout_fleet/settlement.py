@@ -201,7 +201,7 @@ class Settlement:
             self._meter.add(tokens_in_flight=-group.num_own_tokens, groups_finished=1)
 
     def _note(self, group: InflightGroup, tokens: TrajectoryGroup) -> None:
-        """Write the receipt for tokens, before the buffer gets them."""
+        """Record which versions sampled ``tokens`` in the run's receipts, before the buffer gets the tokens."""
         (group_id, attempt), sampled = group.key, receipts.counts_of(tokens.policy_versions)
         receipts.note(
             receipts.Act.sampled,

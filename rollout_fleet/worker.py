@@ -40,9 +40,11 @@ class RolloutWorker(Worker):
         model_path: Folder of the policy of version 0, with its tokenizer.
         samples_per_prompt: Group size G.
         connect_buffer: Function that `start` calls with the worker's rank. It returns the connection to the buffer.
-        copy_weights: Also stage copies of full versions. Otherwise only the bytes of deltas are staged.
+        copy_weights: Copy full weight versions to ``staging_dir``. Otherwise they are linked, and only deltas are
+            copied.
         greedy_baseline: Sample one more response per prompt greedily. The learner does not train on it.
-        episode_context: Largest number of tokens on a path of an episode; 0 if no prompt has an environment.
+        episode_context: Largest number of tokens on a path of an episode, from the prompt to a last turn; 0 if no
+            prompt has an environment.
         sample_dir: Folder of decoded samples; empty to save none.
 
     Raises:

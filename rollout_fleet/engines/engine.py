@@ -27,9 +27,9 @@ from asyncrl.weights.carriers import SLOWEST_LOAD, load_limit_s
 from rollout_fleet.config import SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4
-PROBE_SHARE = 0.25  # share of the silence deadline that is left for the probe
+PROBE_SHARE = 0.25  # share of the silence deadline that the probe may take
 MAX_SILENT_PERIODS = 3
-STREAM_END_S = 1.0  # longest time to wait for the end of a stream after its last sample
+STREAM_END_S = 1.0  # longest wait for an HTTP stream to end after its last sample
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOutput:
-    """One sampled response of R tokens. A sampled end-of-sequence token is its last token.
+    """One sampled response of R tokens, including the end-of-sequence token if it was sampled.
 
     Attributes:
         token_ids: [R] int32.
@@ -79,7 +79,7 @@ class SampleOutput:
     num_cached: int | None = None
 
     def turn(self, parent: int) -> Turn:
-        """Return the response as a finished turn below ``parent``."""
+        """Return the response as a sampled turn of an episode, which follows the turn ``parent``."""
         return Turn(
             token_ids=self.token_ids,
             parent=parent,
@@ -119,7 +119,7 @@ class RunningSample:
 
     Attributes:
         version: Policy version that the engine served when the request arrived.
-        num_tokens: Tokens so far.
+        num_tokens: Number of tokens sampled so far.
         is_aborted: Whether the sample ends with its next token. The generating thread reads this field.
     """
 
@@ -130,7 +130,7 @@ class RunningSample:
         self.is_aborted = False
 
     def so_far(self) -> SampleOutput:
-        """Return the tokens of known policy version. They are kept if the engine fails."""
+        """Return the sampled tokens whose policy version is certain. Only these are kept if the engine fails."""
         return NOTHING
 
 
@@ -144,7 +144,7 @@ class Engine(ABC):
     One request is one sample. An engine fails in these cases:
 
     - It dies, or is silent while requests run.
-    - It gives a wrong answer.
+    - It sends an answer that `check_output` refuses.
     - It cannot load and verify weights.
 
     A failure is final, and every later call raises it.
@@ -207,12 +207,12 @@ class Engine(ABC):
     async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
         """Sample responses. Yields each request with its finished or aborted answer, in any order.
 
-        If the engine fails, each running sample is first yielded as aborted, with its tokens of known policy version.
+        If the engine fails, each running sample is first yielded as aborted, with the tokens of `RunningSample.so_far`.
 
         Raises:
             DeadlineError: no running request received a token within ``silence_timeout_s``.
             WorkerDiedError: the engine died.
-            EngineError: an answer was wrong.
+            EngineError: `check_output` refused an answer.
             RequestRefused: a request is wrong. The engine has not failed.
         """
         self._check_up()
@@ -272,7 +272,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def load_weights(self, offer: WeightOffer) -> float:
-        """Serve the offered weights from the next token on. Running requests may continue with the new weights.
+        """Load the weights that ``offer`` names. Running requests may continue with the new weights.
 
         Returns the seconds of paused generation. After an error the engine has failed.
 
@@ -405,7 +405,7 @@ class Engine(ABC):
 
 
 def _kept(request: SampleRequest, output: SampleOutput) -> SampleOutput:
-    """Drop the tokens of an aborted sample with a JSON schema, because no request can continue its grammar."""
+    """Drop the tokens of an aborted sample with a JSON schema, because no request can continue its JSON text."""
     return NOTHING if output.finish_reason is None and request.sampling.json_schema else output
 
 
@@ -533,7 +533,7 @@ def check_output(
         return
     if not _in_vocabulary(output.token_ids, vocab_size):
         raise EngineError(f"{where}: sampled ids must be in 0..{vocab_size - 1}, got {_range(output.token_ids)}")
-    largest = float(np.maximum.reduce(output.logprobs))  # NaN if one log-prob is NaN
+    largest = float(np.maximum.reduce(output.logprobs))  # the maximum is NaN if a log-prob is NaN
     if not largest <= LOGPROB_ROUNDING:
         raise EngineError(f"{where}: log-probs must be numbers <= 0, got a largest of {largest}")
     unknown = set(output.versions.tolist()).difference(loaded_versions)
@@ -588,10 +588,10 @@ class SilenceWatch:
 
     @contextmanager
     def paused(self, *, recomputes: bool = False) -> Iterator[Callable[[], None]]:
-        """Stop watching inside the block, because generation is paused.
+        """Do not watch for silence inside the block, which pauses generation.
 
-        Yields a function to call when generation has stopped. ``recomputes``: whether the engine recomputes the KV
-        cache after the pause.
+        Yields a function. The block calls it when generation has stopped. The run's profile shows a pause from then on.
+        ``recomputes``: whether the engine recomputes the KV cache after the pause.
         """
         pause = record.NO_SPAN
 

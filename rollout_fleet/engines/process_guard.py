@@ -87,7 +87,7 @@ class Guard:
         self._kill_group()
 
     def _look_until_not_asked(self) -> None:
-        """Record the group's shared memory. If another signal arrives during the search, search again afterwards."""
+        """Record the group's shared memory. If another SIGUSR1 arrives during the search, search again."""
         if self._is_looking:
             self._is_asked = True
             return
@@ -108,7 +108,7 @@ class Guard:
                 os.wait()
 
     def _mapped_shared_memory(self) -> set[int]:
-        """Return the inodes of the group's shared memory. A semaphore changes its name after it is mapped."""
+        """Return inodes of the group's shared memory, not names, because a semaphore is renamed after it is mapped."""
         inodes = set()
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

@@ -51,7 +51,7 @@ even on a CPU, so the stand-in replaces that wait.
 
 
 def write_plugin(folder: Path, *, has_kernels: bool = True) -> None:
-    """Install the plugin into ``folder``, which must be on the server's import path.
+    """Install these hooks as an SGLang plugin into ``folder``, which must be on the server's import path.
 
     Without ``has_kernels``, also install a stand-in for SGLang's kernel package.
     """
@@ -83,7 +83,7 @@ def register() -> None:
     HookRegistry.register(PAUSED, rest_while_paused, HookType.AFTER)
     HookRegistry.register(RETRACTED, skip_known_logprobs, HookType.AFTER)
     if os.environ.get(IMAGES_VARIABLE):
-        importlib.import_module("sgl_kernel")  # it defines operators that SGLang's code for images names
+        importlib.import_module("sgl_kernel")  # the import defines operators that SGLang's code for images looks up
         HookRegistry.register(IMAGES_READ, take_pixels, HookType.BEFORE)
 
 
@@ -124,7 +124,7 @@ def take_pixels(processor: Any, image_data: Any = None, **_: Any) -> None:
 
 
 def load(model: Any, _named_tensors: Any) -> None:
-    """Load the weights named in the worker's order file, on each tensor-parallel rank, between two model steps.
+    """Load the weights that the file in `ORDER_VARIABLE` names, on each tensor-parallel rank, between two model steps.
 
     SGLang calls this function (``--custom-weight-loader``) and drops its result, so each rank writes a report.
     """
@@ -152,9 +152,9 @@ def load(model: Any, _named_tensors: Any) -> None:
 
 
 def arrangement_of_experts(model: Any) -> str | None:
-    """Return JSON with the experts of this rank's parameters, in order. None if SGLang does not report them.
+    """Return JSON that tells which experts this rank's parameters hold. None if SGLang does not report it.
 
-    SGLang moves experts between ranks while it serves (``--enable-eplb``).
+    The answer may change, because SGLang moves experts between ranks while it serves (``--enable-eplb``).
     """
     try:
         from sglang.srt.eplb.expert_location import get_global_expert_location_metadata

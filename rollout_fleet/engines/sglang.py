@@ -42,18 +42,18 @@ from .sglang_server import SGLangClient, SGLangServer
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_PROMPTS = (1, 16)  # lengths of the prompts, in tokens
+WARM_UP_PROMPTS = (1, 16)  # lengths of the warm-up prompts, in tokens
 WARM_UP_TOKENS = 4
-STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the first token
-LOADERS_SHARE = 0.9  # the loader gets this share of the load's deadline, so it can still report an error
+STREAM_INTERVAL = 32  # number of tokens in each streamed chunk after the first
+LOADERS_SHARE = 0.9  # share of the load's deadline for `server_hooks.load`, so it can still report an error
 
 
 class _StreamedSample(RunningSample):
     """Joins the chunks of one sample.
 
     A chunk holds the tokens since the previous chunk. If a request was aborted in the queue, its last chunk holds all
-    tokens. Only the last chunk has the versions of all tokens. In earlier chunks, the version is known only until the
-    first weight update.
+    tokens. Only the last chunk has the version of each token. An earlier chunk has only the server's version. It is the
+    version of all tokens so far only until the first weight update.
     """
 
     def __init__(self, request: SampleRequest, version: int = 0) -> None:
@@ -263,7 +263,7 @@ class SGLangEngine(Engine):
             answers.put_nowait(self.fail(error))
 
     def _take(self, event: Any, samples: Sequence[_StreamedSample]) -> list[tuple[SampleRequest, SampleOutput]]:
-        """Add an event to its sample. Returns the sample with its request if this was the last event."""
+        """Add a streamed event to its sample. Returns request and sample if the sample is complete."""
         if "error" in event:
             raise RequestRefused(f"{self._name} answered POST /generate with {str(event['error'])[:500]}")
         try:
@@ -290,7 +290,7 @@ class SGLangEngine(Engine):
             "sampling_params": [options[request.sampling] for request in requests],
             **self._image_data(requests),
         }
-        is_single = len(requests) == 1  # not as a batch of one, which is slower
+        is_single = len(requests) == 1  # SGLang handles a batch of one request more slowly
         values = {name: column[0] for name, column in columns.items()} if is_single else columns
         return {**values, "return_logprob": True, "stream": True}
 
@@ -347,10 +347,10 @@ class SGLangEngine(Engine):
             raise EngineError(f"{self._name} answered POST {path} with {str(answer)[:500]}, expected {confirmed}")
 
     async def _transact(self, offer: WeightOffer, stands_still: Callable[[], None]) -> float:
-        """Pause, load, verify, name the version, continue. After an error the server stays paused.
+        """Pause the server, load and verify the weights, set their version, and continue.
 
-        ``stands_still`` is called when the running step is done. Returns the seconds from then until the server
-        continues.
+        After an error the server stays paused. ``stands_still`` is called when the running model step is done. Returns
+        the seconds from then until the server continues.
         """
         order, number = self.server.weight_order, secrets.token_hex(8)
         timeout_s = self._config.load_timeout_s * LOADERS_SHARE
@@ -374,8 +374,8 @@ class SGLangEngine(Engine):
         with _stage("load and verify", offer):
             await self._order("/update_weights_from_tensor", body, success=True)
             num_values = self._verified_values(offer, number)
-        # Answers may name the version only from now on. Both calls may be sent together, because the server does not
-        # sample before it has confirmed both.
+        # The server may put the new version into answers only now. Both calls may be sent together, because the
+        # server stays paused until it has confirmed both.
         version = str(offer.version)
         named = {"new_version": version, "abort_all_requests": False}
         with _stage("end", offer):
@@ -383,7 +383,7 @@ class SGLangEngine(Engine):
                 self._order("/end_weight_update", {}, success=True),
                 self._order("/update_weight_version", named, new_version=version),
             )
-            if takes_memory_back:  # not earlier, because the load may need this memory
+            if takes_memory_back:  # only after the load, which may need this memory
                 await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
         self._is_released = False
         self._version = offer.version

@@ -38,7 +38,7 @@ READY_LINE = "Uvicorn running on"
 BIND_FAILURE = "address already in use"
 BIND_ATTEMPTS = 3
 TAIL_LINES = 40
-SERVER_KEEP_ALIVE_S = 60  # the server closes connections that are idle for longer; SGLang's default is 5
+SERVER_KEEP_ALIVE_S = 60  # seconds until the server closes an idle connection; SGLang's default is 5
 DEATH_GRACE_S = 2.0
 # The client must close idle connections first. If the server closes one, a request on it is lost.
 CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
@@ -64,7 +64,7 @@ _LOGGING = {
     "formatters": {"plain": {"format": "[%(asctime)s %(process)d %(levelname)s] %(message)s"}},
     "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}},
     "root": {"level": "WARNING", "handlers": ["out"]},
-    # The server runs without warm-up, so it calls itself before it listens. It would log three tracebacks.
+    # Without warm-up, the server calls itself before it listens. It would log three tracebacks of these calls.
     "loggers": {"sglang.srt.entrypoints.http_server": {"level": "ERROR"}},
 }
 
@@ -100,7 +100,7 @@ class SGLangServer:
         self._dtype = config.sglang.dtype_on(device)
         self._seed = seed
         self._port = 0
-        self._api_key = secrets.token_hex(24)  # hexadecimal, because a leading dash would begin an option
+        self._api_key = secrets.token_hex(24)  # hexadecimal, because the key must not begin with a dash
         self._guard: Process | None = None
         self._scratch: Path | None = None
         self._log_task: asyncio.Task[None] | None = None
@@ -222,7 +222,7 @@ class SGLangServer:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
-                start_new_session=True,  # because Ray kills the process group of a dead worker
+                start_new_session=True,  # Ray kills the process group of a dead worker, but the guard must clean up
             )
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -264,7 +264,7 @@ class SGLangServer:
                 line = chunk.decode(errors="replace").rstrip()
                 self._tail.append(line)
                 if not self._ready.is_set() and guard.returncode is None:
-                    # The server may die during its start, so the guard must know its shared memory early.
+                    # Ask the guard to record the server's shared memory, because the server may die during its start.
                     with contextlib.suppress(ProcessLookupError):
                         guard.send_signal(signal.SIGUSR1)
                 if READY_LINE in line:
@@ -391,7 +391,7 @@ class SGLangClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Make the pool. The first call connects."""
+        """Make the pool without a connection. The first `call` or `stream` connects."""
         self._session = aiohttp.ClientSession(
             self._server.url,
             headers={**self._server.headers, "Content-Type": "application/json"},

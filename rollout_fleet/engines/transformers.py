@@ -210,7 +210,7 @@ class GenerationModel:
         self._pixel_format: PixelFormat | None = None
         self._decode: Decode | None = None
         self._may_pad, self._cuts_cache = True, False
-        self._eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, so no token ends a row
+        self._eos_ids: tuple[int, ...] = ()  # no ids during `_check_logprobs`, so no token ends a row
         self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
@@ -313,7 +313,8 @@ class GenerationModel:
     def _batches(self, requests: Sequence[SampleRequest]) -> Iterator[list[int]]:
         """Yield indices of requests that may share a batch.
 
-        An ended row is still computed until its round ends. Therefore the model must have positions for it until then.
+        An ended row is still computed until its round ends. Therefore each prompt in the batch, plus the batch's
+        longest response, must fit into the model's positions.
         """
         if self._reproducible:
             yield from ([row] for row in range(len(requests)))
@@ -365,8 +366,8 @@ class GenerationModel:
     def _seen(self, requests: Sequence[SampleRequest], mask: Tensor, *, is_first: bool) -> dict[str, Tensor]:
         """Return the model arguments of a batch with images: positions [4, b, T], and pixels if ``is_first``.
 
-        The first of the four is the position in the text. Without this argument, transformers would store positions in
-        the model.
+        The first position is the token's index in its row, the other three are those of `positions_of`. If this method
+        returned no positions, transformers would store its own positions in the model.
         """
         images = [placed.image for request in requests for placed in request.images]
         if not images or self._pixel_format is None:
@@ -395,15 +396,15 @@ class GenerationModel:
     def _check_logprobs(self) -> None:
         """Compare the log-probs of generated tokens with those of a forward pass, with padding and without.
 
-        Shared prefills and dropped rows are enabled if they pass the comparison. Raises `EngineError` if generation
-        does not pass it.
+        Enable shared prefills and dropped rows if the log-probs agree with them too. Raises `EngineError` if the
+        log-probs do not agree without them.
         """
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, self._facts.vocab_size, length) for length in _TRIED_LENGTHS]
         requests = [_greedy(prompt, _TRIED_TOKENS, *self._tried_image(prompt, rng)) for prompt in prompts]
         name = type(self._model).__name__
         if "chunked_attention" in (getattr(self._model.config, "layer_types", None) or ()):
-            self._may_pad = False  # with padding, the attention chunk of a token would depend on the padding
+            self._may_pad = False  # padding would move tokens to other attention chunks
         bound = 1e-3 if self._model.dtype == torch.float32 else 0.1
         try:
             difference = self._difference(requests)

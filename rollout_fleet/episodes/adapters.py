@@ -83,9 +83,9 @@ class FunctionEnvironment:
 class CommandEnvironment:
     """A program in any language that acts as the agent. Each episode starts the program once.
 
-    The program gets ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY`` in its
-    environment. Its standard input is the text of the last message. ``ASYNCRL_PROMPT`` is the path of a JSON file with
-    ``messages``, ``ground_truth``, ``data_source`` and ``extra``.
+    The program gets the environment variables ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and
+    ``ANTHROPIC_API_KEY``. Its standard input is the text of the prompt's last message. ``ASYNCRL_PROMPT`` is the path
+    of a JSON file with ``messages``, ``ground_truth``, ``data_source`` and ``extra``.
 
     The program may write its outcome as JSON to the path ``ASYNCRL_OUTCOME``: a reward, or the fields of `Outcome`.
     Otherwise reward functions score the last MiB of its standard output. This output is never read as a reward, because
@@ -327,7 +327,7 @@ class OpenEnvEnvironment:
         self._limits = {"max_steps": max_steps, "turn_rewards": turn_rewards}
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Play one session, which is a WebSocket."""
+        """Play one session with the server, through one WebSocket."""
         async with AsyncExitStack() as stack:
             try:
                 client = await stack.enter_async_context(self._aiohttp.ClientSession())
@@ -419,7 +419,7 @@ async def use_tools(
                 raise ToolError(f"the arguments of {name} are not JSON: {error}") from error
             content = await policy.run_tool(call(name, arguments), name=name)
         except ToolError as error:
-            if isinstance(error.__cause__, OSError):  # a lost connection or a missed deadline
+            if isinstance(error.__cause__, OSError):  # the tool lost its connection or missed its deadline
                 raise
             content = f"error: {error}"
         return {"role": "tool", "tool_call_id": wanted["id"], "name": name, "content": content}
@@ -461,7 +461,7 @@ class McpEnvironment:
         """Connect to the servers, and let the policy use their tools."""
         try:
             return await self._use_servers(prompt, policy)
-        except ExceptionGroup as group:  # the client of a URL raises it from its own tasks
+        except ExceptionGroup as group:  # the HTTP client has its own task group, which raises it
             lost, others = group.split(_is_of_connection)
             if lost is None or others is not None:
                 raise

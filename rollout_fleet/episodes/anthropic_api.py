@@ -65,10 +65,10 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
 
 
 def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the body without ``thread``. If the thread continues, add the messages and fields of the earlier request.
+    """Return a request's body without its field ``thread``, which may continue an earlier answer.
 
-    ``stored`` maps the id of an answer to the result of `store_thread`. Raises `ValueError` if ``thread`` is malformed
-    or names an unknown answer.
+    If it does, the messages and fields of the earlier request are added. ``stored`` maps the id of an answer to the
+    result of `store_thread`. Raises `ValueError` if ``thread`` is malformed or names an unknown answer.
     """
     alone = {name: value for name, value in body.items() if name != "thread"}
     match body.get("thread"):
@@ -85,7 +85,7 @@ def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
 
 
 def store_thread(body: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body with the answer ``whole`` and without ``stream``, for later requests of the thread."""
+    """Return what `join_thread` needs later: the body without ``stream``, with the answer ``whole`` as last message."""
     kept = {name: value for name, value in body.items() if name != "stream"}
     return {**kept, "messages": [*list_of(body, "messages"), {"role": "assistant", "content": whole["content"]}]}
 

@@ -47,7 +47,7 @@ class ChatTokenizer:
         file = folder / "tokenizer.json"
         try:
             self._fast = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library has no narrower exception
+        except Exception as error:  # the library tokenizers raises no narrower exception
             raise ValueError(
                 f"{file} must be a tokenizer of the tokenizers library, got {error}; save the model with "
                 "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
@@ -148,7 +148,7 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> str:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     template = settings.get("chat_template") or ""
-    if isinstance(template, list):  # several templates with names
+    if isinstance(template, list):  # a list of named templates
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("tool_use") or named.get("default") or ""
     return template

@@ -76,17 +76,18 @@ class EnvironmentConfig:
         options: Keyword arguments of the environment. Example: ``{max_guesses: 7}``.
         python: Interpreter of the environment's processes, Python 3.11 or later. It does not need asyncrl's packages.
             Empty: the interpreter of the run.
-        processes: Child processes per rollout worker.
-        episodes_per_process: Episodes that one process runs at once.
+        processes: Number of child processes per rollout worker.
+        episodes_per_process: Number of episodes that one process runs at once.
         threads: Threads of numerical libraries per process: the value of ``OMP_NUM_THREADS`` and similar variables.
         memory_limit_gb: A process that uses more memory (with its children) is killed, and its episodes fail.
-        max_turns: Sampled turns per episode.
-        max_tokens: Sampled tokens per episode; 0 is ``max_turns`` times ``sampling.max_new_tokens``.
-        max_context: Tokens on any path of an episode, including prompt and answer. 0: as many as the model's context
-            and a micro-batch of each learner role can hold. SGLang reserves 6 positions of the context.
-        max_tree_tokens: Tokens of all paths of an episode together, each path with its whole history; 0 is no limit. A
-            loss, weight or mask that reads whole trajectories needs a limit, because the learner then reads all paths
-            in one micro-batch.
+        max_turns: Largest number of sampled turns in an episode.
+        max_tokens: Largest number of sampled tokens in an episode. 0: ``max_turns`` times ``sampling.max_new_tokens``.
+        max_context: Largest number of tokens on a path of an episode, from the prompt to a last answer. 0: as many as
+            the model's context and a micro-batch of each learner role can hold. SGLang reserves 6 positions of the
+            context.
+        max_tree_tokens: Largest number of tokens of all paths of an episode together. Each path counts with its whole
+            history; 0 is no limit. A loss, weight or mask that reads whole trajectories needs a limit, because the
+            learner then reads all paths in one micro-batch.
         start_timeout_s: Deadline for a process to start, and for an environment to load.
         turn_timeout_s: Deadline of one request for a turn.
         tool_timeout_s: Deadline of one call of a tool.
@@ -94,8 +95,8 @@ class EnvironmentConfig:
         blocked_timeout_s: A process is killed if its event loop is blocked for this long. Its episodes fail.
         on_failure: What happens with failed episodes, by the kind of the failure.
         sampling: What happens with sampling options of a request that differ from the run's. ``override``: the run's
-            values replace them, tool calls are not forced, and tools of a provider's servers are left out. Each case is
-            counted and named in a warning. ``refuse``: the request fails.
+            values replace them, tool calls are not forced, and tools that the API provider would run are left out. Each
+            case is counted and named in a warning. ``refuse``: the request fails.
         renderer: How messages become tokens.
         max_groups: Largest number of prompt groups of a worker, including those that wait for tools; 0 is twice
             ``rollout_fleet.groups_in_flight``.

@@ -280,7 +280,7 @@ class Endpoint:
         work: asyncio.Future[list[SampledAnswer]],
         stream: Callable[[list[SampledAnswer]], Iterable[bytes]],
     ) -> web.StreamResponse:
-        """Send events. An error before the first comment sets the HTTP status. A later error is an event."""
+        """Stream the answer. An error before the first byte sets the HTTP status. A later error is sent as an event."""
         await asyncio.wait([work], timeout=self._keep_alive_s)
         if work.done():
             work.result()

@@ -218,7 +218,7 @@ class EnvironmentChild:
             body = context.run(asyncio.create_task, _outcome(environment, prompt, policy))
             await asyncio.wait([body])
             answer["outcome"] = asdict(body.result())
-        except BaseException as error:  # from the user's code, or because the parent has cancelled the task
+        except BaseException as error:  # raised by the user's code, or by the parent's cancellation of this task
             failure = _failure(error)
             answer["failure"] = (failure.kind, str(failure))
             if not isinstance(error, (asyncio.CancelledError, EpisodeFailure)):
@@ -283,13 +283,13 @@ async def _outcome(environment: Any, prompt: Prompt, policy: Policy) -> Outcome:
 
 
 def _failure(error: BaseException) -> EpisodeFailure:
-    """Return the failure of an episode that ended with this exception. The first cause with a kind decides the kind."""
+    """Return the failure of an episode that ended with ``error``. The first known cause decides its kind."""
     for cause in _causes(error):
         if isinstance(cause, EpisodeFailure):
             return cause
         if isinstance(cause, ToolError):
             return EpisodeFailure(FailureKind.tool, str(cause))
-        if getattr(cause, "code", None) == OVERFLOW_CODE:  # an exception of an OpenAI client
+        if getattr(cause, "code", None) == OVERFLOW_CODE:  # OpenAI's client read the code from the endpoint's answer
             return EpisodeFailure(FailureKind.overflow, str(cause))
         if getattr(cause, "status_code", None) in _SHUTTING_DOWN:
             return EpisodeFailure(FailureKind.infrastructure, str(cause))
@@ -309,13 +309,13 @@ def main(parent_pid: int) -> None:
     """Run environments until the parent's pipe closes."""
     questions, answers = open_pipes(parent_pid)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # the parent asks for the traceback of a blocked event loop
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # the parent signals if the event loop is blocked
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     serving = loop.create_task(EnvironmentChild(answers).serve(questions))
     while not serving.done():
         try:
             loop.run_until_complete(serving)
-        except SystemExit:  # a task of an environment raised it
+        except SystemExit:
             logger.warning("a task of an environment called sys.exit, which ends the task only")
     os._exit(0)  # do not wait for threads

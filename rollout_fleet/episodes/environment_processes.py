@@ -1,8 +1,8 @@
 """Runs environments in child processes, and assigns episodes to them.
 
-An episode waits until a process has room, and its deadline starts then. One task per process reads the answers and
-wakes the episodes. Another task checks all processes twice per second. It kills a process with a blocked event loop or
-too much memory. The episodes of that process fail.
+An episode waits for a process with a free place. The episode's deadline starts after this wait. One task per process
+reads the answers and wakes the episodes. Another task checks all processes twice per second. It kills a process with a
+blocked event loop or too much memory. The episodes of that process fail.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class EnvironmentProcesses:
     """Child processes that run the environments of one rollout worker.
 
     Attributes:
-        counts: Counts of events by `EpisodeCount`: failures by kind, processes and leftovers.
+        counts: Number of each event of `EpisodeCount`, except the events of the endpoint.
     """
 
     def __init__(self, config: RolloutFleetConfig) -> None:
@@ -340,7 +340,7 @@ class EnvironmentProcesses:
         self._slots[self._slots.index(process)] = None
 
     async def _process(self, slot: int) -> _EnvironmentProcess:
-        """Return the process of a slot, and start it if it is missing. Pause first if earlier processes ended soon."""
+        """Return the process of a slot, and start it if it is missing. Pause before a replacement."""
         async with self._starting[slot]:
             process = self._slots[slot]
             if process is not None and not process.has_ended:

@@ -40,11 +40,12 @@ class EpisodeBudget:
     """The budget of one episode. A running turn counts with all tokens that it may still write.
 
     Attributes:
-        max_turns: Sampled turns. Example: 32.
-        max_tokens: Sampled tokens of all turns.
-        max_context: Tokens on any path, including prompt and answer; at most the model's context length.
-        max_tree_tokens: Tokens of all paths together, each with its whole history. With a limit, the learner can train
-            on all paths at once. 0: no limit.
+        max_turns: Largest number of sampled turns. Example: 32.
+        max_tokens: Largest number of sampled tokens of all turns.
+        max_context: Largest number of tokens on a path, from the prompt to a last answer; at most the model's context
+            length.
+        max_tree_tokens: Largest number of tokens of all paths together. Each path counts with its whole history. With a
+            limit, the learner can train on all paths at once. 0: no limit.
     """
 
     max_turns: int
@@ -191,7 +192,7 @@ class Episode:
             parts.append(self._nodes[index].turn.token_ids)
             index = self._nodes[index].turn.parent
         parts = [part for part in parts[::-1] if len(part)]
-        if len(parts) == 1:  # one array for all requests, so the engine sees the shared prompt
+        if len(parts) == 1:  # no copy, so the engine sees that requests share this array
             return parts[0]
         return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
 
@@ -396,13 +397,13 @@ class Episode:
         return limits if limits["max_tree_tokens"] else {**limits, "max_tree_tokens": sys.maxsize}
 
     def _other_paths(self, extended: int) -> int:
-        """Return the number of tokens of all paths with their histories, except a path that ends in ``extended``."""
+        """Return how many tokens all paths have that do not end in ``extended``. Each path counts with its history."""
         live = {index: node for index, node in enumerate(self._nodes) if node.is_live and index != PROMPT}
         inner = {node.turn.parent for node in live.values()}
         return sum(node.reserved_depth for index, node in live.items() if index not in inner and index != extended)
 
     def _room(self, depth: int, above: int) -> int:
-        """Return the largest length of a turn that begins after ``depth`` tokens, below the existing turn ``above``."""
+        """Return how many tokens a new turn after the turn ``above`` may have. ``depth`` tokens precede it."""
         asked = [node for node in self._nodes if node.sampling is not None]
         spent = sum(
             node.sampling.max_new_tokens if node.is_running and node.sampling else len(node.turn.token_ids)

@@ -80,13 +80,13 @@ class EpisodeRun:
         outcome: The environment's result; None until there is one.
         failure: The reason why the episode has no outcome.
         metrics: Numbers of the session to report.
-        times: The times of its turns and tools.
+        times: The times of the episode's turns and tools.
         later_prompts: Prompt tokens of all turns after the first one, if the engine reports its cache. Requests that
             continue a cut-off turn do not count.
 
     Args:
         ask: Called when a turn needs the engine. It must not wait.
-        vocab_size: Token ids must be below it.
+        vocab_size: Size of the vocabulary. Token ids must be below this number.
         on_place: Called when `place` may have changed although no turn was requested. It must not wait.
     """
 
@@ -266,7 +266,7 @@ class EpisodeRun:
             _wake(waiting, error)
 
     def end(self, reason: str) -> None:
-        """End the episode. Only the first reason counts. Drop running turns if the environment has ended."""
+        """End the episode. Later reasons are ignored. If the environment has ended, drop the running turns."""
         self._end_reason = self._end_reason or reason
         self.times.end()
         if self.is_over:

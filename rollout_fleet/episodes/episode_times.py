@@ -4,8 +4,8 @@
 
     asked ──queue──▶ first token ──generation──▶ ended ──tool or environment──▶ the next turn is asked for
 
-An episode waits for a tool while a call of `Policy.run_tool` runs. It also waits for a tool from an answer with tool
-calls until the next request. At other times without a running turn, it waits for its environment.
+An episode waits for a tool while a call of `Policy.run_tool` runs. After an answer with tool calls, it also waits for a
+tool until the next request. At other times without a running turn, it waits for its environment.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class EpisodeTimes:
         return self.now_s if self._end_s is None else self._end_s
 
     def asked(self, turn: int) -> None:
-        """Record that the environment requests a turn. So the tools of the last answer have ended."""
+        """Record that the environment requests a turn. This ends the tool calls of the last answer."""
         self.turns.setdefault(turn, TurnTimes(asked_s=self.now_s))
         self._end_calls()
 
@@ -92,7 +92,7 @@ class EpisodeTimes:
             times.ended_s = self.now_s
 
     def called(self, names: Sequence[str]) -> None:
-        """Record that the last answer calls these tools, or none."""
+        """Record which tools the last answer calls; ``names`` may be empty."""
         self._end_calls()
         if names:
             self._called = ToolTimes(name=", ".join(names), began_s=self.now_s)

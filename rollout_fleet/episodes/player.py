@@ -73,7 +73,7 @@ class EpisodePlayer:
         return Counter({str(name): self._processes.counts[name] for name in EpisodeCount} | of_endpoint)
 
     async def start(self) -> None:
-        """Choose the renderer, start the processes, and load the run's environment. Raises their errors."""
+        """Choose the renderer, start the processes, and load the run's environment. Raises the first error."""
         self._renderer = load_renderer(self._model_path, self._config.environment.renderer)
         await self._endpoint.start()
         await self._processes.start()

@@ -22,8 +22,8 @@ from .environment import read_json
 AUTO = "auto"
 TEMPLATE = "template"
 _SENTINEL = "asyncrl sentinel"
-_NAMED_TOOLS = ("gpt-oss",)  # these renderers write a tool's name only if its message has it
-# Renderers that download a vocabulary, and a token that only their models have.
+_NAMED_TOOLS = ("gpt-oss",)  # renderers that need the field ``name`` in a tool's message
+# Maps each renderer that downloads a vocabulary to a token that only its models have.
 _DOWNLOADS = {"gpt-oss": "<|channel|>"}
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class ChatRenderer(ABC):
         name: Name in logs. Example: ``"qwen3"``; ``"template"`` for the model's chat template itself.
         tokenizer: The model's tokenizer.
         stop_ids: Tokens that end an assistant's turn.
-        append_only: Maps each kind of conversation of `self_test` to whether it continues without a branch.
+        append_only: Whether the next turn only appends tokens, for each kind of conversation of `self_test`.
     """
 
     def __init__(self, name: str, tokenizer: ChatTokenizer, stop_ids: Sequence[int]) -> None:
@@ -84,7 +84,8 @@ class ChatRenderer(ABC):
 
         Args:
             prompt_ids: Tokens on the path before the turn.
-            sampled_ids: Tokens of the turn. If the turn has no stop token, the result begins with the end of the turn.
+            sampled_ids: Tokens of the turn. If they have no stop token, the result begins with the tokens that close
+                the turn.
             history: Messages of the path. The last message is the turn itself.
             new_messages: The messages after the turn.
             tools: As in `render`.
@@ -99,7 +100,7 @@ class ChatRenderer(ABC):
 
     @abstractmethod
     def close(self, history: Sequence[Message], answer: Message, tools: Sequence[Message]) -> list[int] | None:
-        """Return the tokens of an assistant's message in the template, with its stop token. `self_test` uses them."""
+        """Return the tokens of ``answer`` up to its stop token. None if ``answer`` changes the history's tokens."""
 
     def without_stop(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens without a stop token at the end."""
@@ -368,7 +369,7 @@ class TemplateRenderer(ChatRenderer):
         return found
 
     def _after_stop(self, sampled_ids: Sequence[int], text: str) -> str | None:
-        """If the turn ends with a stop token, return ``text`` after its stop token. None if the two differ."""
+        """Return ``text`` after the turn's stop token, if the turn has one. None if ``text`` begins with another."""
         if not len(sampled_ids) or sampled_ids[-1] not in self.stop_ids:
             return text
         sampled = self.tokenizer.decode([int(sampled_ids[-1])])
@@ -399,7 +400,7 @@ def load_renderer(model_path: str, config: RendererConfig) -> ChatRenderer:
 
     Raises:
         ValueError: the named renderer does not exist or does not fit the tokenizer. Or the model has neither a chat
-            template nor tokens for the markers of roles.
+            template nor tokens for role markers such as ``<|user|>``.
     """
     tokenizer = ChatTokenizer(model_path)
     renderer = _choose(tokenizer, config, is_vision=is_vision_model(model_path))
@@ -415,7 +416,7 @@ def load_renderer(model_path: str, config: RendererConfig) -> ChatRenderer:
 def _choose(tokenizer: ChatTokenizer, config: RendererConfig, *, is_vision: bool) -> ChatRenderer:
     """Choose the renderer.
 
-    A model with images gets the template, because the session repeats the template's placeholders.
+    A model with images gets the template, because the session repeats the image placeholders that the template writes.
     """
     if not tokenizer.chat_template:
         _check_markers(tokenizer)
@@ -488,7 +489,7 @@ def _renders_like(renderer: ChatRenderer, own: ChatRenderer) -> bool:
                 if renderer.render(conversation, tools) != expected:
                     return False
             except ValueError:
-                continue  # the session refuses such messages too
+                continue  # no difference: the session refuses messages that the renderer refuses
             num_equal += 1
     return num_equal >= len(_TEST_TURNS)
 

@@ -148,8 +148,8 @@ class SampledAnswer:
         turn: Index in the episode.
         message: The assistant's message in OpenAI's form. For a text request, its content is the text.
         finish_reason: ``stop``, ``length`` or ``tool_calls``.
-        num_prompt_tokens: Tokens on the path before the turn.
-        num_reused_tokens: Tokens of these that were on the path before the request.
+        num_prompt_tokens: Number of tokens on the path before the turn.
+        num_reused_tokens: Number of these tokens that the episode had already before the request.
         token_ids: [R] int32 tokens of the turn.
         logprobs: [R] float32 log-probs of these tokens.
         versions: [R] int32 policy versions of these tokens.
@@ -174,13 +174,14 @@ class SessionCounts:
         repeated: Number of requests that got the turns of an earlier request.
         branches: Number of requests that could not continue their history, by cause. ``template``: the template renders
             the history differently. ``unparseable``: the same, after an answer that could not be parsed. ``edited``:
-            the history has other messages. ``tools``: the tools differ. ``new_root``: no message is known.
+            the history has other messages. ``tools``: the tools differ. ``new_root``: the tokens begin with
+            no turn of the episode.
         overridden: Number of sampling options that differed from the run's, by name.
         malformed_calls: Tool calls that could not be read.
         prompt_tokens: Number of tokens of all prompts.
-        reused_tokens: Number of these tokens that were on the path before their request.
-        retokenised_tokens: Sampled tokens of answers that were encoded again, as context of a branch. The learner does
-            not train on this context.
+        reused_tokens: Number of prompt tokens that the episode had already before the request.
+        retokenised_tokens: Number of sampled tokens of earlier answers whose text was encoded again, as context of a
+            branch. The learner does not train on this context.
     """
 
     requests: int = 0
@@ -383,7 +384,7 @@ class Session:
         read_image = None if self._reader is None else self._read_image
         contents = (message.get("content") for message in sent if isinstance(message, Mapping))
         if any(is_image(part) for content in contents if isinstance(content, list) for part in content):
-            return await asyncio.to_thread(_read_messages, sent, read_image)  # each image takes milliseconds
+            return await asyncio.to_thread(_read_messages, sent, read_image)  # reading an image takes milliseconds
         return _read_messages(sent, read_image)
 
     def _place(
@@ -414,7 +415,7 @@ class Session:
         return _Place(parent=parent, new_tokens=tokens[num_shared:], messages=messages, images=new_images)
 
     def _count_retokenised(self, messages: Sequence[Message], parent: int) -> bool:
-        """Count the tokens of answers in ``messages`` outside the path of ``parent``. Returns whether there are any."""
+        """Count tokens of answers in ``messages`` that are not on ``parent``'s path. Returns whether there are any."""
         on_path: set[int] = set()
         while parent != ROOT:
             on_path.add(parent)
@@ -423,7 +424,7 @@ class Session:
         for message in messages:
             turns = self._answers.get(canonical(message, {}), []) if message["role"] == "assistant" else []
             kept = on_path.intersection(turns)
-            on_path.difference_update([*kept][:1])  # a later equal answer is another turn
+            on_path.difference_update([*kept][:1])  # a turn on the path matches only one of several equal answers
             num_tokens += len(self._sampler.episode.turn(turns[-1]).token_ids) if turns and not kept else 0
         self.counts.retokenised_tokens += num_tokens
         return num_tokens > 0
@@ -587,7 +588,8 @@ class Session:
     def _sampling_of(self, options: SampleOptions, *, stops: bool) -> SamplingConfig:
         """Return the run's sampling options with the permitted changes.
 
-        Other changes raise `ValueError` if the session refuses them. Otherwise they are counted.
+        Other changes raise `ValueError` if the session refuses them. Otherwise they are counted, and the run's value
+        stays. A ``max_tokens`` above the run's value is never refused.
         """
         if options.n < 1:
             raise ValueError(f"n must be >= 1, got {options.n}")
