@@ -18,6 +18,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 RECIPES = [line for line in PAGE.split("```text\n")[1].split("```")[0].splitlines() if line]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_composes_and_passes_the_checks(recipe):
     config = compose_run([word for word in recipe.split() if "=" in word])

@@ -124,6 +124,7 @@ def test_a_rank_that_trains_on_other_tokens_than_planned_is_found_by_step_and_gr
     assert "1 bad receipts" in out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("act", "chosen", "values", "words"),
     [
@@ -144,6 +145,7 @@ def test_a_receipt_that_is_wrong_or_missing_is_named(run, capsys, act, chosen, v
     assert words in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, capsys):
     """The next life inherits the journal, and trains a group that the killed life's engine sampled."""
     checkpoint = run.parent / "1" / "checkpoints" / "v00000002"

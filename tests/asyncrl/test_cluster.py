@@ -105,6 +105,7 @@ asyncio.run(run())
 """
 
 
+@pytest.mark.long
 def test_daemons_of_ray_that_die_are_named_and_a_signal_is_the_runs_own(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(DAEMON_DIES), str(tmp_path / "told")]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -139,6 +140,7 @@ asyncio.run(run())
 """
 
 
+@pytest.mark.long
 def test_a_cluster_of_a_runs_own_has_a_token_that_is_not_in_the_home_folder(tmp_path):
     home = tmp_path / "home"
     home.mkdir()
@@ -193,6 +195,7 @@ asyncio.run(run())
 """
 
 
+@pytest.mark.long
 def test_workers_start_where_the_path_of_python_has_a_space_and_that_of_temporary_files_is_long(tmp_path):
     (temporary := tmp_path / f"job.{'1234567890' * 9}").mkdir()
     (tmp_path / "a folder; with (odd) signs").symlink_to(sys.prefix)

@@ -171,6 +171,7 @@ class TakingFleet(ScriptedFleet):
         assert self.device.user != "learner"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dies_in",
     [

@@ -28,6 +28,7 @@ def test_overrides_set_nested_options_with_their_types():
     assert list(config.learner.optimizer.betas) == [0.8, 0.9]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -143,6 +144,7 @@ def test_a_removed_option_is_refused_and_ignored_in_the_config_of_an_earlier_run
     assert read_config(tmp_path).seed == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -310,6 +312,7 @@ def cut(file):
     file.write_bytes(file.read_bytes()[:-100])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "damage", "words"),
     [

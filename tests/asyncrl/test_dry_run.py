@@ -22,6 +22,7 @@ def qwen(tmp_path):
     return str(folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_dry_run_of_every_experiment_shows_its_resources(name, qwen, tmp_path):
     config = compose_run([f"experiment={name}", f"output_dir={tmp_path / 'out'}"])
@@ -49,6 +50,7 @@ def test_a_dry_run_shows_resolved_devices_and_the_resources_of_an_elastic_fleet(
     assert "1 transformers engines on what the cluster has" in page
 
 
+@pytest.mark.long
 def test_a_dry_run_counts_the_tokens_of_episodes_by_their_paths(tmp_path):
     own = ["experiment=tools", f"output_dir={tmp_path}", "algorithm.groups_per_step=4", "learner.device=cpu"]
     page = dry_run(compose_run(own)).page

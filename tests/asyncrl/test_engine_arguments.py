@@ -113,6 +113,7 @@ def resolved(request, on_cards):
     return request.param, on_cards[request.param]
 
 
+@pytest.mark.long
 def test_the_attention_backend_of_each_experiment_supports_dtype_and_head_size(resolved):
     card, experiments = resolved
     for name, (_, engine, made) in experiments.items():

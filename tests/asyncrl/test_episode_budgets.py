@@ -127,6 +127,7 @@ def test_without_a_context_a_path_may_use_what_the_model_and_each_role_hold(mode
     assert longest_sequence(unbounded) == 128
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "loss",
     [

@@ -31,6 +31,7 @@ def trained(cluster, tmp_path_factory):
         trainer.stop()
 
 
+@pytest.mark.long
 def test_the_ppo_example_makes_its_steps_with_finite_metrics(trained):
     _, steps = trained
     assert len(steps) == 3
@@ -50,6 +51,7 @@ def test_the_engines_of_the_ppo_example_sample_from_the_trained_weights(trained)
     assert not np.allclose(batch.batch["rollout_log_probs"], start, atol=1e-3)
 
 
+@pytest.mark.long
 async def test_the_one_step_example_serves_the_trained_weights(tmp_path):
     metrics, engine, ledger = await one_step(str(tmp_path))
     assert metrics["grad_norm"] > 0

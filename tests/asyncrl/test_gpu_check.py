@@ -92,6 +92,7 @@ def measured(setup, name, options):
     return list(getattr(import_module(f"asyncrl.gpu_check.{module}"), function)(setup, **options))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["log_probs", "training", "offload", "checkpoint"])
 def test_the_checks_of_the_learner_pass_at_toy_size(setup, monkeypatch, name):
     """The tasks run in forks of one process that has imported torch.
@@ -109,6 +110,7 @@ def test_the_checks_of_the_learner_pass_at_toy_size(setup, monkeypatch, name):
     assert len(results) == (4 if name == "training" else 1)
 
 
+@pytest.mark.long
 def test_the_program_prints_its_results_and_writes_a_report(tmp_path):
     found = check(tmp_path, "--only", "stack,kernels")
     assert {result["state"] for result in found.values()} == {"PASS"}

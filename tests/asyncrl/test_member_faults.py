@@ -66,6 +66,7 @@ async def training_on(fleet_of):
         run.cancel()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asked_after_s", [0.0, 4.0, 9.0])
 @pytest.mark.parametrize("deadlines", [0.1, 0.5, 1.0, 1.25, 1.5, 2.5])
 async def test_a_worker_that_stands_still_for_any_time_stops_no_call_of_the_loops(
@@ -142,6 +143,7 @@ async def in_stop(fleet, workers):
     return asyncio.create_task(fleet.drain())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stall_s", [1.0, 5.0, 1.5 * DEADLINE_S])
 @pytest.mark.parametrize("phase", [in_start, in_training, in_evaluation, in_checkpoint, in_stop])
 async def test_nothing_of_the_fleet_stands_still_after_a_stall_in_any_phase(fleet_of, phase, stall_s):

@@ -162,6 +162,7 @@ def test_the_replay_of_a_recorded_run_matches_the_run(tmp_path, max_lag):
     assert calibration.num_faults == 0
 
 
+@pytest.mark.long
 def test_the_record_of_a_serial_run_predicts_runs_with_lag(tmp_path):
     serial = calibrate(record_run(tmp_path / "0", max_lag=0, **RECORDED), recorded_config(0)).scenario
     for max_lag in (1, 2):
@@ -187,6 +188,7 @@ def test_calibration_refuses_a_record_with_too_few_steps(tmp_path):
         calibrate(record_run(tmp_path, num_steps=3), recorded_config(1))
 
 
+@pytest.mark.long
 def test_the_command_plans_from_a_run_and_writes_the_files_of_the_report(tmp_path, capsys):
     record_run(tmp_path, max_lag=0, **RECORDED)
     (tmp_path / "config.yaml").write_text(dump_yaml(recorded_config(0)))
@@ -214,6 +216,7 @@ def test_the_command_plans_from_a_run_and_writes_the_files_of_the_report(tmp_pat
     assert (tmp_path / "plan.png").stat().st_size > 0
 
 
+@pytest.mark.long
 def test_the_command_makes_its_folder_and_reports_progress_and_a_bad_replay(tmp_path, capsys, monkeypatch):
     run, out = tmp_path / "run", tmp_path / "plans" / "first"
     run.mkdir()
@@ -239,6 +242,7 @@ def test_the_command_refuses_numbers_out_of_range(option, tmp_path, capsys):
     assert f"{option[0]}: must be >=" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_only_advice_limits_the_cpu_time_and_the_size_of_the_record(tmp_path, capsys, monkeypatch):
     record_run(tmp_path, max_lag=0, **RECORDED)
     (tmp_path / "config.yaml").write_text(dump_yaml(recorded_config(0)))

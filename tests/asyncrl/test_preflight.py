@@ -55,6 +55,7 @@ async def test_the_preflight_returns_prompts_and_shows_the_first(run, tmp_path):
     assert re.fullmatch(r"first prompt \(\d tokens\): '\d+='", said[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", ["output_dir", "checkpoint.directory", "buffer.directory", "buffer.keys"])
 def test_the_preflight_names_an_unwritable_folder_and_creates_none(run, tmp_path, option):
     (tmp_path / "file").touch()
@@ -120,6 +121,7 @@ async def test_ranks_that_do_not_divide_the_heads_are_refused(run, overrides, wo
         await preflight(run(*overrides), print)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("function", "words"),
     [

@@ -165,6 +165,7 @@ def test_training_continues_when_the_warm_start_has_written_its_policy(config, t
     assert asyncio.run(warm_start(config, [], tmp_path / "sft.log", lambda line: None)) == policy
 
 
+@pytest.mark.long
 def test_prompts_are_read_without_torch_and_equal_those_of_transformers(config):
     code = (
         "import sys; from asyncrl.cli.compose import compose_run\n"

@@ -34,6 +34,7 @@ async def cancelled_after(work, seconds: float) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_replans", [1, 3])
 async def test_a_replan_loses_no_prompt_that_waits_for_room_in_the_queue(tmp_path: Path, num_replans):
     async with running(groups_per_step=GROUPS_PER_STEP, max_lag=2, queue_size=4, request_timeout_s=TIMEOUT_S) as run:

@@ -233,6 +233,7 @@ def fused(cluster, tmp_path_factory):
         learners.stop()
 
 
+@pytest.mark.long
 def test_fused_roles_share_a_process_and_compute_what_separate_pools_do(fused, start) -> None:
     assert len(set(fused.pids.values())) == 1
     assert set(fused.pids) == {"actor", "critic", "ref"}
@@ -248,6 +249,7 @@ def test_fused_roles_share_a_process_and_compute_what_separate_pools_do(fused, s
     assert first["loss"] != pytest.approx(second["loss"], abs=1e-5)
 
 
+@pytest.mark.long
 def test_roles_of_one_process_compute_the_same_with_options_of_their_own(fused, start) -> None:
     """The actor is sequence-parallel. Reference and critic are data-parallel; the critic has smaller micro-batches."""
     own = start(
@@ -278,6 +280,7 @@ def bytes_of_roles() -> list[int]:
     return [policy.device_bytes() for policy in gc.get_objects() if isinstance(policy, OffloadPolicy)]
 
 
+@pytest.mark.long
 def test_every_role_of_the_actors_pool_leaves_the_device_at_the_hand_over(start, tmp_path) -> None:
     judge = AutoModelForSequenceClassification.from_pretrained(save_tiny_model(tmp_path / "base"), num_labels=1)
     judge.save_pretrained(tmp_path / "rm")
@@ -333,6 +336,7 @@ def test_a_role_that_fails_is_the_error_that_is_seen(fused) -> None:
     assert any("ReferenceWorker.score" in note for note in fused.failure.__notes__)
 
 
+@pytest.mark.long
 def test_an_estimator_of_ones_own_has_a_critic_which_learns_while_the_policy_warms_up(learners, tmp_path) -> None:
     path = tmp_path / "own.py"
     path.write_text(
@@ -358,6 +362,7 @@ def test_an_estimator_of_ones_own_has_a_critic_which_learns_while_the_policy_war
     assert any((weights[name] != value).any() for name, value in before.items())
 
 
+@pytest.mark.long
 def test_a_reward_model_scores_what_is_planned_and_training_goes_on_without_a_group_that_has_no_score(start, tmp_path):
     """The reward model's embedding of one token is NaN, so the group with this token has no score."""
     torch.manual_seed(3)
@@ -399,6 +404,7 @@ def test_a_reward_model_scores_what_is_planned_and_training_goes_on_without_a_gr
     assert metrics["skipped_updates"] == 0
 
 
+@pytest.mark.long
 def test_adapters_make_the_actor_the_reference(start) -> None:
     learner = start(
         "learner.lora.rank=4",
@@ -411,6 +417,7 @@ def test_adapters_make_the_actor_the_reference(start) -> None:
     assert metrics[1]["reference_kl"] > 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

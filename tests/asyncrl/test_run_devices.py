@@ -124,6 +124,7 @@ def devices_of(seen, kind):
     return [one["CUDA_VISIBLE_DEVICES"] for name, one in seen.items() if name.startswith(kind)]
 
 
+@pytest.mark.long
 async def test_a_run_takes_only_the_visible_gpus_of_this_machine(gpus):
     gpus(8, visible="7,2,5,4")
     config = resolve_devices(run(*colocated(4, 2)), visible_gpus(), print)
@@ -145,6 +146,7 @@ class Reached(Exception):
     """Raised when the run starts learner and engines."""
 
 
+@pytest.mark.long
 async def test_a_warm_start_on_a_gpu_ends_before_learner_and_engines_take_theirs(gpus, tmp_path, monkeypatch):
     gpus(8, visible="4,6")
     free = []
@@ -175,6 +177,7 @@ async def test_a_warm_start_on_a_gpu_ends_before_learner_and_engines_take_theirs
     assert free in ([("4", 1), 2], [("6", 1), 2])
 
 
+@pytest.mark.long
 async def test_a_warm_start_on_a_gpu_needs_one_on_the_node_of_the_controller(gpus, tmp_path):
     gpus(0)
     config = run(f"output_dir={tmp_path}", "learner.device=cuda", "rollout_fleet.device=cpu")
@@ -186,6 +189,7 @@ async def test_a_warm_start_on_a_gpu_needs_one_on_the_node_of_the_controller(gpu
                 pass
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "ranks", "engines"),
     [
@@ -216,6 +220,7 @@ def test_no_two_separate_processes_see_one_gpu(ray_with_8_gpus, options, ranks, 
     assert bool(said) == (sum(ranks) + sum(engines) == 0 and "learner.device=cpu" not in options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_ranks", "tp_size"),
     [(4, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((3, 1), (8, 2), (6, 3), (8, 4), (8, 8)))],
@@ -229,6 +234,7 @@ def test_a_colocated_engine_sees_the_gpus_of_its_learner_ranks_in_their_order(ra
     ]
 
 
+@pytest.mark.long
 def test_colocated_engines_share_the_actors_pool_only_and_other_pools_reserve_nothing_for_them(ray_with_8_gpus):
     apart = ["algorithm.advantage=gae", "placement.pools={values:2}", "placement.critic=values"]
     config = resolve_devices(run(*colocated(2, 1), *apart), 8, print)
@@ -241,6 +247,7 @@ def test_colocated_engines_share_the_actors_pool_only_and_other_pools_reserve_no
     assert sum(bundle["CPU"] for bundle in reserved) == requested_cpus(config) == 2 * (1 + 1) + 2 * 1
 
 
+@pytest.mark.long
 def test_new_ranks_and_engines_get_the_gpus_of_the_dead_ones(ray_with_8_gpus, tmp_path):
     config = resolve_devices(run(*colocated(4, 2)), 8, print)
     layout, probe = learner_layout(config), RayClassWithInitArgs(ray.remote(Probe))
@@ -269,6 +276,7 @@ def test_the_gpus_of_an_engine_are_never_on_two_nodes():
         JoinedResourcePool(pool, 2)
 
 
+@pytest.mark.long
 def test_pools_of_critic_reference_and_reward_model_have_separate_gpus(ray_with_8_gpus, tmp_path):
     pools = ["placement.pools={critic:2,judge:1,ref:1}", "placement.critic=critic", "placement.reference=ref"]
     options = [*pools, "placement.reward_model=judge", f"learner.reward_model.path={tmp_path}", "algorithm.kl_coef=0.1"]
@@ -362,6 +370,7 @@ def test_a_hanging_driver_is_an_error_with_tool_and_deadline(monkeypatch, tmp_pa
     assert "driver hangs" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "num_gpus", "devices"),
     [

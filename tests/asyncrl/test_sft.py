@@ -54,6 +54,7 @@ def test_the_loss_is_on_the_response_and_its_end_only(folder):
     assert validation == []
 
 
+@pytest.mark.long
 def test_validation_rows_are_the_last_and_not_trained(folder):
     tokenizer = AutoTokenizer.from_pretrained(composed(folder).model.path)
     everything, _ = read_demonstrations(composed(folder), tokenizer)
@@ -64,6 +65,7 @@ def test_validation_rows_are_the_last_and_not_trained(folder):
         read_demonstrations(composed(folder, f"sft.val_rows={NUM_ROWS}"), tokenizer)
 
 
+@pytest.mark.long
 async def test_fine_tuning_changes_the_policy_and_records_its_evaluation(folder, caplog):
     config = composed(folder, "sft.val_rows=64")
     with caplog.at_level("INFO", logger="asyncrl.sft"):
@@ -84,6 +86,7 @@ async def test_fine_tuning_changes_the_policy_and_records_its_evaluation(folder,
     assert [line.split()[0] for line in caplog.messages] == ["reusing"], "nothing is trained twice"
 
 
+@pytest.mark.long
 async def test_fine_tuning_stops_at_a_validation_loss_without_accuracy(folder):
     options = ["sft.val_rows=64", "sft.eval_prompts=0", "sft.eval_every=5", "sft.target_val_loss=2.4"]
     policy = await fine_tune(composed(folder, *options))
@@ -153,6 +156,7 @@ def alone(folder):
     return fine_tuned(str(folder / "alone"), 1, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sp_size", [1, 2])
 def test_two_ranks_fine_tune_as_one_process(folder, alone, sp_size):
     result = run_on_ranks(2, fine_tuned, str(folder / f"two-{sp_size}"), 2, sp_size)[0]

@@ -198,6 +198,7 @@ def test_groups_with_equal_rewards_are_generated_but_not_trained_on():
     assert outcome.step_s > 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.9, 0.99])
 def test_the_prompt_queue_stays_filled_if_nearly_all_groups_have_equal_rewards(share):
     outcome = simulate(scenario(max_lag=0, equal_rewards=share))

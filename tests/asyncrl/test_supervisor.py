@@ -135,6 +135,7 @@ def test_orphans_of_killed_work_are_ended():
     assert not orphan.is_running()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("before", [(), ("nohup",)])
 def test_work_is_told_to_stop_when_its_parent_is_killed(before):
     run = start(
@@ -205,6 +206,7 @@ def test_semaphores_of_killed_work_are_cleaned_up():
     assert not [name for name in semaphores if Path("/dev/shm", name).exists()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ignored", "grace_s", "is_last"), [(signal.SIGUSR2, 60, False), (signal.SIGINT, 1, True)])
 def test_processes_that_ignore_interrupts_are_killed_last(ignored, grace_s, is_last):
     orphan = (

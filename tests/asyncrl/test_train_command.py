@@ -84,6 +84,7 @@ def test_a_controller_that_is_killed_is_reported_with_the_end_of_its_log(start):
     assert output.splitlines()[-1].startswith("error: the controller died of SIGKILL")
 
 
+@pytest.mark.long
 def test_the_last_line_has_the_first_line_of_the_cause_and_the_last_of_its_log(start):
     body = (
         'raise ExceptionGroup("all", [DeadlineError("late"), WorkerDiedError("sglang-0 died:\\nstarting\\nno memory")])'
@@ -94,11 +95,13 @@ def test_the_last_line_has_the_first_line_of_the_cause_and_the_last_of_its_log(s
     assert "sglang-0 died:\nstarting\nno memory" in output
 
 
+@pytest.mark.long
 def test_an_unexpected_exception_is_named_with_its_type(start):
     status, output = start('raise KeyError("step")').end()
     assert (status, output.splitlines()[-1]) == (1, "error: KeyError: 'step'")
 
 
+@pytest.mark.long
 def test_the_death_of_ray_ends_the_run_at_once(start):
     body = """
         try:
@@ -111,6 +114,7 @@ def test_the_death_of_ray_ends_the_run_at_once(start):
     assert "stopping" not in output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ['raise WorkerDiedError("gone")', "os.kill(os.getpid(), signal.SIGKILL)"])
 @pytest.mark.parametrize("saved_by", ["this life", "the life before"])
 def test_a_run_that_fails_names_the_command_that_continues_it(start, tmp_path, end, saved_by):
@@ -134,6 +138,7 @@ def test_a_run_that_fails_names_the_command_that_continues_it(start, tmp_path, e
     assert command.endswith(f" total_steps=9 checkpoint.resume={checkpoint}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["a b", "Zoë (new), [x]=1", "it's; here", "12", "back\\slash\\", "plain/v1:a-b"])
 def test_the_command_that_continues_a_run_can_be_read_whatever_its_folder_is_called(tmp_path, name):
     checkpoint = save(tmp_path / name / "checkpoints", 4)
@@ -146,6 +151,7 @@ def test_the_command_that_continues_a_run_can_be_read_whatever_its_folder_is_cal
     assert (continued.output_dir, continued.checkpoint.resume) == (name, str(checkpoint))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_the_run_with_a_message(start, number, expected):
     command = start(READY.format(seconds=0))
@@ -157,6 +163,7 @@ def test_a_signal_stops_the_run_with_a_message(start, number, expected):
     assert f"stopped by {number.name}" in output.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_a_second_signal_kills_a_run_without_its_supervisor(start):
     command = start(READY.format(seconds=3600), "stop_timeout_s=120")
     controller = psutil.Process(int(command.line_with("ready").split()[1]))

@@ -41,6 +41,7 @@ def test_every_batch_is_sampled_by_the_weights_of_exactly_lag_steps_before(confi
     assert sorted(outcome.curve) == [0, 2, 4, 5]
 
 
+@pytest.mark.long
 def test_the_same_cell_gives_the_same_numbers_again(config):
     again = [LaggedTraining(config, lag=0, eval_every=5, eval_samples=1).run() for _ in range(2)]
     assert again[0].metrics == again[1].metrics

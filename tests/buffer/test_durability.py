@@ -173,6 +173,7 @@ async def train_through_kills(directory: Path, *, num_steps: int, kill_after: li
         server.stop()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_store_servers", [0, 2])
 async def test_training_goes_on_through_kills_of_the_server(tmp_path: Path, num_store_servers: int):
     kills = [0.2, 0.3, 0.4]

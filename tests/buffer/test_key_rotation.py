@@ -29,6 +29,7 @@ def without_file(directory: Path, role: BufferRole):
     return replace(client_keys(directory, role), path=None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stores", [0, 2])
 @pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "port"])
 async def test_no_request_is_lost_while_keys_are_replaced_and_old_keys_do_nothing_any_more(tmp_path, stores, host):

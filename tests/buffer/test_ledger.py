@@ -263,6 +263,7 @@ def test_only_the_owner_of_a_lease_reports_it_also_after_it_was_taken_back():
     assert of.stats().tokens_dropped == {"expired": 5}
 
 
+@pytest.mark.long
 def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatch: pytest.MonkeyPatch):
     """Groups end in every way."""
     of = DrivenLedger(

@@ -35,6 +35,7 @@ def turning(before: float, after: float):
     return lambda now: before if now < 15 else after
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("speeds", "options"),
     [

@@ -5,6 +5,8 @@ import itertools
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import pytest
+
 from asyncrl.core.types import WeightOffer
 from buffer import BufferConfig
 from buffer.server import BufferServer
@@ -58,6 +60,7 @@ async def start_loop(stack: AsyncExitStack, address: str, delay_s: float, *, is_
     stack.callback(running.cancel)
 
 
+@pytest.mark.long
 async def test_a_fast_engine_that_keeps_an_old_version_does_not_stop_a_slower_one():
     async with AsyncExitStack() as stack:
         server = BufferServer(BufferConfig(max_lag=1), groups_per_step=GROUPS_PER_STEP)

@@ -169,6 +169,7 @@ async def test_enqueue_waits_while_the_queue_is_full_and_a_lease_wakes_it():
         await asyncio.wait_for(wait, 30)
 
 
+@pytest.mark.long
 async def test_thousands_of_prompts_and_groups_pass_in_one_call():
     number = 5000
     async with running(groups_per_step=number, max_lag=0, queue_size=number) as run:

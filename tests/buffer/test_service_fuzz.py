@@ -534,6 +534,7 @@ def check_lives(seeds: range, tmp_path: Path) -> None:
     assert len(seeds) == 1 or seldom > len(seeds), f"too little happens in a life: {totals}"
 
 
+@pytest.mark.long
 def test_the_account_of_the_service_balances_and_nothing_stands_still_in_any_life(tmp_path: Path):
     check_lives(range(220), tmp_path)
 

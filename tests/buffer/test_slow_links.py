@@ -98,6 +98,7 @@ async def renewing(client: AnyRole, leases: list[Lease], every_s: float) -> None
         await client.renew(leases)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("megabytes_per_s", "timeout_s"), [(4.0, 2.0), (2.4, 3.0)])
 async def test_a_large_put_over_a_slow_link_keeps_its_lease_and_finishes(megabytes_per_s: float, timeout_s: float):
     options = {"lease_s": 1.5, "heartbeat_s": 0.3, "request_timeout_s": timeout_s}

@@ -162,6 +162,7 @@ def wait_for_one_pair(directory: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [{}, {"num_store_servers": 1}], ids=["ledger", "store"])
 @pytest.mark.parametrize("disk", ["", "/dev/shm"], ids=["same disk", "other disk"])
 async def test_a_run_resumes_from_a_checkpoint_with_payloads_on_disk(tmp_path, changes, disk):

@@ -12,7 +12,7 @@ from tests.e2e.run_checks import (
 )
 from tests.support.training_run import RunningTraining
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(400)]
 
 SHORT = [
     "experiment=tools",

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.faults import assert_it_ends_right
 from tests.support.training_run import undocumented
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 RANK, WORKER, SERVER = "ray::ActorWorker", "ray::RolloutWorker", "sglang::scheduler"
 STEPS = 12

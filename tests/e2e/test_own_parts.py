@@ -12,7 +12,7 @@ from tests.e2e.faults import assert_nothing_is_left
 from tests.support.leftovers import shared_memory_of
 from tests.support.training_run import ROOT, RunningTraining
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 OWN = """
 from beside import SCALE

@@ -13,7 +13,7 @@ from asyncrl.run.run_socket import ask_for_checkpoint
 from learner.checkpoint_folder import newest_checkpoint, read_progress, whole_checkpoints
 from tests.e2e.run_checks import assert_every_token_is_accounted_for, assert_the_account_closes
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 OPTIONS = [
     "rollout_fleet.engine=transformers",

@@ -78,6 +78,7 @@ def two_ranks(model_path: str, directory: str, alone: str) -> tuple:
     return outcome, loaded
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_experts", [0, 3])
 def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(num_experts, model_path, tmp_path):
     """Two ranks cannot divide three experts, so they shard the rows of each expert."""

@@ -90,6 +90,7 @@ def test_scores_equal_a_plain_forward_at_the_last_token(tmp_path, family):
     assert np.std(want) > 0.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", [family for family in TRAINED_FAMILIES if family not in FAMILIES])
 def test_critic_and_reward_model_of_every_family_are_a_linear_head_on_its_backbone(tmp_path, family):
     path = save_tiny_model(tmp_path / "causal", family, initializer_range=0.3)
@@ -147,6 +148,7 @@ def test_a_causal_model_becomes_a_critic_that_predicts_zero_and_learns(tmp_path)
     assert history[0]["num_tokens"] == sum(s.loss_mask.sum() for s in sequences)
 
 
+@pytest.mark.long
 def test_the_critic_explains_rewards_of_fresh_batches_that_the_prompt_decides(tmp_path):
     """The test combines values, outcomes, returns and updates as in a run. Values are computed before the update."""
     config = replace(CONFIG, critic=CriticConfig(optimizer=OptimizerConfig(lr=1e-2)))
@@ -246,6 +248,7 @@ def test_two_ranks_step_the_critic_as_one_process_does(tmp_path):
     assert "score.bias" in alone[1]
 
 
+@pytest.mark.long
 def test_four_ranks_step_the_critic_as_one_process_does(tmp_path):
     path = save_classifier(tmp_path, "qwen3", AutoModelForTokenClassification)
     alone = step_on(path, replace(CONFIG, max_tokens_per_micro_batch=10_000), 19)

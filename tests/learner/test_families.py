@@ -96,6 +96,7 @@ def compare_on_ranks(chosen: list[str], dp: int, sp: int, **options: Any) -> Non
         assert_equal_to_the_plain_loop(path, [result[index] for result in results], dp, sp)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", TRAINED_FAMILIES)
 def test_one_process_equals_the_plain_loop(family, paths):
     assert_equal_to_the_plain_loop(paths[family], [packed(paths[family], 1, 1)], 1, 1)
@@ -113,6 +114,7 @@ def test_layers_that_carry_a_state_are_recomputed_on_the_same_sequences(family, 
     assert_equal_to_the_plain_loop(paths[family], [recomputed], 1, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", TRAINED_FAMILIES)
 def test_layers_are_recomputed_without_their_attention(family, paths, monkeypatch):
     """Recomputation gives the same update, and attention is called as often as without recomputation.
@@ -141,6 +143,7 @@ OF_EACH_KIND = [*FEW, "lfm2", "gpt_oss", "deepseek_v3", "llama4_text", "minimax"
 """Families with sinks, windows, latent attention, chunks, and other kinds of states."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "families", [OF_EACH_KIND, pytest.param(TRAINED_FAMILIES, marks=pytest.mark.slow)], ids=["of-each-kind", "all"]
 )
@@ -153,6 +156,7 @@ def test_two_by_two_ranks_equal_the_plain_loop(paths, families):
     compare_on_ranks([paths[family] for family in families], 2, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "families",
     [[*FEW, "lfm2", "gpt_oss"], pytest.param(TRAINED_FAMILIES, marks=pytest.mark.slow)],
@@ -169,6 +173,7 @@ def test_two_data_parallel_ranks_equal_the_plain_loop(paths, families):
     compare_on_ranks([paths[family] for family in families], 2, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "options", "ranks"),
     [("qwen3_moe", {"num_experts": 3}, 2), ("gpt_oss", {"num_local_experts": 2}, 4), ("llama4_text", {}, 4)],

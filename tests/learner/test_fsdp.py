@@ -84,6 +84,7 @@ def test_the_offload_policy_leaves_nothing_to_move(model_path, caplog):
     trained(trainer)
 
 
+@pytest.mark.long
 def test_compiled_layers_compute_the_same(model_path, monkeypatch):
     compiled: list[Any] = []
     original = torch.compile

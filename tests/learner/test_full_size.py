@@ -20,6 +20,7 @@ LAYERS = 2
 SMALL = {**QUICKSTART, "num_hidden_layers": LAYERS}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in EXPERIMENTS]
 )
@@ -43,6 +44,7 @@ def test_an_update_of_each_experiment_runs_at_full_width_without_waiting(name):
     assert update.collectives["alltoall_base"] == (4 * num_attention if learner.sp_size > 1 else 0)
 
 
+@pytest.mark.long
 def test_layers_recomputed_without_attention_exchange_heads_once_and_do_not_wait():
     options = {"num_ranks": 4, "sp_size": 2, "activation_checkpointing": "selective"}
     learner = LearnerConfig(max_tokens_per_micro_batch=64, **options)
@@ -86,6 +88,7 @@ def planned_and_tracked(family: str, num_ranks: int, sizes: dict[str, int]) -> t
     return planned_bytes(settings, learner), fake_update(settings, learner, num_sequences=16).peak_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in PLANNED_ALWAYS else pytest.mark.slow) for case in PLANNED]
 )
@@ -106,6 +109,7 @@ def waits_with(change: str) -> list[str]:
     return fake_update(SMALL, LearnerConfig(max_tokens_per_micro_batch=64)).waits
 
 
+@pytest.mark.long
 def test_a_wait_in_the_loop_is_found():
     (waits,) = run_on_ranks(1, waits_with, "cpu")
     assert set(waits) == {"cpu"}

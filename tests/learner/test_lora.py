@@ -45,6 +45,7 @@ MIXTURES = ["qwen2_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "llama4_text", 
 expert."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_the_saved_policy_is_plain_and_computes_what_the_adapters_do(family, tmp_path):
     # With one expert per token, Granite's router weight is 1 for any logits, so the router has no gradient.

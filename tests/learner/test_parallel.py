@@ -110,6 +110,7 @@ def on_each_mesh(model_path: str, meshes: list[tuple[LearnerConfig, int]]) -> li
     return outcomes
 
 
+@pytest.mark.long
 def test_two_ranks_equal_one_process_even_if_one_rank_is_empty(model_path):
     alone = train(model_path, config(1, max_tokens=10_000), 16)
     meshes = [(config(2), 16), (config(2, sp_size=2), 16), (config(2), 2)]
@@ -126,6 +127,7 @@ def test_two_ranks_equal_one_process_even_if_one_rank_is_empty(model_path):
     assert moved.max() > 1e-3  # the updates moved the weights a hundred times further than the tolerance
 
 
+@pytest.mark.long
 def test_four_ranks_equal_one_process_also_with_copies_few_kv_heads_and_empty_ranks(model_path):
     alone = train(model_path, config(1, max_tokens=10_000), 16)
     meshes = [
@@ -225,6 +227,7 @@ def error_of_an_update(model_path: str, learner: LearnerConfig, longest: int) ->
     return "trained"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_ranks", "sp_size"), [(2, 1), (4, 2)])
 def test_a_sequence_over_the_budget_is_refused_on_all_ranks_at_once(model_path, num_ranks, sp_size):
     """If only one rank raised, the others would wait in a collective until its deadline of ten minutes."""

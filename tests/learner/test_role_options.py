@@ -186,6 +186,7 @@ def scores_with_the_actors_options(directory: str) -> list[dict[str, dict[Sample
     return run_on_ranks(2, all_scores, directory, BASE, ["rm", "ref", "critic"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("role", ["ref", "critic", "rm"])
 @pytest.mark.parametrize(
     ("own", "tolerance"),

@@ -73,6 +73,7 @@ def test_rope_is_correct_up_to_the_original_length_and_longer_is_refused(kind, t
     assert max(differences(saved(tmp_path, kind), 1, 1)) < 3e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sp_size", [1, 2])
 def test_two_ranks_agree_on_the_rope_limit(sp_size, tmp_path):
     for found in run_on_ranks(2, every_kind, [saved(tmp_path, kind) for kind in KINDS], sp_size):

@@ -57,6 +57,7 @@ def shard_files(model_path: str, num_bytes: str = "10KB") -> None:
     assert len(list(Path(model_path).glob("model-*.safetensors"))) > 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "phi3", "llama4_text"])
 def test_three_ranks_read_a_checkpoint_of_several_files(family: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", family)
@@ -71,6 +72,7 @@ def test_three_ranks_read_a_checkpoint_of_several_files(family: str, tmp_path: P
         assert max(read for _, read in ranks) < 0.5 * num_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "options"),
     [

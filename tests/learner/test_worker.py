@@ -240,6 +240,7 @@ def two_steps(directory: str, num_ranks: int, sp_size: int, announces: bool) -> 
     return losses, weights
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sp_size", [1, 2])
 def test_steps_on_batches_that_were_prepared_before_are_bit_for_bit_the_same(directory, sp_size):
     ahead = run_on_ranks(2, two_steps, directory, 2, sp_size, True)

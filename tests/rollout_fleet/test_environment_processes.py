@@ -210,6 +210,7 @@ async def test_a_function_with_an_unmodified_openai_client_is_an_environment(age
         assert (await environments.run(prompt(), endpoint.open(), sample=0)).answer == "HELLO"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "kind", "words"),
     [
@@ -283,6 +284,7 @@ async def test_a_secret_is_withheld_unless_it_is_passed_and_the_failure_names_th
             await environments.run(prompt(), endpoint.open(), sample=0, name=f"{agents}:needs_secret")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("excluded", ["", "example.org", "*"])
 async def test_the_clients_of_an_agent_reach_the_endpoint_without_the_proxy(agents, monkeypatch, excluded):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
@@ -355,6 +357,7 @@ async def test_closing_fails_the_episodes_that_run_and_none_begins_after_it(agen
     ]
 
 
+@pytest.mark.long
 async def test_of_200_episodes_each_has_one_outcome_or_one_failure_and_nothing_is_left(agents, tmp_path):
     """Each fault is in one of 20 episodes: hanging tool, crash, leak, wrong key, cancel, exit, blocked loop, memory."""
     kinds = ["hang in a tool", "leak", "wrong key", "cancel", "exit", "raise", *[""] * 14]

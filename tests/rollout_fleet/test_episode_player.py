@@ -292,6 +292,7 @@ search.AsyncOpenAI = client
 """
 
 
+@pytest.mark.long
 async def test_the_search_agent_is_trained_on_what_was_sampled_while_weights_change(tmp_path):
     """The agent makes branches, compacts, and calls tools in parallel.
 

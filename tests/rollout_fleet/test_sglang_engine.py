@@ -78,10 +78,12 @@ def still_alive(processes, timeout=30):
     return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.long
 async def test_an_aborted_sample_continues_as_if_it_had_not_been_aborted(engine, model_path):
     await assert_continues(engine, model_path, atol=1e-3)
 
 
+@pytest.mark.long
 async def test_logprobs_equal_a_forward_pass_under_the_version_that_each_token_names(engine, model_path, tmp_path):
     offers = [publish_weights(model_path, tmp_path, engine.version + 1 + k, 1.0 + 0.15 * k) for k in range(5)]
     paths = {0: model_path, **{offer.version: folder_of(offer) for offer in offers}}
@@ -161,6 +163,7 @@ async def test_an_abort_hits_no_id_that_begins_with_the_aborted_one(engine):
     assert third.finish_reason is not None
 
 
+@pytest.mark.long
 async def test_a_finished_sample_does_not_wait_for_the_others_of_its_request(engine):
     short = requests_of(1, num_samples=4, name="short", max_new_tokens=2)
     long = requests_of(1, num_samples=4, name="long", max_new_tokens=400, top_k=3)
@@ -249,6 +252,7 @@ async def test_an_engine_whose_load_differs_or_fails_or_hangs_never_answers_agai
     await assert_failed(failing_engine, running, match)
 
 
+@pytest.mark.long
 async def test_no_prefix_computed_under_old_weights_is_used_after_an_update(engine, publish_next):
     """Groups with a long common prefix run across updates and begin directly after updates, with the radix cache on."""
     assert "--disable-radix-cache" not in " ".join(server_processes(engine)[0].cmdline())
@@ -296,6 +300,7 @@ def signal_server(engine, signum):
         process.send_signal(signum)
 
 
+@pytest.mark.long
 async def test_a_server_that_stands_still_for_a_while_ends_nothing(engine):
     running = asyncio.create_task(answer(engine, requests_of(2, name="paused", max_new_tokens=300, top_k=3)))
     await until_writing(engine)

@@ -219,6 +219,7 @@ def no_caches_named(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_caches_named")
 def test_compiled_kernels_outlive_the_scratch_folder_of_a_cuda_server(make_server, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -63,6 +63,7 @@ async def start(model_path):
         await engine.stop()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.6, "top_p": 0.8}, {"top_k": 3}, {"min_p": 0.2}, {"temperature": 0.0}], ids=str
 )
@@ -82,6 +83,7 @@ def model_of(family: str, folder: Path, eos_ids: Sequence[int] = ()) -> tuple[st
     return path, model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "cuts_cache", "may_pad"),
     [

@@ -136,6 +136,7 @@ def host(cluster):
     group.shutdown()
 
 
+@pytest.mark.long
 def test_each_role_is_a_group_of_its_own_methods(host):
     roles = host.spawn(prefix_set=ROLES.keys())
     assert roles["actor"].add(zeros()).batch["a"].tolist() == [1, 1, 2, 2]
@@ -174,6 +175,7 @@ def test_separate_groups_on_one_pool_give_the_same_results(cluster):
     assert pool.pgs is None
 
 
+@pytest.mark.long
 def test_a_fused_class_has_methods_over_several_roles(cluster):
     hybrid = RayClassWithInitArgs(ray.remote(Hybrid))
     hybrid.fused_worker_used = True
@@ -201,6 +203,7 @@ def test_a_colocated_class_needs_roles():
         create_colocated_worker_cls({})
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_a_method_that_runs_beside_the_others_is_executed_while_another_one_runs(is_fused):

@@ -26,6 +26,7 @@ def test_the_page_has_its_three_recipes():
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", [code for _, code in RECIPES], ids=[title for title, _ in RECIPES])
 def test_a_recipe_runs(namespace, code):
     exec(compile(code, str(PAGE), "exec"), namespace)

@@ -163,6 +163,7 @@ def zeros(num_rows=8, **options):
     )
 
 
+@pytest.mark.long
 def test_unregistered_methods_are_called_by_name(group):
     assert group.execute_all_sync("not_registered", y=3) == [13] * 4
     assert ray.get(group.execute_all_async("not_registered", y=4)) == [14] * 4
@@ -392,6 +393,7 @@ def test_a_large_value_for_all_ranks_is_stored_once(group, monkeypatch):
     assert len(stored) == 1
 
 
+@pytest.mark.long
 def test_a_registered_dispatch_mode_works_in_workers(cluster):
     mode = register_dispatch_mode(
         "TEST_REVERSED", lambda group, values: ([values[::-1]], {}), lambda _, output: output[::-1]

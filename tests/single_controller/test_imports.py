@@ -4,6 +4,8 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 import asyncrl
 import asyncrl.single_controller
 
@@ -50,6 +52,7 @@ def test_verls_names_are_all_in_one_package():
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_protocol_loads_neither_torch_nor_ray_and_the_controller_no_torch():
     code = (
         "import sys\n"

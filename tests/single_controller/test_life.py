@@ -98,6 +98,7 @@ def two_nodes(cluster):
     group.shutdown()
 
 
+@pytest.mark.long
 def test_ranks_follow_the_order_of_the_nodes_addresses(two_nodes):
     addresses = [address for _, _, address in two_nodes.place()]
     assert addresses == [HEAD_ADDRESS] * 2 + [SECOND_ADDRESS] * 2
@@ -113,6 +114,7 @@ def test_workers_are_described_by_their_environment(two_nodes):
     assert set(two_nodes.env("MASTER_PORT")) == {two_nodes.master_port}
 
 
+@pytest.mark.long
 def test_torch_distributed_finds_its_group(two_nodes):
     assert two_nodes.reduce_rank() == [6.0] * 4
 
@@ -129,6 +131,7 @@ def rows(num_rows=4):
     return DataProto.from_dict({"a": torch.zeros(num_rows)})
 
 
+@pytest.mark.long
 def test_a_death_names_group_rank_node_and_last_log_lines(cluster, tmp_path):
     group = group_on(pool_of(2), name_prefix="mortal", log_dir=tmp_path)
     other = group_on(pool_of(1), name_prefix="other")
@@ -202,6 +205,7 @@ def test_a_worker_that_cannot_be_made_says_why(cluster):
     group.shutdown()
 
 
+@pytest.mark.long
 def test_a_worker_whose_process_does_not_start_says_why(cluster):
     options = {"python": "/no/such/python", "timeout_s": 6, "name_prefix": "bodiless"}
     group = RayWorkerGroup(pool_of(1), RayClassWithInitArgs(Probe), **options)
@@ -210,6 +214,7 @@ def test_a_worker_whose_process_does_not_start_says_why(cluster):
     group.shutdown()
 
 
+@pytest.mark.long
 def test_the_liveness_check_reports_a_death_once(cluster):
     group = group_on(pool_of(2), name_prefix="watched")
     told, deaths = threading.Event(), []
@@ -222,6 +227,7 @@ def test_the_liveness_check_reports_a_death_once(cluster):
     group.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rank", [pytest.param(0, id="on this node", marks=pytest.mark.slow), pytest.param(1, id="on another")]
 )
@@ -246,6 +252,7 @@ def test_a_watch_can_be_ended_and_begun_again(cluster):
     group.shutdown()
 
 
+@pytest.mark.long
 def test_a_dead_node_surfaces_in_the_call(cluster):
     node = cluster.add_node(num_cpus=40, node_ip_address="127.0.0.11", **NODE_OPTIONS)
     group = group_on(pool_of(1, num_cpus=32.0), name_prefix="lost")
@@ -269,6 +276,7 @@ async def test_a_place_that_no_node_has_is_waited_for_and_a_wait_that_is_given_u
     assert {group["state"] for group in groups} <= {"REMOVED"}
 
 
+@pytest.mark.long
 async def test_a_worker_that_joins_has_its_own_rank_and_its_successor_may_differ(cluster):
     pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1, num_cpus_per_process=0.01)
     (node,) = await asyncio.wait_for(pool.reserve(), 60)

@@ -134,6 +134,7 @@ def test_a_job_that_comes_back_finds_its_workers_by_name(cluster):
         RayWorkerGroup(ray_cls_with_init=RayClassWithInitArgs(Probe))
 
 
+@pytest.mark.long
 def test_detached_workers_outlive_their_driver(cluster):
     said = [
         subprocess.run(
@@ -203,6 +204,7 @@ def test_profiled_workers_run_under_nsight(cluster):
     assert launched == [nsight, None, None]
 
 
+@pytest.mark.long
 def test_a_group_that_cannot_start_leaves_nothing_behind(cluster):
     first = group_on(pool_of(1), name_prefix="twice")
     pool = pool_of(2)
@@ -219,6 +221,7 @@ def test_extra_environment_reaches_the_workers(cluster):
     group.shutdown()
 
 
+@pytest.mark.long
 def test_parts_of_a_pool_host_groups_of_their_own(cluster):
     whole = pool_of(4)
     parts = split_resource_pool(whole, [1, 3])
@@ -251,6 +254,7 @@ def test_two_pools_become_one(cluster):
     second.shutdown()
 
 
+@pytest.mark.long
 def test_a_reservation_is_kept_while_any_part_of_it_is_in_use(cluster):
     whole, other = pool_of(2), pool_of(1)
     on_part = group_on(split_resource_pool(whole, 1)[1])
@@ -266,6 +270,7 @@ def test_a_reservation_is_kept_while_any_part_of_it_is_in_use(cluster):
     other.shutdown()
 
 
+@pytest.mark.long
 def test_ranks_keep_their_nodes_when_a_job_starts_again(cluster):
     places = []
     for _ in range(2):

@@ -137,6 +137,7 @@ def rows(num_rows, **options):
     return DataProto.from_dict({"a": torch.zeros(num_rows)}, {"name": names}, **options)
 
 
+@pytest.mark.long
 def test_calls_by_name_and_by_method(group):
     assert group.execute_all_sync("plain", y=3) == [5] * 2
     assert ray.get(group.execute_all_async("plain", y=4)) == [6] * 2
@@ -155,6 +156,7 @@ def test_the_groups_environment_is_its_own(group):
         )
 
 
+@pytest.mark.long
 def test_a_group_is_taken_up_by_its_names_in_another_process(group):
     @ray.remote(num_cpus=0)
     def take_up(worker_names):
@@ -208,6 +210,7 @@ def test_tensordicts_with_ragged_columns_go_over_a_mesh(group):
         group.on_tensordict(TensorDict({"a": torch.zeros(5)}, batch_size=[5]))
 
 
+@pytest.mark.long
 def test_workers_need_not_derive_from_the_base(group):
     pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
     scorers = NamedWorkerGroup(pool, RayClassWithInitArgs(cls=PlainScorer, scale=3))
@@ -216,6 +219,7 @@ def test_workers_need_not_derive_from_the_base(group):
     scorers.shutdown()
 
 
+@pytest.mark.long
 def test_several_groups_share_the_processes_of_a_pool_without_devices(cluster):
     pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
     groups = [

@@ -94,6 +94,7 @@ def first_value(rank):
     assert received["text"] == "é"
 
 
+@pytest.mark.long
 def test_every_rank_ends_with_the_rows_of_all():
     run_on_ranks(NUM_RANKS, gather)
 

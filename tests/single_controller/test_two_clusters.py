@@ -142,6 +142,7 @@ def test_a_second_cluster_serves_after_a_worker_died_in_the_first():
     assert output.endswith("both clusters served"), output
 
 
+@pytest.mark.long
 def test_a_detached_reservation_outlives_the_job_that_made_it(cluster):
     output = output_of(_DETACHED, cluster.address)
     assert output.endswith("reserved across two jobs"), output

@@ -75,6 +75,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "dtype"), ROWS)
 def test_published_weights_load_as_the_trained_model(family, dtype, tmp_path, publisher_of):
     if (family, dtype) == ("minimax", "bfloat16"):
@@ -122,6 +123,7 @@ def published_by_a_rank(config, path, folder):
     return offers[-1], own, None if whole is None else {name: value.numpy() for name, value in whole.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -303,6 +305,7 @@ def deltas_of_a_rank(config, path, folder):
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "options"),
     [

@@ -169,6 +169,7 @@ def test_an_unreachable_host_does_not_count_as_an_ended_sender(coordinator, monk
     assert not isinstance(raised.value, ChannelRefused)
 
 
+@pytest.mark.long
 def test_a_vanished_sender_is_noticed_by_missing_answers_of_its_host(tmp_path):
     """As after a power loss of the host, no bytes arrive, and the connection does not end."""
     script = tmp_path / "vanish.py"
@@ -254,6 +255,7 @@ def test_channel_keys_are_not_in_the_repr_of_addresses_and_offers(coordinator):
     assert address.access[:9] not in repr(address) + repr(offer)
 
 
+@pytest.mark.long
 def test_a_stream_needs_no_name_service(tmp_path):
     """Torch's store asks a name service once per connection.
 

@@ -228,6 +228,7 @@ def test_receivers_get_every_byte_of_two_ranks(tmp_path):
                 FileWeights(received).verify()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_receiver_that_stops_in_a_round_delays_the_other_until_the_deadline(number, tmp_path):
     with peers(4) as everyone:
@@ -243,6 +244,7 @@ def test_a_receiver_that_stops_in_a_round_delays_the_other_until_the_deadline(nu
         assert_holds(received, 2)
 
 
+@pytest.mark.long
 def test_a_stopped_rank_ends_a_round_by_the_deadline_and_sends_after_it_continues(tmp_path):
     with peers(4) as everyone:
         senders, receivers = everyone[:2], everyone[2:]
@@ -261,6 +263,7 @@ def test_a_stopped_rank_ends_a_round_by_the_deadline_and_sends_after_it_continue
             assert_holds(receiver.answer()[0], 1)
 
 
+@pytest.mark.long
 def test_the_death_of_a_rank_in_a_round_raises_weights_error(tmp_path):
     with peers(3) as everyone:
         senders, receiver = everyone[:2], everyone[2]
@@ -272,6 +275,7 @@ def test_the_death_of_a_rank_in_a_round_raises_weights_error(tmp_path):
         assert not list((tmp_path / "received").iterdir())
 
 
+@pytest.mark.long
 def test_a_stopped_rank_0_raises_a_deadline_error_with_the_option(tmp_path):
     with peers(3) as everyone:
         senders, receiver = everyone[:2], everyone[2]
@@ -376,6 +380,7 @@ async def test_a_receiver_that_is_silent_after_asking_does_not_delay_a_round(ran
         assert_holds(await receive_weights(offered, tmp_path / "r", timeout_s=30.0), 1)
 
 
+@pytest.mark.long
 async def test_a_receiver_whose_answers_are_lost_asks_again_and_then_raises(ranks, tmp_path, monkeypatch):
     offered = offered_by(ranks, 1, tmp_path)
     lose_answers_to_calls(monkeypatch)
@@ -438,6 +443,7 @@ def test_a_load_that_ends_early_leaves_the_round_and_the_next_load_succeeds(rank
     assert_all_arrived(arrive({}, offered)[0], 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_after_an_engines_rank_stops_in_a_round_the_other_has_time_for_a_second(number, tmp_path):
     with peers(4) as everyone:
