@@ -10,6 +10,7 @@ from asyncrl.cli.compose import compose_run, dump_yaml
 from asyncrl.cli.doctor_command import examine, main
 from asyncrl.metrics import MetricsWriter
 from tests.asyncrl.test_alarms import NORMAL, steps
+from tests.support.ray_cluster import away_from_the_shared_cluster
 
 
 @pytest.fixture
@@ -48,7 +49,8 @@ def test_a_failed_check_of_the_machine_gives_its_remedy_and_status_1(monkeypatch
 
 @pytest.mark.slow
 def test_a_ray_cluster_starts_on_this_machine():
-    [result] = doctor_command.ray_starts()
+    with away_from_the_shared_cluster():
+        [result] = doctor_command.ray_starts()
     assert "a task ran in process" in result.number
     assert result.state == "PASS"
 

@@ -281,7 +281,9 @@ async def test_a_server_process_that_is_killed_at_a_write_comes_back_with_what_i
         watching = asyncio.ensure_future(keep_up(server))
         client = AnyRole(server.connection.client())
         await client.enqueue([prompt(i) for i in range(4)])
-        leases = await client.lease(0, 2)
+        leases: list[Lease] = []
+        while len(leases) < 2:  # a server that was killed between the two leases answers with the first
+            leases += await client.lease(0, 2 - len(leases))
         assert [lease.prompt.group_id for lease in leases] == [0, 1]
         await asyncio.gather(*(client.put(rollout(lease)) for lease in leases))
         assert [group.group_id for group in (await client.plan(0)).groups] == [0, 1]

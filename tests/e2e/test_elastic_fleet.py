@@ -62,7 +62,7 @@ def test_one_engine_leaves_and_another_joins_while_the_run_trains(start):
     run.wait_for_line("rollout worker 1 has joined; 2 engines are present")
     run.wait_for_step(3)
     status, words = command("join", run.run_dir)
-    assert (status, "allows 2 engines; 2 are present" in words) == (1, True), words
+    assert (status, "allows 2 engines, and 2 are present" in words) == (1, True), words
     assert command("leave", run.run_dir, "0") == (0, "rollout worker 0 has left\n")
     assert command("leave", run.run_dir)[1].startswith("1: serves\n")
     assert command("join", run.run_dir) == (0, "joined: rollout worker 0\n")
