@@ -102,7 +102,7 @@ class EndedAttempt(Row, frozen=True):
 
 
 class AttemptHistory:
-    """Attempts and groups that have ended. Its length is the number of records in memory."""
+    """Attempts and groups that have ended. ``len(history)`` is the number of its records in memory."""
 
     def __init__(self) -> None:
         self.finished = IdSet()
@@ -124,7 +124,7 @@ class AttemptHistory:
         return self._ended.get((group_id, attempt))
 
     def settle(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return and forget an attempt when its owed report has arrived. Return None if it owed no report."""
+        """Return an ended attempt that owes a report, and forget it. Return None if the attempt owes no report."""
         ended = self._ended.get((group_id, attempt))
         if ended is None or not ended.owes_report:
             return None
@@ -148,7 +148,10 @@ class AttemptHistory:
         self.finished = finished
 
     def num_attempts(self, group_id: int) -> int:
-        """Return the number of attempts at a finished or reopened group; 1 if it was forgotten, 0 for other groups."""
+        """Return the number of attempts at a finished or reopened group; 0 for any other group.
+
+        Returns 1 for a finished group whose number was forgotten.
+        """
         if group_id in self.finished:
             return self._unusual.get(group_id, (1, 0))[0]
         return self._reopened.get(group_id, 0)
@@ -234,7 +237,7 @@ class Account:
         self._drop_tokens(num_tokens, REWARD)
 
     def consume(self, summary: GroupSummary, version: int) -> None:
-        """Count a group that the learner consumed at ``version``. Its tokens are trained at its first use."""
+        """Count a group that the learner consumed at ``version``. Its tokens count as trained at its first use."""
         self.lags[version - summary.oldest_version] += 1
         if summary.num_uses:
             self.tokens_reused += summary.num_tokens
@@ -264,7 +267,8 @@ class Account:
     def abandon(self, num_tokens: int, reason: str, *, num_counted: int) -> None:
         """Drop the tokens of an unfinished attempt, except the ``num_counted`` tokens counted before.
 
-        If ``num_counted`` is 0, the mean dropped length also counts them, as one group of the usual size.
+        If ``num_counted`` is 0, the tokens also enter the mean dropped length. There they count as one group, with as
+        many samples as the last stored group.
         """
         self._drop_tokens(num_tokens - num_counted, reason)
         if num_tokens > 0 and num_counted == 0:
@@ -297,7 +301,7 @@ class Account:
         self.tokens_buffered += summary.num_tokens
 
     def rewind(self, *, tokens_trained: int, tokens_reused: int, groups_reused: int, lags: Mapping[int, int]) -> None:
-        """Go back to these totals, and drop the tokens that were trained since then. The mean lengths stay."""
+        """Go back to the totals of a checkpoint, and drop the tokens trained since then. The mean lengths stay."""
         self._drop_tokens(self.tokens_trained - tokens_trained, REWOUND)
         self.tokens_trained = tokens_trained
         self.tokens_reused, self.groups_reused = tokens_reused, groups_reused
@@ -328,7 +332,7 @@ class Account:
         self._dropped_samples[reason] += len(summary.response_lengths)
 
     def stats(self, groups: Mapping[str, int], **held: int) -> BufferStats:
-        """Return the totals, with the current numbers in ``groups`` and ``held``."""
+        """Return the totals. ``groups`` has the current number of groups by state, ``held`` other current numbers."""
         lengths, samples = self._dropped_lengths, self._dropped_samples
         return BufferStats(
             groups={**groups, "consumed": self.groups_consumed, "dropped": self.groups_dropped.total()},

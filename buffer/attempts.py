@@ -104,9 +104,9 @@ class Attempts:
             self._groups.space.evict_prefix(group)
 
     def take_back(self, group: Group, lost: Mapping[int, str]) -> None:
-        """Evict a group without a lease. For a leased group, end the lease and queue the prompt.
+        """Evict a group that has no lease. For a leased group, end the lease and queue the prompt.
 
-        The tokens of a group in ``lost`` (group id to reason) are dropped.
+        ``lost`` maps group ids to reasons. The tokens of these groups are dropped.
         """
         if group.state is not GroupState.leased:
             self.evict(group, lost[group.group_id])

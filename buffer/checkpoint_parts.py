@@ -58,7 +58,7 @@ class PartWriter:
         """Begin to write a part. Its files are ``PATH.N.log`` and ``PATH.N.frames``.
 
         Returns an awaitable that is done when the files are on the disk. It raises `ReplayBufferError` if a file cannot
-        be written. ``frames`` holds the kind, the group id and the frames of each item. Do not change them meanwhile.
+        be written. ``frames`` holds (kind, group id, frames) of each item. Do not change the frames until then.
         """
         held = list(frames)
         number, references = self._linked(path)
@@ -76,7 +76,10 @@ class PartWriter:
         return asyncio.get_running_loop().run_in_executor(self._pool, _write_part, path, number, begin, copied, summary)
 
     def _linked(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
-        """Make hard links to the journal's files. Return the result of `Journal.link_to`, or (1, ()) without links."""
+        """Make hard links to the journal's files, and return the result of `Journal.link_to`.
+
+        Returns file number 1 and no references if there is no journal or a link fails.
+        """
         if self._journal is not None:
             try:
                 return self._journal.link_to(path)
@@ -100,7 +103,7 @@ def _write_part(
             for place, held in copied:
                 try:
                     parts = in_memory(held)
-                except OSError as error:  # a resumed run generates the group again
+                except OSError as error:  # not fatal: a resumed run generates the group again
                     logger.error("the checkpoint's part %s lacks the frames of a group: %s", path, error)
                     continue
                 frames.append([(Head(references=(("", 0, place, tuple(map(len, parts))),)), parts)])
@@ -160,7 +163,7 @@ class PendingWrites:
 
 
 class CheckpointRequests:
-    """The operation `Checkpoint` of the ledger's server, and the start from a checkpoint or a journal.
+    """Handles the operation `Checkpoint` of the ledger's server, and loads the state that a new server continues.
 
     Args:
         journal: The server's own journal, if it has one.
@@ -178,7 +181,7 @@ class CheckpointRequests:
         self._turn = asyncio.Lock()
 
     def continue_earlier(self) -> Recovered | None:
-        """Claim the journal, and return the state of an earlier server or of the checkpoint; None without either.
+        """Claim the journal. Return the state in the journal or in the checkpoint; None if this server has neither.
 
         A new journal begins with a copy of the checkpoint. A resumed run takes over the journal of ``earlier_epoch``.
 
@@ -234,7 +237,7 @@ class CheckpointRequests:
         folder = Path(checkpoint.folder)
         partial = folder.with_name(f".{folder.name}.partial")
         try:
-            async with self._turn:  # two checkpoints may have the same folder
+            async with self._turn:  # one after the other, because two checkpoints may have the same folder
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 written = await self._parts(partial, checkpoint)
@@ -276,7 +279,7 @@ async def _without_failure(part: Awaitable[Checkpointed]) -> Checkpointed:
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Rename a complete folder to its final name. An earlier folder with this name exists until then."""
+    """Rename a complete folder to its final name. Then delete an earlier folder that had this name."""
     _sync(partial)
     replaced = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)

@@ -68,7 +68,7 @@ class Marks:
             del self._by_version[old]
 
     def reach(self, version: int, history: AttemptHistory, account: Account) -> None:
-        """Set the totals of the mark of ``version``, if there is a mark without totals."""
+        """Record the current totals in the mark of ``version``. A missing mark, or one with totals, is ignored."""
         mark = self._by_version.get(version)
         if mark is not None and not mark.is_reached:
             self._by_version[mark.version] = Mark(

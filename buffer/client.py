@@ -511,7 +511,7 @@ class BufferClient:
         self._keys = keys
         self._link: ClientSocket | None = None
         self._store_links: dict[str, ClientSocket] = {}
-        self._has_other_clock: bool | None = None  # None until the server has named its clock
+        self._has_other_clock: bool | None = None  # None until a `Welcome` names the server's clock
         self._space = asyncio.Event()
 
     async def connect(self) -> None:
@@ -595,7 +595,7 @@ class BufferClient:
         While the buffer is full, repeat the request when bytes become free, or after half of ``timeout_s``.
         """
         while True:
-            space = self._space  # a push that arrives during the request counts too
+            space = self._space  # taken before the request, so a push during the request counts too
             try:
                 return await self.call(operation, payload)
             except StoreFull:
@@ -635,7 +635,7 @@ class BufferClient:
         return welcome
 
     async def hello_for_clock(self, caller: str) -> None:
-        """Measure the server's clock if this process records and the server may run on another host."""
+        """Measure the server's clock if this process records a profile and the server may run on another host."""
         if record.current() is not None and self._has_other_clock is not False:
             await self.hello(commands.Hello(), caller)
 

@@ -71,7 +71,7 @@ class Failure(Answer, frozen=True):
 
 
 class Connected(Answer, frozen=True):
-    """The run of a server, and its port for large payloads. The port is 0 for a Unix socket."""
+    """The epoch (name of the run) of a server, and its port for large payloads. The port is 0 for a Unix socket."""
 
     epoch: Text
     bulk_port: Int64
@@ -103,12 +103,12 @@ class LeasedGroup(Row, frozen=True):
 
     @property
     def key(self) -> Key:
-        """Group and attempt."""
+        """The group id and the number of the attempt."""
         return self.group_id, self.attempt
 
 
 class Leased(Answer, frozen=True):
-    """The granted leases."""
+    """The answer to `LeaseGroups`: the granted leases."""
 
     leases: tuple[LeasedGroup, ...]
 
@@ -125,13 +125,13 @@ class Reservation(Answer, frozen=True):
 
 
 class Batch(Answer, frozen=True):
-    """The groups of a batch."""
+    """The answer to `PlanBatch`: metadata of the batch's groups, in order."""
 
     groups: tuple[GroupSummary, ...]
 
 
 class Totals(Answer, frozen=True):
-    """The ledger's counts."""
+    """The ledger's counts of groups, tokens and bytes."""
 
     stats: BufferStats
 
@@ -143,13 +143,16 @@ class Report(Answer, frozen=True):
 
 
 class Payloads(Answer, frozen=True):
-    """The number of frames of each group. The frames follow this record."""
+    """The answer to `Fetch` with payloads. ``counts`` has the number of frames of each group. The frames follow."""
 
     counts: tuple[Int64, ...]
 
 
 class Places(Answer, frozen=True):
-    """Each group's store (an index of ``addresses``), attempt, and digest of the trajectories."""
+    """The answer to `Fetch` if store servers hold the payloads.
+
+    ``groups`` has the store (an index of ``addresses``), the attempt and the trajectories' digest of each group.
+    """
 
     addresses: tuple[str, ...]
     groups: tuple[tuple[int, int, bytes], ...]
@@ -162,14 +165,14 @@ class Offered(Answer, frozen=True):
 
 
 class Serving(Answer, frozen=True):
-    """The oldest served version, and the seconds of its slowest load."""
+    """The oldest version that an engine serves, and the seconds of the slowest load of this version."""
 
     version: int
     seconds: float
 
 
 class Names(Answer, frozen=True):
-    """The names of engines, or of one host."""
+    """The answer to `Pin` (the names of engines) or to `StoreWanted` (the name of one host)."""
 
     names: tuple[str, ...]
 
@@ -181,7 +184,10 @@ class Number(Answer, frozen=True):
 
 
 class Checkpointed(Answer, frozen=True, kw_only=True):
-    """The contents of a checkpoint or part: groups with trajectories, saved prefixes, and bytes of frames."""
+    """The size of a checkpoint, or of one server's files in it.
+
+    The fields count groups with trajectories, saved prefixes and bytes of frames.
+    """
 
     num_groups: int = 0
     num_prefixes: int = 0
@@ -189,14 +195,17 @@ class Checkpointed(Answer, frozen=True, kw_only=True):
 
 
 class Missing(Answer, frozen=True):
-    """Groups that a store lacks. ``disk_bytes`` is as in `Removed`."""
+    """The answer to `Reconcile`: groups that the store lacks. ``disk_bytes`` is as in `Removed`."""
 
     group_ids: tuple[int, ...]
     disk_bytes: int = 0
 
 
 class Removed(Answer, frozen=True):
-    """The payloads are dropped. ``disk_bytes`` is the size of the kept payloads that are only on disk."""
+    """The answer to `Remove`: the payloads are dropped.
+
+    ``disk_bytes`` is the size of the store's other payloads that are only on disk.
+    """
 
     disk_bytes: int
 
@@ -315,7 +324,7 @@ class Put(Command[PutOutcome, Done], frozen=True, kw_only=True):
 
     @property
     def key(self) -> Key:
-        """Group and attempt."""
+        """The group id and the number of the attempt."""
         return self.summary.group_id, self.summary.attempt
 
 
@@ -324,10 +333,10 @@ class Release(Command[Released, Released], frozen=True, kw_only=True):
 
     Attributes:
         num_tokens: Tokens of the attempt, including the prefix that it continued.
-        reason: Reason of the account for the loss of the unsaved tokens.
+        reason: The account counts the unsaved tokens as dropped for this reason.
         continued: As in `SavePrefix`.
         max_failures: 0 if the attempt did not fail. Otherwise the group is dropped after this number of failed
-            attempts. With fewer it is queued again.
+            attempts. With fewer failures it is queued again.
     """
 
     roles = _ROLLOUT
@@ -340,7 +349,7 @@ class Release(Command[Released, Released], frozen=True, kw_only=True):
 
 
 class Expire(Command[TakenBack, Done], frozen=True):
-    """Revoke every expired lease. The server applies it at the next expiry of a lease."""
+    """Revoke every expired lease. The server itself applies this command when a lease expires."""
 
 
 class TakeBack(Command[TakenBack, Done], frozen=True):
@@ -357,7 +366,7 @@ class TakeBack(Command[TakenBack, Done], frozen=True):
 class LoseGroups(Command[Lost, Done], frozen=True, kw_only=True):
     """Queue the prompts of groups again, because their trajectories or saved prefixes are lost.
 
-    Clients name only planned groups, in ``group_ids``.
+    Clients may name only planned groups, in ``group_ids``. Only the server sets the other fields.
 
     Attributes:
         unsent: Running groups and attempts that their store lacks; the workers send these again.
@@ -450,7 +459,7 @@ class Checkpoint(Command[Marked, Checkpointed], frozen=True, kw_only=True):
 
 
 class Connect(Operation[Connected], frozen=True):
-    """Request a server's run, and its port for large payloads."""
+    """Request a server's epoch (name of the run), and its port for large payloads."""
 
     roles = _EVERY
 
@@ -470,7 +479,7 @@ class RenewKeys(Operation[Done], frozen=True):
 
 
 class Stats(Operation[Totals], frozen=True):
-    """Request the ledger's counts."""
+    """Request the ledger's counts of groups, tokens and bytes."""
 
     roles = _EVERY
 
@@ -610,7 +619,7 @@ class PutPayload(Operation[Done], frozen=True):
 
 
 class Remove(Operation[Removed], frozen=True):
-    """Drop the payloads of finished groups, and of the attempts in ``ended`` and earlier ones."""
+    """Drop the payloads of finished groups, and of each attempt in ``ended`` and the group's earlier attempts."""
 
     roles = _LEDGER
     group_ids: tuple[Int64, ...]
@@ -618,7 +627,7 @@ class Remove(Operation[Removed], frozen=True):
 
 
 class SavePart(Operation[Checkpointed], frozen=True, kw_only=True):
-    """Write a store server's part of the checkpoint ``key`` to ``path``."""
+    """Write a store server's payloads for the checkpoint ``key``. The names of the files begin with ``path``."""
 
     roles = _LEDGER
     is_held = True
@@ -627,10 +636,10 @@ class SavePart(Operation[Checkpointed], frozen=True, kw_only=True):
 
 
 class Reconcile(Operation[Missing], frozen=True, kw_only=True):
-    """Drop payloads as `Remove` does, and request which ``attempts`` the store lacks.
+    """Drop payloads as `Remove` does, and ask which of the ``attempts`` the store lacks.
 
-    ``finished`` holds ranges of group ids. If ``part`` names a part of a checkpoint, the store first loads missing
-    attempts from it.
+    ``finished`` holds ranges of group ids. ``part`` is the path of the store's files in a checkpoint, or empty. The
+    store first loads missing attempts from these files.
     """
 
     roles = _LEDGER

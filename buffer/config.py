@@ -49,10 +49,11 @@ class BufferConfig:
     Attributes:
         max_lag: Staleness bound in learner steps; 0 is synchronous training.
         max_uses: Largest number of learner steps that train on a group, at most ``max_lag + 1``. The lag of each use is
-            at most ``max_lag``. A group gets a further use if fewer new groups are open than the bound admits.
+            at most ``max_lag``. A consumed group stays for a further use only if the staleness bound admits one more
+            group with its deadline.
         on_stale: Handling of a running group that the next batch must contain: ``wait`` for it, ``requeue`` its prompt,
             or ``drop`` it.
-        order: Order of the stored groups in the choice of a batch, if every deadline is met. One of ``fifo``,
+        order: Order in which a batch takes stored groups, as long as no group misses its deadline. One of ``fifo``,
             ``earliest_deadline``, ``freshest_first``, ``shortest_first``, ``reward_spread`` (largest variance of
             rewards first), ``file.py:function`` or ``module:function``. Your function maps a `GroupSummary` and its
             deadline to a number. The smallest number comes first.
@@ -63,7 +64,8 @@ class BufferConfig:
         max_stored_bytes: Bound on trajectories and saved prefixes, in bytes per server. A full buffer grants no leases
             until a batch leaves. It evicts groups only if no batch is planned and none can be filled.
         max_memory_bytes: Bound on trajectories and saved prefixes in a server's memory, in bytes; 0 sets no bound.
-            Further ones stay in the journal's files until the learner fetches them. Needs ``durability=disk``.
+            Trajectories beyond the bound stay in the journal's files until the learner fetches them. Saved prefixes
+            always stay in memory. Needs ``durability=disk``.
         max_prompt_bytes: Bound on prompts, in bytes, from their arrival until their groups are stored. Enqueueing waits
             at this bound.
         request_timeout_s: Deadline of a client's request, in seconds. The server may hold some requests for half of

@@ -68,7 +68,7 @@ class Message:
     Attributes:
         request_id: Chosen by the client, repeated in the answer; `PUSH_ID` in a push.
         body: An operation, or an answer. The body of a received request stays encoded until `operation_of` decodes it.
-        payload: Frames.
+        payload: Frames of the record.
         client: The sender of the request; the server sets it.
     """
 

@@ -253,7 +253,7 @@ def _lists(column: np.ndarray, lengths: np.ndarray) -> pa.Array:
 
 
 def _table(schema: pa.Schema, columns: Mapping[str, Any], num_rows: int) -> pa.Table:
-    """Make a table. A missing column is null in every row."""
+    """Make a table with the columns of ``schema``. A column that ``columns`` lacks is null in every row."""
     arrays = [columns.get(name, pa.nulls(num_rows, schema.field(name).type)) for name in schema.names]
     return pa.Table.from_arrays(arrays, schema=schema)
 

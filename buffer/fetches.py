@@ -21,7 +21,7 @@ _MAX_CLIENTS = 4096
 
 
 class FetchReplies:
-    """Sends payloads. Each client may leave ``limit`` bytes of replies unread.
+    """Answers fetches with payloads. Each client may have ``limit`` bytes of unread replies.
 
     A client gets `UnknownGroup` if a payload on disk cannot be read.
     """

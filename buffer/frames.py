@@ -40,7 +40,7 @@ class FramesOnDisk(Sequence[Any]):
     Raises `OSError` if the frames cannot be read or are damaged.
 
     Attributes:
-        place: Number of the frames in their journal.
+        place: Number that identifies the frames in their journal.
         num_bytes: Total size of the frames.
     """
 
@@ -68,7 +68,7 @@ class FramesOnDisk(Sequence[Any]):
                     head, *frames = frames_at(file.fileno(), begin, lengths, path)
                 break
             except FileNotFoundError:
-                if at == self._at:  # if they differ, the frames were moved meanwhile
+                if at == self._at:  # otherwise the frames were moved meanwhile, so read again
                     raise
         digest = xxhash.xxh3_64(head)
         for frame in frames:

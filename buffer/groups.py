@@ -33,10 +33,10 @@ class GroupState(StrEnum):
 
 
 class StorePlace(Struct, kw_only=True, array_like=True):
-    """A store that joined. ``address`` and ``host`` are empty for a store that was there from the start.
+    """Address and state of a store. ``address`` and ``host`` are empty for a store that exists from the start.
 
-    A store that ``is_gone`` never returns. A store that ``is_awaited`` joined before the run resumed. The next new
-    store takes over its number, and loads its groups from the checkpoint.
+    A store that ``is_gone`` never returns. A store that ``is_awaited`` had joined before the run resumed. The next new
+    store takes over the number of the awaited store, and loads its groups from the checkpoint.
     """
 
     address: str = ""
@@ -109,7 +109,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
 
     @property
     def num_saved(self) -> int:
-        """Tokens of the saved prefix."""
+        """Number of policy tokens in the saved prefix."""
         return 0 if self.progress is None else self.progress.num_tokens
 
     @property
@@ -209,7 +209,8 @@ class LeaseIndex:
         del self._groups[group.group_id]
         _discard(self._by_deadline, group.deadline, group.group_id)
         _discard(self._by_owner, group.owner, group.group_id)
-        group.expires_at = 0.0  # the journal has no renewals, so a restarted server could not restore this value
+        # Cleared, because the journal has no renewals. A restarted server could not restore the time.
+        group.expires_at = 0.0
 
     def all(self) -> list[Group]:
         """Return the leased groups, the oldest lease first."""
@@ -228,9 +229,9 @@ class LeaseIndex:
         return [(group.group_id, group.attempt) for group in self.all() if group.num_bytes and group.store == store]
 
     def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
-        """Choose ``numbers[k]`` more leased groups for each k, due at ``version + k`` or earlier.
+        """Choose leased groups. For each k in order, add ``numbers[k]`` groups due at ``version + k`` or earlier.
 
-        The latest deadline comes first, and for one deadline the newest lease.
+        Groups with the latest deadline are chosen first. Among these, the newest leases are chosen first.
         """
         chosen: dict[int, None] = {}
         for k, number in enumerate(numbers):
@@ -287,7 +288,7 @@ class ReadyIndex:
         self._entries.setdefault(group.deadline, []).append((group.rank, group.place, group.group_id))
 
     def remove(self, deadline: int, group_ids: Container[int]) -> None:
-        """Remove groups with this deadline."""
+        """Remove those of ``group_ids`` that have this deadline."""
         entries = [entry for entry in self._entries[deadline] if entry[2] not in group_ids]
         if entries:
             self._entries[deadline] = entries
@@ -306,7 +307,7 @@ class ReadyIndex:
 
 
 class StoreSpace:
-    """The stores, and the bytes of trajectories and saved prefixes.
+    """The list of stores, and the bytes that trajectories and saved prefixes occupy.
 
     Attributes:
         stores: Address and host of each store.
@@ -326,20 +327,20 @@ class StoreSpace:
         self.stored_bytes.append(0)
 
     def join(self, number: int, address: str, host: str) -> None:
-        """Add a store with a new number, or with the number of an awaited store."""
+        """Add a store under a new number, or under the number of an awaited store (`StorePlace`) that it replaces."""
         if number == len(self.stores):
             self.add_store(address, host)
         else:
             self.stores[number] = StorePlace(address=address, host=host)
 
     def await_stores(self) -> None:
-        """Mark the joined stores as awaited, because the run resumes."""
+        """Mark the joined stores as awaited, because the run resumes and new stores must replace them."""
         for number, place in enumerate(self.stores):
             if place.address and not place.is_gone:
                 self.stores[number] = StorePlace(is_awaited=True)
 
     def awaited_stores(self) -> list[int]:
-        """Return the numbers of the awaited stores."""
+        """Return the numbers of the stores that joined before a resume and have no replacement yet."""
         return [number for number, place in enumerate(self.stores) if place.is_awaited]
 
     def open_stores(self) -> list[int]:
@@ -478,8 +479,8 @@ class GroupTable:
     def head(self, number: int, *, owner: bytes, suspect_deaths: int = 0) -> list[Group]:
         """Return the first groups of the queue that an owner may lease.
 
-        A group with ``suspect_deaths`` or more deaths is a suspect; 0 makes no group a suspect. An owner holds at most
-        one suspect, so the owner's death shows which suspect killed it.
+        A group is a suspect if ``suspect_deaths`` or more workers died while they held it; 0 makes no group a suspect.
+        An owner holds at most one suspect, so the owner's death shows which suspect killed it.
         """
         queued = map(self._groups.__getitem__, self._queue)
         if not (suspect_deaths and self._present_at_deaths):
@@ -514,7 +515,7 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
-        # Also without a reservation, because a payload may reach its store after the ledger's removal request.
+        # Recorded even without reserved bytes, because a late payload of this attempt may still reach a store.
         self.ended_attempts.append((group.group_id, group.attempt))
         self.space.set_bytes(group, 0)
         if not keeps_progress:
@@ -524,7 +525,7 @@ class GroupTable:
     def evict(self, group: Group) -> None:
         """Drop the trajectories of a stored group.
 
-        Put the group at the head of the queue, or remove it if it was used.
+        Put the group at the head of the queue, or remove it if the learner has trained on it.
         """
         self.ready.remove(group.deadline, {group.group_id})
         self.num_stored -= 1

@@ -60,7 +60,7 @@ class Head(Row, frozen=True, tag=True):
 
 
 class Begin(Head, frozen=True, kw_only=True):
-    """The first record of a log: stored values, the ledger's snapshot, and the places of held frames."""
+    """The first record of a log. It has the stored values, the ledger's snapshot, and references to the held frames."""
 
     values: dict[str, Any]
     snapshot: dict[str, Any] | None
@@ -239,8 +239,8 @@ class Contents:
 
     Attributes:
         values: The values that `Journal.write` stored.
-        places: The places of held frames, by kind and group id.
-        next_place: A place that no record uses.
+        places: The `FramesOnDisk.place` of the held frames, by kind and group id.
+        next_place: A number that no frames in the journal have.
         recovered: The state that a server continues from.
     """
 
@@ -267,7 +267,10 @@ class Contents:
 
 
 def refer(places: dict[tuple[str, int], int], references: Iterable[Reference]) -> list[int]:
-    """Record the places of frames, and return the places. Place 0 drops the frames."""
+    """Update ``places`` with references to frames, and return the place of each reference.
+
+    A reference with place 0 removes the frames from ``places``.
+    """
     for name, key, place, _ in references:
         if place:
             places[name, key] = place
@@ -304,7 +307,7 @@ def _read(path: Path, *, with_frames: bool) -> Contents:
         for number in numbers_of(path):
             files.append(AppendOnlyFile(Path(f"{path}.{number}.log"), is_read_only=True))
             found = [*_read_records(files[-1], by_place)]
-            # without this file, a newer pair of files has the frames
+            # if this file is missing, a newer pair of files has the frames
             if with_frames and (payloads := Path(f"{path}.{number}.frames")).exists():
                 files.append(AppendOnlyFile(payloads, is_read_only=True))
                 deque(_read_records(files[-1], by_place), maxlen=0)
@@ -321,7 +324,10 @@ def _read(path: Path, *, with_frames: bool) -> Contents:
 
 @dataclass(kw_only=True, slots=True)
 class _Write:
-    """Frames for the journal's thread, with their places. ``then`` is called with the frames on disk, or the error."""
+    """Frames that the journal's thread must write, each with its place (number in the journal).
+
+    ``then`` is called with the frames on disk, or with the error.
+    """
 
     frames: Sequence[tuple[int, Frames]]
     then: Callable[[Sequence[FramesOnDisk] | ReplayBufferError], None]
@@ -338,7 +344,7 @@ class Journal:
         ValueError: The files are not a journal, or have another format.
 
     Attributes:
-        on_written: Called after each write of the thread, when the callbacks of its frames have been called.
+        on_written: Called after each write of the journal's thread. The callbacks of the written frames run before.
     """
 
     def __init__(self, path: Path) -> None:
@@ -374,7 +380,7 @@ class Journal:
     # The state of an earlier server
 
     def _open(self) -> Recovered:
-        """Read the newest log with a complete first record, and the frames that it lists as held."""
+        """Open the newest log that has a complete first record, or begin a log. Return the state that it describes."""
         numbers = numbers_of(self._path)
         by_place: dict[int, _FramesInFile] = {}
         heads: list[Head] = []
@@ -402,7 +408,10 @@ class Journal:
         return AppendOnlyFile(log), AppendOnlyFile(frames)
 
     def recover(self) -> Recovered:
-        """Return the contents that the files had when they were opened. Call this once: the journal then drops them."""
+        """Return the contents that the files had when they were opened.
+
+        Call this only once, because the journal then drops these contents from memory.
+        """
         recovered, self._recovered = self._recovered, Recovered()
         return recovered
 
@@ -462,7 +471,7 @@ class Journal:
     def record(self, command: Command[Any, Any], outcome: LedgerOutcome, frames: LoggedFrames) -> None:
         """Write a command, its outcome and its frames. Raises `ReplayBufferError` if the write fails.
 
-        A put only reserves bytes now. `flush` or the next command writes it.
+        For a put, this call only reserves bytes in the file. `flush` or the next command writes the put.
         """
         num_bytes = self._num_later_bytes + _MAX_PUT_BYTES
         for parts in frames.values():
@@ -484,7 +493,10 @@ class Journal:
             self._write_log([])
 
     def note(self, frames: LoggedFrames) -> None:
-        """Record that frames are held, or dropped (place 0). Raises `ReplayBufferError` if the write fails."""
+        """Record frames that the server now holds. The value 0 instead of frames records that they were dropped.
+
+        Raises `ReplayBufferError` if the write fails.
+        """
         references, inline = self._references(frames.items())
         self._write_log([(Head(references=references), inline)])
         refer(self._places, references)
@@ -574,7 +586,8 @@ class Journal:
     def link_to(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
         """Make hard links ``PATH.N.log`` and ``PATH.N.frames`` to the journal's files.
 
-        Returns the next free number N, for a log that begins with a snapshot, and references to the held frames.
+        Returns a free file number N, and references to the held frames. The checkpoint's own log takes this number and
+        contains these references.
 
         Raises:
             OSError: A link fails, for example on another disk.
@@ -588,7 +601,10 @@ class Journal:
     # A new pair of files
 
     def is_grown(self, *, is_urgent: bool = True) -> bool:
-        """Return whether to `compact` now. ``is_urgent=False`` halves the threshold, for a time when it is cheap."""
+        """Return whether the files have grown so much that `compact` should be called.
+
+        ``is_urgent=False`` halves the threshold. Use it when compacting is cheap.
+        """
         num_bytes = self._log.num_bytes + self._frames.num_bytes
         is_busy = self._is_compacting or (self._retiring is not None and self._retiring.is_alive())
         limit = (1 + is_urgent) * (2 * self._base_bytes + _COMPACT_BYTES)
@@ -617,7 +633,8 @@ class Journal:
             raise self._error("written", error) from error
         self._retry_above = 0
         base = [(self._places[key], parts) for key, parts in held.items()]
-        base += [kept for write in self._writing for kept in write.frames]  # still being written to the old file
+        # The thread is still writing these frames to the old file.
+        base += [kept for write in self._writing for kept in write.frames]
         self._former += [self._log, self._frames]
         self._log, self._frames = pair
         self._number += 1
@@ -629,7 +646,8 @@ class Journal:
     def _retire(self, meanwhile: Sequence[_Write], kept: Sequence[FramesOnDisk] | ReplayBufferError) -> None:
         """Start a thread that deletes the old files.
 
-        ``meanwhile`` holds frames that were written to the old files during `compact`. The new files have copies.
+        ``meanwhile`` holds the writes to the old files that ran during `compact`. Their frames now refer to the copies
+        in the new files.
         """
         self._is_compacting = False
         self._base_bytes = self._log.num_bytes + self._frames.num_bytes
@@ -646,7 +664,8 @@ class Journal:
     def _replace(self, old: Sequence[AppendOnlyFile], new: Sequence[AppendOnlyFile]) -> None:
         """Delete the old files when the new files are on the disk.
 
-        The newest file goes first. If this process dies in between, the next server finds the older files by their log.
+        Each file of frames is deleted before its log. So if this process dies in between, the next server finds the
+        remaining files by their logs.
         """
         try:
             for file in new:

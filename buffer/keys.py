@@ -60,7 +60,7 @@ class ClientKeys:
         return replace(self, server_public=self.store_public)
 
     def newest(self) -> "ClientKeys":
-        """Return these keys with the key pair that the file holds now, or unchanged if the file cannot be read."""
+        """Return these keys with the key pair that the file holds now, or unchanged keys if the file cannot be read."""
         if self.path is None:
             return self
         try:
@@ -156,7 +156,10 @@ def ensure_keys(directory: Path) -> None:
 
 
 def server_keys(directory: Path) -> ServerKeys:
-    """Read the server's keys. Raises `ValueError` if the file is missing or malformed, or others own or can read it."""
+    """Read the server's keys.
+
+    Raises `ValueError` if the file is missing or malformed, or if another user owns it or can read it.
+    """
     return ServerKeys(**_read(directory / SERVER_KEYS, _SERVER_NAMES, optional=("former_publics",)))
 
 
@@ -238,7 +241,7 @@ class KeyGate:
         return self._roles.get(public)
 
     def is_newest(self, public: str) -> bool:
-        """Return whether the role has no newer key."""
+        """Return whether this is the newest public key of a role."""
         return public in self._newest
 
     def close(self) -> None:

@@ -117,7 +117,8 @@ class Ledger:
         self.on_stale = on_stale
         self.lease_s = lease_s
         self.max_deaths = max_deaths
-        self.suspect_deaths = max(1, max_deaths - 1) if max_deaths else 0  # the next death drops such a group
+        # A group with this many deaths is dropped at the next one.
+        self.suspect_deaths = max(1, max_deaths - 1) if max_deaths else 0
 
     def apply(
         self,
@@ -180,7 +181,7 @@ class Ledger:
         return group_id in self.groups or group_id in self.history.finished
 
     def check_engine_version(self, engine_version: int) -> None:
-        """Raise `VersionTooNew` unless a committed step made this version."""
+        """Raise `VersionTooNew` if an engine requests a lease at a version that no committed step has made."""
         if not 0 <= engine_version <= self.learner_version:
             raise VersionTooNew(
                 f"an engine requested a lease at policy version {engine_version}, but the learner has committed "
@@ -188,7 +189,7 @@ class Ledger:
             )
 
     def check_newest(self, group_id: int, attempt: int, newest_version: int) -> None:
-        """Raise `VersionTooNew` if no committed step has made this version."""
+        """Raise `VersionTooNew` if an attempt has a token of a version that no committed step has made."""
         if newest_version > self.learner_version:
             raise VersionTooNew(
                 f"group {group_id} attempt {attempt} holds a token of policy version {newest_version}, but the learner "
@@ -218,7 +219,11 @@ class Ledger:
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
     def cannot_hold_batch(self, group_id: int) -> bool:
-        """Return whether the stores are too small for the groups due first, including the refused ``group_id``."""
+        """Return whether the stores are too small for a batch, after they refused bytes for ``group_id``.
+
+        This is so if no batch is planned or can be made, and no other running group has reserved bytes or is due
+        earlier.
+        """
         group = self.groups.get(group_id)
         others = [other for other in self.groups.leases.all() if other is not group]
         if group is None or any(other.num_bytes or other.deadline < group.deadline for other in others):
@@ -238,7 +243,7 @@ class Ledger:
     def stats(
         self, *, stored_bytes: int = 0, held_bytes: int = 0, disk_bytes: int = 0, leases_waiting: int = 0
     ) -> BufferStats:
-        """Return the account's totals, with these numbers."""
+        """Return the account's totals, the number of groups in each state, and the arguments, as one record."""
         groups = {state: getattr(self.groups, f"num_{state}") for state in ("queued", "leased", "stored", "planned")}
         held = {
             "stored_bytes": stored_bytes,
@@ -533,7 +538,10 @@ def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: outcom
 
 
 def _decide_lose_groups(ledger: Ledger, command: commands.LoseGroups, call: Call) -> outcomes.Lost:
-    """Decide a loss. Dissolve the batch of a lost group and all later batches. Their missing groups are lost too."""
+    """Decide which groups are lost. Dissolve the batch of a lost group and all later batches.
+
+    Groups of the dissolved batches that no store holds are lost too.
+    """
     table = ledger.groups
     groups = [group for group_id in command.group_ids if (group := table.get(group_id)) is not None]
     planned = [group.planned_for for group in groups if group.state is GroupState.planned]

@@ -58,7 +58,8 @@ class OfferLog:
         """Add an offer. It replaces an earlier offer of the same version."""
         self._offers[offer.version] = offer
         if len(self._offers) > _MAX_OFFERS:
-            del self._offers[sorted(set(self._offers) - {self._pin})[1]]  # not the oldest: engines may load it now
+            # The oldest offer stays, because engines may be loading it.
+            del self._offers[sorted(set(self._offers) - {self._pin})[1]]
 
     def pin(self, version: int, num_engines: int) -> bool:
         """Pin the first ``num_engines`` engines that accept ``version`` to it. Return whether the pin changed."""
@@ -182,7 +183,7 @@ class OfferLog:
 
 
 class OfferRequests:
-    """The operations on the log of offers."""
+    """Handles the operations on weight offers, and keeps the log of offers."""
 
     def __init__(self, shared: Collaborators, journal: Journal | None = None) -> None:
         self._ledger, self._replies = shared.ledger, shared.replies
@@ -237,12 +238,12 @@ class OfferRequests:
             self._tell_controllers()
 
     def forget(self, client: bytes) -> None:
-        """Forget a client that is gone or whose engine failed."""
+        """Forget a client that is gone or whose engine serves no version."""
         self._log.forget(client)
         self._tell_controllers()
 
     def withdraw(self) -> None:
-        """Withdraw every offer when another learner begins."""
+        """Withdraw every offer, because the learner goes back to a checkpoint."""
         self._log = OfferLog()
         self._shown = None
         self._write()
@@ -286,7 +287,7 @@ class OfferRequests:
         return None if offer is None else commands.Offered(offer)
 
     def on_served(self, request: Message, served: commands.Served) -> Answer | None:
-        """Answer with the versions that the engines serve, now or later."""
+        """Answer with the oldest served version, as soon as enough engines serve ``at_least`` or newer."""
         self._log.check()
         return self._answer_follower(request) or self._followers.hold(request)
 

@@ -19,7 +19,7 @@ class PutResult(StrEnum):
 
 
 class Progress(Row, frozen=True, kw_only=True):
-    """The number of policy tokens in the saved prefix of an unfinished group, and their versions."""
+    """The number of policy tokens in the saved prefix of an unfinished group, and their oldest and newest version."""
 
     num_tokens: Count
     oldest_version: Count
@@ -27,7 +27,7 @@ class Progress(Row, frozen=True, kw_only=True):
 
 
 class Queued(LedgerOutcome, frozen=True):
-    """The groups of the new prompts."""
+    """The ids of the groups that were added to the queue."""
 
     group_ids: tuple[int, ...] = ()
 
@@ -56,7 +56,7 @@ class GrantedLease(Row, frozen=True, kw_only=True):
 
     @property
     def num_inherited(self) -> int:
-        """Tokens of the prefix that the attempt continues."""
+        """Number of tokens in the prefix that the attempt continues."""
         return 0 if self.progress is None else self.progress.num_tokens
 
 
@@ -74,7 +74,7 @@ class Renewed(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Saved(LedgerOutcome, frozen=True, kw_only=True):
-    """The progress is recorded."""
+    """The saved prefix is recorded."""
 
 
 class Reserved(LedgerOutcome, frozen=True, kw_only=True):

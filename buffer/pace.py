@@ -145,7 +145,10 @@ class WorkerPaces:
             running.num_saved = self._num_saved[group_id] = num_tokens
 
     def ended(self, group_id: int, attempt: int, now: float, *, num_tokens: int | None = None) -> None:
-        """Record that a worker stored or released a group. ``num_tokens`` is its longest sample; None for a release."""
+        """Record that a worker stored or released a group.
+
+        ``num_tokens`` is the length of the longest sample in tokens; None for a release.
+        """
         running = self._running.get(group_id)
         if running is None or running.attempt != attempt:
             return
@@ -176,7 +179,7 @@ class WorkerPaces:
         if not worker.is_slow:
             self._longest_s = max(self._longest_s, worker.took[-1])
         self._num_ended += 1
-        # short groups end first, so wait until as many groups have ended as are running
+        # Short groups end first, so the longest time is known only after as many groups have ended as are running.
         if self._num_ended >= len(self._running):
             self._longest_before_s, self._longest_s, self._num_ended = self._longest_s, 0.0, 0
             unknown, self._unknown = self._unknown, {}
@@ -222,7 +225,10 @@ class WorkerPaces:
     # Decisions
 
     def next_look(self, now: float) -> float | None:
-        """Return the next time when `look` may find a slow worker, or when a kept place becomes free. None if never."""
+        """Return the next time when `look` may find a slow worker, or when a worker stops keeping a place free.
+
+        Returns None if there is no such time.
+        """
         moments = [until for kept in self._kept.values() for _, until in kept if until > now]
         if self._looks:
             moments.append(self._looks[0][0])
@@ -260,14 +266,17 @@ class WorkerPaces:
         return None
 
     def take_over(self, running: RunningGroup, taker: bytes, now: float) -> None:
-        """Withdraw the first group on offer, and keep a place of ``taker`` free for it."""
+        """Record that ``taker`` takes over ``running``, the first group on offer.
+
+        The taker keeps capacity for one group free until it gets the group, for at most ``_PLACE_KEPT_S`` seconds.
+        """
         heappop(self._on_offer)
         running.is_asked = True
         self._num_changes[running.group_id] += 1
         self._kept.setdefault(taker, []).append((running, now + _PLACE_KEPT_S))
 
     def num_kept(self, name: bytes, now: float) -> int:
-        """Return the number of free places that a worker keeps for takeovers."""
+        """Return for how many groups a worker keeps capacity free, because it takes them over."""
         kept = self._kept.get(name)
         if kept is None:
             return 0
@@ -297,7 +306,7 @@ class WorkerPaces:
         return worker.slowdown * (min(worker.paces) if worker.paces else self._fastest() or 0.0)
 
     def _longest_of(self, worker: _Worker) -> float:
-        """Return the seconds of a worker's longest group. If unknown, return those of the workers that are not slow."""
+        """Return the seconds of a worker's longest group. If unknown, take the workers that are not slow."""
         return max(worker.took) if worker.took else max(self._longest_s, self._longest_before_s)
 
     def _remove_pace(self, name: bytes, worker: _Worker) -> None:
@@ -319,7 +328,10 @@ class WorkerPaces:
         heappush(self._on_offer, (running.deadline, -best, running.group_id, running.attempt))
 
     def _look_later(self, name: bytes, worker: _Worker) -> None:
-        """Check the worker after twice the time of its longest group. The waiting time then doubles."""
+        """Schedule a check of the worker after twice the time of its longest group.
+
+        Each further check doubles this time.
+        """
         if worker.is_watched or not worker.groups:
             return
         if not worker.took and not self._longest_before_s:
@@ -351,7 +363,7 @@ class Heartbeats:
         self.hear(client, now)
 
     def hear(self, client: bytes, now: float) -> None:
-        """Record a message of a client. Clients without `enter` are ignored."""
+        """Record a message of a client. Clients that did not `enter` are ignored."""
         producer = self._producers.pop(client, None)
         if producer is not None:
             producer.last_heard = now

@@ -43,7 +43,7 @@ class BufferProcess:
     Args:
         log_path: Log of the server; None for this process's stderr.
         waits: Whether to wait for the server's address. Otherwise call `read_address` later.
-        profile: The server's recording options.
+        profile: Options of the profile that the server records.
 
     Raises:
         DeadlineError: The server did not announce its address in time.
@@ -193,8 +193,8 @@ class BufferSupervisor:
     A restarted server keeps its address and continues its journal. Its clients reconnect and repeat unacknowledged
     requests. The ledger's server is restarted only with a journal. A restarted store server without one is empty.
 
-    Make this object on a thread that ends after the server, because the kernel kills a server with the thread that
-    started it.
+    Make this object on a thread that ends after the server, because the kernel kills the server when the thread
+    that started it ends.
 
     Args:
         config: Options of the server. Undocumented arguments are as in `BufferProcess`.
@@ -268,7 +268,7 @@ class BufferSupervisor:
         raise self._death
 
     async def end(self, fault: Exception) -> float:
-        """Return the seconds until the next restart.
+        """Decide whether to restart the server after ``fault``. Return the seconds to wait before the restart.
 
         Raises ``fault`` if this server may not be restarted. Raises `WorkerDiedError` after the last allowed restart.
         """
@@ -343,6 +343,6 @@ class StoreServers:
 def store_config(config: BufferConfig) -> BufferConfig:
     """Return the options of one store server. The server begins empty if its journal has another epoch."""
     own = replace(config, port=0, bulk_port=0, num_store_servers=0)
-    if config.durability is Durability.memory:  # a journal remembers the epoch for a restarted server
+    if config.durability is Durability.memory:  # otherwise the journal gives a restarted server its epoch
         own = replace(own, epoch=config.epoch or uuid.uuid4().hex[:16])
     return own

@@ -73,7 +73,7 @@ class WorkerClient:
         self._serves: commands.Loaded | None = None
         self._held: set[tuple[int, int]] = set()
         self._prefixes: dict[tuple[int, int], TrajectoryGroup] = {}
-        self._begun_afresh: set[tuple[int, int]] = set()  # leases whose prefix was lost before it was sent
+        self._begun_afresh: set[tuple[int, int]] = set()  # leases whose saved prefix was evicted or lost
         self._revocations: deque[tuple[int, int]] = deque()
         self._pushed = asyncio.Event()
         self._hand_on: asyncio.Queue[list[Key]] = asyncio.Queue()
@@ -167,7 +167,10 @@ class WorkerClient:
                     logger.warning("%s", error)
 
     async def _put_in_store(self, key: Key, payload: Sequence[Any]) -> None:
-        """Send a payload to the store server that the ledger chooses. If it does not answer, use another server."""
+        """Send a payload to the store server that the ledger chooses.
+
+        If this store server does not answer, send the payload to another one.
+        """
         client, address, failure = self._client, "", None
         while (room := await client.reserve(key, payload)).is_held:
             if failure is not None and room.address == address:
@@ -226,7 +229,7 @@ class WorkerClient:
         return await self._hand_on.get()
 
     async def next_offer(self, after: int) -> WeightOffer:
-        """Wait for weights newer than ``after``, without a deadline while the server answers."""
+        """Wait for weights newer than ``after``. The call has no time limit as long as the server answers."""
         link = await self._entered("next_offer")
         offer = (await link.call(commands.NextOffer(after + 1, self._offered_incarnation), caller="next_offer")).offer
         self._offered_incarnation = offer.incarnation
@@ -358,7 +361,11 @@ class LearnerClient:
 
 
 async def _fetch_from(link: ClientSocket, fetch: commands.Fetch) -> Message:
-    """Fetch from one server. If it refuses because of unread bytes, send again if a reply has arrived since."""
+    """Fetch groups from one server.
+
+    The server refuses a request if too many replies to this client are unread. If a reply has arrived meanwhile, send
+    the request once more.
+    """
     told = link.num_read
     try:
         return await link.request(msgspec.structs.replace(fetch, read=told), caller="fetch")
@@ -441,7 +448,7 @@ class SyncBufferClient:
 class ControlClient:
     """Implements the port `ControlBuffer`, which documents the calls.
 
-    Calls that wait have no deadline while the server answers. Bound them with `asyncio.timeout`.
+    A call that waits has no time limit as long as the server answers. Bound it with `asyncio.timeout`.
     """
 
     def __init__(self, client: BufferClient) -> None:
@@ -510,7 +517,10 @@ class ControlClient:
         return len((await self._client.call(commands.DropStore(store))).group_ids)
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
-        """Keep up to ``num_engines`` engines on ``version``. Return these engines when they differ from ``known``."""
+        """Keep up to ``num_engines`` engines on ``version``.
+
+        Waits until the engines that serve this version differ from ``known``, and returns their names.
+        """
         return set((await self._client.call(commands.Pin(version, num_engines, tuple(sorted(known))))).names)
 
     async def unpin(self) -> None:

@@ -140,7 +140,8 @@ class Room:
     def has_room(self, num_granted: int = 0, num_freed_bytes: int = 0) -> bool:
         """Return whether one more group fits beside the held bytes and the expected bytes of the running groups.
 
-        ``num_granted`` leases that the caller grants first count as running groups. They free ``num_freed_bytes``.
+        ``num_granted`` is the number of leases that the caller will grant first. They count as running groups, and free
+        ``num_freed_bytes`` of saved prefixes.
 
         If no group runs and no batch is planned or can be filled, only a new group can free bytes. Then one group may
         always begin.
@@ -156,7 +157,10 @@ class Room:
         return num_bytes <= self.max_bytes
 
     def fits(self, num_bytes: int) -> bool:
-        """Return whether a put of ``num_bytes`` may skip the reservation. With several stores no put may."""
+        """Return whether a put of ``num_bytes`` fits now, so it needs no reservation.
+
+        With several stores, every put needs one.
+        """
         space = self._groups.space
         return self.is_shared and space.stored_bytes[0] + space.prefix_bytes + num_bytes <= self._max_bytes
 
@@ -306,8 +310,8 @@ def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
 class Window:
     """The deadlines of the groups that a partly filled batch may still take.
 
-    The batch may take a group due at w + k only if enough places remain for the required groups due earlier. An
-    excluded deadline stays excluded, so filling a batch costs O(B·max_lag).
+    w is the batch's version. The batch may take a group due at w + k only if there is still room for the groups due
+    earlier that it must take. An excluded deadline stays excluded, so filling a batch costs O(B·max_lag).
     """
 
     def __init__(self, required: Sequence[int], seats: int) -> None:
@@ -333,7 +337,7 @@ def choose_batch(
     """Choose ``seats`` groups for a batch. Each time, take the best-ranked group that the `Window` allows.
 
     ``ready`` holds the stored groups by deadline, sorted by rank. ``required`` is the result of
-    `StalenessRule.required`. The stored groups must suffice for it.
+    `StalenessRule.required`. There must be enough stored groups to fulfil it.
     """
     window = Window(required, seats)
     tops = [(entries[0], deadline, 0) for deadline, entries in ready.items() if entries]

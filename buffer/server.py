@@ -83,7 +83,7 @@ class RateLimit:
         self._since = 0.0
 
     def check(self, client: bytes, num_parts: int) -> None:
-        """Count a request of ``num_parts`` parts. Raises `RateExceeded` if its client is above the limit."""
+        """Count ``num_parts`` more requests of a client. Raises `RateExceeded` if the client is above the limit."""
         now = time.monotonic()
         if now - self._since >= 1.0:
             self._since = now
@@ -104,7 +104,7 @@ class _BulkPeer:
 
 
 class Service(Protocol):
-    """Answers requests."""
+    """The interface of an object that answers the requests of a `ServerSocket`."""
 
     def handle(self, request: Message) -> None:
         """Answer a request, now or later."""
@@ -130,7 +130,7 @@ class ServerSocket:
     Attributes:
         address: Address of the control socket.
         bulk_port: Port of large payloads; 0 for a Unix socket.
-        epoch: The run of this server.
+        epoch: Name of the run that this server serves.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class ServerSocket:
         self.epoch = config.epoch or known or uuid.uuid4().hex[:16]
         if journal is not None and self.epoch != known:
             journal.write("epoch", self.epoch)
-            for name in ("address", "bulk_address"):  # another process may use the addresses from before a resume
+            for name in ("address", "bulk_address"):  # another process may use these addresses now
                 if journal.read(name):
                     journal.write(name, "")
         self._own_folder = ""
@@ -351,7 +351,7 @@ class ServerSocket:
             request.client = client
             self._handle(role, request, epoch)
         if len(requests) > 1:
-            self._flush()  # the producer can prepare its next batch meanwhile
+            self._flush()  # at once, so the client can prepare its next requests meanwhile
 
     def _handle(self, role: str | None, request: Message, epoch: str) -> None:
         name = "a request"
@@ -451,7 +451,10 @@ class ServerSocket:
         self._send_by(self._bulk, [client, *frames])
 
     def _send_by(self, channel: Channel, frames: list[Any]) -> None:
-        """Send frames. They are lost if the client has disconnected or does not read. It must repeat its request."""
+        """Send frames. They are lost if the client has disconnected or does not read.
+
+        The client must then repeat its request.
+        """
         try:
             channel.send(frames)
         except zmq.ZMQError as error:
@@ -471,7 +474,7 @@ class BufferServer:
         address: Address of the server.
         bulk_port: As in `ServerSocket`.
         counters: Returns counts of refused and undelivered messages.
-        lost: Gets the error after which this server cannot continue.
+        lost: Future of the error after which this server cannot continue.
     """
 
     _service: BufferService
@@ -547,7 +550,10 @@ class BufferServer:
 
 
 class StoreServer:
-    """Store server ``number``, with the attributes of `BufferServer` except ``bulk_port``. Needs a running loop."""
+    """Store server ``number``. Make an object on a running loop.
+
+    The attributes are those of `BufferServer` except ``bulk_port``.
+    """
 
     def __init__(self, config: BufferConfig, *, number: int) -> None:
         journal = _open_journal(config, f"store{number}")

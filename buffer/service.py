@@ -44,14 +44,14 @@ _LANE = "buffer"
 
 
 class BufferService:
-    """The buffer without its socket.
+    """Handles the requests that the socket of the buffer's server receives.
 
     Args:
         config: Options.
         groups_per_step: B.
         send: Sends one message to one client.
         on_rewound: Called after a rewind of the learner, because finished groups may be queued again.
-        counters: Returns the server's own counters.
+        counters: Returns the socket's counts of refused and undelivered messages.
         links: Connections to the store servers. None keeps the payloads in this process.
         journal: The journal that this server continues; None keeps nothing on disk.
         clock: Measures deadlines. None takes the clock of the running loop.
@@ -231,7 +231,7 @@ class BufferService:
         stored: Iterable[tuple[int, int]],
         reserved: Iterable[tuple[int, int]] = (),
     ) -> bool:
-        """Handle the report of a store server that it lacks ``group_ids``.
+        """Handle a report that the store server ``store`` lacks ``group_ids``.
 
         Lost stored groups are generated again, and reserved groups are sent again. A planned batch stays, because the
         learner's ranks may already have its groups. If a rank lacks a group, the missing groups of this batch and of
@@ -240,11 +240,11 @@ class BufferService:
         Args:
             store: Number of the store.
             group_ids: Groups that the store lacks.
-            stored: Stored groups and attempts on this store when it was asked.
-            reserved: Groups and attempts with reserved bytes at that time.
+            stored: Groups and attempts that were stored on this server when it was asked.
+            reserved: Groups and attempts that had reserved bytes on this server when it was asked.
 
         Returns:
-            True if a reserved group was stored since then. Then the caller must ask the store again.
+            True if a reserved group was stored since then. The caller must then ask the store server again.
         """
         ledger, missing = self.ledger, set(group_ids)
         was_reserved = {key for key in reserved if key[0] in missing}
@@ -416,7 +416,7 @@ class BufferService:
 
     def on_rewind(self, request: Message, rewind: commands.Rewind) -> Answer:
         """Return to the learner's checkpoint."""
-        self._forget_finished()  # before finished groups are queued again
+        self._forget_finished()  # before the rewind, which may queue finished groups again
         rewound = self.ledger.apply(rewind)
         if rewound.is_new:
             self._take_back(rewound)
@@ -476,7 +476,7 @@ class BufferService:
 
 
 class WorkerRequests:
-    """The operations about clients: greetings, heartbeats, versions of engines, and the end of a worker."""
+    """Handles the operations about clients: greetings, heartbeats, versions of engines, and the end of a worker."""
 
     def __init__(
         self,
@@ -515,7 +515,8 @@ class WorkerRequests:
     def on_loaded(self, request: Message, loaded: commands.Loaded) -> Answer:
         """Record that an engine serves a version.
 
-        The engine's waiting requests at this version then count as requests to the current learner.
+        The engine's waiting requests for leases at this version then count as requests with weights of the current
+        learner.
         """
         if self._offers.is_current(loaded):
             self._ledger.check_engine_version(loaded.version)
@@ -550,7 +551,7 @@ class LedgerNotes:
         self._planned: dict[int, tuple[int, ...]] = {}
 
     def note(self, command: Any, outcome: Any) -> None:
-        """Record when a command moved groups."""
+        """Record the state changes of groups that a command caused."""
         match outcome:
             case outcomes.Granted():
                 for lease in outcome.leases:
@@ -591,7 +592,7 @@ class LedgerNotes:
                 self._stamp_requeued(ended, reason=REWOUND)
 
     def levels(self, *, held_bytes: int) -> None:
-        """Record the counts that have changed."""
+        """Record the ledger's current counts. The recorder ignores unchanged ones."""
         ledger = self._ledger
         for state in ("queued", "leased", "stored", "planned"):
             self._recorder.level(LevelName(state), getattr(ledger.groups, f"num_{state}"), lane=_LANE)
@@ -609,7 +610,7 @@ class LedgerNotes:
                 event, details = GroupEvent.dropped, {"reason": outcome.reason}
             case PutResult.too_old:
                 event, details = GroupEvent.requeued, {"reason": VERSION_TOO_OLD}
-            case _:  # an earlier event has settled this attempt
+            case _:  # duplicate or late: an earlier event shows the end of the attempt
                 return
         details |= {
             "newest": summary.newest_version,

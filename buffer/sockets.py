@@ -365,7 +365,7 @@ def client_context() -> zmq.Context[Any]:
 
 
 def allow_clients(num_clients: int, *, num_links: int = 0) -> None:
-    """Raise this process's limit of open files so that it can have these clients and links to stores.
+    """Raise this process's limit of open files for ``num_clients`` clients and ``num_links`` connections to servers.
 
     Child processes inherit the limit. Raises `ValueError` if the limit cannot be high enough, or if ZMQ allows too few
     sockets.
@@ -442,7 +442,7 @@ class PortListener:
         own_host = _address_of(host)
         family = socket.AF_INET6 if ":" in own_host else socket.AF_INET
         self._listener = socket.create_server((own_host, port), family=family, backlog=_BACKLOG)
-        # Otherwise ZMQ's thread would block when the refusing thread accepts a connection first.
+        # ZMQ's thread must not block in accept() if the thread of `_Refusals` has accepted the connection before.
         self._listener.setblocking(False)
         self._bound = bound
         name = f"[{own_host}]" if family == socket.AF_INET6 else own_host

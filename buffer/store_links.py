@@ -50,7 +50,8 @@ class StoreLinks:
     def connect(self, address: str, number: int | None = None) -> None:
         """Connect to a store.
 
-        ``number`` is the number of an awaited store; None for a new store. An empty address only reserves a number.
+        ``number`` is the number of the earlier store that this one replaces; None for a new store. An empty address
+        only reserves a number.
         """
         link, number = None, len(self._links) if number is None else number
         if address:
@@ -73,7 +74,10 @@ class StoreLinks:
             link.close()
 
     def remove(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> None:
-        """Tell every store to drop finished groups and ended attempts, because an attempt may be on two stores."""
+        """Tell the stores to drop finished groups and ended attempts.
+
+        Every store gets the message, because two stores may hold the payload of one attempt.
+        """
         for number, link in self.connected():
             link.post(commands.Remove(tuple(finished), tuple(ended)), partial(self._note, number, link))
 

@@ -243,5 +243,5 @@ class StoreService:
 
 
 def number_of(key: Key) -> int:
-    """Return the number of an attempt in the journal."""
+    """Return the integer that identifies an attempt in the store server's journal."""
     return key[0] << 16 | key[1]

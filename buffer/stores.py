@@ -77,12 +77,13 @@ class FrameTable(Generic[Key]):
 
 
 class PayloadStore:
-    """All frames of the ledger's server.
+    """The prompts, saved prefixes and trajectories that the ledger's server holds.
 
     Args:
         max_prompt_bytes: Bound on the prompts of groups that are not stored yet.
         remove_elsewhere: Called with the arguments of `forget` if store servers hold the trajectories.
-        max_memory_bytes: Bound on trajectories and prefixes in memory. Further ones stay on disk. 0 means no bound.
+        max_memory_bytes: Bound on trajectories and saved prefixes in memory, in bytes; 0 means no bound. Trajectories
+            beyond the bound stay on disk.
     """
 
     def __init__(
@@ -100,12 +101,12 @@ class PayloadStore:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of trajectories and prefixes."""
+        """Bytes of trajectories and saved prefixes."""
         return self.prefixes.num_bytes + self.payloads.num_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of trajectories and prefixes in memory."""
+        """Bytes of trajectories and saved prefixes in memory."""
         return self.prefixes.memory_bytes + self.payloads.memory_bytes
 
     def fits_in_memory(self, num_bytes: int) -> bool:

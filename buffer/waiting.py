@@ -1,7 +1,7 @@
 """Holds requests for leases, for places in the queue and for batches until the buffer can answer them.
 
-The service checks all held requests after each burst of messages. A commit answers the workers with weights that are
-too old for any group. A timer ends each wait with `NothingYet`.
+The service checks all held requests after each burst of messages. A timer ends each wait with `NothingYet`. After a
+commit, workers whose weights are now too old for any group get this answer at once.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ Handler = Callable[[Message, Any], Answer | None]
 
 
 def handlers_of(parts: Sequence[object]) -> dict[type, Handler]:
-    """Map each operation to the method ``on_<name>`` of one of the parts.
+    """Map each operation to the method ``on_<name>`` of one of the objects in ``parts``.
 
     The method returns the answer, or None to answer later.
     """
@@ -168,7 +168,7 @@ class HeldRequests:
 class WaitingWorker(Message):
     """A held request for leases, with the leases granted so far.
 
-    The learner's ``incarnation`` made the engine's weights.
+    ``incarnation`` is the incarnation of the learner that made the engine's weights.
     """
 
     body: commands.LeaseGroups
@@ -215,10 +215,10 @@ class WaitingWorkers(HeldRequests):
 
 
 class FairQueue:
-    """The order of the workers that wait for leases.
+    """The order in which waiting workers get leases.
 
-    Start-time fair queueing (Goyal et al., SIGCOMM 1996): each grant adds 1 to a worker's turn, and the lowest turn
-    comes first. A worker that was away returns at the current turn.
+    Start-time fair queueing (Goyal et al., SIGCOMM 1996). Each worker has a number, its turn. The worker with the
+    lowest turn comes first, and each grant adds 1 to it. A worker that was away returns with the last grant's turn.
     """
 
     def __init__(self) -> None:
@@ -226,11 +226,11 @@ class FairQueue:
         self._serving = 0
 
     def turn_of(self, client: bytes) -> int:
-        """Return the turn of a client."""
+        """Return a worker's turn, the number that decides its position."""
         return max(self._next.get(client, 0), self._serving)
 
     def take(self, client: bytes) -> None:
-        """Record that a client was served."""
+        """Record that a worker got a lease."""
         turn = self.turn_of(client)
         self._serving = turn
         self._next[client] = turn + 1
@@ -240,7 +240,7 @@ class FairQueue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collaborators:
-    """The objects that all parts of the service share."""
+    """The objects that all request handlers of the buffer's service share."""
 
     config: BufferConfig
     ledger: Ledger
@@ -253,7 +253,7 @@ class Collaborators:
 
 
 class PromptIntake:
-    """The operation `Enqueue`. At most ``queue_size`` prompts are in the queue."""
+    """Handles the operation `Enqueue`. At most ``queue_size`` prompts are in the queue."""
 
     def __init__(self, shared: Collaborators) -> None:
         self._ledger, self._store = shared.ledger, shared.store
@@ -263,7 +263,7 @@ class PromptIntake:
         self.close = self._held.close
 
     def note_finished(self, group: GroupSummary) -> None:
-        """Keep the summary of a finished group for the controller's next answer."""
+        """Keep the summary of a finished group for the next answer to the controller."""
         if self._outcomes is not None:
             self._outcomes.append(group)
 
@@ -330,11 +330,11 @@ class PromptIntake:
 
 
 class Admission:
-    """The operations of workers on leases.
+    """Handles the workers' operations on leases, and decides which worker gets the next lease.
 
     Args:
-        clock: Measures paces and silence.
-        settle: Called when `grant` may have work without a message.
+        clock: Measures the workers' paces and the time since their last messages.
+        settle: Called when `grant` may have work although no message has arrived.
     """
 
     def __init__(self, shared: Collaborators, *, clock: LoopClock, settle: Callable[[], None]) -> None:
@@ -389,7 +389,7 @@ class Admission:
                 request.incarnation = self._ledger.incarnation
 
     def answer_outdated(self, *, except_for: Container[bytes]) -> None:
-        """After a commit, answer the workers with weights that are too old for any group.
+        """After a commit, answer `NothingYet` to the workers whose weights are too old for any group.
 
         Clients in ``except_for`` get no answer now, because newer weights will wake them.
         """
@@ -460,7 +460,7 @@ class Admission:
                 self._answer(request, request.granted)
 
     def _num_free(self, request: WaitingWorker, now: float) -> int:
-        """Return how many further leases a request may get; 0 if the engine's weights are of a replaced learner."""
+        """Return how many further leases a request may get; 0 if a replaced learner made the engine's weights."""
         if request.incarnation != self._ledger.incarnation:
             return 0
         return request.body.max_groups - len(request.granted) - self._paces.num_kept(request.client, now)
@@ -604,7 +604,10 @@ class Admission:
 
 
 class BatchRequests:
-    """The operation `PlanBatch`. Plans fail when filters have dropped the groups of ``max_filtered_steps`` in a row."""
+    """Handles the operation `PlanBatch`.
+
+    Plans fail when filters have dropped the groups of ``max_filtered_steps`` learner steps in a row.
+    """
 
     def __init__(self, shared: Collaborators) -> None:
         self._ledger = shared.ledger
