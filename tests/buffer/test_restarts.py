@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.core.errors import WorkerDiedError
 from asyncrl.core.lives import keep_up
+from asyncrl.core.types import Lease
 from buffer import BufferConfig, BufferSupervisor, Durability, commands, journal
 from buffer.encoding import Message, prompt_frames
 from buffer.journal import Journal
