@@ -120,7 +120,7 @@ def test_the_program_prints_its_results_and_writes_a_report(tmp_path):
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_learner_engines_and_runs_pass_the_check_at_toy_size(tmp_path):
     """Slow. `tests/rollout_fleet/test_sglang_engine.py` checks the same properties of an engine in every session."""
     found = check(tmp_path, "--gpus", "2", "--only", "log_probs,training,offload,checkpoint,serving,runs")
