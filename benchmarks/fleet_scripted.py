@@ -297,7 +297,7 @@ async def occupancy() -> float:
     meters: list[_Meter] = []
     async with AsyncExitStack() as stack:
         run = await _start(stack, EQUAL, groups_per_step=OCCUPANCY_GROUPS, length=length, meters=meters)
-        ledger = run.server._service.ledger
+        ledger = run.server.service.ledger
 
         def note(command: object, outcome: object) -> None:
             if isinstance(outcome, Granted) and any(lease.attempt == 0 for lease in outcome.leases):

@@ -475,9 +475,10 @@ class BufferServer:
         bulk_port: As in `ServerSocket`.
         counters: Returns counts of refused and undelivered messages.
         lost: Future of the error after which this server cannot continue.
+        service: The operations of the server.
     """
 
-    _service: BufferService
+    service: BufferService
 
     def __init__(self, config: BufferConfig, *, groups_per_step: int) -> None:
         self.lost: asyncio.Future[WorkerDiedError] = asyncio.get_running_loop().create_future()
@@ -491,7 +492,7 @@ class BufferServer:
         journal = _open_journal(config, "journal")
 
         def make_service(endpoint: ServerSocket) -> BufferService:
-            self._service = BufferService(
+            self.service = BufferService(
                 config,
                 groups_per_step=groups_per_step,
                 send=endpoint.send,
@@ -500,7 +501,7 @@ class BufferServer:
                 links=self._links if may_join or config.num_store_servers else None,
                 journal=journal,
             )
-            return self._service
+            return self.service
 
         try:
             self._endpoint = ServerSocket(config, make_service=make_service, journal=journal)
@@ -529,7 +530,7 @@ class BufferServer:
             check.add_done_callback(self._checks.discard)
 
     async def _requeue_missing(self, number: int) -> None:
-        ledger, is_unsure = self._service.ledger, True
+        ledger, is_unsure = self.service.ledger, True
         try:
             while is_unsure:
                 stored, reserved = ledger.groups.stored_in(number), ledger.groups.leases.reserved_in(number)
@@ -540,7 +541,7 @@ class BufferServer:
                     part=str(Path(self._checkpoint, store_part(number))) if self._checkpoint else "",
                 )
                 missing = await self._links.reconcile(number, expected)
-                is_unsure = self._service.lose_from_store(number, missing, stored=stored, reserved=reserved)
+                is_unsure = self.service.lose_from_store(number, missing, stored=stored, reserved=reserved)
         except AsyncRLError as error:
             logger.warning("store server %d did not report what it holds: %s", number, error)
 

@@ -498,7 +498,7 @@ async def test_the_files_stay_small_while_groups_come_and_go_and_a_restart_finds
                 await client.put(rollout(lease, num_tokens=400))
             await client.plan(version)
             await client.commit(version)
-            journal_of_run = run.server._service._journal
+            journal_of_run = run.server.service._journal
             if journal_of_run is not None and journal_of_run._retiring is not None:
                 await asyncio.to_thread(
                     journal_of_run._retiring.join
@@ -531,7 +531,7 @@ async def test_a_journal_is_compacted_while_groups_are_stored_wherever_their_fra
                 await client.put(rollout(lease))
             await client.plan(version)
             await client.commit(version)
-            retiring = run.server._service._journal._retiring
+            retiring = run.server.service._journal._retiring
             if retiring is not None:
                 await asyncio.to_thread(retiring.join)
         before = await client.stats()

@@ -109,13 +109,13 @@ def test_an_engine_takes_nothing_over_from_itself(max_lag):
 def asked_of(buffer) -> Counter:
     """Count the buffer's requests for each group from now on."""
     asked: Counter = Counter()
-    push = buffer._service._replies.push
+    push = buffer.service._replies.push
 
     def counted(client, message):
         asked.update(group_id for group_id, _ in getattr(message, "groups", ()))
         push(client, message)
 
-    buffer._service._replies.push = counted
+    buffer.service._replies.push = counted
     return asked
 
 

@@ -281,7 +281,7 @@ async def test_a_put_that_the_journal_still_writes_when_its_worker_is_buried_cou
         await control.enqueue([prompt(0)])
         [lease] = await worker.lease(0, 1)
         written = []
-        service = run.server._service
+        service = run.server.service
         service._journal.keep = lambda frames, then: written.append(then)
         putting = asyncio.ensure_future(worker.put(rollout(lease, num_tokens=100_000)))
         async with asyncio.timeout(20):
@@ -303,7 +303,7 @@ async def test_a_lease_whose_prefix_gave_way_before_it_was_sent_begins_afresh_in
         [lease] = await first.lease(0, 1)
         await first.save_progress(lease, rollout(lease, num_tokens=7))
         await first.release(lease, num_tokens=7, reason="stopped")
-        service = run.server._service
+        service = run.server.service
         answer = service._admission._answer
 
         def answer_without_prefix(request: Message, granted: Sequence[GrantedLease]) -> None:

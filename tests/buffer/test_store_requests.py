@@ -202,7 +202,7 @@ async def test_a_put_whose_store_is_gone_on_the_way_goes_to_another():
         [lease] = await a.lease(0, 1)
         of.stores["a"].close()
         putting = asyncio.ensure_future(a.put(rollout(lease)))
-        while not of.run.server._service.ledger.groups[0].num_bytes:
+        while not of.run.server.service.ledger.groups[0].num_bytes:
             await of.control.stats()
         await of.control.drop_store(0)
         await putting
@@ -271,7 +271,7 @@ async def test_a_payload_that_comes_while_its_store_says_what_it_holds_is_not_ta
         monkeypatch.setattr(server._links, "reconcile", late(server._links.reconcile, asked, reported))
         monkeypatch.setattr(a.connection, "call_with_payload", send_when_asked)
         putting = asyncio.ensure_future(a.put(rollout(lease)))
-        while not server._service.ledger.groups[0].num_bytes:
+        while not server.service.ledger.groups[0].num_bytes:
             await of.control.stats()
         checking = asyncio.ensure_future(server._requeue_missing(0))
         await putting
@@ -298,7 +298,7 @@ async def test_a_payload_that_was_lost_while_its_put_was_told_is_found_missing(m
         monkeypatch.setattr(server._links, "reconcile", late(server._links.reconcile, asked, reported))
         monkeypatch.setattr(a.worker, "_report", report_when_the_store_was_asked)
         putting = asyncio.ensure_future(a.put(rollout(lease)))
-        while of.held_by("a") or not server._service.ledger.groups[0].num_bytes:
+        while of.held_by("a") or not server.service.ledger.groups[0].num_bytes:
             await of.control.stats()
         checking = asyncio.ensure_future(server._requeue_missing(0))
         await putting
@@ -338,7 +338,7 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
         elif end == "too old":
             old = replace(rollout(lease).summary, oldest_version=-1)
             with pytest.raises(VersionTooOld):
-                of.run.server._service.ledger.apply(Put(summary=old))
+                of.run.server.service.ledger.apply(Put(summary=old))
         elif end == "rewound":
             await of.control.rewind(0, incarnation=1)
             other.connection.incarnation = 1
@@ -355,7 +355,7 @@ async def test_a_store_drops_an_ended_payload_that_it_said_it_lacked():
         a, other = of.worker("a"), of.worker("a")
         await of.control.enqueue([prompt(0)])
         await send_and_fall_silent(of, a)
-        of.run.server._service.lose_from_store(0, [0], stored=[], reserved=[(0, 0)])
+        of.run.server.service.lose_from_store(0, [0], stored=[], reserved=[(0, 0)])
         await of.control.bury(await a.enter())
         [again] = await other.lease(0, 1)
         await asyncio.wait_for(other.put(rollout(again, num_tokens=50)), 20)

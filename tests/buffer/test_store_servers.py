@@ -123,7 +123,7 @@ async def test_a_store_server_that_comes_back_empty_under_two_batches_costs_one_
             await client.plan(version)
         [store] = await stores_of(client)
         os.kill(pid_listening_at(store), signal.SIGKILL)
-        ledger = run.server._service.ledger
+        ledger = run.server.service.ledger
         async with asyncio.timeout(30):
             while not all(group.is_missing for group in ledger.groups.of_state(GroupState.planned)):
                 await client.stats()
