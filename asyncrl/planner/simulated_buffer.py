@@ -119,6 +119,7 @@ class SimulatedBuffer:
         groups_per_step: Prompt groups per batch.
 
     Attributes:
+        service: The buffer's operations.
         ledger: The ledger of the service, read-only.
         num_requests: Number of handled requests.
         service_s: CPU seconds of the service for these requests.
@@ -127,8 +128,8 @@ class SimulatedBuffer:
     def __init__(self, env: simpy.Environment, config: BufferConfig, *, groups_per_step: int) -> None:
         self._env = env
         clock = _SimulatedClock(SimulatedLoop(env))
-        self._service = BufferService(config, groups_per_step=groups_per_step, send=self._send, clock=clock)
-        self.ledger: Ledger = self._service.ledger
+        self.service = BufferService(config, groups_per_step=groups_per_step, send=self._send, clock=clock)
+        self.ledger: Ledger = self.service.ledger
         self.num_requests = 0
         self.service_s = 0.0
         self._inbox: deque[Message] = deque()
@@ -177,7 +178,7 @@ class SimulatedBuffer:
 
     def lose(self, group_id: int, attempt: int) -> None:
         """Remove the trajectories of a stored group. The buffer requeues its prompt."""
-        self._service.lose_from_store(0, [group_id], stored=[(group_id, attempt)])
+        self.service.lose_from_store(0, [group_id], stored=[(group_id, attempt)])
         self._wake()
 
     def _wake(self) -> None:
@@ -190,8 +191,8 @@ class SimulatedBuffer:
         began_s = time.thread_time()
         while self._inbox:
             self.num_requests += 1
-            self._service.handle(self._inbox.popleft())
-        self._service.settle()
+            self.service.handle(self._inbox.popleft())
+        self.service.settle()
         self.service_s += time.thread_time() - began_s
         self._is_awake = False
         while self._outbox:
