@@ -62,7 +62,7 @@ class LifeReceipts:
         published: Digests by version. After a restart of the learner, a version may have several digests.
         loaded: Digests that an engine verified, by engine and version.
         sampled: Receipts of the engines for sampled tokens, by group.
-        trained: Receipts by step and data-parallel rank; the newest receipt of a repeated step.
+        trained: Receipts by step and data-parallel rank. If a step was repeated, the newest receipt.
         committed: The planned batches of the finished steps. A step without a commit also counts as finished if a later
             step was committed, or if the next life continues a later checkpoint.
     """
@@ -89,7 +89,7 @@ class LifeReceipts:
                 self.sampled[line["group"]].append(line)
             case Act.trained:
                 self.trained[line["step"]][line["rank"]] = line
-            case Act.planned:  # the run plans later steps again if it returns to a checkpoint
+            case Act.planned:  # after a return to a checkpoint, this and later steps are planned again
                 self._planned = {step: own for step, own in self._planned.items() if step < line["step"]}
                 self._planned[line["step"]] = line
             case Act.committed:
@@ -160,8 +160,8 @@ def audited_lives(run_dir: Path) -> list[Life]:
 def lives_beside(lives: Sequence[Life]) -> list[Life]:
     """Return the lives that continued one of ``lives`` but are not in ``lives``, oldest first.
 
-    The steps of these lives are lost, but ``lives`` may have trained on groups that their engines sampled. A life that
-    began after the newest of ``lives`` is left out.
+    Their steps are not in the audited run. Their receipts are needed, because ``lives`` may have trained on groups that
+    the engines of these lives sampled. A life that began after the newest of ``lives`` is left out.
     """
     folders = {life.folder for life in lives}
     others = {path.parent.resolve() for folder in folders for path in folder.parent.glob("*/life.json")} - folders

@@ -112,7 +112,7 @@ def _start_or_join(config: RunConfig) -> None:
 
 def warning_of_open_cluster(config: RunConfig) -> str:
     """Return a warning if the run joins a cluster of several nodes without a token; otherwise an empty string."""
-    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # Ray sets it if there is a token
+    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # `ray.init` sets it if Ray finds a token
     if not (config.ray.address and config.placement.num_nodes > 1 and is_open):
         return ""
     return (
@@ -227,7 +227,7 @@ def learner_layout(config: RunConfig) -> ResourcePoolManager:
         mapping={Role.from_string(role): pool for role, pool in learner_roles(config).items()},
         use_gpu=config.learner.device == "cuda",
         num_cpus_per_process=cpus,
-        own_options={LEARNER_POOL: shared} if placement.colocated else {},  # engines share only this pool
+        own_options={LEARNER_POOL: shared} if placement.colocated else {},  # engines share only this pool's devices
         apart=placement.strategy is Strategy.spread,
         labels=_labels(config, placement.learner_labels),
         timeout_s=config.ray.start_timeout_s,
@@ -254,7 +254,8 @@ def engine_pool(config: RunConfig) -> RayResourcePool:
 def pool_of_one(config: RunConfig, *, node_id: str, full: Collection[str]) -> RayResourcePool:
     """Make the resource pool of an engine that joins later.
 
-    Ray uses the node ``node_id``. If this id is empty, Ray chooses a node whose id is not in ``full``.
+    The engine is on the node ``node_id``. If this id is empty, Ray chooses a node. ``full`` has the ids of the nodes
+    that may not get a further engine.
     """
     labels = _labels(config, config.placement.engine_labels)
     if node_id:
@@ -337,7 +338,7 @@ class EnginePlaces:
             "name_prefix": "rollout",
             "log_dir": logs,
             "worker_env": worker_env(config),
-            "python": config.ray.python if in_process else "",  # the option is only for in-process engines
+            "python": config.ray.python if in_process else "",  # not for engines in a server process
         }
         pool = JoinedResourcePool(pool, config.rollout_fleet.sglang.tp_size) if pool else engine_pool(config)
         # The type is Any, because the group gets the methods of the worker class at run time.
@@ -382,7 +383,7 @@ class EnginePlaces:
             group.replace_worker(index, **changed)
             return
         worker = RayClassWithInitArgs(self._worker.cls, *self._worker.args, **{**self._worker.kwargs, **changed})
-        nowhere = {"master_addr": "none", "master_port": "0"}  # rollout workers have no rendezvous
+        nowhere = {"master_addr": "none", "master_port": "0"}  # rollout workers form no process group
         self._groups[rank] = RayWorkerGroup(self._pools[rank], worker, first_rank=rank, **nowhere, **self._options)
 
     def close(self, rank: int) -> None:

@@ -19,7 +19,7 @@ No step waits until the engines have loaded weights. The buffer offers a version
 worker loads the newest version when it can. If loading is slower than training, workers skip versions, and admission
 slows generation down.
 
-`_Training.stop` cancels feed, follow and examine, and ends plan. complete then commits and reports the queued steps.
+`_Training.stop` cancels feed, follow and examine, and ends plan. Then complete commits and reports the queued steps.
 
 A deadlock needs a cycle of waits. These are the waits:
 
@@ -171,7 +171,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             if self._stopping.is_set():
                 self.stop()
             await asyncio.gather(*(tasks.create_task(loop()) for loop in self.step_loops()))
-            await asyncio.gather(*following, return_exceptions=True)  # the task group raises their errors
+            await asyncio.gather(*following, return_exceptions=True)  # their errors are raised by the task group
             feeding.cancel()
 
     def stop(self) -> None:
@@ -322,7 +322,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             dispatched = record.span(record.SpanKind.dispatched, lane="/complete", step=version)
             try:
                 plan = await self._learner.scored(plan)
-            except BatchLost as lost:  # `complete` raises it after the commits of the earlier steps
+            except BatchLost as lost:  # `_complete` first commits the earlier steps, then raises the error
                 await self._steps.put(lost)
                 return
             self._queued_version = version + 1
@@ -334,7 +334,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 dispatched=dispatched,
                 update=self._learner.update(plan),
                 weights=self._learner.publish(version + 1) if is_published else None,
-                critic=self._learner.update_critic(plan),  # queued after the publish, which must not wait for it
+                critic=self._learner.update_critic(plan),  # queued last, so that the publish does not wait for it
                 checkpoint=await self._checkpointer.save_if_due(version + 1),
             )
             await self._steps.put(step)
@@ -350,7 +350,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             self._checkpointer.committed()
             self._places.release()
             if step.weights is not None:
-                await step.weights  # waits only until the ranks have copied the weights
+                await step.weights  # returns when the ranks have copied the weights, before they are offered
             metrics = {**metrics, **await step.critic}
             if step.checkpoint is not None:
                 with record.span(record.SpanKind.checkpoint, lane="/complete", version=step.plan.version + 1):
@@ -400,7 +400,7 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
         """Do the same as the base class. Then the engines release their devices for the new ranks."""
         await self._commit_before(state.version)
-        # If the checkpoint includes the unreported step, the step is not repeated, so it must be reported now.
+        # A step in the checkpoint is not repeated. If the loop ended before it reported this step, report it now.
         if self._trained is not None and self._trained[0].version < state.version:
             await self._report(await self._buffer.stats())
         self._trained = None
@@ -425,7 +425,7 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
                 metrics = {**metrics, **await self._learner.update_critic(plan)}
             self._trained = plan, waited_s, metrics
             checkpoint = await self._checkpointer.save_if_due(version + 1)
-            if not self.is_stopped:  # the learner needs the devices for the last checkpoint
+            if not self.is_stopped:  # after `stop`, the learner keeps the devices for the last checkpoint
                 await self._learner.rollout_mode(version + 1)
                 self._fleet.take_device()
             stats = await self._buffer.commit(version)

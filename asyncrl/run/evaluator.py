@@ -136,7 +136,7 @@ class _Deal:
         self._changed.set()
 
     async def follow(self, engines: set[str], pinned: PinnedEngines) -> None:
-        with suppress(WeightsGone):  # no more engines can be pinned
+        with suppress(WeightsGone):  # the buffer no longer offers the version, so no more engines can load it
             while True:
                 engines = await pinned(engines)
                 self.join(engines)

@@ -241,7 +241,8 @@ class FleetGroup:
             member = self._members[rank] = FleetMember(rank, self._config, self._parts)
             limits = {} if waits else {"place_timeout_s": self._config.ray.start_timeout_s}
             task = self._coming[rank] = asyncio.create_task(self._come(member, member.join(node=node, **limits)))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # `_come` has reported the error
+            # `_come` has reported the error, so mark it as read.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
             tasks.append(task)
         return tasks
 

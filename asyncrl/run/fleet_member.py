@@ -1,8 +1,8 @@
 """One member of the fleet: a rollout worker that is replaced when it dies or hangs.
 
 A life of a member is the time of one worker process. Ray wakes every call when the worker answers or dies. The first
-failed call ends the life. A quick call fails after ``buffer.request_timeout_s``. Errors that every worker would raise
-(`RUN_ERRORS`) end the run instead. A restart waits for free resources without a deadline.
+failed call ends the life. A call that the worker should answer at once fails after ``buffer.request_timeout_s``. Errors
+that every worker would raise (`RUN_ERRORS`) end the run instead. A restart waits for free resources without a deadline.
 """
 
 from __future__ import annotations
@@ -106,7 +106,10 @@ class FleetMember:
 
     @property
     def is_there(self) -> bool:
-        """Whether the member takes part in training: it has served, and is not leaving, ended or without resources."""
+        """Whether the member takes part in training. It has served, has not left or failed, and is not leaving.
+
+        While a restart waits for free resources, the member does not take part.
+        """
         away = (MemberState.pending, MemberState.draining)
         return self._has_served and not self.member.has_ended and self.member.state not in away
 
@@ -181,7 +184,7 @@ class FleetMember:
         if self._counting is not None:
             done, _ = await asyncio.wait({self._counting}, timeout=COUNTERS_S)
             for counting in done:
-                if not counting.cancelled():  # otherwise `leave` cancelled it
+                if not counting.cancelled():  # `leave` and `stop` cancel it
                     counting.result()
         return self.total
 
@@ -210,7 +213,7 @@ class FleetMember:
         is_watched = self.member.may_lease
         releasing = within(self._call("release_device", incarnation), timeout_s, what, option)
         if not await self._tried(self.member.epoch, releasing):
-            if not is_watched:  # the worker is starting, so `end` does not free the device
+            if not is_watched:  # no `watch` runs while a worker starts, so the failure does not lead to `end`
                 await self._free_device()
             await self._until(lambda _: not self._may_use_device)
 
@@ -302,7 +305,10 @@ class FleetMember:
         self._has_served = True
 
     async def _ready(self) -> int | None:
-        """Wait until the worker serves, and return its epoch. None: it has left. Raises `EngineLost` if it failed."""
+        """Wait until the worker serves, and return its epoch.
+
+        Returns None if the member has left. Raises `EngineLost` if the member has failed.
+        """
         await self._until(lambda member: member.may_lease or member.has_ended)
         if self.member.state is MemberState.left:
             return None
@@ -384,7 +390,7 @@ class FleetMember:
         await self._notify()
         words = f"{member.name} has ended, epoch {member.epoch} begins: {raised_in_worker(fault)}"
         logger.warning(words)
-        self._parts.say(words.partition("\n")[0])  # the other lines are the end of the worker's log
+        self._parts.say(words.partition("\n")[0])  # the first line; the others quote the worker's log
         await self._end_worker(fault)
         if self._shares_device:
             await self._free_device()
@@ -403,7 +409,7 @@ class FleetMember:
 
     async def _end_worker(self, failure: Exception) -> None:
         """Stop the worker and take its final counters. If it does not answer, declare it dead in the buffer."""
-        if isinstance(failure, EngineLost | RayTaskError):  # the worker is alive and raised this error
+        if isinstance(failure, EngineLost | RayTaskError):  # the worker itself raised the error, so it is alive
             try:
                 timeout_s, option = self._fleet.worker_stop_timeout_s, "rollout_fleet.stop_timeout_s"
                 last = await within(self._call("stop"), timeout_s, self.member.name, option)
@@ -418,7 +424,10 @@ class FleetMember:
         self._last, self._worker = FleetCounters(), ""
 
     async def _closed(self, last: FleetCounters) -> FleetCounters:
-        """Return the final counters of a stopped worker. If it kept tokens, declare it dead in the buffer."""
+        """Return the final counters of a stopped worker.
+
+        If some of its tokens are neither stored nor released, declare the worker dead in the buffer, which counts them.
+        """
         return await self._buried(last) if last.tokens_in_flight and self._worker else last
 
     async def _buried(self, last: FleetCounters) -> FleetCounters:

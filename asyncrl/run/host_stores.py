@@ -1,7 +1,7 @@
 """Runs one store server on each host with rollout workers.
 
-Trajectories stay on this host until the learner's ranks fetch them, so they cross the network only once. If a store is
-lost, the buffer counts its groups as ``store_lost``, and the fleet generates them again.
+A trajectory stays on the host of its worker until the learner's ranks fetch it, so it crosses the network only once. If
+a store is lost, the buffer counts its groups as ``store_lost``, and the fleet generates them again.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def config_of_node(config: BufferConfig, address: str) -> BufferConfig:
         return own
     try:
         ip_address(own.host)
-    except ValueError:  # the host is no address but an interface or "*", so keep it
+    except ValueError:  # `host` is an interface or "*", which every node resolves itself
         return replace(own, advertised_host=address if own.advertised_host else "")
     return replace(own, host=address, advertised_host="")
 
@@ -194,7 +194,7 @@ class _HostStore:
             ray.kill(lost)
         self._num_faults += 1
         num_groups = 0 if self._joined is None else await self._dropped(self._joined)
-        has_died = isinstance(fault, RayActorError | ActorUnschedulableError)  # the node may have died too
+        has_died = isinstance(fault, RayActorError | ActorUnschedulableError)  # the actor or its node has died
         is_final = isinstance(raised_in_worker(fault), WorkerDiedError) or self._num_faults > stores.restarts
         if is_final and not (has_died or stores.actors):
             raise WorkerDiedError(f"no store server is left: {raised_in_worker(fault)}") from fault

@@ -299,7 +299,11 @@ class LearnerGroup:
         return ROLES[role].reads(self._config.algorithm)
 
     def _score(self, column: str, plan: Plan, unsent: list[Awaitable[Any]]) -> RemoteScores:
-        """Queue the call that scores a column. If all readers share its processes, also add the call to ``unsent``."""
+        """Queue the call that computes the scores ``column``.
+
+        If every role that reads the scores runs in the same processes, the ranks do not send the scores. Then the call
+        is added to ``unsent``, so that `update` reports its errors.
+        """
         role = scored_by(column, self._config.learner).name
         batches = self._shares(plan, role)
         readers = [reader for reader in ("actor", "critic") if reader in self._roles and column in self._reads(reader)]
@@ -310,7 +314,10 @@ class LearnerGroup:
         return RemoteScores(role=role, batches=batches, results=results)
 
     def _step_arguments(self, role: str, plan: Plan) -> list[Sequence[Any]]:
-        """Return the arguments of a role's step: batches, then scores per column. None: the process has the scores."""
+        """Return the arguments of a role's step: the batches, then the scores of each column.
+
+        The scores are None if the processes of the role already have them.
+        """
         batches = self._shares(plan, role)
         arguments: list[Sequence[Any]] = [batches]
         for column in self._reads(role):
@@ -444,7 +451,7 @@ class RoleGroups:
         return self.pools[one] == self.pools[other]
 
     def keeps_scores_for(self, role: str, reader: str) -> bool:
-        """Return whether each process of ``reader`` has the scores that it needs, because it also runs ``role``."""
+        """Return whether each process of ``reader`` also runs ``role`` on the same samples, so it has their scores."""
         return self.share_a_pool(role, reader) and self.dp_sizes[role] == self.dp_sizes[reader]
 
     def shutdown(self) -> None:

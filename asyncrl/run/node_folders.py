@@ -266,7 +266,7 @@ class NodeFolders:
         target = self._run_dir / name
         if target != folder:
             self._copies.append(target)
-            await asyncio.to_thread(_copy_folder, folder, target)  # also for nodes that share the run's folder
+            await asyncio.to_thread(_copy_folder, folder, target)  # nodes that share the run's folder read this copy
         apart = [address for address in self.apart if address in held]
         await self._send(target, sorted(file_prints(target)), to=apart, mode=0o755)
         return target
@@ -310,7 +310,7 @@ class NodeFolders:
                     if address in self.apart:
                         await self._collect_from(address)
                     await self._ask([address], "remove", folders)
-            except (AsyncRLError, RayError, OSError) as error:  # TimeoutError is a kind of OSError
+            except (AsyncRLError, RayError, OSError) as error:  # OSError includes TimeoutError
                 logger.warning(
                     "node %s keeps files that were not copied, in %s: %s", address, folders, str(error) or "too slow"
                 )

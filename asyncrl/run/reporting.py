@@ -179,7 +179,7 @@ class Reporter:
         )
 
     def _numbers_of_samples(self, plan: Plan) -> list[int]:
-        """Return the number of trained samples of each group. A group may have dropped samples whose reward failed."""
+        """Return the number of trained samples of each group. Samples whose reward failed are not in their group."""
         return [len(group.rewards[self._trained]) for group in plan.groups]
 
     def _batch_numbers(self, plan: Plan) -> dict[str, Any]:
@@ -397,7 +397,7 @@ class Watching:
             began_s = time.monotonic()
             try:
                 use: RunUse | None = await asyncio.to_thread(live.read)
-            except FileNotFoundError:  # profile.enabled is false, so there is no record
+            except FileNotFoundError:  # with profile.enabled=false, no process writes a record
                 return
             except Exception:
                 logger.exception("the use of the pools cannot be read")

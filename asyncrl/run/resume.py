@@ -212,11 +212,12 @@ class Checkpointer:
         key = uuid.uuid4().hex
         part = part_of(checkpoint_path(self._learner.checkpoints, version), BUFFER)
         write = asyncio.ensure_future(self._buffer.checkpoint(part.absolute(), version, key=key))
-        write.add_done_callback(lambda done: done.cancelled() or done.exception())  # `committed` raises the error
+        # `committed` raises the error, so mark it as read.
+        write.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._writes.add(write)
-        await asyncio.sleep(0)  # lets the request be sent
-        await self._buffer.stats()  # the answer shows that the buffer has counted the tokens of its part
-        if self._prompts.wants_outcomes:  # the sampler's state must include the groups of the buffer's part
+        await asyncio.sleep(0)  # lets the task send the buffer's request before the next one
+        await self._buffer.stats()  # after this answer, the buffer has counted the tokens of its part
+        if self._prompts.wants_outcomes:  # the sampler must have seen the groups of the buffer's part
             self._prompts.note(await self._buffer.enqueue((), wants_outcomes=True))
         state = self._queued[version] = RunState(
             version=version,
@@ -229,7 +230,8 @@ class Checkpointer:
         requests, self._requests = self._requests, []
         saving = self._learner.save(version, state.to_dict(), wait=wait, parts=[BUFFER])
         copied = asyncio.ensure_future(self._copied_by(saving, requests, [write] if wait else []))
-        copied.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller raises the error
+        # The caller awaits this future later and gets the error then, so mark it as read.
+        copied.add_done_callback(lambda done: done.cancelled() or done.exception())
         return copied
 
     async def _copied_by(
@@ -334,7 +336,8 @@ def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
 
     The buffer begins with its part of the checkpoint. If the journal of the earlier life includes the checkpoint, the
     buffer begins with the journal instead. A run with a sampler never uses the journal, because the restored sampler
-    may choose other prompts. The folder of an unused journal is renamed. Raises `ValueError` without a buffer's part.
+    may choose other prompts. The folder of an unused journal is renamed. Raises `ValueError` if the checkpoint
+    has no buffer's part.
     """
     state, part = resumed.state, resumed.buffer_part
     if not part.is_dir():

@@ -74,8 +74,8 @@ class Run:
     ) -> None:
         """Keep the options, which the caller has checked.
 
-        ``prompts`` are the training prompts and the held-out prompts. ``warming`` makes the first policy. It must have
-        begun, unless it needs a GPU. After a fault, the run calls ``on_fault`` before it stops everything.
+        ``prompts`` are the training prompts and the held-out prompts. ``warming`` makes the first policy. If the caller
+        has not begun it, the run does. After a fault, the run calls ``on_fault`` before it stops everything.
         """
         config = with_time_to_read(config)
         self._config = replace(config, profile=replace(config.profile, directory=str(run_dir / "profile")))
@@ -146,7 +146,8 @@ class Run:
             options = replace(options, socket_folder=str(folder))
         if keeps_stores_on_hosts(self._config):
             options = replace(options, stores_on=StoresOn.hosts)
-        if self._config.rollout_fleet.save_progress is SaveProgress.never:  # a handed-over group needs saved tokens
+        # Another worker can take over a running group only if its tokens are saved.
+        if self._config.rollout_fleet.save_progress is SaveProgress.never:
             options = replace(options, hand_over=False)
         if self._resumed is not None:
             options = begin_buffer_at(options, self._resumed)

@@ -129,7 +129,7 @@ def hold_shared_folder(run_dir: Path) -> int | None:
         except FileExistsError:
             if _is_swept(folder):
                 continue
-            shutil.rmtree(run_dir)  # no part of the run has started
+            shutil.rmtree(run_dir)  # the run has not started, so the folder has no results
             raise FileExistsError(
                 f"{folder} must not exist before the run, but another process made it; remove it, or change output_dir"
             ) from None

@@ -30,7 +30,8 @@ _CONNECT_S = 5.0
 async def answered_requests(run_dir: Path, **work: Callable[[], Awaitable[Path]]) -> AsyncIterator[None]:
     """Answer requests while the block runs. If the host has no shared memory, this has no effect.
 
-    ``work`` maps the name of a request to a function that carries it out and returns a folder for the command.
+    ``work`` maps the name of a request to a function. The function carries out the request, and returns the folder that
+    the command shows to the user.
     """
     if not SHARED_MEMORY.is_dir():
         yield

@@ -113,10 +113,10 @@ class Training:
             async with answered_requests(
                 self._run_dir, checkpoint=self._controller.checkpoint, keys=self._replace_keys
             ):
-                await asyncio.shield(training)  # a signal stops the training between two steps
+                await asyncio.shield(training)  # after a signal, `_keep` finishes the running steps
             result = await self._controller.account()
             after = await self._evaluate(result.policy_version)
-            await self._watching.last_advice()  # before the report, because the report shows it
+            await self._watching.last_advice()  # before `_explain`, because its report shows the advice
             overlap = await self._explain()
         except asyncio.CancelledError:
             if self._all_answer():
@@ -153,7 +153,7 @@ class Training:
 
     async def _train_and_save(self) -> None:
         """Train, and save the policy at once, so that a later fault cannot lose it."""
-        gc.freeze()  # a garbage collection of all imported objects takes a second
+        gc.freeze()  # or each full collection would visit all imported objects, for a second
         await unless(self._controller.train(), [self._learner.death()])
         if not self._controller.is_stopped:
             await self._save_policy()
@@ -168,7 +168,7 @@ class Training:
     async def _keep(self, training: Awaitable[None], before: Evaluation | None) -> None:
         """After a signal, finish the queued steps. Then save a checkpoint, the policy and the summary.
 
-        Save the checkpoint only with ``checkpoint.at_stop``, a folder that all ranks share, and remaining steps. Save
+        Save the checkpoint only if ``checkpoint.at_stop`` is set, all ranks share its folder, and steps remain. Save
         policy and summary only if this life has finished a step.
         """
         timeout_s = self._config.save_timeout_s
@@ -272,7 +272,10 @@ async def unless(
     *,
     on_death: Callable[[], None] = lambda: None,
 ) -> T:
-    """Return the result of ``work``. If a watcher raises, call ``on_death``, cancel ``work``, and raise that error."""
+    """Return the result of ``work``. If one of ``watchers`` fails first, call ``on_death`` and raise its error.
+
+    ``work`` and the other watchers are cancelled at the end.
+    """
     task = asyncio.ensure_future(work)
     watching = {asyncio.ensure_future(watcher) for watcher in watchers}
     try:

@@ -19,7 +19,7 @@ BUCKET_BYTES = 64 << 20
 
 
 def known_dtype(stored: StoredTensor) -> torch.dtype:
-    """Return torch's dtype of a tensor. Raises `WeightsError` if torch does not have this dtype."""
+    """Return the torch dtype of a stored tensor. Raises `WeightsError` if torch does not have this dtype."""
     if stored.dtype not in DTYPES:
         raise WeightsError(f"{stored.name} is of type {stored.dtype}; known are {sorted(DTYPES)}")
     return getattr(torch, DTYPES[stored.dtype])
@@ -52,7 +52,7 @@ class DeviceDigests:
 
 
 class BucketCopies:
-    """A copier of host bytes to a device through two buckets, which are page-locked for a GPU."""
+    """Copies host bytes to a device through two buffers of `BUCKET_BYTES`, which are page-locked for a GPU."""
 
     def __init__(self, threads: DigestThreads, device: torch.device) -> None:
         self._threads, self._device, self._count = threads, device, 0
@@ -87,7 +87,7 @@ class TensorAssembly:
         manifest: Manifest of the version, with one data file.
         name: Name of the version, for messages.
         device: Device of the pieces and tensors.
-        digests_there: Whether the device computes digests, for a comparison with `Piece.device_digest`.
+        digests_there: Whether ``device`` computes the digests. They are then compared with `Piece.device_digest`.
 
     Raises:
         WeightsError: torch does not have a dtype, or ``digests_there`` is True and the learner published no device
@@ -143,7 +143,10 @@ class TensorAssembly:
         )
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of 0 bytes. Raises `WeightsError` if another tensor is not complete."""
+        """Yield the tensors without values, which have no pieces.
+
+        Raises `WeightsError` if another tensor is not complete.
+        """
         self._threads.shutdown(wait=False)
         for stored in self._tensors:
             if self._num_left.get(stored.name):

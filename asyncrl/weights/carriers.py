@@ -51,7 +51,7 @@ class PublishOptions:
 
     @property
     def into_engines(self) -> bool:
-        """Whether the receivers are ranks of engines, which pause during a round."""
+        """Whether ranks of engines receive the weights. Such engines are paused during a round."""
         return self.carrier == Carrier.engine_stream
 
     @property
@@ -72,7 +72,7 @@ class CarrierRules:
         option: The options that choose the carrier.
         is_remote: Whether the carrier reaches other hosts.
         kinds: Kinds of versions that the carrier supports.
-        keeps_all: Whether all versions can be kept.
+        keeps_all: Whether the learner can keep all versions (``learner.keep_snapshots=-1``).
         uses: Carrier-specific options that this carrier uses.
         needs: Options of ``uses`` that a run on several hosts must set, each with a description of its value.
     """
@@ -127,7 +127,7 @@ class CarrierUse:
     Attributes:
         full_every: As in `PublishOptions`. Above 1, the run publishes deltas.
         adapters: Whether adapters are published without the frozen weights.
-        keeps_all: Whether all versions are kept.
+        keeps_all: Whether the learner keeps all versions (``learner.keep_snapshots=-1``).
         given: Carrier-specific options that differ from their defaults, and their values.
     """
 

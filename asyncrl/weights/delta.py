@@ -36,7 +36,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
         return None
     gaps = np.diff(indices, prepend=0)
     encodings: list[np.ndarray] = []
-    for gap_bytes in (1, 2):  # the codes of a gap add up to the gap: maximal codes, then one smaller code
+    for gap_bytes in (1, 2):  # a gap is the sum of its codes: zero or more maximal codes, then a smaller one
         full = np.iinfo(_INTEGERS[gap_bytes]).max
         ends = np.cumsum(gaps // full + 1) - 1
         encodings.append(np.full(ends[-1] + 1, full, dtype=_INTEGERS[gap_bytes]))
@@ -104,7 +104,7 @@ def write_delta(
 
 
 def apply_delta(manifest: Manifest, image: np.ndarray) -> None:
-    """Change the data file of the base into that of the manifest's version, and verify each changed piece.
+    """Change the base's data file into the data file of the manifest's version, and verify each changed piece.
 
     Args:
         manifest: Manifest of a delta.

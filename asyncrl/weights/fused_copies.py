@@ -4,8 +4,8 @@ A checkpoint has one tensor per expert and projection. An engine has all experts
 `LoadObserver` records the copies of the first load, which calls the model's ``load_weights``. `FusedCopies` repeats
 these copies in later loads. It joins copies at equal distances into one copy, which saves thousands of calls.
 
-A parameter is loaded in this way only if all of these conditions hold. Otherwise the model's loader loads it every
-time. The parameter's tensors are the checkpoint's tensors that the loader copied into it.
+The tensors of a parameter are the checkpoint's tensors that the loader copied into it. `FusedCopies` loads a parameter
+only if all of these conditions hold. Otherwise the model's loader loads the parameter every time.
 
 - The loader only copied the parameter's tensors, without conversion.
 - The loader wrote each element of the parameter exactly once: a value of a tensor, or a constant as padding.
@@ -43,7 +43,8 @@ class _Block:
     """A copy between two strided views with the same shape. Offsets and strides count values.
 
     Attributes:
-        source: Offset in the tensor, or in its storage. For a constant, the field repeats ``start``.
+        source: Offset in the source tensor. During `FusedCopies.take`, offset in the storage of this tensor. For a
+            constant, it equals ``start``, so that `joined` joins constants too.
         start: Offset in the parameter's storage.
     """
 
@@ -154,7 +155,7 @@ def _continues(run: list[_Block], block: _Block) -> bool:
         return False
     step, source_step = block.start - last.start, block.source - last.source
     if len(run) == 1:
-        return source_step > 0  # strides are not negative
+        return source_step > 0  # `as_strided` accepts no negative stride
     return (step, source_step) == (last.start - run[-2].start, last.source - run[-2].source)
 
 
@@ -174,22 +175,22 @@ class LoadObserver:
 
     Args:
         parameters: The model's parameters by name.
-        arrangement: Other conditions that determine the loader's targets, such as this rank's experts. If they are
-            unknown, None prevents the use of the copies.
+        arrangement: Other conditions that determine where the loader writes, such as the experts of this rank. If it is
+            None, the conditions are unknown, and `copies` returns no copies.
     """
 
     def __init__(self, parameters: Parameters, arrangement: str | None = "") -> None:
         self._parameters, self._places, self._arrangement = parameters, _places_of(parameters), arrangement
         self._names = {_storage(parameter): name for name, parameter in parameters.items()}
         self._known: dict[str, _TensorCopies] = {}
-        # Published tensors by storage. The weak reference prevents reuse of the storage's address.
+        # Published tensors by storage. While the weak reference exists, no other storage gets the same address.
         self._published: dict[int, tuple[StorageWeakRef, list[tuple[int, int, str]]]] = {}
-        # The source is a tensor (str) or a constant (float).
+        # Writes by parameter. Each source is the name of a tensor, or a constant.
         self._writes: dict[str, list[tuple[_Block, str | float]]] = {}
         self._excluded: set[str] = set()  # tensors and parameters that only the model's loader may load
 
     def seen(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass tensors to the loader, and remember them."""
+        """Yield the tensors to the loader unchanged, and remember where their bytes are."""
         for name, tensor in tensors:
             if name in self._known:
                 self._excluded.add(name)
@@ -297,7 +298,7 @@ class LoadObserver:
 
 
 def _ranges_of(block: _Block) -> tuple[np.ndarray, int]:
-    """Return the first value of each contiguous range of a block in its parameter, and the length of the ranges."""
+    """Split a block's target into contiguous ranges of one length. Returns the first value of each, and the length."""
     length, num_inner = 1, 0
     for size, stride in zip(reversed(block.shape), reversed(block.strides), strict=True):
         if size != 1 and stride != length:

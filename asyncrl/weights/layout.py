@@ -54,7 +54,7 @@ class ModelShards(Protocol):
     has_adapters: bool
 
     def held(self, part: Part) -> dict[str, Tensor]:
-        """Return the sharded parameters and the stored buffers of a part of the model, by name."""
+        """Return this rank's parameter shards and stored buffers that belong to ``part``, by name."""
         ...
 
     def converted(self, part: Part, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ class ModelShards(Protocol):
         ...
 
     def describe(self, folder: Path, part: Part) -> None:
-        """Write the JSON files of a part into the folder of its weights."""
+        """Write the JSON files of ``part``, such as the model's configuration, into ``folder``."""
         ...
 
     def gather(self, value: T, kind: Any) -> list[T]:
@@ -97,7 +97,7 @@ class Region:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
+        """Number of bytes that the region takes in the file."""
         return self.num_values * self.dtype.itemsize
 
     def values(self) -> Tensor:
@@ -199,9 +199,9 @@ class ModelLayout:
         return self._groups[self._shards.rank :: self._shards.num_ranks]
 
     def exchange(self, raw: Tensor) -> None:
-        """Send this rank's part of the raw copy to the ranks that need it, and receive their parts.
+        """Exchange parameters, so that each rank has the whole parameters from which it computes tensors.
 
-        This is a collective. ``raw``, [bytes] uint8 on the CPU, is this rank's copy.
+        This is a collective. ``raw``, [bytes] uint8 on the CPU, is this rank's raw copy. It receives the parameters.
         """
         rank, group = self._shards.rank, self._shards.group
         if self._spans is None:
@@ -261,7 +261,7 @@ class ModelLayout:
         data[: len(self.head)].copy_(torch.frombuffer(bytearray(self.head), dtype=torch.uint8))
 
     def _regions(self, name: str, first: int, num_values: int, start: int, dtype: torch.dtype) -> Iterator[Region]:
-        """Yield this rank's regions of a range of a parameter. The range starts at byte ``start`` of the file."""
+        """Yield what this rank writes of one range of a parameter. The range starts at byte ``start`` of the file."""
         for own_first, held_first, size in self._own_values(name):
             begin, end = max(first, own_first), min(first + num_values, own_first + size)
             if begin < end:
@@ -306,7 +306,7 @@ def in_file(data: Tensor) -> Callable[[StoredTensor], Tensor]:
 
 
 def dtype_of(stored: StoredTensor) -> torch.dtype:
-    """Return torch's dtype of a stored tensor."""
+    """Return the torch dtype of a stored tensor."""
     return getattr(torch, DTYPES[stored.dtype])
 
 

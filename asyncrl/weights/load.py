@@ -69,7 +69,7 @@ class WeightSource(Protocol):
 
     @property
     def copier(self) -> FileWeights | None:
-        """Object that copies and verifies host memory; None if the source verifies all bytes itself."""
+        """The object that verifies bytes of files while it copies them; None if the tensors are no views of files."""
         ...
 
     def verify(self) -> None:
@@ -104,7 +104,7 @@ def load_verified(
         tensors = weights.tensors()
         if adapter is not None:
             tensors = adapter.merged(tensors, device)
-        fused, observer = _fused.pop(model, None), None  # a failed load forgets the recorded copies
+        fused, observer = _fused.pop(model, None), None  # if this load fails, the next load records the copies again
         if fused is not None and fused.fit(parameters, arrangement):
             tensors = fused.take(tensors, parameters)
         else:
@@ -154,7 +154,7 @@ def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) 
         FileNotFoundError: a newer version has replaced the files.
         WeightsError: the manifest differs from the offered one.
     """
-    if offer.carrier == Carrier.engine_stream:  # not `is`: an engine server has a plain string here
+    if offer.carrier == Carrier.engine_stream:  # not `is`: in an engine server, `carrier` is a plain string
         return ArrivingWeights(offer, device, timeout_s=timeout_s)
     return FileWeights(offer, None if device.type == "cpu" else device)
 
@@ -201,7 +201,7 @@ class FileWeights:
             yield stored.name, shaped(stored, self._files[stored.file][stored.start : stored.start + stored.num_bytes])
 
     def _copies(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Copy tensors in a thread, a few spans ahead of the model's loader."""
+        """Copy groups of tensors to the device in a thread, up to `NUM_AHEAD` groups ahead of the model's loader."""
         copies, digests = BucketCopies(self._threads, device), DeviceDigests(device)
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         pending: deque[Future[list[tuple[str, Tensor]]]] = deque()
@@ -214,7 +214,7 @@ class FileWeights:
                 yield from pending.popleft().result()
 
     def _spans(self) -> Iterator[list[StoredTensor]]:
-        """Yield groups of adjacent tensors, up to `BUCKET_BYTES` each. Small experts are then copied together."""
+        """Yield groups of adjacent tensors, up to `BUCKET_BYTES` each, so that one copy moves many small experts."""
         span: list[StoredTensor] = []
         for stored in self.manifest.tensors:
             if span:
@@ -248,7 +248,7 @@ class FileWeights:
         return self if self._device is None else None
 
     def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:
-        """Return the pieces that cover exactly these bytes of a mapped file, or an empty list."""
+        """Return the pieces at a memory address of a mapped file; an empty list if the bytes are not whole pieces."""
         for index, data in enumerate(self._maps):
             start = address - data.ctypes.data
             if 0 <= start <= len(data) - num_bytes:
@@ -265,7 +265,7 @@ class FileWeights:
     def copy(self, pieces: Sequence[Piece], target: np.ndarray) -> bool:
         """Copy pieces to ``target``, [bytes] uint8. Returns whether ``target`` then holds the published bytes.
 
-        `verify` does not read these pieces again.
+        If so, the pieces count as verified, and `verify` does not read them again.
         """
         ends = list(accumulate(piece.num_bytes for piece in pieces))
         places = [target[end - piece.num_bytes : end] for piece, end in zip(pieces, ends, strict=True)]

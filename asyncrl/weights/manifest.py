@@ -152,9 +152,9 @@ class Manifest:
     """The description of a version: everything except its bytes.
 
     Attributes:
-        directory: Folder of ``files``. In the written file, the path is relative if the manifest is in or beside the
-            folder. Both can then be moved together.
-        files: Data files in safetensors format. For a delta, the file that results from it.
+        directory: Folder of ``files``. If the manifest is in or beside this folder, the written path is relative. Then
+            both can be moved together.
+        files: Data files in safetensors format. For a delta, the file that `delta.apply_delta` makes.
         pieces: The pieces, which cover all bytes of all tensors in ``files``.
         delta: The changes, if the version has no data file.
         adapter: The adapted layers, if ``tensors`` are the matrices A and B of adapters.
@@ -220,7 +220,7 @@ class Manifest:
         )
 
     def with_paths(self, change: Callable[[str], str]) -> Manifest:
-        """Return the manifest with changed paths of its folder and of its base's manifest."""
+        """Return a copy in which ``change`` was applied to both paths: the folder, and the manifest of the base."""
         changed = replace(self, directory=change(self.directory))
         if needs := self.delta or self.adapter:
             base = replace(needs.base, manifest=change(needs.base.manifest))
@@ -306,7 +306,7 @@ class DigestThreads(ThreadPoolExecutor):
 
     def wrong(self, pieces: Sequence[Piece], bytes_of: Callable[[Piece], np.ndarray]) -> list[Piece]:
         """Return the pieces that differ from the published ones. ``bytes_of`` returns [bytes] uint8."""
-        mapped = map if len(pieces) == 1 else self.map  # a digest is faster than waking a thread
+        mapped = map if len(pieces) == 1 else self.map  # one digest takes less time than waking a thread
         are_right = mapped(lambda piece: digest_of(bytes_of(piece)) == piece.digest, pieces)
         return [piece for piece, is_right in zip(pieces, are_right, strict=True) if not is_right]
 
@@ -339,7 +339,7 @@ def parse_manifest(offer: WeightOffer, content: bytes) -> Manifest:
 
 
 def write_error(num_bytes: int, where: Path | str, error: OSError, remedy: str = "") -> WeightsError:
-    """Return the error for weights that cannot be written to ``where``. ``remedy`` is for a lack of room."""
+    """Return the error for weights that cannot be written to ``where``. ``remedy`` helps if space is missing."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
         return WeightsError(f"{num_bytes} bytes of weights cannot be written to {where}: {error}")
     more = f", or {remedy}" if remedy else ""

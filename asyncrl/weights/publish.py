@@ -95,7 +95,7 @@ class WeightPublisher:
                 self._sender = WeightSender(
                     self._options, rank=shards.rank, num_ranks=shards.num_ranks, address=address
                 )
-            self._is_elsewhere = place[0] != host  # only rank 0's host keeps files
+            self._is_elsewhere = place[0] != host
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._count = 0
         self._ready: Future[list[RankPart]] = self._thread.submit(self._prepare)
@@ -236,7 +236,7 @@ class WeightPublisher:
         return record.span(SpanKind.publish_stage, lane="/publish", version=version, cause=name)
 
     def _gathered(self, version: int, parts: list[RankPart] | Exception) -> list[Any]:
-        """Finish this rank's part. Return, for every rank, the `RankShare`s or the text of a failure."""
+        """Convert and digest this rank's bytes. Return for every rank its `RankShare`s, or the text of its failure."""
         own: list[RankShare] | str | None = None
         if self._exchanged(parts):
             try:
@@ -249,10 +249,10 @@ class WeightPublisher:
         if self._shards.num_ranks == 1:
             return [own]
         gathered = self._shards.gather((own, self._oldest), tuple[list[RankShare] | str | None, int])
-        self._oldest = gathered[0][1]  # rank 0 gets the oldest version from the log
+        self._oldest = gathered[0][1]  # rank 0's value, which it got from `WeightLog.offer`
         if self._sender is not None:
             self._sender.retire(self._oldest)
-        # This rank sends its part from memory and does not need the files.
+        # Only rank 0's host keeps the files of versions. A rank on another host sends its part from memory.
         if self._is_elsewhere and not isinstance(parts, Exception):
             for part in parts:
                 shutil.rmtree(part.folder, ignore_errors=True)

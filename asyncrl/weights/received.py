@@ -2,7 +2,7 @@
 
 The engine workers of a host share one folder in the host's memory. A worker that wants a version locks the folder,
 receives the version if it is not there, and links it. So each byte crosses the network once per host. If a worker dies,
-the kernel releases its lock. A version's folder gets its name when it is complete.
+the kernel releases its lock. A version is received into a temporary folder, which is renamed when it is complete.
 
 The folder keeps the newest version until the next one arrives, because slow workers and a delta may need it. The last
 worker removes the folder.
@@ -65,9 +65,9 @@ class ReceivedVersions:
     async def version(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
         """Receive an offered version unless the host has it. Yield a full or adapter offer of local files.
 
-        No other worker changes the folder of the version before the context ends. Frozen weights of an adapter are in
-        another folder beside it. If another worker holds the lock for twice the deadline of a transfer, this worker
-        receives into folders of its own.
+        No other worker changes the folder of the version before the context ends. The manifest of an adapter names a
+        second folder, which has the frozen weights. If another worker holds the lock for twice the deadline of a
+        transfer, this worker receives into a separate folder.
 
         Raises the errors of `receive_weights`.
         """
@@ -157,7 +157,7 @@ class ReceivedVersions:
         return self._folder / f"{learner}-{offer.version:08d}"
 
     def _make_room(self, entry: Path, offer: WeightOffer) -> Path | None:
-        """Remove incomplete and older versions, and those of other learners. Keep and return the base of a delta."""
+        """Remove incomplete and older versions, and all versions of other learners. Keep and return a delta's base."""
         base = entry.with_name(f"{entry.name[:8]}-{offer.base_version:08d}") if offer.kind == "delta" else None
         for path in self._folder.iterdir():
             other = _ENTRY.fullmatch(path.name)
@@ -167,7 +167,7 @@ class ReceivedVersions:
         return base if base is not None and base.is_dir() else None
 
     async def _received(self, offer: WeightOffer, base: Path | None) -> Path:
-        from asyncrl.weights.stream import receive_weights  # not at the top, because it loads torch
+        from asyncrl.weights.stream import receive_weights  # imported here, because it loads torch
 
         holds = "" if base is None else digest_of((base / MANIFEST).read_bytes())
         local = await receive_weights(offer, self._folder, timeout_s=self._timeout_s, holds=holds)
@@ -232,7 +232,7 @@ def _apply(local: WeightOffer, base: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file to a file of this user, without following links. An existing target is overwritten in place.
+    """Copy a file. An existing target is overwritten in place, but not if it is a link. A new target has mode 0600.
 
     Raises:
         FileNotFoundError: the source does not exist.
@@ -267,6 +267,6 @@ def _flocked(folder: Path, operation: int) -> int:
 
 
 def _release(locking: Future[int]) -> None:
-    """Release a lock that was acquired after its caller was cancelled."""
+    """Release the lock if `_locked` acquired it after `version` had stopped waiting."""
     if not locking.cancelled() and locking.exception() is None:
         os.close(locking.result())

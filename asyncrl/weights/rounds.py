@@ -55,7 +55,8 @@ class Round:
 
     Attributes:
         number: Number of the round, from 1.
-        group: Number of the round that made the members' process group. The group's first ranks are the learner ranks.
+        group: Number of the round in which the process group was made; later rounds with the same members use it
+            again. The group's first ranks are the learner ranks.
         shares: Number of pieces that each learner rank sends. The manifest lists rank 0's pieces first.
         is_delta: Whether each rank sends its delta file instead of its pieces. The receivers then hold the previous
             version.
@@ -205,7 +206,7 @@ class RoundCoordinator:
         self._members: list[StreamWriter] = []
         self._group = 0
         self._ranks: dict[int, StreamWriter] = {}
-        self._done: dict[int, int] = {}  # the last round that each rank reported
+        self._done: dict[int, int] = {}  # by learner rank: the last round that the rank has ended
         self._rank_done = asyncio.Event()
         self._closed: Future[None] = Future()
 
@@ -232,7 +233,7 @@ class RoundCoordinator:
         while True:
             requests = [await self._requests.get()]
             requests += await _gathered(self._requests, options.num_receivers - 1, options.window_s)
-            # Call the receivers first, so that a stopped receiver delays the others only once.
+            # Call the receivers. A receiver that does not answer is left out, because it would block the round.
             self._call, self._present = self._call + 1, asyncio.Queue()
             for request in requests:
                 _send(request.receiver, {"call": self._call})
@@ -285,7 +286,7 @@ class RoundCoordinator:
                 if message["failed"]:
                     self._members = []
                     if (broken := self._meetings.pop(message["round"], None)) is not None:
-                        for member, _, _ in broken.pending:  # otherwise they wait until the deadline
+                        for member, _, _ in broken.pending:  # or these members would wait until the deadline
                             _send(member, {"over": message["round"]})
                 self._ranks[message["rank"]] = sender
                 self._done[message["rank"]] = message["round"]
@@ -329,7 +330,7 @@ class RoundCoordinator:
             logger.warning("round %d of weights: not every rank was done within %.1f s", number, this.timeout_s)
 
     async def _until_done(self, number: int) -> None:
-        """Wait until every rank has reported a round. A rank reports round 0 when it first connects."""
+        """Wait until every learner rank has ended a round. A rank reports the end of round 0 when it first connects."""
         while len(self._done) < self._num_ranks or min(self._done.values()) < number:
             self._rank_done.clear()
             await self._rank_done.wait()
@@ -461,7 +462,7 @@ class WeightChannel:
                 self._socket.settimeout(None if ends_s is None else max(ends_s - time.monotonic(), 1e-3))
                 part = self._socket.recv(num_bytes - len(data))
             except OSError as error:
-                if isinstance(error, TimeoutError) and error.errno is None:  # the timeout of this socket, not of TCP
+                if isinstance(error, TimeoutError) and error.errno is None:  # an error of TCP has an errno
                     silent_s = time.monotonic() - began_s
                     what = f"learner rank 0 at {self.address.endpoint} was silent for {silent_s:.1f} s"
                     raise TimeoutError(what) from None

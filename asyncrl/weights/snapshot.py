@@ -124,7 +124,7 @@ class WritableFile:
         Returns the pieces per span.
         """
         digest = partial(pieces_of, 0, data=self.data.numpy(), for_device=for_device)
-        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # the digests are faster than waking threads
+        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # waking threads would take longer
             digested = [digest(*span) for span in spans]
             self.sync()
             return digested
@@ -146,7 +146,7 @@ class WritableFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # makes unmapping fast
+        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # makes the later unmapping fast
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
@@ -191,7 +191,7 @@ class RankPart:
             self.layout.exchange(self._raw.data)
 
     def finish(self, base: RankPart | None = None) -> RankShare:
-        """Compute the remaining tensors, and digest the part. Call `exchange` first.
+        """Compute the tensors that are no copies of shards, and digest all bytes of the part. Call `exchange` first.
 
         For a delta, write the changes since ``base``.
         """

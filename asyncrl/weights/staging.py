@@ -1,8 +1,8 @@
 """Stages offered weights for one engine while the engine generates, so that it pauses only for the load.
 
 - A full version or an adapter in a folder is hard-linked, so that the learner may remove its own link.
-- A delta in a folder is applied to a copy of the engine's version in host memory, the *image*. Full versions are copied
-  there if the options say so, or if hard links are impossible.
+- A delta in a folder is applied to a copy of the engine's version in host memory, the *image*. A full version is copied
+  to the image if ``copies`` is True, or if hard links are impossible.
 - A version of a host stream is received into host memory, once for all engines of the host, and hard-linked.
 - A version of an engine stream is not staged.
 """
@@ -82,7 +82,7 @@ class WeightStager:
         try:
             yield local
         except Exception:
-            if offer.carrier == Carrier.host_stream:  # the received bytes may be damaged
+            if offer.carrier == Carrier.host_stream:  # the load failed, perhaps because the received bytes are damaged
                 self._received.discard(offer)
             raise
         finally:
@@ -189,7 +189,7 @@ class WeightStager:
             folders[Path(manifest.base.manifest).parent] = read_manifest(manifest.base).files
         check_owned(source.parent.parent)
         self._links = make_private_folder(source.parent.parent / LINKS) / self._image.name
-        self._remove_links()  # files of an earlier engine with this name
+        self._remove_links()  # a dead engine with the same name may have left links
         for folder, files in folders.items():
             target = make_private_folder(self._links / folder.name)
             for name in (*files, source.name):

@@ -233,7 +233,7 @@ class WeightSender:
 
 
 class RoundDeadline:
-    """The deadline of one or more waits."""
+    """A point in time at which one or more successive waits end."""
 
     def __init__(self, timeout_s: float) -> None:
         self._ends_s = time.monotonic() + timeout_s
@@ -293,7 +293,7 @@ class RoundStore(Store):
                     self._known |= answer["values"]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether the keys are known in this process."""
+        """Return whether this process already has the values of all keys. Does not ask rank 0."""
         return all(key in self._known for key in keys)
 
 
@@ -310,7 +310,7 @@ class WeightGroup:
         self._copies: BucketCopies | None = None
         own = PrefixStore("members", self._store)
         if self._is_nccl:
-            from torch.distributed import ProcessGroupNCCL  # some builds of torch do not have it
+            from torch.distributed import ProcessGroupNCCL  # here, because torch may be built without NCCL
 
             options: Any = ProcessGroupNCCL.Options()
             options._timeout = _FOREVER  # torch's watchdog would end the process; `abort` ends the waits instead
@@ -620,7 +620,7 @@ _idle: list[GroupMember] = []
 
 
 def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -> ReceiverRound:
-    """Ask rank 0 for a version, answer its call before the round, and join the round. Returns the membership.
+    """Ask rank 0 for a version, answer the call that rank 0 sends before the round, and join the round.
 
     Raises:
         WeightsGone: the ranks no longer hold the version, or rank 0 has ended.
