@@ -13,7 +13,7 @@ OPEN = [("queued", 0, 5), ("budget", 0, 1)]
 
 
 def states(attribution, pool, lane=None):
-    """Return the periods as (start, end, state, number of places), sorted by time."""
+    """Return the periods of a pool as (start, end, state, number of sample slots), sorted by time."""
     found = [(s.start, s.end, s.state, s.places) for s in attribution.stretches[pool] if lane in (None, s.lane)]
     return sorted(found)
 

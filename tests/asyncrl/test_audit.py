@@ -42,7 +42,10 @@ def trained_on(group, step, samples):
 
 
 def write_life(folder, steps, *, resumed=None, before=()):
-    """Write a life with one group per step. In groups of attempt 1, another engine sampled four of the tokens."""
+    """Write the receipts of one life (start) of a run, with one group per step.
+
+    If a group has attempt 1, engine-1 had sampled four of its tokens in attempt 0.
+    """
     make_life(folder, resumed=resumed, status=0)
     receipts.start(folder, "all")
     for step in steps:
@@ -80,7 +83,7 @@ def write_life(folder, steps, *, resumed=None, before=()):
 
 @pytest.fixture
 def run(tmp_path):
-    """Write a run of two lives.
+    """Write the receipts of a run with two lives, which are two starts of the run.
 
     The first life made three steps, and its last step was lost. The second life made two steps.
     """
@@ -92,7 +95,7 @@ def run(tmp_path):
 
 
 def change(run: Path, act, chosen, **values):
-    """Set ``values`` in the life's receipts of kind ``act`` whose fields equal ``chosen``."""
+    """Write ``values`` into some receipts of ``run``: those of kind ``act`` with the fields ``chosen``."""
     path = run / "receipts" / "all.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
@@ -147,7 +150,7 @@ def test_a_receipt_that_is_wrong_or_missing_is_named(run, capsys, act, chosen, v
 
 @pytest.mark.long
 def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, capsys):
-    """The next life inherits the journal, and trains a group that the killed life's engine sampled."""
+    """An engine of the killed life sampled group 3. The next life finds the group in the journal and trains it."""
     checkpoint = run.parent / "1" / "checkpoints" / "v00000002"
     killed = write_life(run.parent / "1b", {2: group_of(3, [2] * 4)}, resumed=checkpoint)
     (killed / "summary.json").unlink()
@@ -163,7 +166,7 @@ def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, cap
 
 
 def test_a_step_in_a_checkpoint_counts_though_its_controller_was_killed_before_it_noted_the_commit(run, capsys):
-    # the last commit of life 1, and a commit of the next life that is not its last
+    # remove the last commit of life 1, and a commit in the middle of the next life
     for life, step in ((run.parent / "1", 1), (run, 2)):
         path = life / "receipts" / "all.jsonl"
         lines = path.read_text().splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: failed starts, stops during the start, lost parts, and unknown clients."""
+"""The Ray cluster of a run: failed starts, stops during the start, dead processes, and clients without its token."""
 
 import asyncio
 import os

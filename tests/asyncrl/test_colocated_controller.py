@@ -1,4 +1,4 @@
-"""Colocated training with scripted parts: the order of events, and one pool at a time on the device."""
+"""Colocated training with a scripted learner and fleet: the order of events, and exclusive use of the device."""
 
 import asyncio
 

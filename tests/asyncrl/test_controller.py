@@ -1,4 +1,4 @@
-"""The controller's loops with scripted parts: waits, overlap, and the end of a run."""
+"""The controller's loops with a scripted buffer, learner and fleet: waits, overlap, and the end of a run."""
 
 import asyncio
 import math
@@ -25,8 +25,8 @@ TOKENS_PER_STEP = 10
 class ScriptedBuffer(OffersInMemory):
     """A scripted buffer. Like the real ledger, it can plan one version ahead of the last commit.
 
-    ``slow_parts`` maps a checkpoint's version to a step. The buffer finishes its part of the checkpoint after the
-    commit of this step.
+    ``slow_parts`` maps a checkpoint's version to a step. The buffer finishes writing its files of this checkpoint only
+    after the commit of this step.
     """
 
     def __init__(self, trained_per_step=TOKENS_PER_STEP, version=0, earlier=None, slow_parts=()):
@@ -137,7 +137,6 @@ class ScriptedLearner:
         return asyncio.ensure_future(self._publish(version))
 
     async def _publish(self, version):
-        """Copy the weights at once, and offer them in the background after a short time."""
         async with self.turn:
             self.background.add(asyncio.ensure_future(self._offer(version)))
 
@@ -237,7 +236,7 @@ def make_controller(
 
 
 async def train(controller, fleet):
-    """Train with a fleet that loads weights by itself."""
+    """Train while the fleet's own loop loads the weights."""
     running = asyncio.ensure_future(fleet.run())
     try:
         await asyncio.wait_for(controller.train(), 10)
@@ -267,7 +266,7 @@ async def test_the_next_update_is_queued_on_the_ranks_before_the_running_one_is_
 class UnsureLearner(ScriptedLearner):
     """A learner that adds a group without a score to each plan.
 
-    The group is a copy of the planned group with other response lengths.
+    The added group is a copy of the planned group with other response lengths.
     """
 
     async def scored(self, plan):
@@ -352,9 +351,9 @@ async def test_a_record_carries_the_batchs_numbers():
 
 
 class BufferOfShortGroups(ScriptedBuffer):
-    """A buffer with a complete group of four samples and a short group in each batch.
+    """A buffer whose batches have a complete group of four samples and an incomplete group.
 
-    The short group lacks one sample, or two samples at odd versions.
+    The incomplete group has three samples at even versions, and two samples at odd versions.
     """
 
     async def plan(self, version):
@@ -501,7 +500,7 @@ async def test_a_training_that_is_stopped_before_its_first_batch_ends_at_once_an
 
 async def test_a_requested_checkpoint_is_saved_with_the_next_step_and_told_when_it_is_whole(tmp_path):
     class Writer(ScriptedLearner):
-        """A learner that copies its state at once. The checkpoint gets its name two steps later."""
+        """A learner that copies its state at once. The checkpoint on disk is complete two steps later."""
 
         async def _saved(self, version):
             folder = tmp_path / f"v{version:08d}"

@@ -23,7 +23,7 @@ def stream_of(tmp_path, sampler: str) -> PromptStream:
 
 
 async def train(client: AnyRole, prompts: RepeatedPrompts, steps: range) -> Counter[str]:
-    """Make the steps, and return the number of generated groups per difficulty."""
+    """Make the learner steps ``steps``, and return the number of generated groups per difficulty."""
     generated: Counter[str] = Counter()
     for step in steps:
         while (await client.stats()).groups["stored"] < SIZE:
@@ -59,7 +59,7 @@ async def test_a_curriculum_continues_from_the_state_of_a_checkpoint_with_the_sa
                 client = run.client()
                 for end in (start + 3,) if restarts else range(3, 13, 3):
                     await train(client, prompts, range(start, end))
-                    # a checkpoint asks for the outcomes too
+                    # as before a checkpoint, which also requests the outcomes of groups
                     prompts.note(await client.enqueue([], wants_outcomes=True))
                     start = end
             if restarts:
@@ -71,13 +71,13 @@ async def test_a_curriculum_continues_from_the_state_of_a_checkpoint_with_the_sa
 
 
 async def test_a_curriculum_whose_groups_train_twice_continues_from_a_checkpoint_as_if_it_had_not_ended(tmp_path):
-    """The test saves the ledger's part and the sampler's state between a plan and its commit, as a run does."""
+    """As in a run, the states of the ledger and the sampler are saved after a step's plan and before its commit."""
     options = {"groups_per_step": SIZE, "max_lag": 2, "max_uses": 2, "filters": ["equal_rewards"]}
 
     async def step_of(client: AnyRole, prompts: RepeatedPrompts, step: int) -> list[tuple[int, int]]:
-        """Generate the groups that the step lacks, one at a time, and plan the step.
+        """Generate groups one at a time until the step's batch is full, and plan the step.
 
-        Returns its groups and their earlier uses.
+        Returns the id of each planned group, and how often the group was trained before.
         """
         while (await client.stats()).groups["stored"] < SIZE:
             prompts.note(await client.enqueue(prompts.take(1), wants_outcomes=True))

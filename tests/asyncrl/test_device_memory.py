@@ -60,7 +60,6 @@ def run(*options, model="Qwen3-0.6B", experiment="gsm8k"):
 
 
 def test_parameters_are_counted_in_existing_weights(tmp_path):
-    """The quickstart's model has 75,008 parameters."""
     assets = make_assets(tmp_path / "assets", seed=0, num_train=8, num_held_out=8, num_demonstrations=8)
     assert ModelSize.of(str(assets.model)).num_parameters == 75_008
 
@@ -152,8 +151,8 @@ def test_memory_of_a_rank_equals_a_calculation_by_hand():
     scattered = with_options(config, {"learner.gradient_sync": GradientSync.micro_batch})
     assert rank_memory(scattered, SMALL)["learner"]["gradients"] == SMALL.num_parameters
     assert parts["gathered root unit"] == 2 * (151936 * 1024 + 1024)
-    # The tied output layer needs its gradient in float32, the gradients of the logits of 4,096 tokens in bfloat16, and
-    # the gradients of a chunk's logits in both types.
+    # Three gradients: the tied output layer's in float32, those of 4,096 tokens' logits in bfloat16, and those of one
+    # chunk's logits in both dtypes.
     assert parts["output layer"] == 4 * 151936 * 1024 + 2 * 4096 * 151936 + 6 * 1024 * 151936
     assert _WEIGHT_CHUNK_TOKENS == WEIGHT_CHUNK_TOKENS
 
@@ -191,7 +190,7 @@ def test_each_role_is_counted_with_its_own_options():
     assert sizes("learner.reference.frozen_dtype=float32")["frozen parameters"] == 4 * num // 2
     assert "frozen parameters" not in sizes("learner.reference.param_offload=true")
     assert "frozen parameters" not in sizes("learner.reference.offload_policy=true")
-    # While one role trains, the moments of the other role are on the host.
+    # While one role trains, the optimizer moments of the other role are in host memory.
     assert sizes("learner.optimizer_offload=true")["optimizer"] == 8 * num // 2
     assert sizes("learner.fsdp_size=2", "learner.critic.fsdp_size=1")["optimizer"] == 8 * num // 2 + 8 * num
     own = ["learner.critic.max_tokens_per_micro_batch=4096", "learner.critic.activation_checkpointing=false"]
@@ -262,7 +261,7 @@ def test_the_learner_recomputes_layers_on_cuda_and_sums_large_gradients_at_once(
     model, config = nn.Linear(2, 2), LearnerConfig()
     on_cpu = with_memory_options(config, model, torch.device("cpu"))
     assert (on_cpu.activation_checkpointing, on_cpu.gradient_sync) == (False, GradientSync.update)
-    # 24 bytes of gradients are more than 15% of 80 bytes of memory
+    # the gradients (24 bytes) take more than 15% of the card (80 bytes), so they are summed after each micro-batch
     on_cuda = with_memory_options(config, model, torch.device("cuda"))
     assert (on_cuda.activation_checkpointing, on_cuda.gradient_sync) == (True, GradientSync.micro_batch)
     named = replace(config, activation_checkpointing=False, gradient_sync=GradientSync.update)

@@ -30,7 +30,7 @@ GSPO = ("algorithm.loss=gspo", "algorithm.clip_low=0.01", "algorithm.clip_high=0
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Return a model with 128 positions, and its data."""
+    """Return the quickstart's files: a model with 128 positions, and prompts."""
     folder = tmp_path_factory.mktemp("quickstart") / "assets"
     return make_assets(folder, seed=0, num_train=4, num_held_out=4, num_demonstrations=4)
 

@@ -95,7 +95,7 @@ async def test_a_worker_that_hangs_before_the_first_weights_ends_the_start(fleet
 
 async def test_each_start_of_an_engine_draws_other_random_numbers(fleet_of):
     seeds = []
-    for version in (0, 40):  # a new run, and a run that continues from a checkpoint
+    for version in (0, 40):  # 40: the run continues from a checkpoint
         workers = Workers(takes_s=100.0)
         fleet = fleet_of(workers, TWO, version=version)
         await fleet.start()
@@ -133,7 +133,7 @@ async def test_a_worker_that_ends_with_leases_left_is_buried_with_its_own_count(
     if end == "leave":
         await fleet.leave(1)
     counts = await fleet.drain()
-    worker = f"worker-1-{workers.replaced.count(1)}"  # the last number counts the replacements
+    worker = f"worker-1-{workers.replaced.count(1)}"  # the name ends with the number of the worker's replacements
     assert (workers.graves.buried, workers.graves.known) == ([worker], [100])
     assert (counts.tokens_generated, counts.tokens_in_flight) == (100 + 70, 0)
 
@@ -142,7 +142,7 @@ async def test_a_worker_whose_engine_failed_with_leases_left_is_buried_with_its_
     workers, fleet, _ = await running(500.0, TWO, "rollout_fleet.restarts=0")
     workers.keeps_leases.add(1)
     workers.die(1, EngineLost("the engine of rank 1 failed"))
-    del workers.deaths[1]  # the worker still answers the next call itself
+    del workers.deaths[1]  # only the engine has failed, so the worker's process still answers calls
     await asyncio.sleep(100)
     assert (workers.graves.buried, workers.graves.known) == (["worker-1-0"], [100])
     counts = await fleet.drain()
@@ -227,7 +227,7 @@ async def test_links_of_a_killed_worker_are_removed_when_the_fleet_stops(fleet_o
 
 
 class Call(list):
-    """References to results that never arrive."""
+    """A call whose results never arrive. Its items name the workers."""
 
     def __await__(self):
         return asyncio.sleep(60).__await__()

@@ -25,7 +25,10 @@ def logprobs_under(folder):
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a life that stored versions 2 and 3, and a sample with tokens of both. Version 4 was removed."""
+    """Return the folder of a run that kept the weights of versions 2 and 3, but not of version 4.
+
+    The sample of step 3 has tokens of versions 2 and 3. The sample of step 4 also has a token of version 4.
+    """
     folder = make_life(tmp_path / "1", status=0)
     second, third = (folder / "snapshots" / f"v{version:08d}" for version in (2, 3))
     for place, seed in ((second, 2), (third, 3)):

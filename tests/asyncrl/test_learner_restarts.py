@@ -66,7 +66,7 @@ class MortalLearner(ScriptedLearner):
         return await super()._update(version)
 
     async def _live(self, version=None):
-        """Die at the scheduled update. The calls that are queued after the update fail too."""
+        """Raise the error if ``version`` is the scheduled update. From then on, raise it in every call."""
         async with self.turn:
             if self.deaths and version == self.deaths[0]:
                 self.deaths.pop(0)
@@ -94,7 +94,7 @@ class MortalLearner(ScriptedLearner):
 
 
 def _unwatched(call):
-    """Mark a failure of ``call`` as observed, because no code awaits calls that are queued after a death."""
+    """Retrieve the exception of ``call`` when it fails, because nobody awaits calls queued after a learner's death."""
     call.add_done_callback(lambda done: done.cancelled() or done.exception())
     return call
 
@@ -169,7 +169,7 @@ async def test_a_step_that_a_checkpoint_holds_and_the_ledger_has_not_heard_of_is
 
 
 class LosingLearner(MortalLearner):
-    """A learner whose ranks do not find the batches in ``losses``.
+    """A learner whose ranks do not find the batches of the versions in ``losses`` in the buffer.
 
     Calls that are queued after a lost batch raise `BatchLost` too.
     """

@@ -97,7 +97,7 @@ async def test_a_worker_that_stands_still_for_any_time_stops_no_call_of_the_loop
 async def test_a_worker_that_misses_the_deadline_of_one_call_is_declared_dead_by_that_call(training_on):
     workers = Workers()
     fleet, run = await training_on(workers)
-    await asyncio.sleep(5)  # the watch asks for the state of the loops and gets an answer in time
+    await asyncio.sleep(5)  # meanwhile the fleet's watch polls the workers, and they answer in time
     workers.stand_still(1, 1.25 * DEADLINE_S)
     await fleet.counters()
     await asyncio.sleep(3 * DEADLINE_S)

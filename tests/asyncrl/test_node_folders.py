@@ -87,7 +87,7 @@ async def test_one_that_a_node_lacks_or_has_otherwise_is_copied_to_the_runs_fold
     model = make_model(tmp_path / "model")
     if text_there:
         make_model(nodes["10.0.0.2"].file(model), text_there)
-    for _ in range(2):  # the second time stands for a restart of the ranks
+    for _ in range(2):  # ranks that restart bring the folder a second time
         path = await folders.bring(model, "model")
     assert path == tmp_path / "run" / "model"
     there = nodes["10.0.0.2"].file(path)

@@ -1,4 +1,4 @@
-"""A run on several nodes: the checks of its options, and of whether the run fits the nodes."""
+"""A run on several nodes: checks that its options are valid, and that its processes fit on the nodes."""
 
 from dataclasses import fields
 
@@ -15,7 +15,7 @@ COLLECTIVE = {"transport": Transport.collective, "interface": "eth0"}
 
 
 def config_of(**sections):
-    """Return a run on two nodes with changes to its sections."""
+    """Return the configuration of a run on two nodes, with these changes to its sections."""
     several = {"placement": {"num_nodes": 2}, "ray": {"address": "auto"}, "buffer": {"host": "10.0.0.1"}}
     kinds = {section.name: section.default_factory for section in fields(RunConfig)}
     names = several.keys() | sections.keys()

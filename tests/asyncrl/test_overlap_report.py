@@ -14,7 +14,7 @@ from tests.support.traces import record_run, trace_of
 def half_and_half():
     """Return the report of two steps of 100 ns.
 
-    In each step, the learner rank waits 40 ns and works 60 ns. The engine has 2 places and always runs one sample.
+    In each step, the learner rank waits 40 ns and works 60 ns. The engine can run 2 samples and always runs one.
     """
     fleet = [("engine-0", "capacity", 0, 2), ("engine-0", "running", 0, 1), ("engine-0", "tail", 0, 1)]
     learner = [("learner-0", "update", start, start + 60) for start in (40, 140)]
@@ -27,7 +27,7 @@ def test_efficiency_is_the_slower_pool_alone_over_the_measured_step():
     run = report.run
     assert run.step_s == pytest.approx(100e-9)
     assert run.alone_s("learner") == pytest.approx(60e-9)
-    # Even without a learner, a group occupies its places until its last sample ends.
+    # A group occupies its sample slots until its last sample ends. So the fleet alone is no faster than the run.
     assert run.alone_s("fleet") == pytest.approx(100e-9)
     assert run.efficiency == pytest.approx(1.0)
     assert run.pools["learner"].utilisation == 0.6

@@ -1,4 +1,4 @@
-"""Plans, advice and calibration: compared choices, conditions for advice, and the replay of a recorded run."""
+"""The planner: the comparison of option values, conditions for advice, and the replay of a recorded run."""
 
 import json
 from dataclasses import asdict, replace

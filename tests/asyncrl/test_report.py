@@ -1,4 +1,4 @@
-"""The report of recorded runs with known stages, and the other files of a run's folder."""
+"""The report of simulated runs, whose figures are known, and of runs with damaged files."""
 
 import itertools
 import json

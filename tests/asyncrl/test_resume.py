@@ -1,4 +1,4 @@
-"""Resumed runs: the checkpoint and the prompts."""
+"""Resumed runs: which checkpoint they begin from, and which prompts come next."""
 
 import json
 from dataclasses import asdict, replace

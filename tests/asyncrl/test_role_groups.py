@@ -59,7 +59,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def group(group_id: int, version: int = 0) -> TrajectoryGroup:
-    """Return two samples, the first of two turns."""
+    """Return a group of two samples. The first sample has two turns of the policy."""
     rng = np.random.default_rng(group_id)
     lengths = np.array([5, 3], dtype=np.int32)
     return make_group(
@@ -190,7 +190,7 @@ async def train_on_other_tokens(learner: LearnerGroup) -> None:
 
 
 async def fail(learner: LearnerGroup) -> None:
-    plan = Plan(version=7, groups=[group(1).summary])  # the shares name a sample that the group does not have
+    plan = Plan(version=7, groups=[group(1).summary])  # the ranks get a sample number that the group does not have
     batches = learner._shares(plan, "critic")
     strange = replace(batches[0].shares[0], samples=(5,), rewards=np.zeros(1))
     learner._batches[1][1] = [replace(batch, shares=(strange,)) for batch in batches]
@@ -276,7 +276,7 @@ def test_roles_of_one_process_compute_the_same_with_options_of_their_own(fused, 
 
 def bytes_of_roles() -> list[int]:
     """Return the bytes that each role of this process has on the device."""
-    gc.unfreeze()  # the worker has excluded its objects from garbage collection
+    gc.unfreeze()  # the worker has called gc.freeze, which hides its objects from gc.get_objects
     return [policy.device_bytes() for policy in gc.get_objects() if isinstance(policy, OffloadPolicy)]
 
 
@@ -305,7 +305,7 @@ def test_every_role_of_the_actors_pool_leaves_the_device_at_the_hand_over(start,
             found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
             await learner.rollout_mode(version + 1)
             found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
-        await learner.save_policy(tmp_path / "policy")  # called while the engines use the device
+        await learner.save_policy(tmp_path / "policy")  # the engines use the device during this call
         found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
         return found
 
@@ -408,7 +408,7 @@ def test_a_reward_model_scores_what_is_planned_and_training_goes_on_without_a_gr
 def test_adapters_make_the_actor_the_reference(start) -> None:
     learner = start(
         "learner.lora.rank=4",
-        "weights.adapters=false",  # because `run_steps` reads whole models
+        "weights.adapters=false",  # so that whole weights are published, which `run_steps` reads
         "algorithm.num_mini_batches=1",
     )
     metrics, _ = asyncio.run(asyncio.wait_for(run_steps(learner), DEADLINE_S))

@@ -124,10 +124,10 @@ def test_two_engines_on_one_core_are_as_fast_as_one():
 
 @pytest.mark.parametrize(("max_lag", "expected_s"), [(0, 3 + 0.25 + 0.3 + 3), (2, 3.8)])
 def test_other_work_on_the_host_slows_down_busy_pools(max_lag, expected_s):
-    """The engine generates for 3 s. It stores four groups in 0.0625 s each, and waits 0.3 s before it requests a lease.
+    """Per step, the engine generates for 3 s, stores four groups in 0.0625 s each and waits 0.3 s for leases.
 
-    The controller's 1 s per step uses the core with fewer jobs. With lag, both cores are busy, so the controller slows
-    down both pools.
+    The learner trains for 3 s. The controller computes for 1 s on the core with fewer jobs. Without lag, this core is
+    idle. With lag, both cores are busy, so the controller slows down both pools.
     """
     host = HostModel(is_shared=True, settle_s=0.0625, step_s=1.0)
     work = {"engine": BATCHES, "learner": LearnerModel(step_s=3.0), "host": host}
@@ -352,7 +352,7 @@ def test_a_waiting_group_that_is_stopped_is_returned_after_a_batch_of_one_token(
 
 
 def test_handed_over_groups_continue_without_lost_tokens():
-    """One of two equal engines needs more than twice as long for a group as for any group before."""
+    """The two engines are equally fast. But one engine needs more than twice as long for a group as before."""
     model = EngineModel(step_s=0.001, step_s_per_sample=0.01)
     lengths = LengthModel(recorded=[[10, 10], [300, 300]])
     keeps = scenario(max_lag=0, num_engines=2, groups_in_flight=8, engine=model, lengths=lengths, groups_per_step=8)
@@ -363,7 +363,7 @@ def test_handed_over_groups_continue_without_lost_tokens():
 
 
 def test_simulated_steps_vary_like_the_recorded_ones():
-    """Every fourth step takes longer than the others. Without lag, a step takes the sum of both pools' times."""
+    """Every fourth learner step is slower. Without lag, a step takes the generation time plus the training time."""
     variation = [0.75, 0.75, 0.75, 1.75]
     varied = scenario(max_lag=0, num_steps=30, warm_up_steps=10, learner=LearnerModel(step_s=2.0, variation=variation))
     outcome = simulate(varied)

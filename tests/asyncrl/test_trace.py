@@ -23,9 +23,9 @@ def test_a_trace_has_consecutive_steps(tmp_path):
 
 
 def steps_of(*spans):
-    """Make a trace from spans (version, start, end), and return its steps and window.
+    """Return the steps of a trace and its window, which is the time from the first to the last finished step.
 
-    An end of 0 makes an open span.
+    Each span is (version, start, end). If the end is 0, the span is open.
     """
     spans = [
         Span(lane="controller", kind="step", step=step, start=start, end=end or 99, is_open=not end)
@@ -78,7 +78,7 @@ def test_a_group_has_a_life_per_use_of_its_last_trajectories_and_a_repeated_step
     stamps = []
     for event, version in (("stored", 0), ("trained", 1), ("requeued", -1), ("stored", 2)):
         stamps.append(stamp(event, version, learner=version))
-    for step in (3, 5, 6, 5):  # the learner goes back from 7 to 4
+    for step in (3, 5, 6, 5):  # after step 6, the learner goes back to version 4
         stamps.append(stamp("trained", step))
     life = GroupLife(group=7, stamps=tuple(stamps))
     assert [(use.step, use.lag, use.lag_in_queue) for use in life.uses()] == [(3, 1, 1), (5, 3, 3)]

@@ -30,7 +30,7 @@ def watched(tmp_path):
 
 
 async def test_a_run_goes_on_without_a_dashboard_that_does_not_come_up(watched):
-    watching, said = watched("dashboard=true", "dashboard_address=192.0.2.1:1")  # refused, because there is no token
+    watching, said = watched("dashboard=true", "dashboard_address=192.0.2.1:1")  # an open address needs a token
     async with watching:
         watching.step(make_record(0))
     assert "the dashboard did not start at 192.0.2.1:1; the run continues without it; see " in said.getvalue()
@@ -65,7 +65,7 @@ async def test_trackers_that_do_not_end_are_left(watched, monkeypatch):
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Return the folders of the runs that requested advice."""
+    """Return the list of run folders for which `look_for_advice` was called."""
     found = []
 
     async def look(run_dir):

@@ -7,7 +7,7 @@ from benchmarks.held_out import first_crossing, load_held_out
 
 
 class Answerer:
-    """A model that reverses prompts. Spoiled samples end with an extra digit."""
+    """A model that reverses prompts. The answers with numbers in ``spoilt`` get an extra digit, so they are wrong."""
 
     def __init__(self, spoilt=()):
         self.spoilt = set(spoilt)

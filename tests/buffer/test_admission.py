@@ -59,7 +59,7 @@ def after_one_step(requests: CountedRequests) -> None:
 async def test_engines_whose_version_is_refused_cost_nothing_while_others_work():
     requests = CountedRequests(max_lag=1)
     after_one_step(requests)
-    # as many groups as version 1 can consume
+    # the learner can consume only two groups of version 0, and this worker leases both
     requests.ask(b"worker", commands.LeaseGroups(engine_version=0, max_groups=2))
     for number in range(100):
         requests.ask(b"old-%d" % number, commands.LeaseGroups(engine_version=0, max_groups=1))

@@ -134,7 +134,7 @@ async def test_a_call_cancelled_at_any_moment_loses_no_group(call: str):
 
 
 async def test_a_request_that_the_server_may_hold_has_its_deadline_from_when_it_must_be_answered():
-    """A server stops just before its answer, and is restarted within two thirds of the deadline."""
+    """The server stops just before it answers. It is restarted within two thirds of the request's deadline."""
     async with running(request_timeout_s=2.4) as run:
         client = run.client(request_timeout_s=1.0)
         assert await client.lease(0, 1) == [], "held for 1.2 s"

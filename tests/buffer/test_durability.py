@@ -95,7 +95,7 @@ async def test_messages_tools_and_environment_of_a_prompt_survive_a_restart(tmp_
 
 
 class Learner:
-    """The learner's version, and the calls that wait for the next version."""
+    """The learner's version. Calls can wait until it changes."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -334,7 +334,7 @@ def test_inspect_prints_what_the_server_holds(tmp_path: Path, capsys, monkeypatc
 
 @pytest.fixture
 def no_frames_in_the_log(monkeypatch):
-    """Let the journal's thread write frames of any size. By default it writes only large frames."""
+    """Let the journal write payloads of any size to its frames file. By default, small payloads go into its log."""
     monkeypatch.setattr(service, "JOIN_BELOW_BYTES", 0)
 
 
@@ -547,7 +547,7 @@ async def test_a_journal_is_compacted_while_groups_are_stored_wherever_their_fra
 
 def test_a_reference_to_frames_that_were_lost_never_finds_others(tmp_path: Path):
     first = Journal(tmp_path / "journal")
-    first.note({("payload", 1): 1})  # the frames of place 1 were lost
+    first.note({("payload", 1): 1})  # key 1 refers to frames that were never written
     first.close()
     second = Journal(tmp_path / "journal")
     second.note({("payload", 2): [b"others"]})

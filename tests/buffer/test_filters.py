@@ -12,7 +12,7 @@ from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 
 async def put_filtered(client: AnyRole, number: int) -> None:
-    """Put groups of equal rewards."""
+    """Put ``number`` groups of equal rewards, which the filter drops."""
     num_put = 0
     while num_put < number:
         for lease in await client.lease(0, number - num_put):

@@ -49,7 +49,8 @@ def test_more_groups_share_a_deadline_than_its_steps_take_and_the_last_leased_gi
     of.step()
     [fresh] = of.lease(1, 9, now=0.0)
     of.put(summary_of(fresh))
-    # Groups 1 and 2 are due at version 2, so one of them must be in batch 1 or is revoked. Only group 3 is ready.
+    # Groups 1 and 2 are due at version 2, and a batch has one group. So one of the two must be in batch 1, or its
+    # lease is revoked. Only group 3 is ready.
     assert of.step() == [3]
     assert [r.group_id for _, r in of.attempts.drain_revocations()] == [2]
 
@@ -265,7 +266,7 @@ def test_only_the_owner_of_a_lease_reports_it_also_after_it_was_taken_back():
 
 @pytest.mark.long
 def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatch: pytest.MonkeyPatch):
-    """Groups end in every way."""
+    """Groups end in many ways: lost, released, too old, filtered or trained."""
     of = DrivenLedger(
         StalenessRule(max_lag=2, groups_per_step=4), on_stale=OnStale.drop, filters=["equal_rewards"], lease_s=5.0
     )

@@ -173,7 +173,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _may_have(self, worker: bytes) -> int:
         """Return the number of queued groups that a worker may lease.
 
-        At most one of these groups is a suspect, which would be dropped at its next worker death.
+        A suspect is a group that is dropped if one more of its workers dies. A worker may hold only one suspect.
         """
         suspects = [group_id for group_id in self.deaths if self._is_suspect(group_id) and group_id not in self.running]
         holds_one = any(lease.owner == worker for g, (lease, _) in self.running.items() if self._is_suspect(g))
@@ -188,7 +188,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num_steps=st.integers(1, 5), stragglers=st.floats(0.0, 1.0))
     def steps_pass(self, data: st.DataObject, num_steps: int, stragglers: float) -> None:
-        """Make steps with newer groups before the oldest groups, until deadlines are close."""
+        """Make steps that leave some of the oldest groups unfinished, so their deadlines come close."""
         for _ in range(num_steps):
             self.enqueue(number=30, again=False)
             number = data.draw(st.sampled_from([1, 3, 30]))
@@ -214,7 +214,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_running=st.integers(0, 3), num_tokens=st.integers(0, 50))
     def put_all_but(self, data: st.DataObject, num_running: int, num_tokens: int) -> None:
-        """Put running groups in any order. A few groups stay unfinished."""
+        """Put the running groups in any order, except ``num_running`` groups."""
         for group_id in data.draw(st.permutations(sorted(self.running)))[num_running:]:
             lease, expires_at = self.running.pop(group_id)
             oldest = data.draw(st.integers(lease.engine_version, self.version))
@@ -223,7 +223,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _put(self, lease: GrantedLease, expires_at: float, oldest: int, num_tokens: int) -> None:
         num_tokens += self._least_tokens(lease)
         filtered = bool(self.filters) and num_tokens % 5 == 0
-        left_out = num_tokens // 4  # tokens of omitted trajectories, including saved tokens
+        left_out = num_tokens // 4  # tokens of trajectories that the put omits
         newest = oldest + num_tokens % (self.version - oldest + 1)
         rewards = (0.0, 0.0 if filtered else 1.0)
         summary = summary_of(lease, oldest=oldest, newest=newest, num_tokens=num_tokens - left_out, rewards=rewards)
@@ -250,7 +250,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _reserve(self, lease: GrantedLease) -> bool:
         """Reserve bytes, and return whether they fit.
 
-        Check that evicted groups are due later, or lose only a saved prefix.
+        Check that each evicted group has a later deadline, or loses only a saved prefix.
         """
         size, host = self._size(lease.group_id), "ab"[lease.group_id % 2]
         near = {number for number in self.hosts if self.hosts[number] == host}
@@ -455,7 +455,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(-15.0, 15.0) | st.sampled_from([-1e9, 1e9]))
     def time_passes(self, seconds: float) -> None:
-        """Let the clock jump in either direction. Then leases expire early or late, and nothing else changes."""
+        """Let the clock jump forward or backward. Only the expiry of leases may depend on the clock."""
         self.now += seconds
         lost = [lease for lease, expires_at in self.running.values() if expires_at <= self.now]
         assert self.ledger.expire(self.now) == len(lost)
@@ -498,7 +498,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.planned[version] = ids
 
     def _num_missing_from(self, version: int) -> int:
-        """Return the number of groups that the batch still lacks: the maximum over all deadlines."""
+        """Return the number of groups that the batch still lacks. It is the maximum of the numbers per deadline."""
         planned = {group_id for ids in self.planned.values() for group_id in ids}
         ready = [deadline for group_id, (_, deadline) in self.stored.items() if group_id not in planned]
         deadlines = self._open_deadlines()
@@ -538,7 +538,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.marked = {version: self.marked[version] for version in sorted(self.marked)[-MAX_MARKS:]}
 
     def _stay_for_further_uses(self, batch: dict[int, tuple[GroupSummary, int]]) -> None:
-        """Keep a group of a batch stored if all deadlines can still be met with one more group of its age."""
+        """Keep a trained group stored for another use, if all deadlines can be met with one more group of its age."""
         for group_id, (summary, deadline) in batch.items():
             may_stay = summary.num_uses + 1 < self.max_uses and self.places[group_id] in self.hosts
             if may_stay and self._admits(deadline - self.max_lag, self._open_deadlines()):
@@ -670,7 +670,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def whoever_waits_for_a_batch_is_woken(self) -> None:
-        """Check that a missing plan waits for a running lease, a commit, or prompts for an engine."""
+        """Check that a batch that cannot be planned waits for something that will come.
+
+        This is a running lease, a commit, or a lease that an engine can get when there are prompts.
+        """
         num_stored = len(self._open_deadlines()) - len(self.running)
         if self.running:
             return
@@ -694,7 +697,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return deadline >= next_plan and all(due[i] >= next_plan + i // self.size for i in range(len(due)))
 
     def _check_prefix(self, lease: GrantedLease, version: int, deadlines: list[int]) -> None:
-        """Check that the next attempt gets the saved prefix if a group of the prefix's age is still admitted."""
+        """Check that the lease has the group's saved prefix if, and only if, a group of its age is still admitted."""
         prefix = self.prefixes.pop(lease.group_id, None)
         if prefix is not None and self._admits(prefix.oldest_version, deadlines):
             assert lease.progress == prefix
@@ -705,7 +708,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert lease.engine_version == version
 
     def _prefixes_in_use(self) -> list[tuple[int, int]]:
-        """Return the running attempts whose inherited prefix still counts."""
+        """Return the running attempts that continue their inherited prefix, or may still continue it."""
         keys = [(lease.group_id, lease.attempt) for lease, _ in self.running.values()]
         return [key for key in keys if key in self.inherited and (self.continues[key] or key not in self.saved)]
 
@@ -715,7 +718,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return key not in self.inherited or self.continues[key] or key in self.saved
 
     def _least_tokens(self, lease: GrantedLease) -> int:
-        """Return the tokens that an attempt saved last, or the tokens of its inherited prefix."""
+        """Return the number of tokens that an attempt has at least: those last saved, or its continued prefix."""
         key = lease.group_id, lease.attempt
         continued = self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0
         return self.saved[key].num_tokens if key in self.saved else continued

@@ -1,4 +1,4 @@
-"""Mutation tests: a test must fail if one comparison in the rule, the window, the room or the ledger is changed."""
+"""Mutation tests: if one comparison in the code of the ledger is changed, a test must fail."""
 
 import os
 import subprocess

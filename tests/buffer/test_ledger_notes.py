@@ -1,4 +1,4 @@
-"""The buffer's records of its ledger."""
+"""The events of the ledger that the buffer records for the run's profile."""
 
 from itertools import repeat
 
@@ -74,7 +74,7 @@ async def test_a_client_on_another_host_measures_how_its_clock_stands(tmp_path, 
         record.start(config, process="engine-0", pool=Pool.fleet)
         try:
             here = record.clock_id()
-            answers = iter([here]) if is_elsewhere else repeat(here)  # the server is the first caller
+            answers = iter([here]) if is_elsewhere else repeat(here)  # the server calls clock_id first
             monkeypatch.setattr(record, "clock_id", lambda: next(answers, "elsewhere"))
             client = buffer.client()
             await client.enqueue([prompt(1)])

@@ -25,7 +25,7 @@ ONE_SLOW = [FAST, FAST, FAST, SLOW]
 
 
 def share(speeds, *, seconds=40.0, num_places=8, **options) -> float:
-    """Return the tokens trained per second, divided by the sum of the engines' speeds with all places taken."""
+    """Return the tokens trained per second, as a share of what fully occupied engines could generate."""
     fleet = SimulatedFleet(speeds, num_places=num_places, **options)
     at_end = [speed(1e9) if callable(speed) else speed for speed in speeds]
     return fleet.rate(seconds, warm_up_s=10.0) / (num_places * sum(at_end))
@@ -107,7 +107,7 @@ def test_an_engine_takes_nothing_over_from_itself(max_lag):
 
 
 def asked_of(buffer) -> Counter:
-    """Count the buffer's requests for each group from now on."""
+    """Return a counter of the buffer's requests to hand over a group, by group. It counts from now on."""
     asked: Counter = Counter()
     push = buffer.service._replies.push
 
@@ -185,9 +185,9 @@ def lease(
 
 
 def measured(**paces: float) -> WorkerPaces:
-    """Return workers that have each finished eight groups of 100 tokens, with these seconds per token.
+    """Return the measured paces of workers after eight groups of 100 tokens each. ``paces`` are seconds per token.
 
-    The last group ended at 1000 s.
+    Each worker's last group ended at 1000 s.
     """
     of = WorkerPaces()
     group_id = -1
@@ -357,7 +357,7 @@ async def test_whoever_may_begin_a_group_by_the_rule_begins_it(max_lag: int, dat
             key = data.draw(st.sampled_from(sorted(of.held)))
             owner, version = of.held.pop(key)
             pace_s = 0.02 if owner == b"worker-0" else 0.001
-            of.service._admission._paces._running[key[0]].began -= 3 * pace_s  # as if its 3 tokens had taken so long
+            of.service._admission._paces._running[key[0]].began -= 3 * pace_s  # as if 3 tokens had taken so long
             of.ask(owner, put_of(key, version))
         elif action == "step":
             version = of.ledger.learner_version

@@ -33,7 +33,7 @@ def test_the_difference_of_two_sets_of_ids_is_that_of_python(one: set[int], othe
 
 
 class Life:
-    """A ledger in training, and the contents of its checkpoints."""
+    """A ledger, its running leases, and the version and the trained tokens of each checkpoint."""
 
     def __init__(self) -> None:
         self.ledger = self.new()
@@ -98,7 +98,7 @@ class Life:
         assert due[-1] == len(kept), "no group is due later than the newest one that an engine may begin now"
         assert all(number <= (k + 1) * SIZE for k, number in enumerate(due)), "F(c)"
         assert self.ledger.account.tokens_trained == tokens
-        self.ledger.enqueue(range(100))  # groups that the ledger knows are ignored
+        self.ledger.enqueue(range(100))  # the ledger ignores groups that it already has
 
     def check(self) -> None:
         account = self.ledger.account

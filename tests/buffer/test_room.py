@@ -66,7 +66,7 @@ def test_a_group_comes_without_a_reservation_up_to_the_last_byte_of_a_single_sto
 
 def test_a_batch_that_the_stores_cannot_hold_is_known_when_its_last_group_asks_for_room():
     of = ledger(0, 3, max_bytes=10)
-    first, second = of.lease(0, 3)[:2]  # the third group has the same deadline and no reservation
+    first, second = of.lease(0, 3)[:2]  # the third group is in the same batch, but reserves no bytes yet
     of.reserve(first, 6)
     of.put(summary_of(first), num_bytes=6)
     with pytest.raises(StoreFull, match=r"6 bytes do not fit: 4 of buffer\.max_stored_bytes=10 are free"):

@@ -1,4 +1,4 @@
-"""Other workers continue the saved tokens of dead workers, in the benchmark with fewer ticks."""
+"""A short run of the benchmark that measures how many saved tokens of dead workers are continued by others."""
 
 import pytest
 

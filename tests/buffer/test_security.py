@@ -380,7 +380,7 @@ def of_type(kind: Any) -> st.SearchStrategy:
 
 @st.composite
 def operations(draw: st.DrawFn) -> Operation:
-    """Return a strategy for any operation. It gives `Stats` if two drawn fields do not fit together."""
+    """Draw any operation. If two drawn fields do not fit together, return `Stats` instead."""
     kind = draw(st.sampled_from(OPERATIONS))
     try:
         return draw(of_type(inspect.type_info(kind)))

@@ -377,7 +377,7 @@ class Life:
         self.version += 1
 
     def tokens_trained(self, *, is_reuse: bool = False) -> int:
-        """Return the tokens of the first uses of trained groups, or of later uses with ``is_reuse``."""
+        """Count the tokens of trained groups once per group. With ``is_reuse``, count only the further uses."""
         uses = Counter(key for keys in self.trained.values() for key in keys)
         return sum(self.written[key].num_tokens * (uses[key] - 1 if is_reuse else 1) for key in uses)
 
@@ -455,7 +455,7 @@ class Life:
         self.advance(2 * LEASE_S)
 
     def must_make_a_step(self) -> None:
-        """Check that the next batch is made while engines serve the learner's version and the queue has prompts."""
+        """Check that a batch is made, if engines serve the learner's version and prompts are queued."""
         for _ in range(60):
             if not self.stats().groups["queued"]:
                 self.prompts_come()

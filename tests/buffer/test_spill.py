@@ -155,7 +155,7 @@ async def test_a_killed_server_and_the_next_one_keep_the_bound(tmp_path):
 
 
 def wait_for_one_pair(directory: Path) -> None:
-    """Wait for the end of a compaction."""
+    """Wait until the journal has only one frames file, which is the end of a compaction."""
     deadline = time.monotonic() + 30
     while len([*directory.glob("journal.*.frames")]) > 1:
         assert time.monotonic() < deadline

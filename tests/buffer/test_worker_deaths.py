@@ -31,7 +31,6 @@ def ledger(num_prompts: int, *, max_deaths: int) -> DrivenLedger:
 def test_a_prompt_that_kills_its_workers_is_dropped_and_no_other(
     num_prompts: int, max_deaths: int, num_workers: int, num_places: int, data: st.DataObject
 ) -> None:
-    """This holds for any prompt and any order of workers."""
     of, poison = ledger(num_prompts, max_deaths=max_deaths), data.draw(st.integers(0, num_prompts - 1))
     num_deaths, stored = 0, 0
     while stored + num_deaths // max_deaths < num_prompts:

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 class Part:
     """A part whose calls raise the errors of ``script`` in turn and then finish.
 
-    ``pauses`` are the results of `end`.
+    `end` returns the next of ``pauses``, or raises the fault if none is left.
     """
 
     def __init__(self, script, pauses) -> None:

@@ -18,7 +18,7 @@ def written(folder):
 
 @pytest.fixture(autouse=True)
 def stopped():
-    """After each test, stop the receipts and stacks. `record.start` starts them even without a recorder."""
+    """After each test, stop what `record.start` starts even without a recorder: receipts and stack traces."""
     yield
     record.stop()
 

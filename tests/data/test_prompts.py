@@ -14,7 +14,7 @@ from asyncrl.data import DataConfig, OverlongPrompts, PromptStream, load_eval_pr
 
 @pytest.fixture(scope="session")
 def digits_file(tmp_path_factory):
-    """Return ten prompts ``0=`` to ``9=`` with a source and a nested extra column."""
+    """Return the path of a file with the prompts ``0=`` to ``9=``, a data source and a nested extra column."""
     path = tmp_path_factory.mktemp("digits") / "digits.parquet"
     columns = {
         "prompt": [f"{n}=" for n in range(10)],

@@ -269,9 +269,9 @@ class Lineage:
         """Send a signal to one process of the run. Returns None if no such process runs."""
         words = {process: _words_of(process) for process in self._processes()}
         found = [process for process in words if PARTS[part] in words[process]]
-        if part == "buffer":  # the words of the buffer also match the store servers
+        if part == "buffer":  # the words for the buffer also match the command lines of store servers
             found = [process for process in found if PARTS["store"] not in words[process]]
-        if part == "engine" and not found:  # the in-process engine generates in the worker
+        if part == "engine" and not found:  # an in-process engine runs in the worker's process
             found = [process for process in words if PARTS["worker"] in words[process]]
         if part in ("supervisor", "controller"):
             own = self.run.process.pid

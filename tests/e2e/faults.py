@@ -24,7 +24,7 @@ SUPERVISOR, CONTROLLER = "supervisor", "controller"
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One row of the table.
+    """A fault that is injected into a run, and the expected end of the run.
 
     Attributes:
         part: Target of the signal: ``supervisor``, ``controller``, or words of a process's name or command.
@@ -240,7 +240,10 @@ def assert_it_ends_right(
 
 
 def assert_nothing_is_left(run: RunningTraining, shared_memory: set[int]) -> None:
-    """Check that no processes, ports, scratch folders or shared memory remain. ``shared_memory`` has inodes."""
+    """Check that no processes, ports, scratch folders or shared memory of the run remain.
+
+    ``shared_memory`` has the inodes of the files that the run mapped.
+    """
     assert run.survivors() == []
     assert left_in_shared_memory(shared_memory) == []
     assert not run.left_in_shared_memory()

@@ -21,7 +21,7 @@ def assert_every_step_is_made_and_no_version_goes_back(
 ) -> None:
     """Check that each step occurs once and in order, and that the engines' version never decreases.
 
-    An interrupted run may have made steps without a line, because they were queued on the ranks.
+    An interrupted run may have made steps that ``metrics.jsonl`` lacks, because they were queued on the ranks.
     """
     assert [record["step"] for record in run.records] == list(range(num_steps))
     versions = [record["engine_version"] for record in run.records]

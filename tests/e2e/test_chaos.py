@@ -98,7 +98,7 @@ def is_lost_on_a_full_disk(bad, lineage):
 def assert_the_metrics_lack_only_steps_of_killed_lives(run, lives):
     """Check that the reported steps increase.
 
-    Returns the steps without a line. Each must be one of the last two steps before a life's first step.
+    Returns the steps that ``metrics.jsonl`` lacks. Each must be one of the last two steps before a life's first step.
     """
     steps = [record["step"] for record in run.records]
     assert steps == sorted(set(steps))
@@ -108,7 +108,7 @@ def assert_the_metrics_lack_only_steps_of_killed_lives(run, lives):
 
 
 def assert_steps_rise_by_one_between_rewinds(life):
-    """Check that each committed step of a life is the next step, or goes back to a checkpoint."""
+    """Check that each committed step follows the step before, or repeats a step of this life after a rewind."""
     record = read_life(life)
     steps = [line["step"] for line in receipts_of(life) if line["act"] == "committed"]
     if not steps or record is None:
@@ -138,7 +138,10 @@ def assert_each_prompt_is_finished_once_or_still_there(run, lives, checkpoint):
 
 
 def consumed_groups(lives):
-    """Return the groups of each step's last plan. A life's steps count up to the checkpoint of the next life."""
+    """Return the ids of the consumed groups. If a step was planned several times, only its last plan counts.
+
+    Steps of a life that are later than the next life's checkpoint do not count.
+    """
     by_step = {}
     for life in lives:
         by_step = {step: groups for step, groups in by_step.items() if step < life.record.first_step}

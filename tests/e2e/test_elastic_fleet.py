@@ -126,7 +126,7 @@ def test_engines_come_and_go_whatever_the_run_is_busy_with(start, weights):
 
 
 def timed(run, name, *arguments):
-    """Run the command, print its duration, and return its output."""
+    """Run ``asyncrl join`` or ``asyncrl leave``, print its duration, and return its output. It must succeed."""
     began_s = time.monotonic()
     status, words = command(name, run.run_dir, *arguments)
     assert status == 0, f"{words}\n{run.output}"
@@ -135,7 +135,6 @@ def timed(run, name, *arguments):
 
 
 def steps_after(run):
-    """Wait for three more steps."""
     run.wait_for_step(run.num_steps + 3, timeout_s=120)
 
 

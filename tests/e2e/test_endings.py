@@ -1,4 +1,4 @@
-"""Endings that are not caused by a signal to one part."""
+"""Ends of runs after a second signal, a failed server, a wrong option, or a signal to all processes."""
 
 import os
 import signal

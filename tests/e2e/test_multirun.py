@@ -17,7 +17,7 @@ SMALL = (
 
 
 def values_in_table(sweep):
-    """Return the last cells of the last two lines, which have the folders of the runs."""
+    """Return the folder names of the two runs, from the last column of the printed table."""
     return [line.split()[-1] for line in sweep.output.splitlines()[-2:]]
 
 

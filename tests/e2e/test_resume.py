@@ -66,7 +66,7 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start,
         os.kill(ended.pid_of("ray::ActorWorker"), number)
         ended.finish(60)
     else:
-        ended.signal_all(number)  # a terminal sends the signal to fewer processes
+        ended.signal_all(number)  # even more processes than Ctrl-C in a terminal signals
         assert ended.finish(60) == 130, ended.output
         assert f"stopped by {number.name}" in ended.lines[-1]
     assert ended.survivors() == []

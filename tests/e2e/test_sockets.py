@@ -18,9 +18,9 @@ STEPS = 400
 
 
 def rows():
-    """Return the rows of the table.
+    """Return the rows of the table of sockets in docs/guarantees.md.
 
-    Each has words of the command line, and the address on which the process listens.
+    Each row has words of a command line, and the kind of address on which the process listens.
     """
     page = (ROOT / "docs" / "guarantees.md").read_text()
     section = page.partition("## Sockets of a run on one host")[2].partition("\n## ")[0]
@@ -50,7 +50,7 @@ def kind_of(address):
 
 
 def row_of(words, where, known):
-    """Return the row of `known` for a socket, or None."""
+    """Return the row of ``known`` that describes a socket, or None."""
     return next((row for row in sorted(known, reverse=True) if row[0] in words and row[1] == where), None)
 
 

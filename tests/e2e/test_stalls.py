@@ -28,7 +28,7 @@ PARTS = parts_of(ENGINE, GROUPS_PER_STEP) | {CONTROLLER: "asyncrl train"}
 
 
 def evaluates(run: RunningTraining) -> None:
-    run.wait_for_step(9)  # the next evaluation is of version 10
+    run.wait_for_step(9)  # the run evaluates version 10 next
 
 
 def loads(run: RunningTraining) -> None:

@@ -1,4 +1,4 @@
-"""Trajectories with several branches: the count of trajectories and tokens in losses, advantages and balance."""
+"""Trajectories with several branches: how losses, advantages and balance count trajectories and tokens."""
 
 import os
 from dataclasses import replace
@@ -122,8 +122,8 @@ def test_the_sequence_weight_covers_the_whole_trajectory(model_path):
 )
 def test_branches_that_do_not_fit_together_are_refused_by_losses_of_whole_trajectories(algorithm, model_path):
     trainer = Trainer(replace(CONFIG, max_tokens_per_micro_batch=10), model_path=model_path, total_updates=1)
-    # The branches have 9, 8 and 5 tokens. The second branch shares 6 tokens, those before the token that predicts its
-    # first loss token.
+    # The branches have 9, 8 and 5 tokens. The second branch shares 6 tokens with the first. It does not share the token
+    # that predicts its first loss token.
     with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch.*3 branches.*got 10 for 16 tokens"):
         policy_step(trainer, algorithm).run(with_advantages(group_sequences(GROUP)))
 

@@ -135,7 +135,7 @@ def test_a_crash_while_saving_keeps_the_previous_checkpoint(model_path, tmp_path
     assert newest.name == "v00000001"
     checkpointer.load(newest)
     assert_weights_equal(weights_of(trainer), saved)
-    assert checkpointer.save(2).name == "v00000002"  # the files that the crash left have no effect
+    assert checkpointer.save(2).name == "v00000002"  # the files left by the crash do not disturb a new save
     assert checkpointer.latest() == tmp_path / "c" / "v00000002"
 
 
@@ -176,7 +176,7 @@ def test_dropout_continues_with_the_random_state_of_the_checkpoint(model_path, t
 def test_a_background_save_completes_without_another_call(checkpointer, tmp_path):
     checkpointer.save(3, wait=False, run={"prompts": {"position": 9}})
     deadline = time.monotonic() + 30
-    while (newest := newest_checkpoint(tmp_path / "c")) is None:  # meanwhile only the writing thread works
+    while (newest := newest_checkpoint(tmp_path / "c")) is None:  # only the writing thread works
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert newest == tmp_path / "c" / "v00000003"
@@ -301,7 +301,7 @@ def hide_code_in_metadata(part: Path, mark: Path) -> None:
 
 def hide_code_in_random_state(part: Path, mark: Path) -> None:
     torch.save({"torch": RunsCode(mark)}, part)
-    part.with_name("digests_0.json").unlink()  # its author would write fitting digests
+    part.with_name("digests_0.json").unlink()  # an attacker would write matching digests
 
 
 def change_a_byte(part: Path, mark: Path) -> None:
@@ -324,9 +324,9 @@ WRONG_PARTS = {
     "another-record": ("progress.json", lambda part, _: part.write_text('{"version": 1}'), "is not the record"),
     "no-folder": ("", lambda part, _: shutil.rmtree(part), "no checkpoint at '.*v00000001'"),
 }
-LOADED_ANYWAY = ("no-model",)  # only an export reads the model's folder
+LOADED_ANYWAY = ("no-model",)  # loading does not read the model's folder, but an export does
 RANDOM_STATES = ("no-random-state", "code-in-random-state", "changed-random-state")
-EXPORTED_ANYWAY = (*RANDOM_STATES, "another-record")  # an exported model has none of these
+EXPORTED_ANYWAY = (*RANDOM_STATES, "another-record")  # an export does not need these files
 
 
 @pytest.mark.parametrize("wrong", WRONG_PARTS)

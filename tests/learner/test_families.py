@@ -64,7 +64,7 @@ def packed(
     log_probs = [score[sequence.loss_mask] for score, sequence in zip(scores, sequences, strict=True)]
     metrics = policy_step(trainer, AlgorithmConfig(clip_low=CLIP, clip_high=CLIP)).run(sequences)
     weights = {name.removeprefix("pretrained."): t.clone().numpy() for name, t in whole_tensors(trainer.head)}
-    return log_probs, metrics["grad_norm"], weights  # the names are those of a loaded model
+    return log_probs, metrics["grad_norm"], weights  # names as in transformers' model
 
 
 def every_family(paths: list[str], sp_size: int, options: dict[str, Any]) -> list:
@@ -163,7 +163,7 @@ def test_two_by_two_ranks_equal_the_plain_loop(paths, families):
     ids=["few", "all"],
 )
 def test_four_sequence_parallel_ranks_equal_the_plain_loop(paths, families):
-    """There are more ranks than key-value heads, and states pass through several ranks."""
+    """There are more ranks than key-value heads. The states of recurrent layers pass through several ranks."""
     skipped = "it runs on two sequence-parallel ranks"
     compare_on_ranks([paths[family] for family in families], 1, 4, skip_selftest=skipped)
 

@@ -106,9 +106,9 @@ def test_weights_stay_finite_for_very_different_policies(log_weights, weight, ca
 
 
 def test_masks_alone_leave_the_clip_at_the_behavior_policy():
-    """With one update per step, the loss clips policy ÷ behavior if it only masks tokens.
+    """Without a proximal anchor, masks do not change that the loss clips policy ÷ behavior.
 
-    With a proximal anchor it clips nothing.
+    With the anchor and one update per step, policy ÷ proximal is 1, so nothing is clipped.
     """
     columns = {"behavior_logprobs": [math.log(0.2)] * 2, "advantages": [1.0, 1.0]}
     given_inputs = inputs([math.log(0.3), math.log(0.21)], **columns)
@@ -244,7 +244,7 @@ def test_no_gradient_flows_through_a_weight():
         given_inputs = inputs([math.log(0.5)], behavior_logprobs=[math.log(0.4)], advantages=[1.0])
         terms = policy_objective(AlgorithmConfig(weight=weight, loss="reinforce")).loss(given_inputs)
         (gradient,) = torch.autograd.grad(terms.per_token.sum(), given_inputs.log_probs)
-        assert gradient.tolist() == pytest.approx([-1.25])  # the weight has no gradient itself
+        assert gradient.tolist() == pytest.approx([-1.25])  # the importance weight is a constant factor
 
 
 def test_the_low_variance_estimator_is_bounded():

@@ -179,7 +179,7 @@ def test_branches_share_the_turns_before_the_fork():
         for name, tokens in (("first", first), ("second", second))
     ]
     (batch,) = Packer(max_tokens=201, share_prompts=True).pack(sequences)
-    assert len(batch.input_ids) == 201  # includes a second copy of the token that predicts the second branch's turn
+    assert len(batch.input_ids) == 201  # the token that predicts the second branch's turn is packed twice
     assert batch.input_ids[batch.token_index].tolist() == first + second
     with pytest.raises(ValueError, match="must hold a trajectory's 2 branches together"):
         Packer(max_tokens=200, share_prompts=True, keep_branches=True).pack(sequences)
@@ -202,7 +202,7 @@ def test_tokens_that_no_prediction_needs_can_be_left_out(lengths, budget):
         }
         for some in batches
     )
-    assert cut == whole  # the targets are the same, predicted at the same positions of the same sequences
+    assert cut == whole  # both packings predict each target at the same position
     for batch in batches[1]:
         assert list(batch.lengths) == sorted(batch.lengths, reverse=True)
         assert len(batch.input_ids) == len(batch.position_ids) == sum(batch.lengths) <= budget

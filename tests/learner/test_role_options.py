@@ -1,4 +1,4 @@
-"""Roles in the actor's processes with other options give the same scores and steps."""
+"""Critic, reference and reward model in the actor's processes: own options do not change scores and steps."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -83,7 +83,7 @@ class Buffer:
 
 
 class Process:
-    """The roles of one process, with the calls of a run."""
+    """The roles of one process. The methods call the roles as a run does."""
 
     def __init__(
         self, directory: str, config: LearnerConfig, roles: Sequence[str], algorithm: AlgorithmConfig = ALGORITHM

@@ -44,7 +44,7 @@ def load(path: str, **options: Any) -> PackedModel:
 
 
 def without_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the learner treat layers with a state like other layers."""
+    """Make the learner treat recurrent layers like any other layer, without sequence boundaries."""
     monkeypatch.setattr(recurrent, "_carries_state", lambda _module: False)
 
 
@@ -89,8 +89,8 @@ def test_layers_that_get_only_part_of_the_tokens_are_refused_with_the_remedy(hyb
 @pytest.mark.parametrize(
     ("family", "culprit"),
     [
-        ("bloom", "BloomAttention (transformer.h.0.self_attention)"),  # passes its biases only together with a mask
-        ("falcon_h1", "FalconH1Attention"),  # does not pass the boundaries of sequences
+        ("bloom", "BloomAttention (transformer.h.0.self_attention)"),  # Bloom uses its biases only with a mask
+        ("falcon_h1", "FalconH1Attention"),  # Falcon-H1 passes no sequence boundaries
         ("nemotron", "AttentionInterface"),
     ],
 )
@@ -240,7 +240,7 @@ def test_samples_share_their_prompt_if_no_layer_carries_a_state(hybrid, tmp_path
 
 
 def model_shares(model: PackedModel) -> bool:
-    """Return whether the model shares packed tokens between sequences. Some of the sequences have a common prompt."""
+    """Return whether the model packs a common prompt of sequences once. Some of the sequences have one."""
     return any(batch.token_index is not None for batch in model.pack(random_sequences(9)).micro_batches)
 
 
@@ -287,7 +287,7 @@ def test_the_self_test_crosses_a_window_longer_than_its_sequences(family, option
 
 @pytest.mark.parametrize("sp_size", [1, 2])
 def test_routing_that_rounding_decides_does_not_refuse_a_mixture(tmp_path, monkeypatch, sp_size):
-    """All experts have almost equal scores, as for some tokens of real models."""
+    """The router gives all experts almost equal scores, as for some tokens of real models."""
     path = saved(tmp_path, "qwen3_moe")
     file = tmp_path / "model" / "model.safetensors"
     weights = load_file(file)

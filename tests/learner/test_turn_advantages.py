@@ -208,7 +208,7 @@ def test_truncated_trajectories_count_in_the_baseline_but_are_not_in_the_loss():
     assert [with_cut[0, 1, turn][0] for turn in (1, 3)] == [-0.5, -0.5]
     assert [with_cut[0, 0, turn][0] for turn in (1, 3)] == [0.0, 0.0]
     whitened = estimated([[*group, chain([3.0])]], values={(0, 0, 1): 7.0}, advantage="turn_gae", mask_truncated=True)
-    assert whitened[0, 2, 1][0] == pytest.approx(0.5**0.5)  # two of the three trajectories count
+    assert whitened[0, 2, 1][0] == pytest.approx(0.5**0.5)  # mean and deviation are over the two uncut trajectories
 
 
 def test_a_turn_without_tokens_passes_its_reward_on():

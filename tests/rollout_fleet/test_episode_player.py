@@ -239,7 +239,7 @@ async def main(prompt, policy):
 
 
 async def test_episodes_of_a_killed_process_begin_again_with_the_turns_that_they_had(tmp_path):
-    """The engine writes at random, so an answer can only be repeated from the record."""
+    """The engine's tokens are random, so only the saved record can give an episode the same answers again."""
     model = save_chat_model(tmp_path / "model", "chatml")
     (tmp_path / "agent.py").write_text(MORTAL)
     renderer = load_renderer(model, RendererConfig())
@@ -322,7 +322,7 @@ async def test_the_search_agent_is_trained_on_what_was_sampled_while_weights_cha
 
     def script(request: SampleRequest, version: int) -> ScriptedAnswer:
         if len(request.prompt_ids) > first_turn and (moment := moments.get(next(num_later))) is not None:
-            moment.set()  # set at a request whose prompt has sampled tokens
+            moment.set()  # the weights change when a prompt has sampled tokens
         return write(request, version)
 
     async with playing(config, buffer, script, model) as loop:

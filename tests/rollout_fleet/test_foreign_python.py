@@ -127,7 +127,7 @@ async def test_an_environment_of_verifiers_runs_unmodified(full_python, tmp_path
 
 @pytest.mark.slow
 async def test_real_mcp_servers_and_a_gymnasium_game_are_played(full_python, tmp_path):
-    """One server is started for the episode. The other server listens on loopback, or has ended."""
+    """One MCP server is started for its episode. Another server listens on loopback, and is killed later."""
     (tmp_path / "server.py").write_text(MCP_SERVER)
 
     def doubles(body):

@@ -106,7 +106,7 @@ async def test_no_more_groups_are_held_than_the_config_allows(make_buffer):
 
 
 async def test_a_lease_of_no_group_is_not_requested_when_the_places_are_taken_meanwhile(make_buffer, monkeypatch):
-    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # as if a turn after a tool call took the place
+    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # as if a turn took the free slot
     monkeypatch.setattr(InflightGroups, "num_free", property(lambda groups: next(answers, free(groups))))
     buffer = make_buffer(2)
     async with running_loop(buffer):
@@ -579,7 +579,7 @@ async def test_nobody_waits_for_admission_after_a_stop_that_came_while_a_request
     await loop.load_weights(bare_offer(0))
     asking = asyncio.create_task(loop._keep_leasing())
     await asyncio.sleep(0.05)
-    await loop.load_weights(bare_offer(1))  # the new version replaces the request for leases
+    await loop.load_weights(bare_offer(1))  # cancels the pending request for leases
     await asyncio.wait([asking])
     assert loop.counters().wait_s == loop.counters().wait_s
 

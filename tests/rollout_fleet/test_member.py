@@ -25,7 +25,7 @@ def up(now: float = 0.0) -> Member:
 
 
 class MemberMachine(RuleBasedStateMachine):
-    """A driver that makes reports of any epoch, faults and timers in any order.
+    """Drives a member with reports of any epoch, faults and deadlines, in any order.
 
     Records the verified versions per epoch.
     """
@@ -101,7 +101,7 @@ class MemberMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(0.0, 40.0))
     def pass_time(self, seconds):
-        """Report the time when a deadline passes."""
+        """Let time pass, and tell the member when one of its deadlines has passed."""
         until = self.now + seconds
         while self.member.deadline <= until:
             self.now, state, epoch = self.member.deadline, self.member.state, self.member.epoch

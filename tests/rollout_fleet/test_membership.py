@@ -1,4 +1,4 @@
-"""Joining and leaving a fleet, the desk between commands and a run, and runs that do not answer."""
+"""Joining and leaving a fleet: requests of commands to a run, the roster, and runs that do not answer."""
 
 import asyncio
 import json

@@ -160,7 +160,7 @@ async def test_groups_are_handed_on_with_their_tokens_so_far(make_buffer):
     buffer = make_buffer(3)
     async with running_loop(buffer, writes(60, 0.01), groups_in_flight=3) as (loop, _, _):
         await asyncio.sleep(0.3)
-        buffer.hand_on_requests.put_nowait([(1, 0), (2, 0), (7, 0)])  # the last group does not exist any more
+        buffer.hand_on_requests.put_nowait([(1, 0), (2, 0), (7, 0)])  # this worker has no group 7
         await asyncio.sleep(0.1)
         assert sorted((group_id, reason) for group_id, _, reason in buffer.released) == [
             (1, "handed_on"),

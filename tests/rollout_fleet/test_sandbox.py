@@ -101,7 +101,7 @@ except OSError as error:
     result = await run(kind, code, limits=SandboxLimits(processes=12))
     count, error = map(int, result.stdout.split())
     assert error == errno.EAGAIN
-    # other processes of this user count too, and they start and end
+    # the user's other processes count too, and their number changes
     if kind is SandboxKind.limits and os.geteuid() != 0:
         assert count <= 11 + OTHERS_PROCESSES
     else:
@@ -271,7 +271,7 @@ async def test_no_descriptor_of_the_owner_is_open_in_a_sandbox(kind):
     with tempfile.TemporaryFile() as secret:
         os.set_inheritable(secret.fileno(), True)
         result = await run(kind, "import os; print(sorted(map(int, os.listdir('/proc/self/fd'))))")
-    assert result.stdout == "[0, 1, 2, 3]\n"  # 3 is the folder that listdir has opened
+    assert result.stdout == "[0, 1, 2, 3]\n"  # listdir itself opens descriptor 3
 
 
 async def test_a_daemonised_grandchild_ends_with_its_sandbox(kind):

@@ -170,7 +170,7 @@ def test_whether_rows_may_be_dropped_is_tried_also_where_a_response_would_end_at
 def test_a_continuation_near_the_last_position_does_not_fail_beside_a_new_sample(tmp_path, family):
     path, model = model_of(family, tmp_path)
     rng = np.random.default_rng(0)
-    # the rows of the prompts, then the rows of their samples; the model has 256 positions
+    # prompt length: largest number of new tokens. Two samples end at the model's last position, 256.
     lengths = {5: 100, 250: 6, 246: 10, 7: 100}
     requests = [
         SampleRequest(
@@ -467,7 +467,7 @@ async def test_released_weights_hold_no_memory_and_come_back_with_the_next_versi
 async def test_memory_is_not_released_under_a_running_request(start):
     engine = await start()
     running = asyncio.create_task(answer(engine, requests_of(4, max_new_tokens=30)))
-    await asyncio.sleep(0)  # the task takes its requests when it runs for the first time
+    await asyncio.sleep(0)  # lets the task begin, so that its requests are running
     with pytest.raises(EngineError, match="while it generates 16 samples"):
         await engine.release_memory()
     await running

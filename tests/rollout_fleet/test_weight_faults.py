@@ -65,8 +65,8 @@ FAILURES = {
     "SIGKILL": f"died with exit status {128 + signal.SIGKILL}",
 }
 SIGNALS = ["SIGSTOP", "SIGKILL"]
-# For a signal, the moment after a call is the moment before the next call. SIGKILL comes last, because it costs a
-# server.
+# Signals have no row "after" a call, because it would equal the row "before" the next call. SIGKILL comes last,
+# because the killed server must be started again.
 ROWS = [
     *itertools.product(STEPS, ["before", "during", "after"], ANSWERS),
     *itertools.product(STEPS, ["before", "during"], SIGNALS[:1]),
@@ -163,7 +163,7 @@ async def servers(model_path, tmp_path_factory):
 
 
 def fault_of(servers, fault, seed):
-    """Return the fault that the proxy injects."""
+    """Return how a call fails, as arguments of `FaultyProxy.fail`."""
     if fault in ANSWERS:
         return {"answer": ANSWERS[fault]}
     delay_s = random.Random(seed).uniform(0, 0.02)
@@ -188,7 +188,7 @@ async def failure_of(engine, offer, running):
         await engine.load_weights(offer)
     with pytest.raises(AsyncRLError) as failure:
         await engine.wait_failed()
-    with contextlib.suppress(AsyncRLError):  # a server that was not paused may still answer
+    with contextlib.suppress(AsyncRLError):  # if the server was not paused, answers may arrive
         await asyncio.wait_for(running, 10)
     for refused in (answer(engine, requests_of(1)), engine.load_weights(offer)):
         with pytest.raises(AsyncRLError, match=re.escape(str(failure.value)[:60])):
@@ -244,7 +244,7 @@ async def test_nothing_is_accepted_under_weights_that_were_not_verified(servers,
     assert took_s < 3 * DEADLINE_S + GRACE_S
     before, made = STEPS[: STEPS.index(step) + 1], [path for path in proxy.paths if path in STEPS]
     assert list(dict.fromkeys(made))[: len(before)] == before
-    # A signal may arrive when the server has answered and the update has continued.
+    # A signal may come late, when the server has already answered and the engine has made the next call.
     may_be_made = {*before, *TOGETHER.get(step, ())}
     assert set(made) <= may_be_made or (moment == "during" and fault.startswith("SIG")), f"it went on: {made}"
     assert servers.other.version == offer.version

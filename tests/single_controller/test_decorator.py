@@ -161,7 +161,7 @@ def test_a_pool_counts_processes_by_node():
 
 def test_an_enumeration_of_ones_own_counts_up_and_writes_in_capitals():
     class Stage(DynamicEnum):
-        """Parts of a run."""
+        """A user's own enumeration."""
 
     warm_up, main = Stage.register("warm_up"), Stage.register("MAIN")
     assert (warm_up.name, warm_up.value, main.value) == ("WARM_UP", 0, 1)

@@ -1,4 +1,4 @@
-"""Placement of workers: pools, their parts, ports, options, and jobs that connect again."""
+"""Placement of workers: whole and divided pools, ports, options, and drivers that find their workers again."""
 
 import os
 import socket

@@ -80,7 +80,7 @@ def requests_of(num_prompts: int, num_samples: int = 4, name: str = "", **sampli
 
 
 def folder_of(offer: WeightOffer) -> str:
-    """Return the model's directory behind an offer."""
+    """Return the directory of an offer's files, from its manifest."""
     return read_manifest(offer).directory
 
 
@@ -175,7 +175,7 @@ def publish_weights(
 ) -> WeightOffer:
     """Offer the model's tensors times ``scale``, changed by ``alter``.
 
-    After the digests are computed, the result of ``change`` replaces the tensors.
+    The manifest has the digests of these tensors. Afterwards, ``change`` may replace the tensors in the file.
     """
     target = Path(directory) / f"v{version}"
     shutil.copytree(model_path, target)

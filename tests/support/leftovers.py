@@ -55,7 +55,10 @@ def end_leftovers(name: str, *, grace_s: float = _GRACE_S) -> list[str]:
 
 
 def shared_memory_of(processes: Iterable[psutil.Process]) -> set[int]:
-    """Return the inodes of these processes' mappings in shared memory. A semaphore is not mapped under its own name."""
+    """Return the inodes of the files in shared memory that these processes map.
+
+    An inode also identifies a semaphore, which is mapped under another name than its own.
+    """
     inodes = set()
     for process in processes:
         with contextlib.suppress(OSError):

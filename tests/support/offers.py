@@ -13,7 +13,7 @@ def bare_offer(version: int) -> WeightOffer:
 
 
 class OffersInMemory:
-    """Implements the buffer's ports for weights on the real log, without sockets. Engines are named by numbers.
+    """Implements the buffer's calls for weight offers on the real log, without sockets. Engines have numbers as names.
 
     Attributes:
         log: The log of offers.

@@ -41,7 +41,6 @@ class Peer:
         return result
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process."""
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 

@@ -44,7 +44,6 @@ class ProcessOutput:
         return fresh
 
     def wait_for_line(self, words: str, timeout_s: float) -> str:
-        """Wait for a line with ``words``."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -73,7 +72,6 @@ class ProcessOutput:
     """Number of steps of the run that were made and not lost."""
 
     def wait_for_step(self, number: int, timeout_s: float = 240.0) -> None:
-        """Wait for a number of steps."""
         self.wait_until(lambda: self.num_steps >= number, f"step {number}", timeout_s)
 
     def goes_on(self, what: str, *, before: int | None = None, timeout_s: float = 240.0) -> None:

@@ -27,7 +27,7 @@ from tests.support.offers import OffersInMemory, bare_offer
 
 VOCABULARY = ["<pad>", "<eos>", "<bos>", *"0123456789", *">+=- r"]
 LEASE_S = 60.0
-OTHERS = 1_000_000  # ids of other workers' groups
+OTHERS = 1_000_000  # first id of groups of other workers
 WRITTEN = 14
 """A token that no prompt of `make_prompts` contains."""
 

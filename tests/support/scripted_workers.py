@@ -22,13 +22,13 @@ from rollout_fleet.metrics import FleetMeter
 
 
 class Workers:
-    """Stands in for places and workers. A call takes ``takes_s``. With ``hangs``, `counters` takes 60 s.
+    """Stands in for workers and their resources. A call takes ``takes_s``. With ``hangs``, `counters` takes 60 s.
 
     Attributes:
         deaths: Error that ends the worker's life, by rank.
         replaced: Ranks in the order of their replacements.
         full: An event while no node has room, otherwise None. A test sets the event when there is room again.
-        closed: Ranks with released places.
+        closed: Ranks whose resources were released.
         made_with: Arguments of the last worker, without its seed.
         engine_seeds: Seeds of the engines in the order of their starts.
         calls: Rank and method of every call except `counters`.
@@ -154,7 +154,7 @@ class Workers:
 
 
 class Graves:
-    """Stands in for the controller's client. Every dead worker had generated 70 tokens."""
+    """Stands in for the controller's buffer client. The buffer counts 70 lost tokens per dead worker."""
 
     def __init__(self):
         self.buried = []

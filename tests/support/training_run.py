@@ -28,7 +28,7 @@ def documented_metrics() -> set[str]:
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """Return the names of metrics that the page does not explain.
+    """Return the names of metrics that docs/metrics.md does not explain.
 
     A critic has the metrics of the policy. All alarms share one row, and all data sources share one row.
     """
@@ -84,7 +84,6 @@ class RunningTraining(ProcessOutput):
         super().__init__(process)
 
     def wait_for_line(self, words: str, timeout_s: float = START_TIMEOUT_S) -> str:
-        """Wait for a line with ``words``."""
         return super().wait_for_line(words, timeout_s)
 
     @property
@@ -94,7 +93,7 @@ class RunningTraining(ProcessOutput):
 
     @property
     def summary(self) -> dict:
-        """``summary.json``."""
+        """The content of ``summary.json``."""
         return json.loads((self.run_dir / "summary.json").read_text())
 
     @property

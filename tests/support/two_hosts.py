@@ -83,7 +83,6 @@ class RunOnTwoHosts(ProcessOutput):
         subprocess.run(command, check=True, timeout=10)
 
     def end(self) -> None:
-        """End the remaining processes."""
         if self.process.poll() is None:
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -100,7 +99,7 @@ def _words_of(process: psutil.Process) -> str:
 
 
 def _host_of(process: psutil.Process) -> str:
-    """Return the namespace of the process's host name."""
+    """Return the UTS namespace of a process. Each of the two hosts has its own."""
     with suppress(OSError):
         return os.readlink(f"/proc/{process.pid}/ns/uts")
     return ""

@@ -143,7 +143,7 @@ def assert_holds(model, tensors):
 
 @pytest.fixture(params=["mapped", "device"])
 def load(request, monkeypatch):
-    """Load an offer from the mapped file, as on a CPU, or from copies of spans, as on a GPU."""
+    """Return the load of an offer: from the mapped file, as on a CPU, or from copies of its spans, as on a GPU."""
     if request.param == "device":
         monkeypatch.setattr(
             load_module, "open_weights", lambda offer, device, timeout_s: FileWeights(offer, torch.device("cpu"))

@@ -255,7 +255,7 @@ def test_other_threads_and_digest_threads_still_use_pools_during_a_load():
 
 
 def test_a_stream_is_opened_for_an_offer_that_was_read_from_json():
-    """A server reads its orders from JSON. There the carrier is a plain string, not a `Carrier`."""
+    """An SGLang server reads offers from JSON, where the field ``carrier`` is a plain string, not a `Carrier`."""
     access = b"".join(zmq.curve_keypair()).decode()
     offer = WeightOffer(version=1, manifest="127.0.0.1:1", digest="", num_bytes=0, access=access)
     fields = json.loads(json.dumps(asdict(replace(offer, carrier=Carrier.engine_stream))))

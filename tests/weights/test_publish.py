@@ -232,7 +232,7 @@ async def merged_by_an_engine(stager, offer):
 
 
 def merged_from(offer):
-    """Return the inode of the frozen weights' manifest, and the merged weights."""
+    """Return the inode of the frozen weights' manifest, which identifies the copy, and the merged weights."""
     adapter = PublishedAdapter(offer)
     frozen = FileWeights(adapter.base)
     frozen.verify()

@@ -56,7 +56,10 @@ OPTIONS = PublishOptions(carrier=Carrier.host_stream, num_receivers=2, timeout_s
 
 
 def version_of(number: int) -> tuple[torch.Tensor, list[list[Piece]], Manifest]:
-    """Return random data, the pieces of each of two ranks (a third, and the rest), and the manifest."""
+    """Return random data, the pieces of two ranks, and the manifest.
+
+    The first rank has the first third of each tensor, the second rank has the rest.
+    """
     sizes = [(name, dtype, shape, int(np.prod(shape)) * width) for name, dtype, shape, width in TENSORS]
     head, starts = safetensors_header(sizes)
     values = np.random.default_rng(number).integers(0, 256, sum(size[3] for size in sizes), dtype=np.uint8)
@@ -106,7 +109,7 @@ def receive(state, offered, folder, timeout_s=30.0):
 
 
 def fall_at_the_third_transfer(state, number):
-    """Signal this process once, in the middle of a round."""
+    """Send signal ``number`` to this process before its third transfer, which is in the middle of a round."""
     calls = []
     for name in ("send", "receive"):
         transfer = getattr(WeightGroup, name)
@@ -510,7 +513,7 @@ def test_closed_senders_leave_no_thread(ranks):
 
 def test_senders_that_are_closed_in_a_round_leave_no_thread(ranks_into_engines, tmp_path):
     weights = ArrivingWeights(offered_by(ranks_into_engines, 1, tmp_path), torch.device("cpu"), timeout_s=10.0)
-    next(weights.tensors())  # the receiver takes no further bytes, and the round goes on
+    next(weights.tensors())  # the receiver stops reading, so the round does not end
     for state in ranks_into_engines:
         state["sender"].close()
     assert not [thread for thread in threading.enumerate() if thread.name == "weight-rounds"]
