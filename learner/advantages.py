@@ -45,8 +45,8 @@ class Scale(StrEnum):
 
 
 OutcomeEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Maps rewards [B] and group ids [B] int64 of a whole batch to advantages [B]. The samples of a
-group are sorted by their index in the group."""
+"""Maps rewards [B] and group ids [B] int64 of a whole batch to advantages [B]. The samples of a group are sorted
+by their index in the group."""
 
 
 @dataclass(frozen=True, kw_only=True)

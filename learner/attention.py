@@ -37,8 +37,8 @@ from .ulysses import (
 ATTENTION_NAME = "asyncrl_packed"
 
 MAX_PADDING = 0.25
-"""Each sequence of a padded batch has at least the length ``longest * (1 - MAX_PADDING)``, or the batch
-has at most `FREE_PADDING_TOKENS` padding tokens."""
+"""Each sequence of a padded batch has at least the length ``longest * (1 - MAX_PADDING)``, or the batch has at most
+`FREE_PADDING_TOKENS` padding tokens."""
 
 TOKENS_PER_CALL = 200
 """One more SDPA call costs as much as padding and unpadding this many tokens (measured on a CPU)."""

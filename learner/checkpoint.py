@@ -73,7 +73,7 @@ class ShardedCheckpointer:
         # A background save needs its own group, so that its collectives do not mix with those of training.
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=trainer.mesh.timeout))
         self._pending: Future[None] | None = None
-        # DCP's stager keeps page-locked memory for the next save on a GPU, because locking takes longer than copying.
+        # On a GPU, DCP's stager keeps its page-locked memory, because locking memory takes longer than copying.
         self._stager: DefaultStager | None = None
         what = f"a checkpoint under {self._directory} could not be written"
         self._unwritten = (what, "free space or repair the folder; the previous checkpoint is complete")

@@ -119,7 +119,10 @@ def part_of(checkpoint: Path, part: str) -> Path:
 
 
 def named_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints of a folder that have final names, oldest first. Other parts may be missing."""
+    """Return the checkpoints of a folder that have final names, oldest first.
+
+    A checkpoint's other parts, such as the critic's, may be missing.
+    """
     for replaced in directory.glob(".v*.replaced"):  # left by a process that died in `put_in_place`
         final = directory / replaced.name.removeprefix(".").removesuffix(".replaced")
         if not final.exists():

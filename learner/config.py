@@ -98,7 +98,7 @@ class Anchor(StrEnum):
 
 
 class Weight(StrEnum):
-    """The factor of each token's loss."""
+    """The importance weight that multiplies each token's loss."""
 
     none = "none"
     token = "token"

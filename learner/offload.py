@@ -170,7 +170,10 @@ class OffloadPolicy:
         return self._on_device(optimizer=False, then_leave=(self._param_offload, False))
 
     def persisting(self, *, optimizer: bool = True) -> AbstractContextManager[None]:
-        """Load the model, and with ``optimizer`` the optimizer state, for the context. Then offload them as before."""
+        """Load the model, and with ``optimizer`` the optimizer state, for the context.
+
+        Afterwards offload again what was offloaded before.
+        """
         return self._on_device(optimizer=optimizer, then_leave=(self.model_offloaded, self.optimizer_offloaded))
 
     def enter_rollout(self) -> None:

@@ -66,7 +66,7 @@ class PackedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSetup:
-    """Settings that replace the checks of a model, to build a full-size model without a GPU.
+    """Settings to build a full-size model without a GPU, and without the checks of kernel and model.
 
     Attributes:
         mesh: This rank's position in an existing group.

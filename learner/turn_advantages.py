@@ -59,7 +59,7 @@ class TurnRewards:
 
     @property
     def levels(self) -> list[Tensor]:
-        """The positions of the turns with index 0, then of those with index 1, and so on."""
+        """For each turn index, from 0 on: the positions of the turns with this index."""
         return [torch.nonzero(self.index == level)[:, 0] for level in self.index.unique().tolist()]
 
 

@@ -228,9 +228,9 @@ def fill_weights(model: PreTrainedModel, model_path: str) -> set[str]:
 def _sources(
     model: PreTrainedModel, held: Mapping[str, Tensor], stored: Mapping[str, StoredWeight], model_path: str
 ) -> dict[str, _Source]:
-    """Map each parameter's name to its stored tensors. Parameters in one stored tensor have one entry, the first name.
+    """Map each parameter's name to its stored tensors.
 
-    This also stores the conversions in the model, because saving the model reverts them.
+    Parameters that are stored as one tensor have one entry, under the first name. This also stores the conversions in the model, because saving the model reverts them.
     """
     conversions = get_model_conversion_mapping(model)
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
@@ -263,7 +263,10 @@ def _blocks(tensor: Tensor) -> Iterator[slice]:
 
 
 def _put(tensor: Tensor, first: int, values: Tensor, filled: set[int]) -> None:
-    """Write ``values`` into this rank's shard, beginning at row ``first``. If a tied parameter was filled, compare."""
+    """Write ``values`` into this rank's shard, beginning at row ``first`` of the parameter.
+
+    If the parameter is tied and already filled, compare the values instead.
+    """
     place = local_tensor(tensor.detach())
     if tensor.ndim:
         rows, *others = own_part(tensor)
