@@ -66,7 +66,7 @@ class PackedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSetup:
-    """Settings to build a full-size model without a GPU, and without the checks of kernel and model.
+    """Settings to build a model on an existing mesh, such as a full-size model without a GPU.
 
     Attributes:
         mesh: This rank's position in an existing group.

@@ -230,7 +230,8 @@ def _sources(
 ) -> dict[str, _Source]:
     """Map each parameter's name to its stored tensors.
 
-    Parameters that are stored as one tensor have one entry, under the first name. This also stores the conversions in the model, because saving the model reverts them.
+    Parameters that are stored as one tensor have one entry, under the first name. This also stores the conversions in
+    the model, because saving the model reverts them.
     """
     conversions = get_model_conversion_mapping(model)
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
