@@ -45,14 +45,15 @@ class Scale(StrEnum):
 
 
 OutcomeEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Maps rewards [B] and group ids [B] int64 of a whole batch to advantages [B]. Each group's samples are in order."""
+"""Maps rewards [B] and group ids [B] int64 of a whole batch to advantages [B]. The samples of a group are sorted
+by their index in the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRewards:
     """The input of a token estimator: the trajectories of one rank.
 
-    A user's estimator gets whole prompt groups.
+    A user's estimator always gets whole prompt groups. The estimators of asyncrl may get a part of a group.
 
     Attributes:
         rewards: [M] float64, one reward per token. An outcome reward is at the last policy token of its trajectory.
@@ -145,7 +146,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale: Scale) -> Ten
 ADVANTAGES.register("grpo")(partial(group_advantages, scale=Scale.std))
 ADVANTAGES.register("grpo_no_std")(partial(group_advantages, scale=Scale.none))
 ADVANTAGES.register("dr_grpo")(partial(group_advantages, scale=Scale.none))
-"""The advantage of Dr. GRPO (arXiv 2503.20783, section 3.2). Its loss needs ``sequence_sum_norm``."""
+"""The advantage of Dr. GRPO (arXiv 2503.20783, section 3.2). For its loss, set ``aggregation=sequence_sum_norm``."""
 
 
 @ADVANTAGES.register("rloo")
@@ -279,7 +280,10 @@ def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
 
 
 def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
-    """Compute S_t = v_t + factor · S_(t+1) in place, for [M] float64 values. S is 0 after the ``ends``."""
+    """Compute S_t = v_t + factor · S_(t+1) in place, for [M] float64 values.
+
+    ``ends`` are the positions of the last tokens of the trajectories. After each of them, S counts as 0.
+    """
     whole = len(values) // _BLOCK
     inside, rest = values[: whole * _BLOCK].view(whole, _BLOCK), values[whole * _BLOCK :]
     table = values.new_zeros(_BLOCK, whole + min(1, len(rest)))
@@ -410,7 +414,8 @@ class BatchAdvantages:
             each = self._over_the_batch(outcomes.index_add(0, of_token, penalties, alpha=-1), keys)
             return _with_column(sequences, "advantages", each[of_token]), metrics
         of_turns = _rewards_of_turns(sequences)
-        outcomes = outcomes.index_add(0, of_token, of_turns, alpha=-1)  # the rewards include those of turns
+        # A trajectory's reward includes the rewards of its turns. Each of them is placed at its own turn.
+        outcomes = outcomes.index_add(0, of_token, of_turns, alpha=-1)
         token_rewards = of_turns - penalties
         ends = lengths.cumsum(0) - 1
         token_rewards[ends[lengths > 0]] += outcomes[trajectory[lengths > 0]]
@@ -422,7 +427,7 @@ class BatchAdvantages:
         return _with_column(assigned, "returns", estimated.returns), metrics
 
     def _keys(self, rewards: Iterable[SampleKey], sources: Mapping[int, str]) -> Tensor:
-        """Return [B, 3] int64: group, index in the group, and number of the estimator for the group's data source."""
+        """Return a row per trajectory, [B, 3] int64: group id, index in the group, and number of its estimator."""
         numbers = {group_id: self._numbers.get(source, 0) for group_id, source in sources.items()}
         rows = [(group_id, index, numbers.get(group_id, 0)) for group_id, index in rewards]
         return torch.tensor(rows, dtype=torch.int64).view(-1, 3)
@@ -457,7 +462,7 @@ class BatchAdvantages:
     def _over_the_batch(self, outcomes: Tensor, keys: Tensor) -> Tensor:
         shares, own = self._gathered((outcomes, keys))
         all_outcomes, all_keys = (torch.cat(parts) for parts in zip(*shares, strict=True))
-        # Sort, so that the order does not depend on the ranks.
+        # Sort the trajectories, so that their order does not depend on the division among the ranks.
         order = torch.from_numpy(np.lexsort((all_keys[:, 1].numpy(), all_keys[:, 0].numpy())))
         everything = torch.empty(len(order), dtype=torch.float32)
         for number in range(len(self._by_number)):

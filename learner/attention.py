@@ -37,7 +37,8 @@ from .ulysses import (
 ATTENTION_NAME = "asyncrl_packed"
 
 MAX_PADDING = 0.25
-"""Each sequence of a padded batch has at least the length ``longest * (1 - MAX_PADDING)``."""
+"""Each sequence of a padded batch has at least the length ``longest * (1 - MAX_PADDING)``, or the batch has at most
+`FREE_PADDING_TOKENS` padding tokens."""
 
 TOKENS_PER_CALL = 200
 """One more SDPA call costs as much as padding and unpadding this many tokens (measured on a CPU)."""
@@ -166,7 +167,7 @@ def packed_layout(
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Split lengths into [first, last) runs that share a padded batch."""
+    """Divide neighboring sequences among padded batches. Return [first, last) of each batch."""
     tolerance, free = MAX_PADDING, FREE_PADDING_TOKENS
     if len(set(lengths)) * TOKENS_PER_CALL <= sum(lengths):
         tolerance, free = 0.0, 0
@@ -181,7 +182,7 @@ def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class _CheckpointedLayer(threading.local):
-    """The state of `attention_kept` per thread. On a GPU, the backward pass has its own thread."""
+    """The state of `attention_kept`, one per thread, because the backward pass on a GPU runs in its own thread."""
 
     attend: Callable[[Callable[[], Tensor]], Tensor] | None = None
 
@@ -199,7 +200,8 @@ def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManag
     outputs: deque[Tensor] = deque()
 
     def keep(attend: Callable[[], Tensor]) -> Tensor:
-        with saved_tensors_hooks(_alone, lambda tensor: tensor):  # replaces the hooks of activation checkpointing
+        # These hooks replace the hooks of activation checkpointing, which would drop the saved tensors.
+        with saved_tensors_hooks(_alone, lambda tensor: tensor):
             out = attend()
         outputs.append(out.detach().requires_grad_(out.requires_grad))
         return out
@@ -260,7 +262,7 @@ def packed_attention(
         raise ValueError(f"packed attention takes sinks or a soft cap, got both in {type(module).__name__}")
     options = {"scaling": scaling, "dropout": dropout, "cap": cap, "sinks": extra.get("s_aux")}
     attend = partial(_attended, module, query, key, value, packed, sliding_window=sliding_window, **options)
-    # With sinks, `attention_kept` would keep blocks that are several times larger than the keys and values.
+    # Attention with sinks is not kept: its blocks are several times larger than the keys and values.
     return attend() if _layer.attend is None or options["sinks"] is not None else _layer.attend(attend), None
 
 
@@ -379,7 +381,9 @@ def _bucketed(
 def _windowed(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, window: int, sinks: Tensor | None
 ) -> Tensor:
-    """Compute causal attention within a window, [count, H, L, Dv], with the shapes of `_capped`. Sinks are [H].
+    """Compute causal attention within a window: [count, H, L, Dv].
+
+    q, k and v have the shapes of `_capped`, ``sinks`` are [H].
 
     A block of queries reads only the keys of its window, so no [L, L] mask is needed.
     """
@@ -429,7 +433,8 @@ def _blocks(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Yield blocks of queries, the keys and values in their windows, and the mask [queries, keys] bool.
 
-    Windows of up to two blocks are concatenated, because the gradient of a slice is as large as all keys.
+    The keys of a window of at most two blocks are concatenated from blocks. Slicing them would need more memory,
+    because the gradient of a slice is as large as all keys.
     """
     chunks = k.split(num_queries, dim=2), v.split(num_queries, dim=2)
     for index, queries in enumerate(q.split(num_queries, dim=2)):
@@ -446,8 +451,8 @@ def _blocks(
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor) -> tuple[list[Tensor], Tensor]:
     """Add a key that all tokens attend to. Its score is the head's sink, and its value is zero.
 
-    The sink is in an additional dimension. There, the other keys are zero. GPU kernels need a multiple of eight
-    dimensions, so eight are added.
+    Queries and keys get an additional dimension. It holds the sink in a query, 1 in the added key, and 0 in the other
+    keys. GPU kernels need a multiple of eight dimensions, so eight are added.
 
     q is [count, H, queries, D], k [count, H, L, D], v [count, H, L, Dv], and the mask [queries, L] bool. ``sinks`` [H]
     are divided by the scale of the scores.

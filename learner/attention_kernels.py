@@ -40,7 +40,7 @@ class AttentionShape:
     """The attention features that a model needs.
 
     Attributes:
-        head_dim: Size of queries and keys.
+        head_dim: Size of the queries and keys of a head.
         heads_per_kv_head: Query heads per key-value head.
         has_window: Whether some layers use a sliding window.
         soft_cap: Soft cap of the scores, or None.

@@ -77,8 +77,8 @@ def rank_batches(
 ) -> list[RankBatch]:
     """Divide a planned batch among mini-batches, and each mini-batch among data-parallel ranks.
 
-    Both divisions are balanced by cost. A prompt group is split only if whole groups are not balanced. The mini-batches
-    do not depend on the number of ranks. A group without finite rewards is left out.
+    Both divisions are balanced by cost. A prompt group is split only where a division into whole groups would be
+    unbalanced. The mini-batches do not depend on the number of ranks. A group without finite rewards is left out.
 
     Args:
         plan: The planned batch.
@@ -237,7 +237,7 @@ class PackItem(NamedTuple):
     Attributes:
         prompt: Items of a micro-batch with equal prompts share the prompt's tokens. An item with None shares no tokens.
         num_prompt: Number of tokens of the prompt; 0 without a prompt.
-        num_own: Number of all other packed tokens.
+        num_own: Number of the item's packed tokens without the prompt.
         num_attended: Number of tokens that attention reads. The prompt counts once per sequence.
     """
 
@@ -250,9 +250,10 @@ class PackItem(NamedTuple):
 def first_fit(items: Sequence[PackItem], budget: int) -> list[list[int]]:
     """Fill micro-batches of at most ``budget`` packed tokens by first fit.
 
-    An item goes to a micro-batch that holds its prompt, else to the first with enough room, else to a new one. Prompts
-    come in the order of the total tokens of their items. Larger totals and larger items come first. In each
-    micro-batch, attention reads at most `MAX_ATTENDED` times the budget. Each item must fit into the budget.
+    An item goes to a micro-batch that holds its prompt, else to the first with enough room, else to a new one.
+    Items with equal prompts are placed one after another, the largest first. The prompt with the most total tokens
+    comes first. In each micro-batch, attention reads at most `MAX_ATTENDED` times the budget. Each item must fit into
+    the budget.
 
     Returns:
         Lists of indices into ``items``, one per micro-batch.

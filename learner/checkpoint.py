@@ -73,7 +73,7 @@ class ShardedCheckpointer:
         # A background save needs its own group, so that its collectives do not mix with those of training.
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=trainer.mesh.timeout))
         self._pending: Future[None] | None = None
-        # On a GPU, the stager keeps page-locked memory for the next save, because locking takes longer than copying.
+        # On a GPU, DCP's stager keeps its page-locked memory, because locking memory takes longer than copying.
         self._stager: DefaultStager | None = None
         what = f"a checkpoint under {self._directory} could not be written"
         self._unwritten = (what, "free space or repair the folder; the previous checkpoint is complete")
@@ -201,7 +201,8 @@ class ShardedCheckpointer:
         try:
             written.result()
             if dist.get_rank() == 0:
-                described = partial_path(final) / HUGGING_FACE  # in this thread, so that no rank waits for it
+                # The background thread writes this folder, so that no rank waits for it.
+                described = partial_path(final) / HUGGING_FACE
                 self._trainer.pretrained.config.save_pretrained(described)
                 copy_tokenizer(self._trainer.model_path, described)
                 put_in_place(final)
@@ -259,7 +260,7 @@ def _in_one_line(rank: int, fault: BaseException) -> str:
 
 def _random_state() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    state: Any = np.random.get_state()  # the annotation also allows a dict, but it is a tuple
+    state: Any = np.random.get_state()  # a tuple, although numpy's annotation also allows a dict
     kind, keys, *rest = state
     plain = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
     return {"python": random.getstate(), "numpy": plain, "torch": torch.get_rng_state(), "cuda": cuda}

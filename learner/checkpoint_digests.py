@@ -24,7 +24,8 @@ _CHUNK_BYTES = 1 << 22
 class DigestingWriter(FileSystemWriter):
     """Writes the shards of a rank as DCP does, and then ``digests_RANK.json``.
 
-    This file has the xxh3 digests of the shards and of ``others``. The rank must already have written ``others``.
+    ``others`` are files that the rank has already written. ``digests_RANK.json`` has the xxh3 digests of the shards and
+    of ``others``.
     """
 
     def __init__(self, path: Path, rank: int, others: Iterable[Path]) -> None:
@@ -41,7 +42,7 @@ class DigestingWriter(FileSystemWriter):
 
 
 def check_digests(checkpoint: Path, num_saved: int, *, names: str = "*", rank: int = 0, num_ranks: int = 1) -> bool:
-    """Compare files with their digests. The files are divided among ``num_ranks`` ranks.
+    """Compare a checkpoint's files with their digests. The files are divided among ``num_ranks`` ranks.
 
     Args:
         checkpoint: Folder of the checkpoint.

@@ -38,7 +38,7 @@ class SavedProgress:
         role: Plain values that the role needs to resume, such as its KL coefficient.
         lora: Options of the policy's adapters; empty without adapters.
         run: Plain values that the controller needs to resume; empty if the caller passed none.
-        life: Folder of the run that saved the checkpoint, with the metrics of the earlier steps; empty if the caller
+        life: Folder of the run that saved the checkpoint. It has the metrics of the earlier steps. Empty if the caller
             passed none.
         parts: Names of the folders that hold the checkpoint's other parts. Example: ``["critic"]``.
     """
@@ -119,8 +119,11 @@ def part_of(checkpoint: Path, part: str) -> Path:
 
 
 def named_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints of a folder that have final names, oldest first. Other parts of them may be missing."""
-    for replaced in directory.glob(".v*.replaced"):  # the process died between the two renames of `put_in_place`
+    """Return the checkpoints of a folder that have final names, oldest first.
+
+    A checkpoint's other parts, such as the critic's, may be missing.
+    """
+    for replaced in directory.glob(".v*.replaced"):  # left by a process that died in `put_in_place`
         final = directory / replaced.name.removeprefix(".").removesuffix(".replaced")
         if not final.exists():
             replaced.rename(final)
@@ -151,10 +154,11 @@ def lineage_of(checkpoint: Path) -> str:
 
 
 def keep_newest(newest: Path, keep: int) -> None:
-    """Remove old checkpoints of the run that saved ``newest``, and keep ``keep`` whole ones up to ``newest``.
+    """Remove old checkpoints of the run that saved ``newest``.
 
-    -1 keeps all. Checkpoints of other runs stay. Checkpoints after ``newest`` also stay. They exist if the run returned
-    to an earlier version. The next call completes an interrupted removal.
+    The ``keep`` newest whole checkpoints up to ``newest`` stay; -1 keeps all. Checkpoints of other runs stay.
+    Checkpoints after ``newest`` stay too. They exist if the run returned to an earlier version. The next call completes
+    an interrupted removal.
     """
     directory, lineage = newest.parent, lineage_of(newest)
     named = named_checkpoints(directory)

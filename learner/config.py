@@ -47,7 +47,7 @@ class GradientSync(StrEnum):
 
 
 SELECTIVE = "selective"
-"""Value of ``learner.activation_checkpointing``: recompute layers without their attention."""
+"""Value of ``learner.activation_checkpointing``: recompute layers, except their attention."""
 
 WHOLE_GRADIENTS_SHARE = 0.15
 """Largest share of a GPU's memory for unsharded gradients with ``gradient_sync=auto``. On 80 GB, this allows 3 billion
@@ -75,7 +75,7 @@ class Resharding(StrEnum):
 
 
 class Schedule(StrEnum):
-    """Learning rate after the warm-up."""
+    """The course of the learning rate after the warm-up."""
 
     constant = "constant"
     linear = "linear"
@@ -98,7 +98,7 @@ class Anchor(StrEnum):
 
 
 class Weight(StrEnum):
-    """The factor of each token's loss."""
+    """The importance weight that multiplies each token's loss."""
 
     none = "none"
     token = "token"
@@ -688,10 +688,10 @@ class LearnerConfig:
         return f"learner.{ROLE_SECTIONS[role]}.{option}" if option in self.own_options(role) else f"learner.{option}"
 
     def of_role(self, role: str, *, num_ranks: int | None = None) -> LearnerConfig:
-        """Return the options of one role: the role's own options override these.
+        """Return these options for one role, overridden by the role's own options.
 
-        ``num_ranks`` is the number of processes of the role's pool, by default that of these options. Raises
-        `ValueError` if it is not a multiple of the role's ``sp_size`` and ``fsdp_size``.
+        ``num_ranks`` is the number of processes of the role's pool, by default ``learner.num_ranks``. Raises
+        `ValueError` if ``num_ranks`` is not a multiple of the role's ``sp_size`` and ``fsdp_size``.
         """
         num_ranks = num_ranks or self.num_ranks
         size = {"num_ranks": num_ranks, "fsdp_size": self.fsdp_size if num_ranks == self.num_ranks else -1}

@@ -218,7 +218,7 @@ def open_mesh(config: LearnerConfig) -> LearnerMesh:
 
 
 def _join_group(backend: str, timeout: timedelta) -> None:
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent, or a test, created the store
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent or a test has created the store
         dist.init_process_group(backend, timeout=timeout)
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -285,7 +285,7 @@ def shard_dimension(shape: Sequence[int], num_shards: int) -> int:
 
 def _allocate(model: nn.Module, home: torch.device) -> None:
     before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # keeps ties, and the references of FSDP
+    torch.__future__.set_swap_module_params_on_conversion(True)  # keeps tied parameters and FSDP's references
     try:
         model.to_empty(device=home)
     finally:
@@ -315,7 +315,7 @@ def drop_gradients(model: nn.Module) -> None:
             state: Any = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None) or [
                 state._fsdp_param_group
-            ]  # depends on torch's version
+            ]  # the attribute's name depends on torch's version
             for group in groups:
                 for parameter in group.fsdp_params if group is not None else ():
                     parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None

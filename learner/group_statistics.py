@@ -10,8 +10,8 @@ from torch import Tensor
 
 MIN_DEVIATION = 1e-4
 """Lower bound of a standard deviation that is a divisor. Smaller deviations are noise. The GRPO paper (arXiv
-2402.03300, section 4.1.2) does not have a bound. There, noise of 1e-7 in equal rewards gives advantages of size 1. TRL
-adds 1e-4 to the deviation. verl adds 1e-6, and 1e-8 to the variance of whitened tokens."""
+2402.03300, section 4.1.2) does not have a bound. Without a bound, noise of 1e-7 in equal rewards gives advantages of
+size 1. TRL adds 1e-4 to the deviation. verl adds 1e-6, and 1e-8 to the variance of whitened tokens."""
 
 _RELATIVE_DEVIATION = 2.0**-23
 """Lower bound of the deviation relative to the largest value: the resolution of float32 rewards."""
@@ -38,7 +38,7 @@ def largest(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
 def centered(values: Tensor, group: Tensor, counts: Tensor, *, weights: Tensor | None = None) -> Tensor:
     """Return the values minus the mean of their group, [N] float64; exactly 0 if all values of the group are equal.
 
-    ``weights`` are [N] float64, 1 by default. Their sum over a group must be the group's ``counts``.
+    ``weights`` are [N] float64, 1 by default. ``counts`` has the sum of the weights of each group.
     """
     values = values.to(torch.float64)
     sums = group_sums(values if weights is None else values * weights, group, len(counts))
@@ -47,7 +47,7 @@ def centered(values: Tensor, group: Tensor, counts: Tensor, *, weights: Tensor |
 
 
 def smallest_deviation(largest_value: Tensor) -> Tensor:
-    """Return the lower bound of the divisor for values up to ``largest_value``."""
+    """Return the lower bound of a group's deviation; ``largest_value`` is the group's largest absolute value."""
     return (largest_value * _RELATIVE_DEVIATION).clamp(min=MIN_DEVIATION)
 
 

@@ -108,7 +108,7 @@ def frozen_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def adapter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return only the adapters, under the names of peft's files. ``weights`` are as for `merged_weights`."""
+    """Return only the adapters, under the names of peft's files. ``weights`` are whole tensors by parameter name."""
     return {
         f"{_PEFT_PREFIX}{name}.lora_{part}.weight": weights[f"{name}.lora_{part}.{_ADAPTER}.weight"]
         for name, _ in _layers(model)

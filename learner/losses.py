@@ -395,7 +395,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     policy_loss = LOSSES.get(config.loss)
 
     def loss(inputs: LossInputs) -> LossTerms:
-        # True if only the first update of a step can lack ``proximal_logprobs``.
+        # If only a step's first update can lack ``proximal_logprobs``, its own log-probs are the proximal ones.
         inputs = replace(inputs, is_proximal=config.num_mini_batches == 1 or config.needs_proximal)
         terms = policy_loss(inputs, config)
         per_token, metrics = terms.per_token, {**terms.metrics, **behavior_metrics(inputs)}

@@ -47,7 +47,7 @@ class ShardedModel(Protocol):
 
     @property
     def pretrained(self) -> PreTrainedModel:
-        """The Hugging Face model inside."""
+        """The Hugging Face model inside `head`."""
         ...
 
     @property
@@ -95,7 +95,7 @@ class PretrainedShards:
         return cls(model.pretrained, model.compute_dtype, rank=mesh.rank, num_ranks=mesh.num_ranks, group=group)
 
     def held(self, part: Part) -> dict[str, Tensor]:
-        """Return the sharded parameters and stored buffers of a part of the model, by name."""
+        """Return sharded parameters and stored buffers by name: all, only adapters, or all except adapters."""
         return {
             name: tensor
             for name, tensor in (*self._model.named_parameters(), *stored_buffers(self._model).items())
@@ -103,7 +103,7 @@ class PretrainedShards:
         }
 
     def converted(self, part: Part, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert whole weights, named as in `held`, to checkpoint tensors. Adapters become tensors of peft's file."""
+        """Convert unsharded weights, named as in `held`, to tensors of a checkpoint, or of peft's file for adapters."""
         if part is Part.adapters:
             return adapter_weights(self._model, weights)
         plain = merged_weights(self._model, weights) if part is Part.whole else frozen_weights(weights)
@@ -117,11 +117,11 @@ class PretrainedShards:
         return adapted_layers(self._model, tensor_of)
 
     def describe(self, folder: Path, part: Part) -> None:
-        """Write the JSON files of a part into the folder of its weights."""
+        """Write the configuration of the model or of its adapters as JSON into ``folder``."""
         if part is Part.adapters:
             write_adapter_config(folder, self._model)
         else:
-            config = copy.deepcopy(self._model.config)  # written in a thread while the model is used
+            config = copy.deepcopy(self._model.config)  # a copy, because a thread writes it during training
             config.dtype = self.dtype
             config.save_pretrained(folder)
             if self._model.generation_config is not None:

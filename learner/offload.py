@@ -100,7 +100,7 @@ class MovableTensors:
             self._slab = torch.empty(0, dtype=torch.uint8)  # free the old memory first
             self._slab = torch.empty(total, dtype=torch.uint8)
             if runtime is not None:
-                # torch's pinned allocator (pin_memory=True) would round up to a power of two.
+                # Not pin_memory=True, because torch's pinned allocator would round the size up to a power of two.
                 torch.cuda.check_error(int(runtime.cudaHostRegister(self._slab.data_ptr(), total, 0)))
         return [self._slab[start : start + s.nbytes()] for start, s in zip(starts, storages, strict=True)]
 
@@ -170,7 +170,10 @@ class OffloadPolicy:
         return self._on_device(optimizer=False, then_leave=(self._param_offload, False))
 
     def persisting(self, *, optimizer: bool = True) -> AbstractContextManager[None]:
-        """Load the model, and with ``optimizer`` its state, for the context. Afterwards move them back."""
+        """Load the model, and with ``optimizer`` the optimizer state, for the context.
+
+        Afterwards offload again what was offloaded before.
+        """
         return self._on_device(optimizer=optimizer, then_leave=(self.model_offloaded, self.optimizer_offloaded))
 
     def enter_rollout(self) -> None:

@@ -48,7 +48,7 @@ class PackedBatch:
     num_trajectories: int
 
     def counts(self) -> dict[str, float]:
-        """Return the counts as metrics."""
+        """Return the numbers of tokens, trajectories and micro-batches as metrics."""
         return {
             "num_tokens": float(self.num_tokens),
             "num_trajectories": float(self.num_trajectories),
@@ -66,7 +66,7 @@ class PackedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSetup:
-    """Settings that replace the checks of a model, to build a full-size model without a GPU.
+    """Settings to build a model on an existing mesh, such as a full-size model without a GPU.
 
     Attributes:
         mesh: This rank's position in an existing group.
@@ -143,7 +143,7 @@ class PackedModel:
 
     @property
     def pretrained(self) -> PreTrainedModel:
-        """The Hugging Face model inside."""
+        """The Hugging Face model inside `head`."""
         return self.head.pretrained
 
     @property
@@ -256,7 +256,7 @@ class PackedModel:
         return dict(zip(names, self.mesh.sum_over_dp(table).tolist(), strict=True))
 
     def _check_lengths(self, sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> None:
-        """Refuse, on all ranks, sequences with rotary embeddings that depend on other sequences."""
+        """Raise, on all ranks, if a sequence is so long that rotary embeddings depend on other sequences."""
         if self._rope_limit is None:
             return
         longest = max((len(sequence.input_ids) for sequence in sequences), default=0)

@@ -31,8 +31,8 @@ class MicroBatch:
         lengths: Number of tokens of each sequence. The sum is N, or more if sequences share tokens.
         token_index: [sum of lengths] int64 on the host, packed position of each token of each sequence; None without
             shared tokens.
-        image_rows: [N] int64, row of each token's merged feature among the features of ``pixels``; -1 for text. None
-            without images.
+        image_rows: [N] int64, index of each image token's feature among the merged features of ``pixels``; -1 for
+            text. None without images.
         pixels: [patches, …] uint8, the pixels of each image once; None without images.
         grids: [images, 3] int64, the patches of each image in time, height and width; None without images.
         predict_index: [M] int64 on the host, packed position of the token before each token in the loss.

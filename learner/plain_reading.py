@@ -85,6 +85,7 @@ class _PlainReader(FileSystemReader):
 class _PlainPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), plain)  # raises for other values
+        # ``weights_only`` raises an error if loading the value would run code.
+        torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)

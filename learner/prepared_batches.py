@@ -1,9 +1,9 @@
 """Prepares the batch of the next learner step while a rank computes the current step: fetches and packs its groups.
 
 Each process has one `BatchPreparer` with one thread, for all its roles. The controller announces a batch when it queues
-the step. The thread prepares the batch after the previous step has taken its own batch, so a process holds at most two
-batches. A step waits for its own batch until the thread has prepared it. The deadlines of the buffer's client and of
-the process groups bound the waits of the thread.
+the step. The thread prepares it when the batch of the previous step has been taken, so a process holds the batches of
+at most two steps. A step waits until the thread has prepared its batch. The deadlines of the buffer's client and of the
+process groups bound the waits of the thread.
 
 The thread uses separate process groups (`LearnerMesh.on_host`) for its collectives. All ranks must announce and take
 the same batches in the same order.
@@ -96,7 +96,10 @@ class StepGroups:
 
 
 def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-    """Fetch the groups that the buffer has. Retry once after a `DeadlineError`: the slow store may be gone by then."""
+    """Fetch the groups that the buffer has.
+
+    Retry once after a `DeadlineError`, because the buffer may have noticed meanwhile that a store is dead.
+    """
     with suppress(UnknownGroup):
         try:
             return buffer.fetch(group_ids)
@@ -130,7 +133,7 @@ class BatchPreparer:
         self._groups: dict[int, StepGroups] = {}
 
     def announce(self, role: str, batch: RankBatch, prepare: Prepare) -> None:
-        """Prepare a role's batch when the previous step has taken its own batch."""
+        """Prepare a role's batch in the thread, once a batch of the previous step has been taken."""
         with self._lock:
             self._announced.append((_key(role, batch), prepare))
             if self._newest is None:
@@ -176,5 +179,5 @@ class BatchPreparer:
 
 
 def _key(role: str, batch: RankBatch) -> _Key:
-    """Return all values that a prepared batch depends on. It does not depend on rewards."""
+    """Return all values that a prepared batch depends on. Rewards are not among them."""
     return batch.version, role, tuple((share.group_id, share.samples, share.mini_batch) for share in batch.shares)

@@ -74,7 +74,10 @@ class RecurrentLayers:
         self._layout = layout
 
     def _follow(self, _parent: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Use the layout that a decoder layer gets. Activation checkpointing calls the layer again later."""
+        """Use the layout in a decoder layer's arguments.
+
+        Activation checkpointing may call the layer again after the next `use`.
+        """
         self._layout = kwargs.get("packed", self._layout)
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

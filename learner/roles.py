@@ -162,8 +162,8 @@ class RemoteScores:
     def needed_by(self, batches: Sequence[RankBatch]) -> list[DataProtoFuture]:
         """Return one future of scores for each data-parallel rank of another role.
 
-        ``batches`` are the same plan, divided over that role's ranks. A future waits only for the ranks that scored the
-        samples of its batch. For an empty batch, it waits for one rank.
+        ``batches`` has the samples of the same plan, divided among the ranks of the other role. A future waits only for
+        the ranks that scored the samples of its batch. For an empty batch, it waits for one rank.
         """
         first_sp_ranks = self.results[:: len(self.results) // len(self.batches)]
         scored = [(result, set(batch.sample_keys)) for result, batch in zip(first_sp_ranks, self.batches, strict=True)]

@@ -281,7 +281,10 @@ class SelfTest:
         }
 
     def _together(self, *, changed: bool = False) -> Tensor:
-        """Run all sequences in one micro-batch. With ``changed``, every second sequence has other tokens."""
+        """Run all sequences in one micro-batch.
+
+        ``changed`` replaces the tokens of every second sequence, to find out whether the other sequences change.
+        """
         middle = self._vocabulary // 2
         tokens = [
             middle + (ids - middle + 1) % (self._vocabulary - middle) if changed and index % 2 == 0 else ids

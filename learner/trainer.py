@@ -256,7 +256,7 @@ class PackedStep:
 
     Attributes:
         scored: The sequences that need a separate forward pass for their proximal log-probs, or None.
-        updates: The sequences of each mini-batch. A measured step has a single entry with all its sequences.
+        updates: The sequences of each mini-batch. A step that is only measured has one entry with all sequences.
     """
 
     scored: PackedBatch | None
@@ -279,7 +279,7 @@ class LearnerStep:
         self._trainer = trainer
         self._objective = objective
         self._num_mini_batches = num_mini_batches
-        num_own = int(trainer.trains_as_it_scores)  # mini-batches that use their own log-probs
+        num_own = int(trainer.trains_as_it_scores)  # 1 if the first mini-batch uses its own log-probs
         self._first_scored = num_own if objective.needs_proximal else num_mini_batches
 
     def pack(

@@ -97,7 +97,7 @@ class TrajectoryLog:
 def trained_groups(
     batch: RankBatch, groups: Mapping[int, TrajectoryGroup], sequences: Sequence[TokenSequence]
 ) -> list[dict[str, Any]]:
-    """Return the entries for a step's receipt: one per group that a rank has trained on.
+    """Return which tokens a rank has trained on in a step, one entry per prompt group, for the step's receipt.
 
     An entry has the ``group`` id, its ``attempt``, and these fields:
 

@@ -59,7 +59,7 @@ class TurnRewards:
 
     @property
     def levels(self) -> list[Tensor]:
-        """The positions of the turns with index 0, then of those with index 1, and so on."""
+        """For each turn index, from 0 on: the positions of the turns with this index."""
         return [torch.nonzero(self.index == level)[:, 0] for level in self.index.unique().tolist()]
 
 
@@ -107,7 +107,7 @@ def turn_gae(batch: TurnRewards, config: AlgorithmConfig) -> TurnAdvantages:
 
 
 def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: bool) -> TurnAdvantages:
-    """Compare a turn's return with those of the turns of the same index in its prompt group.
+    """Compare the return of a turn with the returns of all turns of the same index in its prompt group.
 
     The return of turn k is Σ γ^(j - k) r_j over the turns j >= k of its path. Its advantage is (return - mean) ÷ sample
     standard deviation, or (return - mean) without ``has_deviation``. Both statistics are over the group's trajectories
@@ -131,7 +131,7 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
     place, sizes = members(torch.stack([batch.trajectories, batch.index], dim=1))
     weights = 1.0 / sizes[place].double()
     group, sizes = members(torch.stack([batch.group_ids, batch.index], dim=1))
-    counts = group_sums(weights, group, len(sizes)).round()  # number of trajectories
+    counts = group_sums(weights, group, len(sizes)).round()  # trajectories with a turn of this index
     advantages = centered(returns, group, counts, weights=weights)
     if has_deviation:
         advantages = advantages / group_deviations(returns, advantages, group, counts, weights=weights)[group]
@@ -163,8 +163,8 @@ def _standardized(advantages: Tensor, batch: TurnRewards) -> Tensor:
 def turn_rows(sequences: Sequence[TokenSequence], rewards: Mapping[SampleKey, float]) -> TurnRows:
     """Convert the turns of a rank's sequences to rows, in the order of the sequences.
 
-    The sequences need the column ``penalties`` and, with a critic, ``values``. ``rewards`` has the reward of each
-    trajectory, including the rewards of its turns.
+    The sequences need the column ``penalties`` (KL penalty per token) and, with a critic, ``values``. ``rewards`` has
+    the reward of each trajectory, including the rewards of its turns.
 
     Raises:
         ValueError: a sequence has tokens in the loss and does not name its turns.

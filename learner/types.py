@@ -75,7 +75,7 @@ class RankBatch:
 
 
 class TurnSpan(NamedTuple):
-    """A sampled turn in the sequence that has it in the loss.
+    """A sampled turn, with its position in the sequence that trains it.
 
     Attributes:
         turn: Index of the turn in its prompt group.

@@ -246,7 +246,7 @@ def _pad_end(x: Tensor, dim: int, multiple: int) -> Tensor:
 def _all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup) -> Tensor:
     """Split ``scatter_dim`` over the ranks and concatenate ``gather_dim``.
 
-    If one of them is the first dimension of size > 1, the tensor is copied at most once.
+    If one of the two is the first dimension of size > 1, the tensor is copied at most once.
     """
     num_ranks = dist.get_world_size(group)
     if x.size(scatter_dim) % num_ranks:

@@ -34,7 +34,7 @@ class VisionTower:
 
     @property
     def language_model(self) -> nn.Module:
-        """The decoder."""
+        """The decoder of Qwen3-VL."""
         return self._model.language_model
 
     def features(self, pixels: Tensor) -> Tensor:

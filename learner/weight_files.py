@@ -54,7 +54,7 @@ class StoredWeight(Protocol):
         ...
 
     def rows(self, first: int, last: int) -> Tensor:
-        """Read the rows from ``first`` to before ``last``. A scalar has one row."""
+        """Read the rows ``first`` to ``last`` - 1. A scalar has one row."""
         ...
 
 
@@ -133,7 +133,7 @@ class _Source:
 
     Attributes:
         conversion: transformers' conversion; None if the parameter is stored unchanged.
-        weights: The stored tensors by name pattern.
+        weights: The stored tensors by the conversion's name pattern, or by name without a conversion.
     """
 
     conversion: WeightConverter | None = None
@@ -228,9 +228,10 @@ def fill_weights(model: PreTrainedModel, model_path: str) -> set[str]:
 def _sources(
     model: PreTrainedModel, held: Mapping[str, Tensor], stored: Mapping[str, StoredWeight], model_path: str
 ) -> dict[str, _Source]:
-    """Return the stored tensors by the name of their parameter, or of the first of several parameters.
+    """Map each parameter's name to its stored tensors.
 
-    The model remembers the conversions, and reverts them when it is saved.
+    Parameters that are stored as one tensor have one entry, under the first name. This also stores the conversions in
+    the model, because saving the model reverts them.
     """
     conversions = get_model_conversion_mapping(model)
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
@@ -263,7 +264,10 @@ def _blocks(tensor: Tensor) -> Iterator[slice]:
 
 
 def _put(tensor: Tensor, first: int, values: Tensor, filled: set[int]) -> None:
-    """Write rows from ``first`` on into this rank's shard. Compare instead if a tied parameter was filled before."""
+    """Write ``values`` into this rank's shard, beginning at row ``first`` of the parameter.
+
+    If the parameter is tied and already filled, compare the values instead.
+    """
     place = local_tensor(tensor.detach())
     if tensor.ndim:
         rows, *others = own_part(tensor)

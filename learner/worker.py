@@ -5,8 +5,8 @@ scores directly to the workers of other roles, or keeps them in the process if t
 
 The controller imports this module for the method names only, so functions import torch themselves.
 
-The controller's calls wake a worker. A step waits for the thread that prepares its batch. A collective waits for the
-other ranks under the deadline of the process group.
+A worker waits for the controller's next call. In a step, it also waits for the thread that prepares the batch. In a
+collective, it waits for the other ranks until the deadline of the process group.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class ModelWorker(Worker):
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
     def step(self, batch: RankBatch, *sent: DataProto | None) -> dict[str, float]:
-        """Make one learner step. In the role's measured steps, only compute the metrics.
+        """Make one learner step. In the role's first `Role.measured_steps` steps, only compute the metrics.
 
         Args:
             batch: This rank's batch, the same for all sp ranks of a group.
@@ -410,7 +410,8 @@ class ModelWorker(Worker):
             return None
         with self._offload.persisting():
             version = self._version = checkpoints.load(newest)
-        if self._algorithm.kl_target:  # a fixed coefficient comes from the option, which may have changed
+        # Do not restore a fixed coefficient, because its option may have changed since.
+        if self._algorithm.kl_target:
             self._advantages.kl_coefficient.value = read_progress(newest).role["kl_reward_coef"]
         return version
 
@@ -473,7 +474,7 @@ class ModelWorker(Worker):
         return {key: np.concatenate(parts) for key, parts in scores.items()}
 
     def _for_people(self, version: int, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-        """Return the sequences for the token log, with the learner's log-probs. A collective if the step logs."""
+        """Return the sequences for the token log, with the learner's log-probs. A collective if the step is logged."""
         options = self._token_log_options
         if options is None or version % options.every_steps:
             return []
