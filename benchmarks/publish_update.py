@@ -53,7 +53,7 @@ async def _run(engine: SGLangEngine, run: int, offer: WeightOffer, num_updates: 
         SampleRequest(id=f"{run}-{i}", prompt_ids=rng.integers(3, 1000, NUM_PROMPT_TOKENS, np.int32), sampling=options)
         for i in range(NUM_SAMPLES)
     ]
-    writing, token = asyncio.Event(), engine._silence.token
+    writing, token = asyncio.Event(), engine.silence.token
 
     def heard() -> None:
         writing.set()
@@ -63,7 +63,7 @@ async def _run(engine: SGLangEngine, run: int, offer: WeightOffer, num_updates: 
         async for _ in engine.generate(requests):
             pass
 
-    engine._silence.token = heard  # type: ignore[method-assign]
+    engine.silence.token = heard  # type: ignore[method-assign]
     began_s = time.perf_counter()
     running = asyncio.create_task(sample())
     for _ in range(num_updates):
@@ -71,7 +71,7 @@ async def _run(engine: SGLangEngine, run: int, offer: WeightOffer, num_updates: 
         await asyncio.wait_for(writing.wait(), 120)
         await engine.load_weights(offer)
     await running
-    engine._silence.token = token  # type: ignore[method-assign]
+    engine.silence.token = token  # type: ignore[method-assign]
     return time.perf_counter() - began_s
 
 

@@ -156,6 +156,9 @@ class Engine(ABC):
         silence_timeout_s: Deadline of `SilenceWatch`, in seconds.
         log_tail: Returns the end of the engine's log, for messages.
         image_token_id: As in `ModelFacts`.
+
+    Attributes:
+        silence: Watches the engine while requests run.
     """
 
     sample_type: ClassVar[type[RunningSample]] = RunningSample
@@ -173,7 +176,7 @@ class Engine(ABC):
         self._image_token_id = image_token_id
         self._vocab_size = vocab_size
         self._log_tail = log_tail
-        self._silence = SilenceWatch(name, timeout_s=silence_timeout_s, probe=self._probe)
+        self.silence = SilenceWatch(name, timeout_s=silence_timeout_s, probe=self._probe)
         self._version = 0
         self._verified = {0}
         self._running: dict[str, RunningSample] = {}
@@ -226,7 +229,7 @@ class Engine(ABC):
         self._told.add(answers)
         tasks: Sequence[asyncio.Task[None]] = ()
         try:
-            with self._silence.running(len(requests)):
+            with self.silence.running(len(requests)):
                 tasks = self._begin(list(running.values()), answers)
                 while running:
                     finished = await answers.get()
@@ -559,12 +562,12 @@ class SilenceWatch:
 
     The engine is silent if *no* running request gets a token. After three quarters of ``timeout_s``, the watch calls
     ``probe``. The engine has failed if ``probe`` does not return before ``timeout_s`` ends, or after three silent
-    periods in a row. ``name`` is for messages.
+    periods in a row. ``name`` is for messages. ``timeout_s`` is the deadline in seconds.
     """
 
     def __init__(self, name: str, *, timeout_s: float, probe: Callable[[], Awaitable[None]]) -> None:
         self._name = name
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._probe = probe
         self._num_running = 0
         self._is_paused = False
@@ -614,7 +617,7 @@ class SilenceWatch:
         while True:
             await self._listening.wait()
             heard_s = self._heard_s
-            left_s = heard_s + (1 - PROBE_SHARE) * self._timeout_s - time.monotonic()
+            left_s = heard_s + (1 - PROBE_SHARE) * self.timeout_s - time.monotonic()
             if left_s > 0:
                 await asyncio.sleep(left_s)
                 num_silent_periods = num_silent_periods if heard_s == self._heard_s else 0
@@ -626,15 +629,15 @@ class SilenceWatch:
             num_silent_periods += 1
             if error is not None or num_silent_periods == MAX_SILENT_PERIODS:
                 raise self._failure(error, num_silent_periods)
-            logger.warning("%s: no token for %g s, but it answers a probe", self._name, self._timeout_s)
+            logger.warning("%s: no token for %g s, but it answers a probe", self._name, self.timeout_s)
             self.token()
 
     async def _probe_error(self) -> str | None:
         try:
-            async with asyncio.timeout(PROBE_SHARE * self._timeout_s):
+            async with asyncio.timeout(PROBE_SHARE * self.timeout_s):
                 await self._probe()
         except TimeoutError:
-            return f"it did not answer a probe within {PROBE_SHARE * self._timeout_s:g} s"
+            return f"it did not answer a probe within {PROBE_SHARE * self.timeout_s:g} s"
         except AsyncRLError as error:
             return f"the probe failed: {error}"
         return None
@@ -643,7 +646,7 @@ class SilenceWatch:
         error = error or f"it answered {num_periods} probes, but produced no token"
         return missed(
             f"{self._name} produced no token of its {self._num_running} running requests within "
-            f"rollout_fleet.silence_timeout_s = {self._timeout_s:g} s, and {error}"
+            f"rollout_fleet.silence_timeout_s = {self.timeout_s:g} s, and {error}"
         )
 
     def _change(self, num_requests: int, *, is_paused: bool) -> None:

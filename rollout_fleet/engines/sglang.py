@@ -154,7 +154,7 @@ class SGLangEngine(Engine):
         async with self._deadline("generate", timeout_s, "start_timeout_s", spent_s=spent_s):
             await self._client.call("GET", "/model_info")
             await self._warm_up()
-        self._come_up(self.server.wait_exit, self._silence.wait)
+        self._come_up(self.server.wait_exit, self.silence.wait)
         logger.info("%s: up", self._name)
 
     async def release_memory(self) -> None:
@@ -179,7 +179,7 @@ class SGLangEngine(Engine):
         async with self._loading_turn:
             self._check_up()
             recomputes = self._config.sglang.on_update is OnUpdate.recompute
-            with self._silence.paused(recomputes=recomputes) as stands_still:
+            with self.silence.paused(recomputes=recomputes) as stands_still:
                 async with self._loading(offer, self._config.load_timeout_s):
                     return await self._transact(offer, stands_still)
 
@@ -245,7 +245,7 @@ class SGLangEngine(Engine):
             num_unanswered = len(samples)
             body = self._request_body([sample.request for sample in samples])
             async for events in self._client.stream("/generate", body):
-                self._silence.token()
+                self.silence.token()
                 if self.has_failed:
                     return
                 finished: list[tuple[SampleRequest, SampleOutput]] = []

@@ -572,7 +572,7 @@ class TransformersEngine(Engine):
             device=device.value,
             seed=seed,
             reproducible=config.transformers.reproducible,
-            on_step=self._silence.token,
+            on_step=self.silence.token,
         )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
         self._waiting: list[_PendingSample] = []
@@ -583,7 +583,7 @@ class TransformersEngine(Engine):
         """See `Engine.start`."""
         async with self._deadline("load its model", self._config.start_timeout_s, "start_timeout_s"):
             await self._in_thread(self.model.load)
-        self._come_up(self._run_batches, self._silence.wait)
+        self._come_up(self._run_batches, self.silence.wait)
         logger.info("%s: up", self._name)
 
     async def release_memory(self) -> None:
@@ -605,7 +605,7 @@ class TransformersEngine(Engine):
     async def _load_when_idle(self, offer: WeightOffer) -> float:
         async with self._idle_model:
             started = time.perf_counter()
-            with self._silence.paused() as stands_still:
+            with self.silence.paused() as stands_still:
                 stands_still()
                 async with self._loading(offer, self._config.load_timeout_s):
                     load = partial(self.model.load_weights, offer, timeout_s=self._config.load_timeout_s)

@@ -258,7 +258,7 @@ async def test_aborts_of_some_go_out_together(engine, server):
 
 async def test_a_server_that_hangs_during_a_load_is_reported_with_the_deadline_of_the_load(engine, server):
     engine._config = RolloutFleetConfig(silence_timeout_s=0.05, load_timeout_s=0.3)
-    engine._silence._timeout_s = 0.05
+    engine.silence.timeout_s = 0.05
     running = asyncio.create_task(answers_of(engine, 5))
     await asyncio.sleep(0)
     server.answers.clear()

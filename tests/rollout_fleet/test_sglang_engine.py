@@ -313,7 +313,7 @@ async def test_a_server_that_stands_still_for_a_while_ends_nothing(engine):
 
 
 async def test_a_server_that_stands_still_for_good_is_found_within_the_deadline(engine, failing_engine, monkeypatch):
-    monkeypatch.setattr(failing_engine._silence, "_timeout_s", 2.0)
+    monkeypatch.setattr(failing_engine.silence, "timeout_s", 2.0)
     running = asyncio.create_task(answer(failing_engine, requests_of(2, name="silent", max_new_tokens=400, top_k=3)))
     await until_writing(failing_engine)
     signal_server(engine, signal.SIGSTOP)

@@ -206,10 +206,10 @@ async def test_after_a_load_tokens_carry_the_new_version_and_its_logprobs(start,
 
 async def until_writing(engine):
     """Wait until the running batch, or the next one, has a new token."""
-    loop, first, token = asyncio.get_running_loop(), asyncio.Event(), engine._silence.token
-    engine._silence.token = lambda: (loop.call_soon_threadsafe(first.set), token())
+    loop, first, token = asyncio.get_running_loop(), asyncio.Event(), engine.silence.token
+    engine.silence.token = lambda: (loop.call_soon_threadsafe(first.set), token())
     await asyncio.wait_for(first.wait(), 30)
-    engine._silence.token = token
+    engine.silence.token = token
 
 
 async def test_a_load_waits_for_the_running_batch_and_the_next_batch_has_the_new_version(start, publish):
@@ -422,12 +422,12 @@ async def test_a_failure_while_generating_ends_the_engine_by_name(start, monkeyp
 async def test_a_sample_may_take_longer_than_the_deadline_on_silence(start, monkeypatch):
     engine = await start()
     outputs = await answer(engine, requests_of(1))
-    monkeypatch.setattr(engine._silence, "_timeout_s", 1.5)
+    monkeypatch.setattr(engine.silence, "timeout_s", 1.5)
 
     def generate_slowly(*_):
         for _ in range(20):
             time.sleep(0.1)
-            engine._silence.token()
+            engine.silence.token()
         return outputs
 
     monkeypatch.setattr(engine.model, "generate", generate_slowly)

@@ -225,7 +225,7 @@ async def test_nothing_is_accepted_under_weights_that_were_not_verified(servers,
         proxy.paths.clear()
         if fault in ("stalls", "SIGSTOP"):
             engine._config = RolloutFleetConfig(load_timeout_s=DEADLINE_S)
-            engine._silence._timeout_s = DEADLINE_S
+            engine.silence.timeout_s = DEADLINE_S
         short, long = requests_of(1, 2, max_new_tokens=4), requests_of(2, 2, max_new_tokens=400, top_k=3)
         running = asyncio.create_task(collect(engine, [*short, *long], accepted))
         await until_writing(engine)
@@ -259,7 +259,7 @@ async def test_an_engine_whose_stream_of_weights_fails_never_continues_under_oth
         async with servers.failing_engine() as (engine, proxy):
             await engine.load_weights(learner.offer(servers.publish(1.1)))
             engine._config = RolloutFleetConfig(load_timeout_s=DEADLINE_S)
-            engine._silence._timeout_s = DEADLINE_S
+            engine.silence.timeout_s = DEADLINE_S
             running = asyncio.create_task(collect(engine, requests_of(2, 2, max_new_tokens=400, top_k=3), accepted))
             await until_writing(engine)
             act = fault_of(servers, fault, seed)["act"]

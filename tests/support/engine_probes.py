@@ -107,10 +107,10 @@ def server_processes(engine: Any) -> list[psutil.Process]:
 
 async def until_writing(engine: Any) -> None:
     """Wait until the first tokens of the new requests have arrived."""
-    first, token = asyncio.Event(), engine._silence.token
-    engine._silence.token = lambda: (first.set(), token())
+    first, token = asyncio.Event(), engine.silence.token
+    engine.silence.token = lambda: (first.set(), token())
     await asyncio.wait_for(first.wait(), 60)
-    engine._silence.token = token
+    engine.silence.token = token
 
 
 async def answer(engine: Any, requests: Sequence[SampleRequest]) -> list[SampleOutput]:
