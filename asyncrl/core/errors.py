@@ -64,7 +64,10 @@ class MembershipRefused(AsyncRLError):
 
 
 class RequestRefused(EngineError):
-    """Every engine would refuse this request, because its prompt or an option is wrong. A restart does not help."""
+    """Every engine would refuse this request, because the prompt or an option is wrong.
+
+    Restarting the engine does not help.
+    """
 
 
 class EpisodeOverflow(AsyncRLError):
@@ -72,7 +75,7 @@ class EpisodeOverflow(AsyncRLError):
 
 
 class EpisodeEnded(AsyncRLError):
-    """An engine does not continue an episode. The engine failed, or the group was stopped, handed over or revoked."""
+    """An episode gets no more turns, because it has ended or its prompt group has left the rollout worker."""
 
 
 class WeightsError(AsyncRLError):
@@ -103,11 +106,11 @@ class ReplayBufferError(AsyncRLError):
 
 
 class StoreFull(ReplayBufferError):
-    """The store has reached its limit of bytes. The sender waits and retries."""
+    """The replay buffer has reached a limit on its bytes. The client may repeat the request later."""
 
 
 class StoreLost(ReplayBufferError):
-    """The store has lost a group's payload. The sender sends the payload again."""
+    """A store of the replay buffer has lost a group's trajectories. The sender must send them again."""
 
 
 class LeaseExpired(ReplayBufferError):
@@ -139,7 +142,7 @@ class WrongEpoch(ReplayBufferError):
 
 
 class NotAllowed(ReplayBufferError):
-    """The role of the client's key does not allow the request."""
+    """The client's key belongs to a role that may not send this request."""
 
 
 class RateExceeded(ReplayBufferError):

@@ -81,9 +81,9 @@ def check_owned(folder: Path) -> None:
 
 
 def socket_base(longest: str) -> str:
-    """Return the folder for temporary files, or ``/tmp`` if the path ``longest`` below it is too long for a socket.
+    """Return the folder for temporary files, or ``/tmp`` if a socket's path in that folder would be too long.
 
-    Linux limits the path of a socket to 107 bytes.
+    ``longest`` is the longest such path, relative to the folder. Linux limits the path of a socket to 107 bytes.
     """
     base = tempfile.gettempdir()
     return base if len(os.fsencode(os.path.join(base, longest))) <= _MAX_SOCKET_PATH_BYTES else "/tmp"
@@ -138,9 +138,9 @@ def own_python() -> dict[str, str]:
 
 
 def forget_process_group(environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Remove the environment variables for the process group of torchrun or a batch system; return their names.
+    """Remove the variables by which torchrun or a batch system describes a process group; return their names.
 
-    Otherwise the processes of a run would try to join that group.
+    With these variables, the processes of a run would try to join that group.
     """
     found = [name for name in environment if name in _GROUP_VARIABLES or name.startswith("TORCHELASTIC_")]
     for name in found:
@@ -229,7 +229,7 @@ def _answer(tool: str, *arguments: str) -> list[str]:
     try:
         listed, _ = process.communicate(timeout=_DRIVER_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.kill()  # do not wait for it: a process that hangs in the driver does not die
+        process.kill()  # no wait for its end: a process that hangs in the driver cannot be killed
         raise DeadlineError(
             f"{tool} {' '.join(arguments)} must list the GPUs of this machine within {_DRIVER_TIMEOUT_S:g} s, got no "
             "answer: the NVIDIA driver hangs; reset the GPUs or restart the machine, or run on another machine"
@@ -238,9 +238,10 @@ def _answer(tool: str, *arguments: str) -> list[str]:
 
 
 def leave_stop_to_owner() -> None:
-    """Block the stop signals in this thread, and in the threads and processes that it starts later.
+    """Block SIGINT and SIGTERM in this thread, and in the threads and processes that it starts later.
 
-    Python's resource tracker must start first, because its start would unblock both signals (Python < 3.13).
+    The function first starts Python's resource tracker, because a later start would unblock both signals
+    (Python < 3.13).
     """
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -261,7 +262,7 @@ def release_resource_tracker() -> None:
 
 
 def outlive_stop() -> None:
-    """Ignore SIGTERM in this process. Programs that it starts and children that it forks still obey both stop signals.
+    """Ignore SIGTERM in this process. Its child processes still obey SIGTERM and SIGINT.
 
     The function does not use a signal mask, because subprocesses would inherit it. Call it in the main thread, before
     other threads start.

@@ -66,15 +66,15 @@ def read_bytes(source: Any, where: str, *, from_files: bool = False) -> bytes:
 
 
 def content_of(source: Any, where: str, *, from_files: bool = False) -> bytes | Path:
-    """Return the bytes of an image file, or its path.
+    """Return the bytes of an image file; its path if ``source`` is a path.
 
     Args:
         source: A data URL, base64 text, bytes, or a mapping with ``bytes`` or ``path``.
-        where: Name of the image in messages.
+        where: Name of the image in error messages.
         from_files: Whether the source may be a path, relative to the current directory, or a ``file://`` URL.
 
     Raises:
-        ValueError: the source is none of these.
+        ValueError: the source has another form.
     """
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
@@ -127,12 +127,12 @@ class ImageReader:
 
     @cached_property
     def token_id(self) -> int:
-        """Id of the placeholder token."""
+        """Id of the model's placeholder token for images."""
         return placeholder_ids(self.model_path)[0]
 
     @cached_property
     def format(self) -> PixelFormat:
-        """How images become patches and features."""
+        """Conversion of the model's images to patches and features."""
         return PixelFormat.of(self._processor)
 
     @cached_property
@@ -227,7 +227,9 @@ def sources_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, str
 
 
 def place_images(token_ids: np.ndarray, images: Sequence[Image], token_id: int, where: str) -> tuple[PlacedImage, ...]:
-    """Assign each image to its run of placeholder tokens ``token_id``; ``where`` names the tokens in errors.
+    """Assign each image to its run of placeholder tokens.
+
+    ``token_id`` is the id of the placeholder. ``where`` names ``token_ids`` in error messages.
 
     Raises:
         ValueError: the placeholders do not fit the images.

@@ -75,8 +75,8 @@ def moved(images: Iterable[PlacedImage], by: int) -> tuple[PlacedImage, ...]:
 def positions_of(start: int, num_tokens: int, images: Sequence[PlacedImage]) -> tuple[np.ndarray, int]:
     """Compute positions for multimodal rotary embeddings (Qwen3-VL, arXiv 2511.21631; Qwen2-VL, arXiv 2409.12191, 2.1).
 
-    On all axes, the position of a text token is one more than the largest earlier position. The position of an image
-    token is its index in the grid plus the position of a text token at the image's start.
+    On all axes, the position of a text token is one more than the largest earlier position. An image token has,
+    on each axis, its index in the image's grid plus the position of a text token at the image's start.
 
     Args:
         start: Position of the first token.
@@ -107,7 +107,7 @@ class GroupImages:
 
     Attributes:
         grids: [I, 4] int32, the column `GRIDS`; ``pixels``: the column `PIXELS`.
-        first_rows: [I + 1] int64: row of the first merged feature of each image, then the number of rows.
+        first_rows: [I + 1] int64: each image's first row in the group's merged features, then the number of rows.
     """
 
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
@@ -152,7 +152,7 @@ class GroupImages:
         )
 
     def placed(self, image_rows: np.ndarray) -> tuple[PlacedImage, ...]:
-        """Return the images in a sequence of tokens, found by the tokens' ``image_rows``, [T]."""
+        """Return the images in a sequence of T tokens. ``image_rows``: [T], the sequence's part of `IMAGE_ROWS`."""
         starts = np.flatnonzero(np.isin(image_rows, self.first_rows[:-1]))
         which = self.first_rows.searchsorted(image_rows[starts])
         return tuple(

@@ -21,23 +21,23 @@ class Restartable(Protocol):
     """A component that `keep_up` restarts. `keep_up` calls one method at a time."""
 
     async def begin(self) -> None:
-        """Start a new life. Returns when the component is ready."""
+        """Start the component, and return when it is ready."""
         ...
 
     async def watch(self) -> None:
-        """Wait for the end of the life, and raise the error that ended it. Return when the component's work is done."""
+        """Wait until the component fails, and raise its error. Return when the component's work is done."""
         ...
 
     async def end(self, fault: Exception) -> float:
-        """Record that ``fault`` has ended the life, and clean up.
+        """Record the ``fault`` of the component, and clean up.
 
-        Returns the seconds to pause before the next life. Raises an error if the component must not be restarted.
+        Returns the seconds to pause before the next start. Raises an error if the component must not be restarted.
         """
         ...
 
 
 async def keep_up(part: Restartable, *, has_begun: bool = True) -> None:
-    """Restart a component until its work is done. Any exception of `begin` or `watch` ends a life.
+    """Restart a component until its work is done. Any exception of `begin` or `watch` causes a restart.
 
     Raises the errors of `Restartable.end`.
     """

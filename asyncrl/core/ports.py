@@ -12,7 +12,7 @@ from asyncrl.core.types import BufferStats, GroupSummary, Lease, Plan, Prompt, W
 
 
 class RolloutBuffer(Protocol):
-    """The interface of a rollout worker to the replay buffer. The client applies its deadline to every call.
+    """The interface of a rollout worker to the replay buffer. The client's deadline applies to every call.
 
     Attributes:
         count_generated: Set by the worker. Returns the number of policy tokens that this worker has generated so far,
@@ -69,7 +69,7 @@ class RolloutBuffer(Protocol):
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
         """Save a running group with its lease, so that another worker can continue it.
 
-        Unfinished samples have the finish reason ``unfinished``; the group has at least one token.
+        Unfinished samples have the finish reason ``unfinished``. The group must have at least one token.
 
         Raises the errors of `put`, and `StoreFull`.
         """
@@ -113,7 +113,10 @@ class WeightLog(Protocol):
     """The interface of learner rank 0 to report published versions; thread-safe."""
 
     def offer(self, offer: WeightOffer) -> int:
-        """Offer weights to the engines; return the oldest version that the buffer may still offer."""
+        """Offer weights to the engines.
+
+        Returns the oldest version that the buffer may still offer, so that the caller can delete older versions.
+        """
         ...
 
     def publish_failed(self, reason: str) -> None:
@@ -139,8 +142,9 @@ class ControlBuffer(Protocol):
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> Sequence[GroupSummary]:
         """Queue prompts. Waits while the queue is full. Idempotent per group id.
 
-        With ``wants_outcomes``, the call returns the groups that workers finished since the last call with it, also
-        filtered groups. Otherwise the call returns no groups. Without prompts, the call does not wait.
+        With ``wants_outcomes``, the call returns the groups that workers have finished since the last call with
+        ``wants_outcomes``, including groups that a filter dropped. Otherwise it returns no groups. Without prompts, the
+        call does not wait.
         """
         ...
 
@@ -194,9 +198,10 @@ class ControlBuffer(Protocol):
         ...
 
     async def lose(self, group_ids: Sequence[int]) -> None:
-        """Report groups of planned batches that are missing in the stores. Their prompts are requeued (``store_lost``).
+        """Report groups of planned batches that are missing in the stores.
 
-        The buffer plans their batches, and all later batches, again.
+        The buffer requeues their prompts for the reason ``store_lost``. It plans their batches, and all later batches,
+        again.
         """
         ...
 
@@ -248,7 +253,8 @@ class LearnerPort(Protocol):
     def publish(self, version: int) -> Awaitable[None]:
         """Publish the weights as ``version``, after all updates that are queued so far.
 
-        The ranks continue as soon as they have copied the weights. The buffer then tells the engines where to load it.
+        The ranks continue as soon as they have copied the weights. After the publish, the buffer offers the version to
+        the engines.
         """
         ...
 
@@ -263,7 +269,8 @@ class LearnerPort(Protocol):
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool, parts: Sequence[str] = ()) -> Awaitable[str]:
         """Save a checkpoint of ``version`` with the run's state ``run``. With ``wait``, wait until it is complete.
 
-        ``parts`` names the entries that other processes write. The checkpoint is complete when these entries exist.
+        ``parts`` names the folders of the checkpoint that other processes write. The checkpoint is complete when these
+        folders exist too.
         """
         ...
 
@@ -295,7 +302,7 @@ class FleetCounts:
         tokens_generated: Policy tokens that the engines produced for training, including aborted requests.
         tokens_in_flight: Generated tokens of groups that are neither stored nor released.
         groups_failed: Failed attempts by reason. Example: ``reward``.
-        tokens_by_engine: ``tokens_generated`` of each present engine, including its time before restarts.
+        tokens_by_engine: ``tokens_generated`` of each current engine, including tokens from before its restarts.
     """
 
     tokens_generated: int
@@ -333,7 +340,7 @@ class ColocatedFleetPort(FleetPort, Protocol):
         ...
 
     def take_device(self) -> None:
-        """Let engines start again. Call it when the learner has offloaded."""
+        """Let engines start again. Call it after the learner has moved its tensors off the devices."""
         ...
 
 
@@ -342,7 +349,7 @@ class PromptSource(Protocol):
 
     @property
     def wants_outcomes(self) -> bool:
-        """Whether the outcomes in `note` may change the order of the prompts."""
+        """Whether the outcomes that `note` receives may change the order of the prompts."""
         ...
 
     def take(self, count: int) -> Sequence[Prompt]:
@@ -354,5 +361,5 @@ class PromptSource(Protocol):
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Return the current position as JSON values."""
+        """Return the source's state as JSON values. Example: the position in the order of the prompts."""
         ...

@@ -1,4 +1,4 @@
-"""Writes receipts to the run's ``receipts/``: one JSON line for each act on policy tokens or weights.
+"""Writes receipts to the run's ``receipts/``: one JSON line for each `Act`, such as the load of a version.
 
 A process calls `start` once, and then `note`. ``asyncrl audit`` compares the lines of all processes.
 """

@@ -85,7 +85,7 @@ class SpanKind(StrEnum):
     # Controller: lanes ``controller``, ``controller/plan``, ``controller/complete``, ``controller/publish``
     step = "step"  # from the previous commit, or the start of training, to the step's commit
     plan_wait = "plan_wait"  # the plan loop waits for a batch
-    dispatched = "dispatched"  # the ranks have a planned step
+    dispatched = "dispatched"  # from the dispatch of a planned step to the ranks until its update has ended
     evaluation = "evaluation"  # an evaluation; also on the lanes of engines that answer held-out prompts
     checkpoint = "checkpoint"  # a checkpoint is saved; also on the lane of a rank that it blocks
     # Engines: lane ``engine-0``
@@ -96,14 +96,14 @@ class SpanKind(StrEnum):
     load_stage = "load_stage"  # a phase of a load, on lane ``engine-0/load``; ``cause`` names the phase
     re_prefill = "re_prefill"  # from the end of a pause to the next token of a running sample
     released = "released"  # the learner uses the device (colocated)
-    # Members: lane ``engine-0/member``, and ``engine-0/worker`` for the member's worker
-    member = "member"  # the member is in one state; ``cause`` names the state
+    # Members of the fleet: lane ``engine-0/worker`` for a rollout worker, ``engine-0/member`` for its engine
+    member = "member"  # the member is in the `MemberState` that ``cause`` names
     # Rollout workers: lane ``engine-0/reward``
     reward = "reward"
     # Learner: lane ``learner-0`` per rank, ``learner-0/publish`` for its publisher thread
     update = "update"  # a rank's whole step
     score = "score"
-    fetch = "fetch"  # the rank waits for its batch; on lane ``learner-0/prepare`` the fetch itself
+    fetch = "fetch"  # the rank waits for its batch; on lane ``learner-0/prepare``: the batch is fetched
     prepare = "prepare"  # the next step's batch is fetched and packed, on lane ``learner-0/prepare``
     forward = "forward"
     backward = "backward"
@@ -118,9 +118,9 @@ class SpanKind(StrEnum):
 class LevelName(StrEnum):
     """The name of a count. A recorded value is valid until the next value."""
 
-    # Per engine, in sample slots. The sum of the counts from running to parked is at most the capacity.
+    # Per engine, in sample slots. The sum of the counts from ``running`` to ``parked`` is at most ``capacity``.
     capacity = "capacity"
-    running = "running"  # the engine has the sample
+    running = "running"  # the engine has a request for the sample
     tail = "tail"  # the sample is finished; other samples of its group run
     settling = "settling"  # the slot is free; a finished group waits for its reward or for storage
     tool = "tool"  # the slot is free; a running episode waits for a tool
@@ -136,7 +136,7 @@ class LevelName(StrEnum):
     budget = "budget"  # groups that can be admitted now
     full = "full"  # 1 while the limit on bytes prevents admission
     bytes = "bytes"  # stored trajectories and prefixes
-    # Per member, on its lane
+    # Per member of the fleet, on the lanes of `SpanKind.member`
     epoch = "epoch"  # number of faults so far
     # Per process, on its own lane, once per step
     cpu = "cpu"  # microseconds of processor time since the start
@@ -433,7 +433,7 @@ def clock(reference: str, *, offset_ns: int, error_ns: int) -> None:
 
 
 def torch_trace_name(step: int, role: str, rank: int | str) -> str:
-    """Return the file name of torch.profiler's trace of one step of a role on a rank."""
+    """Return the name of the file with torch.profiler's trace of one learner step, per role and rank."""
     return f"torch-step{step}-{role}-{rank}.json.gz"
 
 

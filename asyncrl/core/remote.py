@@ -77,9 +77,10 @@ async def fetch_async(refs: Sequence[Any]) -> list[Any]:
 
 
 async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str) -> T:
-    """Await the result of a group's call for at most ``timeout_s`` seconds, the value of ``option``.
+    """Await the result of a worker group's call for at most ``timeout_s`` seconds.
 
-    Time does not count while this process is stopped.
+    ``option`` names the option that sets this deadline. Time during which this process is stopped (SIGSTOP) does not
+    count.
 
     Raises:
         DeadlineError: at the deadline. The message contains ``what``, such as ``"the update of step 7"``. For
@@ -102,7 +103,7 @@ async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str
 
 
 def refs_of(pending: Any) -> list[Any]:
-    """Return the references in the result of a group's call; empty if there are none."""
+    """Return the Ray references in the result of a worker group's call; empty if there are none."""
     return pending if isinstance(pending, list) else getattr(pending, "futures", [])
 
 
@@ -144,8 +145,8 @@ class StepDeadline:
     async def within(self, pending: Awaitable[T], kind: str, what: str, option: str) -> T:
         """Await a result, as the function `within` does, with the deadline of this kind of call.
 
-        If ``pending`` has ``queued_s``, the measured duration begins at that time. Otherwise a late wait would shorten
-        the next deadline too much.
+        The measured duration begins when the call was queued (``pending.queued_s``), or now if that time is unknown.
+        The caller may begin to await late, and a shorter duration would make the next deadlines too short.
         """
         began_s = getattr(pending, "queued_s", time.monotonic())
         timeout_s = self.seconds(kind)
@@ -203,7 +204,7 @@ _TAIL_BYTES = 16_384
 
 
 async def process_end(pid: int) -> None:
-    """Wait until a process of this machine has ended; it may be any process. A zombie counts as ended."""
+    """Wait until a process of this machine has ended. It need not be a child. A zombie counts as ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -33,7 +33,7 @@ _asked_s = -_REST_S
 
 
 def listen(run_dir: Path, process: str) -> None:
-    """Write the stacks of this process to a file in ``run_dir`` whenever the signal arrives.
+    """Write the stacks of this process to a file in ``run_dir`` whenever SIGUSR2 arrives.
 
     A second call has no effect. If the folder is not writable, the process does not listen and logs a warning.
     """

@@ -183,7 +183,7 @@ class TrajectoryGroup:
             image_columns=image_columns,
         )
         group.check()
-        _ = group.summary  # computed for the put while the columns are in the processor's cache
+        _ = group.summary  # `put` needs the summary; its computation is fast while the columns are in the CPU cache
         return group
 
     def check(self) -> None:
@@ -304,7 +304,8 @@ class TrajectoryGroup:
     @property
     def policy_versions(self) -> np.ndarray:
         """Versions of the tokens that the policy wrote, [n] int32, without baselines."""
-        is_left_out = np.append(self.is_baseline, False)[self.turns["trajectory"]]  # `SHARED` = -1 selects False
+        # The index `SHARED` (-1) of the prompt's turn selects the appended False.
+        is_left_out = np.append(self.is_baseline, False)[self.turns["trajectory"]]
         versions = self.versions[~np.repeat(is_left_out, self.turns["num_tokens"])]
         return versions[versions != UNVERSIONED]
 
@@ -389,9 +390,9 @@ class TrajectoryGroup:
 
     @cached_property
     def earned(self) -> list[float]:
-        """Reward of each sampled turn plus the rewards of the given turns directly after it, [M] float.
+        """Reward of each sampled turn, plus the rewards of the tool and environment turns after it, [M] float.
 
-        The value of a given turn is 0. The reward of a given turn without a sampled ancestor is in no value.
+        A turn that was not sampled has the value 0. Its reward counts for its nearest sampled ancestor, if it has one.
         """
         earned = [0.0] * len(self.turns)
         if "turn_rewards" in self.turn_columns:
@@ -484,7 +485,7 @@ class TrajectoryGroup:
             num_prompt_tokens=self._rows[0][2],
             response_lengths=lengths,
             num_tokens=sum([row[2] for row in sampled]),
-            oldest_version=int(np.minimum.reduce(self.versions.view(np.uint32))),  # UNVERSIONED becomes the maximum
+            oldest_version=int(np.minimum.reduce(self.versions.view(np.uint32))),  # -1 (`UNVERSIONED`) is the maximum
             newest_version=int(np.maximum.reduce(self.versions)),
             rewards=tuple(rewards.tolist()),
             branch_tokens=branch_tokens,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FinishReason(StrEnum):
-    """Why a sampled turn ended. ``unfinished`` occurs only in saved progress."""
+    """Why a sampled turn ended. ``unfinished`` occurs only in the saved prefix of a running group."""
 
     stop = "stop"
     length = "length"
@@ -242,16 +242,16 @@ class WeightOffer:
     """A policy version that engines may load.
 
     Attributes:
-        version: Learner steps contained in the weights.
+        version: Policy version, the number of learner steps that produced the weights.
         manifest: Path of the manifest, readable by the engine. For a streamed version: host and port of learner rank 0.
             Example: ``"10.0.0.5:41234"``.
         digest: Digest of the manifest's bytes, by `digest_of`.
         num_bytes: Bytes of all tensors; for an adapter, including the frozen weights. Deadlines depend on this number.
         kind: Content of the version. The engine's host converts a delta to a full version before loading.
-        base_version: The version below a delta; `FROZEN` for an adapter, None for a full version.
+        base_version: The version that a delta changes; `FROZEN` for an adapter, None for a full version.
         incarnation: Number of restarts of the learner from a checkpoint so far. The same version may have different
             weights in two incarnations.
-        access: Keys of the sender; empty without a sender. ``repr`` does not show them.
+        access: Secret key for the connection to the sender; empty for a version in files. ``repr`` does not show it.
     """
 
     version: int

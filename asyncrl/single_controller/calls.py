@@ -1,7 +1,7 @@
 """One call from a worker group: its deadline, its route to each worker, its futures and its results.
 
-The group sends futures among the arguments as references. Ray starts the call when their results exist, so the worker
-does not block while they are computed. If a result failed, the call raises the same error.
+If an argument is a future, the group sends its Ray references. Ray starts the call when the referenced results exist,
+so the worker does not block while they are computed. If the computation of a result failed, the call raises its error.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _same(ref: ray.ObjectRef) -> ray.ObjectRef:
 
 
 def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
-    """Take the references out of the futures among the arguments. Returns the arguments and the references."""
+    """Replace the references in each `DataProtoFuture` by None. Returns the new arguments and the references."""
     references: list[Any] = []
 
     def blank(value: Any) -> Any:
@@ -122,7 +122,7 @@ class Route:
     Attributes:
         remote_name: Name of the actor's method that is called.
         role_method: Role and method in a fused worker; None if the worker is called directly.
-        is_worker: Whether the actor's class is a `Worker`, which accepts references and silent calls.
+        is_worker: Whether the actor's class is a `Worker`, which can take references and make calls without a result.
         is_coroutine: Whether the actor's method is async. An async method awaits its futures itself.
         takes_results: Whether the method receives the results of futures instead of the futures.
         is_beside: Whether the method has the decorator `beside`, so that it runs in a second thread.

@@ -52,7 +52,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Tensors by name. The receiver gets views of the frames, and must copy a tensor before writing to it."""
+    """Tensors by name. `decode` returns views of the received frames, so copy a tensor before you write to it."""
 
     tensors: dict[str, Any]
 
@@ -67,7 +67,7 @@ def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
             - a list, tuple or dict
             - a numpy array or scalar of numbers, bools, times, bytes or strings
             - an object array of supported values, or a structured array with named fields
-            - if torch is loaded, a dense or nested tensor whose values have whole bytes
+            - if torch is loaded, a dense or nested tensor with a whole number of bytes per value
         foreign: `encode` appends each unsupported value to this list. The transport must send the list, and pass it to
             `decode`. With None, an unsupported value is an error.
 
@@ -295,7 +295,7 @@ class Decoder:
         if _ATOMS.issuperset(map(type, items)):
             array[:] = items
         else:
-            # An assignment of all items would turn sequences into dimensions.
+            # ``array[:] = items`` would turn sequences among the items into dimensions.
             for index, item in enumerate(items):
                 array[index] = item
         return array.reshape(shape)
@@ -332,10 +332,10 @@ _MARKS = {mark.sent.data: mark for mark in (_TUPLE, _OBJECTS, _STRINGS, _RECORD,
 
 
 def _torch_side() -> Any:
-    """Return the codec's module for torch. Decoding does not import torch into a process that has not loaded it."""
+    """Return the module that encodes and decodes tensors. Raises `WireError` if torch is not loaded."""
     if "torch" not in sys.modules:
         raise WireError("the message contains torch tensors, but this process has not imported torch; import it first")
-    # Imported by name, because this module does not depend on torch.
+    # Imported by name, so that no import statement makes this module depend on torch.
     return import_module("asyncrl.single_controller.columns")
 
 

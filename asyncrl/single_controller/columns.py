@@ -21,7 +21,8 @@ from asyncrl.single_controller.codec import Unsupported, buffer_of, descriptor, 
 def as_index(idxs: Any, num_rows: int) -> np.ndarray:
     """Convert an index to row positions, int64 in [0, B). The index has integers in [-B, B), or is a mask of B bools.
 
-    Raises `TypeError` for other values. Raises `IndexError` for a position outside the batch or another shape.
+    Raises `TypeError` for other values. Raises `IndexError` if a position is outside the batch, or if the index has
+    another shape.
     """
     index = np.asarray(idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else idxs)
     if index.ndim != 1:
@@ -41,7 +42,7 @@ def as_index(idxs: Any, num_rows: int) -> np.ndarray:
 
 
 def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
-    """Return rows of a column. Rows at positions are copies. A slice of a dense column, with step > 0, is a view."""
+    """Return rows of a column. Positions give copies. A slice with step > 0 of a dense column gives a view."""
     if isinstance(column, np.ndarray):
         return column[rows]
     if not is_nested(column):
@@ -86,10 +87,10 @@ def nested_of(rows: Sequence[torch.Tensor], like: Any) -> Any:
 
 
 def object_array(values: Any) -> np.ndarray:
-    """Make an object array. As in numpy, values of equal length add dimensions."""
+    """Make an object array. As in numpy, sequences of equal length become further dimensions of the array."""
     try:
         return np.array(values, dtype=object)
-    except ValueError:  # the arrays have equal sizes only in their first dimensions
+    except ValueError:  # numpy rejects arrays that agree only in their first dimensions
         column = np.empty(len(values), dtype=object)
         for index, value in enumerate(values):
             column[index] = value
@@ -366,7 +367,7 @@ _descriptor = lru_cache(maxsize=4096)(descriptor)
 
 Description = bytes | list[Any]
 
-with warnings.catch_warnings():  # torch's only warning about read-only memory appears here
+with warnings.catch_warnings():  # torch warns about read-only memory only once: here, not in `tensor_of`
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))
@@ -388,11 +389,11 @@ def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
         raise Unsupported(tensor, f"the codec does not support {kind}; make it a dense tensor")
     try:
         return _descriptor(name, tensor.shape), [buffer_of(tensor.numpy())]
-    except (RuntimeError, TypeError):  # it needs a gradient, is on a GPU, is conjugated lazily, or has no numpy dtype
+    except (RuntimeError, TypeError):  # tensor with a gradient, on a GPU, lazily conjugated, or without a numpy dtype
         pass
     try:
         return _descriptor(name, tensor.shape), [memory_of(tensor).data]
-    except (RuntimeError, TypeError) as error:  # it is on the meta device, or its dtype has no view as bytes
+    except (RuntimeError, TypeError) as error:  # the tensor is on the meta device, or its dtype has no view as bytes
         reason = f"a tensor of dtype {tensor.dtype} on {tensor.device} has no memory to send: {error}"
         raise Unsupported(tensor, reason) from error
 

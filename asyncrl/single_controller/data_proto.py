@@ -73,7 +73,7 @@ class DataProto:
     """A batch of B rows in named columns, with meta information.
 
     Other processes may read the memory of a received batch. Therefore the first read of ``batch`` copies the tensors,
-    and the caller may write to the copies. The first read of an attribute decodes a batch from Ray.
+    and the caller may write to the copies. A batch that arrived through Ray is decoded when an attribute is first read.
 
     Args:
         batch: Tensors with first dimension B; None if there are no tensors.
@@ -97,7 +97,7 @@ class DataProto:
 
     if TYPE_CHECKING:
         _batch: ClassVar[Any]  # a TensorDict, an UnbuiltBatch or None
-        _arrived: ClassVar[serialization.Message]  # until a received batch is decoded
+        _arrived: ClassVar[serialization.Message]  # the received message, until it is decoded
     else:
 
         def __getattr__(self, name: str) -> Any:
@@ -426,7 +426,7 @@ class DataProto:
         """Yield mini-batches of equal size, for ``epochs`` passes. Raises `BatchError` unless the size divides B.
 
         A ``torch.utils.data.DataLoader`` with the options ``dataloader_kwargs`` chooses the rows. ``seed`` seeds its
-        shuffling. Arrays become object arrays.
+        shuffling. The arrays of the mini-batches have dtype object.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size != 0:
             raise BatchError(f"mini_batch_size must divide the {len(self)} rows, got {mini_batch_size}")
@@ -484,13 +484,13 @@ class DataProto:
         return serialization.from_parts(cls, parts, is_borrowed=False)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle the codec's header and buffers. From protocol 5 on, the buffers are out of band."""
+        """Pickle the batch as the codec's header and buffers. From protocol 5 on, the buffers are out-of-band."""
         header, buffers, foreign = self.__getstate__()
         wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
         return serialization.rebuild, (type(self), header, [wrap(buffer) for buffer in buffers], foreign)
 
     def __getstate__(self) -> serialization.Message:
-        """Return the batch as a message. A batch that is not decoded yet returns its received message."""
+        """Return the encoded batch. For a batch that is not decoded yet, return the message that it received."""
         if vars(self).keys() == {"_arrived"}:
             return self._arrived
         foreign: list[Any] = []  # values that the codec does not support; Ray pickles them
@@ -521,7 +521,10 @@ class DataProto:
         return self._derived(batch, arrays, self.meta_info)
 
     def _shared_batch(self) -> Any:
-        """Return the tensors to share with another batch. Each batch copies borrowed tensors when it builds them."""
+        """Return the tensors for a new batch that shares memory with this one.
+
+        Borrowed tensors stay without a TensorDict, so that each batch builds its own from copies.
+        """
         return self._batch if isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed else self.batch
 
     def _columns(self) -> dict[str, Any]:
@@ -529,7 +532,7 @@ class DataProto:
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
-    """Stack rows into a batch. Values become object arrays. Tensors of different lengths become a jagged tensor."""
+    """Stack rows into a batch. Non-tensors become object arrays, and tensors of different lengths a jagged tensor."""
     tensors = [item.batch for item in x if item.batch is not None]
     batch = None
     if tensors:
@@ -548,7 +551,7 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
     """Append copies of rows, from the first row on, until ``size_divisor`` divides the number of rows.
 
-    Returns the padded batch and the number of appended rows. If no row is missing, the batch is ``data`` itself.
+    Returns the padded batch and the number of appended rows. If no row was appended, the batch is ``data`` itself.
     """
     if not hasattr(data, "select_idxs") or size_divisor < 1:
         raise BatchError(f"a DataProto and a divisor >= 1 are needed, got {type(data).__name__} and {size_divisor}")

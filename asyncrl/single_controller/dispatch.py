@@ -612,7 +612,7 @@ def _chunked(name: Any, value: Any, chunks: int) -> list[Any]:
             f"argument {name!r} must be a DataProto or a DataProtoFuture, got {type(value).__name__}; "
             "put other values into meta_info"
         )
-    if isinstance(value, TensorDictBase) and len(value) % chunks:  # torch would cut it unevenly
+    if isinstance(value, TensorDictBase) and len(value) % chunks:
         raise UsageError(f"argument {name!r} has {len(value)} rows, which {chunks} ranks cannot share evenly")
     return list(BatchData(value).chunk(chunks) if isinstance(value, TensorDictBase) else value.chunk(chunks=chunks))
 

@@ -145,7 +145,7 @@ class RayResourcePool(ResourcePool):
         self.apart = apart
         self.labels = dict(labels or {})
         self.timeout_s = timeout_s
-        self._num_users = 0  # groups in this pool or in a part of it
+        self._num_users = 0  # number of groups in this pool or in a part of it
         self._had_groups = False
 
     def options(self) -> dict[str, Any]:
@@ -341,7 +341,7 @@ class SubRayResourcePool(RayResourcePool):
 
     @property
     def world_size(self) -> int:
-        """Number of processes in the part."""
+        """Number of processes in this part of the pool."""
         return self.subgroup_world_size
 
 

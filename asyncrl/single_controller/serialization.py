@@ -1,4 +1,4 @@
-"""Serialization of a `DataProto` for Ray, for disk and for the ranks of a process group, and to plain tuples."""
+"""Serialization of a `DataProto` for Ray, for disk and for collectives, and of a TensorDict to plain tuples."""
 
 from __future__ import annotations
 

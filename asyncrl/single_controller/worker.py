@@ -78,7 +78,7 @@ class Worker(WorkerHelper):
         self._collect_dp_rank: dict[str, bool] = {}
 
     def _configure_with_store(self, store: dict[str, Any]) -> None:
-        """Set each ``_key`` as an attribute, and each variable of `env_keys` in the environment."""
+        """Set the entries of ``store`` as attributes, and the environment variables of `env_keys` from them."""
         vars(self).update(store)
         for key in self.env_keys():
             value = store.get(f"_{key.lower()}")
@@ -159,9 +159,9 @@ class Worker(WorkerHelper):
     def set_dispatch_collect(
         self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
     ) -> None:
-        """Register a mesh with the dp rank and ``is_collect`` that another worker has in its last mesh.
+        """Register a mesh with the dp rank and ``is_collect`` of another worker's last registered mesh.
 
-        `get_dispatch_collect` of that worker returns the last two arguments.
+        Get the last two arguments from `get_dispatch_collect` of that worker.
         """
         if not dispatch_dp_rank or not collect_dp_rank:
             raise UsageError(
@@ -177,7 +177,7 @@ class Worker(WorkerHelper):
         return mesh_name
 
     def _call_chained(self, method_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *results: Any) -> Any:
-        """Call a method. ``results``, which Ray has fetched, replace its futures."""
+        """Call a method. Its futures are replaced by ``results``, which Ray fetched before this call."""
         args, kwargs = attach_results(args, kwargs, results)
         return getattr(self, method_name)(*args, **kwargs)
 

@@ -132,7 +132,7 @@ class WorkerGroup:
             if mode is Dispatch.RANK_ZERO:
                 execute_mode = Execute.RANK_ZERO
             elif mode is Dispatch.ONE_TO_ALL and execute_mode is Execute.RANK_ZERO:
-                mode = Dispatch.RANK_ZERO  # a single rank needs one copy of the arguments
+                mode = Dispatch.RANK_ZERO  # no list of arguments per rank, because only rank 0 is called
             functions = get_predefined_dispatch_fn(mode) if isinstance(mode, Dispatch) else mode
             method = func_generator(
                 self,
@@ -299,7 +299,7 @@ class RayWorkerGroup(WorkerGroup):
                 self.master_address, self.master_port = master_address_port(slots[0], master_ports, port_timeout_s)
             num_devices = pool.num_devices_per_process / pool.max_colocate_count
             if self.use_gpu and isinstance(pool, JoinedResourcePool):
-                # Ray has no shares of several devices, so the group sets CUDA_VISIBLE_DEVICES.
+                # Ray cannot give an actor fractions of several devices, so the group sets CUDA_VISIBLE_DEVICES.
                 num_devices, self._devices = 0.0, pool.visible_devices(slots)
             for index in range(len(slots)):
                 start = partial(self._start_worker, index, len(slots), num_devices, detached)
