@@ -88,6 +88,7 @@ def run(tmp_path_factory):
         "record_trajectories=true",
         cwd=folder,
         python_path=folder,
+        environment={"http_proxy": "", "https_proxy": ""},  # uv downloads the packages of verifiers' program
     )
     try:
         assert running.finish(timeout_s=700) == 0, running.output

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,10 +57,18 @@ def _words_of(process: psutil.Process) -> str:
 class RunningTraining(ProcessOutput):
     """A process of ``python -m asyncrl train``.
 
-    Its output is read line by line. ``python_path`` has modules for its processes.
+    Its output is read line by line. ``python_path`` has modules for its processes. ``environment`` has further
+    environment variables.
     """
 
-    def __init__(self, output_dir: Path, *overrides: str, cwd: Path = ROOT, python_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        output_dir: Path,
+        *overrides: str,
+        cwd: Path = ROOT,
+        python_path: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.output_dir = output_dir
         self.scratch = Path(tempfile.mkdtemp(prefix="run-"))  # the path must be short, because the folder has sockets
         self.family: dict[int, psutil.Process] = {}
@@ -79,6 +87,7 @@ class RunningTraining(ProcessOutput):
                 "TMPDIR": str(self.scratch),
                 "RAY_TMPDIR": "/tmp",
                 **FOREIGN_VARIABLES,
+                **(environment or {}),
             },
         )
         super().__init__(process)
