@@ -422,9 +422,9 @@ def _ratios(times: Sequence[tuple[float, float]]) -> list[float]:
 def fair_shares(*kinds: Sequence[tuple[int, int]]) -> list[float]:
     """Return how many seconds one CPU core spends on each kind of activity, in the order of the arguments.
 
-    At any time, all running activities share the core equally. Each argument has the activities of one kind as (start,
-    end) pairs in nanoseconds. Example: an activity from 0 to 2 s and an activity of another kind from 1 to 2 s get 1.5 s
-    and 0.5 s.
+    At any time, all running activities share the core equally. Each argument has the activities of one kind, as pairs
+    (start, end) in nanoseconds. Example: an activity from 0 to 2 s and an activity of another kind from 1 to 2 s get
+    1.5 s and 0.5 s.
     """
     changes = sorted(
         change

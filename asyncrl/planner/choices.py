@@ -49,9 +49,10 @@ class Choices:
     on_stale: Sequence[OnStale] = (OnStale.wait, OnStale.requeue)
 
     def of(self, base: Scenario) -> Iterator[Scenario]:
-        """Yield a copy of ``base`` for each valid combination of the values, including the values of ``base``.
+        """Yield a copy of ``base`` for each valid combination of the values.
 
-        In a valid combination, ``publish_every`` and ``max_uses`` are at most ``max_lag`` + 1.
+        In a valid combination, ``publish_every`` and ``max_uses`` are at most ``max_lag`` + 1. The values of ``base``
+        for ``max_lag``, ``publish_every`` and ``on_stale`` are always tried too.
         """
         values = {
             "split": dict.fromkeys(self.splits or [(base.num_engines, base.num_ranks)]),
@@ -160,7 +161,7 @@ class RunPlan:
 def predict(scenario: Scenario, *, replicates: int = NUM_REPLICATES, seed: int = 0) -> Prediction:
     """Simulate a scenario ``replicates`` times, and return the first result with intervals from all results.
 
-    Each simulation after the first one draws new groups of recorded response lengths, with replacement.
+    Each simulation after the first one has another seed, and response lengths that are drawn from the recorded lengths.
 
     Raises:
         ReplayBufferError: the scenario cannot run, because the buffer would refuse a request of a real run too.

@@ -382,8 +382,8 @@ def rank_setup(config: RunConfig, role: str, model: ModelSize, *, card_bytes: in
 def rank_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, dict[str, int]]:
     """Return the peak memory of one rank of each learner pool (a set of devices that serves some roles).
 
-    The result is a dict from the pool's name to a dict from the kind of memory to bytes. The roles of a pool compute one
-    after another, so the result is for the role that needs most. ``model`` has the sizes of the policy.
+    The result is a dict from the pool's name to a dict from the kind of memory to bytes. The roles of a pool compute
+    one after another, so the result is for the role that needs most. ``model`` has the sizes of the policy.
     """
     context = {"CUDA context": CONTEXT_BYTES} if config.learner.device is Device.cuda else {}
     pools: dict[str, dict[str, int]] = {}

@@ -161,8 +161,8 @@ class SimulatedBuffer:
     ) -> int:
         """Send an operation in the name of ``client`` to the buffer's service; return the id of the request.
 
-        ``num_bytes`` is the size of the request's payload. ``on_reply`` is called with the reply, or ``on_refusal`` with
-        the error. Without ``on_refusal``, the simulation raises the error.
+        ``num_bytes`` is the size of the request's payload. ``on_reply`` is called with the reply, or ``on_refusal``
+        with the error. Without ``on_refusal``, the simulation raises the error.
         """
         self._last_id += 1
         if on_reply is not None or on_refusal is not None:

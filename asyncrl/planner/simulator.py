@@ -67,8 +67,8 @@ def simulate(scenario: Scenario, *, seed: int = 0) -> SimulatedRun:
     """Simulate a scenario to its last step; return the figures of the run. ``seed`` is the seed of all random numbers.
 
     Raises:
-        ReplayBufferError: the scenario cannot run, because the buffer would refuse a request of a real run too. Example:
-            a batch does not fit into the buffer.
+        ReplayBufferError: the scenario cannot run, because the buffer would refuse a request of a real run too. For
+            example, a batch does not fit into the buffer.
     """
     return Simulation(scenario, seed=seed).run()
 
@@ -76,8 +76,8 @@ def simulate(scenario: Scenario, *, seed: int = 0) -> SimulatedRun:
 def variation(recorded: Sequence[float], rng: np.random.Generator) -> Callable[[float], float]:
     """Return a function that takes an expected time and returns it multiplied by the next ratio of ``recorded``.
 
-    The first ratio is chosen at random; the others follow in recorded order, again and again. Without ratios, times stay
-    unchanged.
+    The first ratio is chosen at random; the others follow in recorded order, again and again. Without ratios, the
+    returned function returns its argument.
     """
     first = int(rng.integers(len(recorded))) + 1 if recorded else 0
     ratios = cycle([*recorded[first:], *recorded[:first]] or [1.0])
@@ -495,7 +495,11 @@ class Simulation:
             return self._outcome()
 
     def stored(self, group: SimulatedGroup) -> None:
-        """Note that the buffer has stored ``group``. If more than ``queue_groups`` groups wait, drop the oldest one."""
+        """Note that the buffer has stored ``group``.
+
+        If the scenario limits the finished groups that wait for a batch (``queue_groups``), drop the oldest ones above
+        the limit.
+        """
 
         def bound_queue() -> None:
             while len(self._queue) > self.scenario.queue_groups:

@@ -21,11 +21,12 @@ _ENGINE_COUNTERS = (
 
 
 def trace_events(trace: Trace, *, torch_traces: Iterable[str] = ()) -> dict[str, Any]:
-    """Convert a trace to one JSON document.
+    """Convert the record of a run to a dict in the Chrome trace event format, for ``trace.json``.
 
     Args:
         trace: The record of the run.
-        torch_traces: File names of the traces that `profile.torch_steps` wrote. Update spans name these files.
+        torch_traces: File names of the torch profiler's traces (option ``profile.torch_steps``). The spans of the
+            learner's updates name these files.
     """
     events = _Events(trace, frozenset(torch_traces))
     return {
