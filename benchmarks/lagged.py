@@ -50,7 +50,7 @@ class LaggedOutcome:
 
     @property
     def final(self) -> float:
-        """Accuracy at the last version."""
+        """Held-out accuracy of the last policy version."""
         return self.curve[max(self.curve)]
 
     @property
@@ -97,7 +97,7 @@ class LaggedTraining:
         self._step = LearnerStep(self._trainer, objective, num_mini_batches=config.algorithm.num_mini_batches)
 
     def run(self) -> LaggedOutcome:
-        """Train for ``total_steps`` steps."""
+        """Train for ``total_steps`` steps; return the accuracies, the last metrics and the time."""
         began_s, metrics = time.monotonic(), {}
         self._engine.load()
         with (

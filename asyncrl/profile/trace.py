@@ -358,9 +358,7 @@ class TraceReader:
     def forget(self, before: int) -> None:
         """Drop what was recorded before a time in nanoseconds, except spans that ended later.
 
-        This keeps later calls of `read` cheap.
-
-        The next trace still has the value of each count at the time ``before``.
+        This keeps later calls of `read` cheap. The next trace still has the value of each count at the time ``before``.
         """
         for file in self._files.values():
             file.forget(before)
