@@ -5,8 +5,8 @@ samples turns of equal length. The tools between the turns take a fifth of the e
 sends token ids to the engine. It runs as many episodes as the fleet may hold. It sends as many concurrent requests as
 the fleet's engine may run samples at a time.
 
-The scripted engine writes at a fixed pace. With this engine, a task replaces the learner: it consumes each batch at
-once and offers the next version. With SGLang, the weights do not change.
+The scripted engine writes at a fixed pace. With the scripted engine, an asyncio task replaces the learner: the task
+consumes each batch at once and announces the next version. With SGLang, the weights do not change.
 """
 
 from __future__ import annotations

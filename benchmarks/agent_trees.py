@@ -1,7 +1,7 @@
-"""Counts the tokens that the learner computes for trees of turns.
+"""Counts the tokens that the learner computes for trees of turns (episodes whose messages have several continuations).
 
-The learner's packer packs the trees with shared tokens, or branch by branch. The trees come from a search agent. It has
-parallel tools, a retry with an edited history, a sub-agent, and three drafts. The episode continues one of the drafts.
+The learner's packer packs common tokens of branches once, or each branch separately. The trees come from a search
+agent with parallel tools, a retry with an edited history, a sub-agent, and three drafts. One of the drafts is continued.
 The agent compacts the context when it is half full. The episodes are real (`rollout_fleet.episodes.Episode`), with
 random tokens.
 """

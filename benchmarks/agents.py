@@ -1,4 +1,6 @@
-"""Measures calls of the endpoint, agents in the fleet, and trees in the learner: ``python -m benchmarks.agents``.
+"""Measures calls of the HTTP endpoint that agents use, agents in the fleet, and trees of turns in the learner.
+
+Run as ``python -m benchmarks.agents``.
 
 ``endpoint_ms``: 64 episodes run at once, and each has one running call. A client in a separate process sends the
     growing conversation of each episode: a question, tool calls and their results, over eight turns. A script sets the

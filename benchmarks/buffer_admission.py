@@ -1,8 +1,8 @@
-"""Compares the buffer's admission rule with its former rule, by the share of saved tokens that later attempts continue.
+"""Compares the rule by which the buffer admits new groups with a former rule.
 
-The benchmark simulates a saturated system on the ledger, without sockets or clocks. Workers run every group that the
-admission rule admits. From time to time a worker saves its tokens and dies. The learner takes a batch as soon as one is
-ready.
+The measure is the share of the tokens saved by dying workers that other workers continue. The benchmark simulates a
+saturated system on the ledger (the states of all groups), without sockets or clocks. Workers run every group that the
+rule admits. From time to time a worker saves its tokens and dies. The learner takes a batch as soon as one is ready.
 
 Run as ``python -m benchmarks.buffer_admission``; `benchmarks.buffer` includes the same figures.
 """

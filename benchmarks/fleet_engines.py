@@ -49,7 +49,10 @@ _VOCABULARY = 1000
 
 
 def save_model(directory: Path) -> str:
-    """Save a random Qwen3 of 4 layers and 5 million parameters; return its folder. It rarely ends a response itself."""
+    """Save a random Qwen3 of 4 layers and 5 million parameters; return the folder.
+
+    The model rarely ends a response by itself.
+    """
     ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
     shape = {"layers": 4, "hidden": 256, "mlp": 768, "heads": 4, "head_dim": 64, "vocab_size": _VOCABULARY}
     return save_random_qwen3(directory, **shape, **ids)

@@ -37,7 +37,7 @@ class HeldOut:
 
     @torch.no_grad()
     def accuracy(self, model: Any, *, greedy: bool = False) -> float:
-        """Return the share of sampled answers that equal the ground truth, 0 to 1. Special tokens do not count.
+        """Return the share of answers that equal the ground truth, 0 to 1. Special tokens are removed from answers.
 
         Args:
             model: A transformers causal language model. This method restores its mode and torch's random state.

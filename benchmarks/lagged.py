@@ -1,7 +1,7 @@
 """Trains at an exact lag in one process: every batch is sampled with the weights from ``lag`` learner steps before.
 
-The prompt stream, the in-process engine's model, the plan, the learner step and the snapshots are those of the system.
-Only the pipeline between them is missing. So the lag is the same at every step, and a run takes seconds.
+Prompts, engine, choice of the batch, learner step and published weights are computed by asyncrl's own code. Only the
+parallel processes are missing. So the lag is the same at every step, and a run takes seconds.
 """
 
 from __future__ import annotations

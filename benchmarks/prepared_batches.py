@@ -94,7 +94,8 @@ def run_steps(worker: ActorWorker, steps: Sequence[Sequence[int]], *, first: int
     ]
     for batch in batches if announces else ():
         worker.announce(batch)
-    metrics = [worker.step(batch) for batch in batches][1:]  # no step runs while the first batch is prepared
+    # Leave out the first step, because no other step runs while its batch is prepared.
+    metrics = [worker.step(batch) for batch in batches][1:]
     waited, prepared, trained = (sum(each[name] for each in metrics) for name in ("fetch_s", "prepare_s", "train_s"))
     return Steps(waited_s=waited, prepared_s=prepared, total_s=waited + trained)
 

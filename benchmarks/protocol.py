@@ -29,7 +29,7 @@ NUM_ROWS = 64
 NUM_TOKENS = 2048
 NUM_WORKERS = 4
 # The operating system's placement of a worker changes its speed. So the workers of asyncrl and of plain Ray are started
-# this many times. Their rounds alternate, and the figure is the median of the ratios.
+# this many times. The rounds of both kinds alternate, and the figure is the median of the ratios.
 NUM_STARTS = 3
 RAY_OPTIONS = {
     "address": "local",

@@ -107,9 +107,10 @@ def rank_main(model_path: str, folders: list[str]) -> None:
 
 
 def measure_ranks(model_path: str, folders: list[str]) -> dict[str, float]:
-    """Return the figures of the learner's side by name: times in memory copies of a shard, and memory.
+    """Return the figures of the learner's side by name, for the slower rank.
 
-    The figures are those of the slower rank. ``folders`` are a folder in shared memory and a folder on a disk.
+    Times are multiples of the time to copy the rank's shard once, and memory is a multiple of the model's bytes.
+    ``folders`` are a folder in shared memory and a folder on a disk.
     """
     reports = run_ranks("benchmarks.publish", "--rank", model_path, *folders)
     times = [report["times"] for report in reports]

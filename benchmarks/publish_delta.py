@@ -1,6 +1,6 @@
-"""Measures the cost of deltas and adapters: their bytes, and the time until the offer.
+"""Measures the cost of publishing deltas (only changed values) and adapters: bytes, and time until the announcement.
 
-This is a section of `benchmarks.publish`.
+`benchmarks.publish` calls this module.
 """
 
 from __future__ import annotations

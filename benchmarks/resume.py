@@ -197,7 +197,7 @@ async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
     """
     num_groups = max(1, payload_mb * 1_000_000 // (_GROUP_TOKENS * 13))
     options: dict[str, Any] = {
-        "max_lag": 0,  # suffices, because one batch has all groups; a larger bound would slow down admission
+        "max_lag": 0,  # enough, because one batch has all groups; a larger bound would slow down the leases
         "request_timeout_s": 120.0,
         "max_stored_bytes": 4 * payload_mb * 1_000_000,
     }

@@ -88,7 +88,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
     publisher = WeightPublisher(PretrainedShards.of(trainer), f"{folder}/snapshots", keep=1)
     offer = publisher.publish(ledger.learner_version).result()
     publisher.close()
-    assert offer is not None  # this is rank 0
+    assert offer is not None  # only ranks other than rank 0 get None
     await engine.load_weights(offer)
 
     # Now the engine may begin another batch. Samples of version 0 have a lag of 1 in step 1.

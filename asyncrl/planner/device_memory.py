@@ -253,8 +253,8 @@ class RankSetup:
 def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     """Return the peak memory that torch allocates on a rank that trains a model, as a dict from kind to bytes.
 
-    The kinds up to ``gathered root unit`` are held during the whole update. The other kinds are temporary, and have
-    their sizes at the moment of the backward pass at which the sum of all temporary kinds is largest.
+    The kinds up to ``gathered root unit`` are held during the whole update. The other kinds are temporary. The bytes of
+    a temporary kind are taken at the moment of the backward pass at which the sum of all temporary kinds is largest.
     """
     model = _padded(model, setup.num_shards)
     size, shards, gathers = setup.compute_bytes, setup.num_shards, int(setup.gathers)

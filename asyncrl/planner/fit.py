@@ -157,8 +157,8 @@ def check_memory_of_devices(config: RunConfig, model: ModelSize, card: int) -> N
 def with_recomputation(config: RunConfig, card: int) -> RunConfig:
     """Return a copy of ``config`` with ``learner.activation_checkpointing=selective`` if the ranks have enough memory.
 
-    They have enough if each rank then needs at most `SELECTIVE_SHARE` of a GPU. Otherwise, or if the option is set,
-    return ``config``. ``card`` is the memory of a GPU in bytes; 0 if it is unknown.
+    Memory is enough if each rank then needs at most `SELECTIVE_SHARE` of a GPU. Otherwise, or if the option is already
+    set, return ``config``. ``card`` is the memory of a GPU in bytes; 0 if it is unknown.
     """
     if config.learner.activation_checkpointing is not None or config.learner.device is not Device.cuda or not card:
         return config
@@ -274,7 +274,7 @@ class Layout:
 
 
 def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: int) -> list[Layout]:
-    """Return divisions of ``num_gpus`` GPUs with ``card`` bytes each into ranks and engines that fit into their memory.
+    """Return ways to divide ``num_gpus`` GPUs between ranks and engines that fit into ``card`` bytes per GPU.
 
     There is at most one layout per number of ranks and ``sp_size`` (ranks that share a sequence): the one with the
     largest token budget. Budgets are powers of two from 1,024 to 131,072. The ranks that share a sequence must together

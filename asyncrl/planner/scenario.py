@@ -257,7 +257,7 @@ class Scenario:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the scenario as nested dicts for JSON. Instead of each recorded list, they have the list's length."""
+        """Return the scenario as nested dicts for JSON. A recorded list is replaced by its number of entries."""
         values = asdict(self)
         for part, name in (("lengths", "recorded"), ("engine", "variation"), ("learner", "variation")):
             values[part][name] = len(values[part][name])

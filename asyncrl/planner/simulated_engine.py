@@ -125,7 +125,7 @@ class SimulatedEngine:
         self._set_timer()
 
     def revoke(self, group: SimulatedGroup) -> int:
-        """Stop and remove all samples of a group; return how many of their tokens this engine has decoded."""
+        """Stop and remove all samples of a group; return how many tokens of the group this engine has decoded."""
         self._advance()
         group.is_revoked = True
         num_tokens = group.written

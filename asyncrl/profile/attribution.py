@@ -551,7 +551,7 @@ class OverlapReport:
         steps = [step for step in trace.steps if not step.is_open]
         lags: dict[int, list[tuple[int, int, int]]] = {step.version: [] for step in steps}
         for group in (use for life in trace.groups.values() for use in life.uses()):
-            # A group without this event was stored before a resume.
+            # A group without the event `stored` was stored before the run was resumed.
             if group.step in lags and group.last(GroupEvent.stored) is not None:
                 lags[group.step].append((group.lag, group.lag_before_queue, group.lag_in_queue))
         num_lanes = {pool: attribution.num_lanes(pool) for pool in POOLS}
@@ -583,7 +583,7 @@ class OverlapReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of ``overlap.json``."""
+        """Return the content of ``overlap.json`` as a dict: figures of the run and of each step."""
         steps = [{"step": version, **figures.to_dict()} for version, figures in self.steps]
         return {"run": self.run.to_dict(), "steps": steps, "recorded": dict(self.recorded)}
 

@@ -166,10 +166,11 @@ def lengths(trace: Trace) -> Chart:
 
 
 def publishes(trace: Trace) -> Chart:
-    """Return the chart of weight updates: the stages of an update, and the total time for each policy version.
+    """Return the chart of weight updates: the stages of an update, and for each version the total and the pause.
 
     A stage has a start and an end, counted from the start of the learner's copy of the weights, as medians over all
-    versions. A stage on several ranks or engines lasts from the first start to the last end.
+    versions. A stage on several ranks or engines lasts from the first start to the last end. The total ends once all
+    engines serve the version; the pause is the longest pause of an engine.
     """
     began = {span.version: span.start for span in reversed(trace.spans_of(SpanKind.publish_copy))}
     stages: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
@@ -209,7 +210,7 @@ def _version_of(trace: Trace, span: Span) -> int:
     """Return the version of a stage. If it has none, return the version that the engine serves next."""
     if span.version != NONE:
         return span.version
-    if span.kind == SpanKind.re_prefill:  # it loads no version, so use the version of the pause before it
+    if span.kind == SpanKind.re_prefill:  # a re-prefill loads no version: use the version of the pause before it
         pauses = [pause for pause in trace.spans_of(SpanKind.pause, span.lane) if pause.start <= span.start]
         return _version_of(trace, pauses[-1]) if pauses else NONE
     later = (level.value for level in trace.levels_of(LevelName.version, span.lane) if level.time >= span.start)

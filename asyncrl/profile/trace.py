@@ -266,24 +266,30 @@ class Trace:
         return tuple(sorted(found, key=by_number))
 
     def processes_of(self, lane: str) -> tuple[Process, ...]:
-        """Return the processes that recorded the rank or engine ``lane``, sorted by start.
+        """Return the processes that recorded ``lane`` (the name of a rank, engine or other component), by start.
 
         There are several if a process was replaced.
         """
         return tuple(process for process in self.processes if process.name in self._names_by_lane.get(lane, ()))
 
     def spans_of(self, kind: str, lane: str | None = None) -> tuple[Span, ...]:
-        """Return the activities of one kind, sorted by start; ``lane`` None selects all ranks and engines."""
+        """Return the activities of one kind, sorted by start.
+
+        ``lane`` is the name of a rank, engine or other component; None selects the activities of all.
+        """
         return self._spans_by_kind.get((kind, lane), ())
 
     def levels_of(self, name: str, lane: str) -> tuple[Level, ...]:
-        """Return the recorded values of the count ``name`` of a rank or engine, sorted by time."""
+        """Return the recorded values of a count, such as ``running``, sorted by time.
+
+        ``lane`` is the name of a rank, engine or other component.
+        """
         return self._levels_by_name.get((name, lane), ())
 
     def level_at(self, name: str, lane: str, time: int) -> int:
-        """Return the value of the count ``name`` of a rank or engine at a time in nanoseconds.
+        """Return the value of the count ``name`` of ``lane`` at a time in nanoseconds; 0 before the first record.
 
-        The value is 0 before the first record of the count.
+        ``lane`` is the name of a rank, engine or other component.
         """
         changes = self.levels_of(name, lane)
         index = bisect_right(changes, time, key=lambda change: change.time)
