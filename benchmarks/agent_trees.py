@@ -1,7 +1,7 @@
 """Counts the tokens that the learner computes for trees of turns (episodes whose messages have several continuations).
 
 The learner's packer packs common tokens of branches once, or each branch separately. The trees come from a search
-agent with parallel tools, a retry with an edited history, a sub-agent, and three drafts. One of the drafts is continued.
+agent with parallel tools, a retry with an edited history, a sub-agent, and three drafts. It continues one draft.
 The agent compacts the context when it is half full. The episodes are real (`rollout_fleet.episodes.Episode`), with
 random tokens.
 """
