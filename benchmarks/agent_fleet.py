@@ -140,7 +140,7 @@ class _Bench:
             await asyncio.sleep(_ASK_EVERY_S)
 
     async def drained(self) -> None:
-        """Wait until no group is queued or generated. Raises `TimeoutError` after `_DRAIN_S`."""
+        """Wait until no group is in the queue or on the engine. Raises `TimeoutError` after `_DRAIN_S` seconds."""
         async with asyncio.timeout(_DRAIN_S):
             while True:
                 groups = (await self.control.stats()).groups

@@ -240,7 +240,7 @@ async def against(other: Callable[[], float], num_bytes: int, rounds: int) -> fl
 
 
 def peer_batch(num_bytes: int) -> buffer_peers.Batch:
-    """Return the arrays of one batch as 64 padded rows, the format of the other data planes."""
+    """Return a batch of about ``num_bytes`` bytes as [64, L] arrays by name, the format of the other data planes."""
     length = num_bytes // _BYTES_PER_TOKEN // 64
     return {
         "response_ids": np.zeros((64, length), dtype=np.int32),
@@ -484,7 +484,7 @@ async def measure(names: Sequence[str], *, quick: bool) -> Figures:
 
 
 def main() -> None:
-    """Measure, and print the report."""
+    """Measure the replay buffer, and print a table and the figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.buffer", description="Measure the replay buffer.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and the ledger at 10^5 groups")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=[*SECTIONS], help="measure these sections only")

@@ -20,7 +20,7 @@ Batch = Mapping[str, np.ndarray]
 
 @contextmanager
 def own_ray() -> Iterator[None]:
-    """Start a separate Ray cluster at normal priority inside the context."""
+    """Start a Ray cluster at normal process priority, and shut it down at the end of the context."""
     import ray
 
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads this spelling

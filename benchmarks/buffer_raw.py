@@ -12,7 +12,7 @@ import zmq
 
 
 def serve() -> None:
-    """Print the address, then store and return frames until the process is killed."""
+    """Run the minimal buffer: print its address, then answer requests until the process is killed."""
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     socket.bind("tcp://127.0.0.1:*")
     print(socket.getsockopt_string(zmq.LAST_ENDPOINT), flush=True)

@@ -77,7 +77,7 @@ PARTS: dict[str, Callable[[], dict[str, float]]] = {"scripted": scripted, "lease
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print the report."""
+    """Measure the rollout fleet, and print a table and the figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
     parser.add_argument("--only", choices=PARTS, help="measure only this part")
     only = parser.parse_args(arguments).only

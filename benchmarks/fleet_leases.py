@@ -200,7 +200,7 @@ async def _work(address: str, first: int, number: int) -> None:
 
 
 def main() -> None:
-    """Run some of the workers. `measure_leases` starts this process."""
+    """Run some of the simulated workers in this process, which `measure_leases` starts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     parser.add_argument("first", type=int)

@@ -71,7 +71,7 @@ class _FleetRun:
             await self.control.commit(version)
 
     async def tokens_trained(self) -> int:
-        """Return the number of tokens trained so far."""
+        """Return the number of tokens that the learner has trained on so far."""
         return (await self.control.stats()).tokens_trained
 
 
@@ -250,7 +250,7 @@ class LocalWorker:
         return self.member.seconds_left(time.monotonic()) or 0.0
 
     async def close(self) -> None:
-        """Stop the loop, the engine and the client."""
+        """Stop the rollout loop and the engine, and close the buffer's client."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)

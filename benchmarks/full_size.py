@@ -198,9 +198,10 @@ def fake_update(
     *,
     num_sequences: int = 4,
 ) -> FakeUpdate:
-    """Measure an update of a policy at full width: two full micro-batches, then AdamW.
+    """Make an update of a policy at full width on fake tensors, and return the measurements of one rank.
 
-    The measured update is the second one, because the first one creates the optimizer's state.
+    An update has two full micro-batches, then AdamW. The measured update is the second one, because the first update
+    creates the optimizer's state.
 
     Args:
         settings: The model's ``config.json``.

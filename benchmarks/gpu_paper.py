@@ -76,7 +76,7 @@ def waits_of_experiments() -> dict[str, int]:
 
 
 def main() -> None:
-    """Measure, and print the report."""
+    """Compute memory and waits for the GPU, and print a table and the figures as JSON."""
     torch.set_num_threads(1)
     rows: dict[str, str] = {}
     errors, peaks = [], {}

@@ -94,7 +94,10 @@ class _Model(nn.Module):
 
 
 def h2d_bytes_per_published_byte(*, hidden: int = 256, num_experts: int = 16) -> float:
-    """Return the bytes that one load (including its verification) copies from host to device, per published byte."""
+    """Return how many bytes a load of new weights copies from host to device, divided by the bytes of the weights.
+
+    The load includes the verification of the weights. The device is `DEVICE`.
+    """
     model = _Model(hidden, num_experts)
     with tempfile.TemporaryDirectory() as folder:
         save_file(model.published(), Path(folder, "model.safetensors"))

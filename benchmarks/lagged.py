@@ -55,7 +55,7 @@ class LaggedOutcome:
 
     @property
     def area(self) -> float:
-        """The mean accuracy over training: the area under the curve (trapezoidal rule) ÷ the number of steps."""
+        """Mean held-out accuracy over the training: the area under the curve (trapezoidal rule) ÷ number of steps."""
         versions = sorted(self.curve)
         return float(np.trapezoid([self.curve[version] for version in versions], versions) / versions[-1])
 

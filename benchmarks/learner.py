@@ -257,7 +257,7 @@ def load_memory_ratio(directory: str, num_ranks: int = 4) -> float:
 
 
 def print_load_memory(model_path: str) -> None:
-    """Run one rank of `load_memory_ratio`: load the model, and print the ratio."""
+    """Load the model on one rank, and print the peak memory ÷ the size of the shards. `load_memory_ratio` starts it."""
     options = {"device": Device.cpu, "num_ranks": int(os.environ["WORLD_SIZE"]), "skip_selftest": "measures the load"}
     mesh = open_mesh(LearnerConfig(**options))
     mesh.largest(torch.ones(1))  # opens gloo's connections before the measurement
@@ -437,7 +437,7 @@ TARGETS = {
 
 
 def main() -> None:
-    """Measure, and print the report."""
+    """Measure the learner, and print a table and the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds and a small vocabulary")
     parser.add_argument(

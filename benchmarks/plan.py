@@ -78,7 +78,7 @@ class Round:
 
     @classmethod
     def of(cls, folder: Path, number: int) -> Round:
-        """Read the recorded run of a round, predict the other runs, and read those runs."""
+        """Read the recorded run of round ``number`` from ``folder``, predict the other runs, and read the real ones."""
         recorded = _read_run(folder / RECORDED.folder / str(number))
         return cls(
             recorded=recorded,

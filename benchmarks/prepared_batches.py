@@ -140,7 +140,7 @@ TARGETS = {"prepare_hidden_share": Target(at_least=0.9), "step_vs_unprepared": T
 
 
 def main() -> None:
-    """Parse the command line and measure."""
+    """Measure, and print a table and the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     args = parser.parse_args()

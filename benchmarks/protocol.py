@@ -158,7 +158,7 @@ def worker_pool() -> RayResourcePool:
 
 
 def main() -> None:
-    """Measure everything, and print the figures."""
+    """Measure codec and dispatch, and print a table and the figures as JSON."""
     torch.set_num_threads(1)
     data = make_batch()
     arrays = plain_arrays(data)

@@ -130,7 +130,7 @@ async def _receive(address: str, num_engines: int) -> None:
 
 
 def main() -> None:
-    """Run the simulated engines. `measure_log` starts this process."""
+    """Run the simulated engines in this process, which `measure_log` starts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     parser.add_argument("num_engines", type=int)

@@ -71,7 +71,7 @@ def learn(engine: str, seed: int, output_dir: Path, overrides: Sequence[str]) ->
 
 
 def main() -> int:
-    """Run all cases and print the report. Returns 0 if every target is met."""
+    """Run the quickstart for each engine and seed, and print the report. Return 0 if every target is met, else 1."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quickstart", description="What the quickstart learns.")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])

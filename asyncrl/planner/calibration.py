@@ -111,7 +111,7 @@ class _Batch:
 
     @property
     def fixed_s(self) -> float:
-        """Seconds of the batch outside the decoding steps."""
+        """Seconds of the batch in which the engine did not decode; at least 0."""
         return max(0.0, self.duration_s - self.longest * self.token_s)
 
     @classmethod
@@ -139,7 +139,7 @@ class _Reading:
 
     @cached_property
     def trained(self) -> list[GroupLife]:
-        """The trained groups. A group appears once for each step that trained on it."""
+        """The recorded events of trained groups: one entry for each step after the warm-up that trained on a group."""
         uses = (use for life in self._trace.groups.values() for use in life.uses())
         return [use for use in uses if use.step >= self._first_step]
 

@@ -246,7 +246,10 @@ class RankSetup:
 
     @property
     def gathers(self) -> bool:
-        """Whether FSDP computes with copies of the parameters. False for one float32 shard without offloading."""
+        """Whether FSDP computes with copies of the parameters instead of the stored parameters.
+
+        It does not for one float32 shard without offloading.
+        """
         return self.num_shards > 1 or self.compute_bytes != _FLOAT32_BYTES or self.offloaded
 
 

@@ -224,7 +224,7 @@ class Scenario:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of all engines and ranks."""
+        """Number of devices that all engines and learner ranks use together."""
         return self.num_engines * self.devices_per_engine + self.num_ranks
 
     def __post_init__(self) -> None:

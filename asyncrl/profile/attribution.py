@@ -483,7 +483,7 @@ class Figures:
 
     @property
     def efficiency(self) -> float:
-        """Ideal divided by measured seconds per step; 1 is perfect overlap."""
+        """Ideal seconds per step ÷ measured seconds per step; 1 is perfect overlap."""
         return self.ideal_step_s / self.step_s if self.duration else 0.0
 
     @property

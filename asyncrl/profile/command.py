@@ -46,7 +46,7 @@ def explain(run_dir: Path) -> OverlapReport:
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run ``asyncrl profile`` with the given command-line arguments; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="asyncrl profile",
         description="Show why the learner and the fleet were idle. The run may still be in progress.",

@@ -209,7 +209,7 @@ async def serve(run_dir: Path, address: str, *, token: str, with_parent: bool) -
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run ``asyncrl dashboard`` with the given command-line arguments; return the exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl dashboard", description="Serve the live report of a run.")
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument(

@@ -73,7 +73,7 @@ class _Events:
                 yield {**place, "ph": "X", "name": span.kind, **times, "args": args}
 
     def groups(self) -> Iterator[dict[str, Any]]:
-        """Yield an arrow per use of a trained group, from its lease to the step that consumed it."""
+        """Yield the events of one arrow for each step that trained on a group, from the group's lease to the step."""
         updates = {span.step: span for span in reversed(self._trace.spans_of("update"))}
         for group in (use for life in self._trace.groups.values() for use in life.uses()):
             update = updates.get(group.step)

@@ -439,7 +439,7 @@ class _ProcessFile:
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        """Sort key to choose the reference clock: the clock of the process with the smallest key."""
+        """Sort key of the process. The clock of the process with the smallest key is the reference clock."""
         is_other = self.header["process"] != BUFFER_LANE
         return _REFERENCE_ORDER.index(self.header["pool"]), is_other, self.header["started_ns"]
 
