@@ -63,7 +63,7 @@ def planned_bytes(settings: dict[str, Any], learner: LearnerConfig) -> int:
 def waits_of_experiments() -> dict[str, int]:
     """Return how often the host would wait for the GPU in the loop over micro-batches, by name of the experiment.
 
-    The experiments are those in ``configs/``, with models of two layers.
+    The experiments come from ``configs/experiment``, without ``custom``. Each model has two layers.
     """
     found = {}
     for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml")):

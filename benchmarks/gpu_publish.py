@@ -96,7 +96,7 @@ class _Model(nn.Module):
 def h2d_bytes_per_published_byte(*, hidden: int = 256, num_experts: int = 16) -> float:
     """Return how many bytes a load of new weights copies from host to device, divided by the bytes of the weights.
 
-    The load includes the verification of the weights. The device is `DEVICE`.
+    The load includes the verification of the weights. torch's meta device takes the place of a GPU.
     """
     model = _Model(hidden, num_experts)
     with tempfile.TemporaryDirectory() as folder:

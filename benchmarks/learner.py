@@ -257,7 +257,10 @@ def load_memory_ratio(directory: str, num_ranks: int = 4) -> float:
 
 
 def print_load_memory(model_path: str) -> None:
-    """Load the model on one rank, and print the peak memory ÷ the size of the shards. `load_memory_ratio` starts it."""
+    """Load the model on one rank, and print the peak memory ÷ the size of the rank's shards.
+
+    `load_memory_ratio` starts a process for each rank.
+    """
     options = {"device": Device.cpu, "num_ranks": int(os.environ["WORLD_SIZE"]), "skip_selftest": "measures the load"}
     mesh = open_mesh(LearnerConfig(**options))
     mesh.largest(torch.ones(1))  # opens gloo's connections before the measurement
