@@ -15,7 +15,7 @@ RESULT = tuple(range(20, 36))
 
 
 def tool_seconds(mean: float) -> float:
-    """Draw the duration of one tool call, from 0.5 to 1.5 times the mean.
+    """Return a random duration for one tool call in seconds, from 0.5 to 1.5 times ``mean``.
 
     With equal durations, all episodes would call their tools at the same times.
     """
@@ -30,7 +30,7 @@ class ToolUser:
         self._tool_s = tool_s
 
     async def run(self, prompt: Prompt, policy: Policy) -> float:
-        """Play one episode."""
+        """Play one episode with ``policy``, and return the reward 0."""
         turn = await policy.sample([])
         for _ in range(self._num_turns - 1):
             await policy.run_tool(asyncio.sleep(tool_seconds(self._tool_s)), name="wait")

@@ -5,8 +5,8 @@ samples turns of equal length. The tools between the turns take a fifth of the e
 sends token ids to the engine. It runs as many episodes as the fleet may hold. It sends as many concurrent requests as
 the fleet's engine may run samples at a time.
 
-The scripted engine writes at a fixed pace. With this engine, a task replaces the learner: it consumes each batch at
-once and offers the next version. With SGLang, the weights do not change.
+The scripted engine writes at a fixed pace. With the scripted engine, an asyncio task replaces the learner: the task
+consumes each batch at once and announces the next version. With SGLang, the weights do not change.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _CountingPlayer(EpisodePlayer):
     later = PromptTokens()
 
     async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
-        """Play an episode, and update the counts."""
+        """Play an episode, and add its turns, prompt tokens and tools to the counts."""
         note, take = run.tool, run.take
 
         def tool(number: int, name: str, is_running: bool) -> None:
@@ -109,7 +109,7 @@ class _Bench:
     num_prompts: int = 0
 
     async def enqueue(self, number: int) -> None:
-        """Queue prompts."""
+        """Put ``number`` new prompts into the buffer's queue."""
         first, self.num_prompts = self.num_prompts, self.num_prompts + number
         options = {"tool_s": self.tool_s}
         await self.control.enqueue(
@@ -117,15 +117,15 @@ class _Bench:
         )
 
     async def set_tools(self, seconds: float) -> None:
-        """Set the tools' duration to `TOOL_SHARE` of an episode's time.
+        """Set the mean duration of a tool so that tools take `TOOL_SHARE` of an episode's time.
 
-        The time of the turns is measured with a bare agent without tools.
+        The time of a turn is measured with a bare agent without tools, for ``seconds`` seconds.
         """
         turn_s = PLACES * SAMPLES / await self.bare_rate(seconds)
         self.tool_s = TOOL_SHARE / (1 - TOOL_SHARE) * turn_s * NUM_TURNS / (NUM_TURNS - 1)
 
     async def learn(self) -> None:
-        """Consume each batch as soon as it is complete, and offer the next version."""
+        """Consume each batch as soon as it is complete, and announce the next policy version. Run until cancelled."""
         for version in itertools.count():
             await self.control.plan(version)
             await self.learner.offer(
@@ -134,13 +134,13 @@ class _Bench:
             await self.control.commit(version)
 
     async def feed(self) -> None:
-        """Keep as many prompts in the queue as the engine may generate groups at a time."""
+        """Keep as many prompts in the queue as the engine may generate groups at a time. Run until cancelled."""
         while True:
             await self.enqueue(max(0, PLACES - (await self.control.stats()).groups["queued"]))
             await asyncio.sleep(_ASK_EVERY_S)
 
     async def drained(self) -> None:
-        """Wait until no group is queued or generated. Raises `TimeoutError` after `_DRAIN_S`."""
+        """Wait until no group is in the queue or on the engine. Raises `TimeoutError` after `_DRAIN_S` seconds."""
         async with asyncio.timeout(_DRAIN_S):
             while True:
                 groups = (await self.control.stats()).groups
@@ -149,7 +149,10 @@ class _Bench:
                 await asyncio.sleep(_ASK_EVERY_S)
 
     async def fleet_round(self, seconds: float) -> _Round:
-        """Let the fleet play episodes, and wait until all have ended. Measure its rate while prompts are fed."""
+        """Let the fleet play episodes, and measure its turns per second for ``seconds`` seconds.
+
+        Then wait until all episodes have ended.
+        """
         feeding = asyncio.create_task(self.feed())
         await asyncio.sleep(WARM_UP_S)
         before, began_ns = self.player.num_turns, time.monotonic_ns()
@@ -161,7 +164,7 @@ class _Bench:
         return _Round(turns_per_s=num_turns / (ended_ns - began_ns) * 1e9, window=(began_ns, ended_ns))
 
     async def bare_rate(self, seconds: float) -> float:
-        """Measure the turns per second of the same agent when it uses the engine directly."""
+        """Return the turns per second of the bare agent, which sends the same turns directly to the engine."""
         places, num_turns = asyncio.Semaphore(PLACES * SAMPLES), 0
 
         async def episodes() -> None:
@@ -265,7 +268,10 @@ async def _http(stack: AsyncExitStack, server: SGLangServer) -> Callable[[list[i
 
 
 async def fleet_figures(scratch: Path, *, quick: bool) -> dict[str, float | None]:
-    """Measure the figures on the scripted engine, and on SGLang unless ``quick``."""
+    """Measure on the scripted engine, and on SGLang unless ``quick``; return the figures by name.
+
+    The figures of SGLang are None if they were not measured.
+    """
     rounds, seconds = (2, 10.0) if quick else (5, 20.0)
     figures: dict[str, float | None] = {**await _measure(scratch / "scripted", EngineKind.scripted, rounds, seconds)}
     figures["scripted_vs_bare_agent"] = figures.pop("episodes_vs_bare_agent")

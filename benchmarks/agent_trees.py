@@ -1,7 +1,7 @@
-"""Counts the tokens that the learner computes for trees of turns.
+"""Counts the tokens that the learner computes for trees of turns (episodes whose messages have several continuations).
 
-The learner's packer packs the trees with shared tokens, or branch by branch. The trees come from a search agent. It has
-parallel tools, a retry with an edited history, a sub-agent, and three drafts. The episode continues one of the drafts.
+The learner's packer packs common tokens of branches once, or each branch separately. The trees come from a search
+agent with parallel tools, a retry with an edited history, a sub-agent, and three drafts. It continues one draft.
 The agent compacts the context when it is half full. The episodes are real (`rollout_fleet.episodes.Episode`), with
 random tokens.
 """
@@ -56,7 +56,7 @@ class SearchAgent:
         self._rng = rng
 
     def play(self) -> Episode:
-        """Search, compact the context when it is half full, and answer after three drafts."""
+        """Play the episode: search, summarize the context if it is half full, write three drafts, and answer."""
         turn = self._turn(PROMPT, [])
         for number in range(self._between(self._lengths.rounds)):
             results = self._results()
@@ -99,7 +99,10 @@ class SearchAgent:
 def search_groups(
     *, num_groups: int = NUM_GROUPS, num_samples: int = NUM_SAMPLES, lengths: AgentLengths | None = None, seed: int = 0
 ) -> list[TrajectoryGroup]:
-    """Make prompt groups of a search agent. All prompts begin with the same system message and tools."""
+    """Return ``num_groups`` groups of ``num_samples`` episodes of the search agent, with random tokens.
+
+    All prompts begin with the same tokens, as with a system message and tools.
+    """
     rng = np.random.default_rng(seed)
     system = rng.integers(0, VOCABULARY, SYSTEM_TOKENS)
     groups = []
@@ -114,18 +117,22 @@ def search_groups(
 
 
 def packed_tokens(sequences: Sequence[TokenSequence], *, share: bool) -> int:
-    """Count the tokens of the learner's forward pass, if the sequences are packed as in the trainer."""
+    """Return the number of tokens that the learner's forward pass computes for the sequences.
+
+    The sequences are packed like in the trainer. With ``share``, tokens that sequences have in common are packed once.
+    """
     batches = Packer(max_tokens=MAX_TOKENS_PER_MICRO_BATCH, whole=False, share_prompts=share).pack(sequences)
     return sum(len(batch.input_ids) for batch in batches)
 
 
 def tree_tokens(groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
-    """Count the tokens of the groups.
+    """Count the tokens of the groups in several ways.
 
     Returns:
-        ``shared``: packed with shared tokens. ``branches``: each branch separately. ``turns``: each sampled turn
-        separately, with its whole context, as in a trainer of single requests. ``distinct``: each token of the trees
-        once; no packing needs fewer tokens. Also ``num_branches``, ``num_turns``, and ``trained``, the trained tokens.
+        Numbers of tokens by name. ``shared``: common tokens of branches are packed once. ``branches``: each branch (a
+        path from the root to a leaf) is packed separately. ``turns``: each sampled turn is packed separately with its
+        whole context, like in a trainer of single requests. ``distinct``: each token of the trees counts once; no
+        packing needs fewer tokens. ``trained``: tokens in the loss. Also the counts ``num_branches`` and ``num_turns``.
     """
     sequences = [sequence for group in groups for sequence in group_sequences(group)]
     sampled = [turn for sequence in sequences for turn in sequence.turns]

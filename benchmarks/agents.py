@@ -1,4 +1,6 @@
-"""Measures calls of the endpoint, agents in the fleet, and trees in the learner: ``python -m benchmarks.agents``.
+"""Measures calls of the HTTP endpoint that agents use, agents in the fleet, and trees of turns in the learner.
+
+Run as ``python -m benchmarks.agents``.
 
 ``endpoint_ms``: 64 episodes run at once, and each has one running call. A client in a separate process sends the
     growing conversation of each episode: a question, tool calls and their results, over eight turns. A script sets the
@@ -79,7 +81,7 @@ TARGETS = {
 
 
 def turn_s(seed: int) -> float:
-    """Return the duration of a turn in seconds. It depends only on the seed, so the client can compute it too."""
+    """Return the seconds of a turn, computed from the seed of the request, so the client can compute them too."""
     return 0.3 + seed / 1e6
 
 
@@ -98,7 +100,7 @@ class TimedTurns:
         sampling: SamplingConfig,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Sample the tool call."""
+        """Wait for the time of the turn, then add the tool call to the episode; return the index of the turn."""
         turn = self.episode.sample(parent, new_tokens, sampling, images=images)
         (request,) = self.episode.next_requests()
         await asyncio.sleep(turn_s(sampling.seed or 0))
@@ -114,9 +116,11 @@ class TimedTurns:
 
 
 async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
-    """Measure the milliseconds of a call minus the time of its turn, with 64 concurrent calls.
+    """Measure the milliseconds of a call to the endpoint minus the time of the call's turn, with 64 concurrent calls.
 
-    The figures also have the endpoint's CPU time per call, and the milliseconds of a call to a bare server.
+    Returns:
+        Milliseconds by name: the median (``endpoint_ms``) and the 99th percentile (``endpoint_p99_ms``), the CPU time
+        of the endpoint per call (``endpoint_cpu_ms``), and the median of a bare server (``bare_ms``).
     """
     prompt_ids = np.asarray(renderer.render([QUESTION], [TOOL]), dtype=np.int32)
     call = renderer.tokenizer.encode(CALL + "<|end|>")
@@ -199,14 +203,17 @@ async def _play(accesses: Sequence[tuple[str, str]]) -> list[float]:
 
 
 def tree_vs_linear_tokens() -> dict[str, float]:
-    """Divide the packed tokens of trees by the tokens of their branches, of their turns, and by distinct tokens."""
+    """Return three ratios by name: the tokens that the learner computes for the trees of the search agent ÷ a baseline.
+
+    The baselines are the tokens of all branches, the tokens of all turns with their contexts, and the distinct tokens.
+    """
     count = tree_tokens(search_groups())
     figures = {"linear": "branches", "turns": "turns", "distinct": "distinct"}
     return {f"tree_vs_{name}_tokens": count["shared"] / count[what] for name, what in figures.items()}
 
 
 def main() -> None:
-    """Measure, and print a table and the figures as JSON."""
+    """Measure everything, and print a table and the figures as JSON. Exit with 0 if every target is met, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the scripted engine only, and fewer rounds")
     options = parser.parse_args()

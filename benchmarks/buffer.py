@@ -48,7 +48,10 @@ Figures = dict[str, float | None]
 
 
 def group_of(lease: Lease | None, num_bytes: int, *, num_samples: int = 8) -> TrajectoryGroup:
-    """Make a trajectory group whose arrays have about ``num_bytes`` bytes."""
+    """Return a trajectory group whose arrays have about ``num_bytes`` bytes.
+
+    The group has the id of ``lease`` (a worker's right to generate a group), or the id 0 if it is None.
+    """
     num_tokens = num_bytes // _BYTES_PER_TOKEN
     lengths = np.full(num_samples, num_tokens // num_samples, dtype=np.int32)
     lengths[-1] += num_tokens - int(lengths.sum())
@@ -100,7 +103,7 @@ class Buffer:
         self.version = 0
 
     async def lease(self) -> list[Lease]:
-        """Queue the prompts of one step, and return the leases on them."""
+        """Queue the prompts of one step, and return a lease (the right to generate a group) on each of them."""
         first = self.version * self.size
         ids = range(first, first + self.size)
         await self.control.enqueue([Prompt(group_id=i, prompt_ids=np.arange(16, dtype=np.int32)) for i in ids])
@@ -110,7 +113,7 @@ class Buffer:
         return leases
 
     async def finish(self) -> None:
-        """Plan and commit the batch. The store is empty afterwards."""
+        """Take the stored groups as one batch, and end the learner step. The buffer stores nothing afterwards."""
         await self.control.plan(self.version)
         await self.control.commit(self.version)
         self.version += 1
@@ -124,7 +127,7 @@ class Buffer:
 
 
 async def put_all(worker: WorkerClient, groups: list[TrajectoryGroup], window: int) -> None:
-    """Put every group, with at most ``window`` unacknowledged puts."""
+    """Send every group to the buffer, and wait until all are stored. At most ``window`` groups are sent at once."""
     left = iter(groups)
 
     async def put() -> None:
@@ -135,7 +138,7 @@ async def put_all(worker: WorkerClient, groups: list[TrajectoryGroup], window: i
 
 
 async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
-    """Measure the seconds to put the groups of a step and to fetch them. At most ``_WINDOW`` puts run at once."""
+    """Return the seconds to send the groups of one step to the buffer and to fetch them again."""
     groups = [group_of(lease, num_bytes) for lease in await buffer.lease()]
     began = time.perf_counter()
     await put_all(buffer.worker, groups, _WINDOW)
@@ -147,7 +150,10 @@ async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
 
 
 def raw_round_s(raw: RawStore, number: int, num_bytes: int) -> float:
-    """Measure the seconds to put and get the same bytes through bare ZMQ sockets."""
+    """Return the seconds to send ``number`` groups through bare ZMQ sockets and to fetch the groups again.
+
+    A group has ``num_bytes`` bytes.
+    """
     frames = [encoding.group_frames(group_of(None, num_bytes)) for _ in range(number)]
     began = time.perf_counter()
     raw.put_all(frames, _WINDOW)
@@ -157,7 +163,10 @@ def raw_round_s(raw: RawStore, number: int, num_bytes: int) -> float:
 
 
 async def against_raw(num_bytes: int, number: int, rounds: int) -> tuple[float, float]:
-    """Measure the buffer's throughput ÷ the throughput of bare sockets, and the buffer's seconds per group."""
+    """Return the buffer's throughput ÷ the throughput of bare sockets, and the buffer's seconds per group.
+
+    Both values are medians over ``rounds`` rounds with ``number`` groups of ``num_bytes`` bytes.
+    """
     buffer = Buffer(number)
     ratios, seconds = [], []
     with RawStore() as raw:
@@ -170,7 +179,7 @@ async def against_raw(num_bytes: int, number: int, rounds: int) -> tuple[float, 
 
 
 async def rows_per_s(number: int, rounds: int, *, window: int) -> float:
-    """Measure the puts of 35 KB groups per second, with at most ``window`` unacknowledged puts."""
+    """Return how many groups of 35 KB per second the buffer stores, if at most ``window`` groups are sent at once."""
     buffer = Buffer(number, window=window)
     rates = []
     for _ in range(rounds + 1):
@@ -184,9 +193,9 @@ async def rows_per_s(number: int, rounds: int, *, window: int) -> float:
 
 
 async def disk_vs_memory(number: int, rounds: int) -> float:
-    """Measure the rate of puts with durability=disk ÷ the rate with durability=memory.
+    """Return the groups stored per second with durability=disk ÷ the same rate with durability=memory.
 
-    The groups have 35 KB, and at most ``_WINDOW`` puts run at once. The two rates are measured alternately.
+    The groups have 35 KB. The two rates are measured alternately.
     """
     buffers = [Buffer(number, durability=durability) for durability in (Durability.memory, Durability.disk)]
     ratios = []
@@ -205,7 +214,7 @@ async def disk_vs_memory(number: int, rounds: int) -> float:
 
 
 async def single_round_s(buffer: Buffer, num_bytes: int) -> float:
-    """Measure the seconds to put one group and fetch it."""
+    """Return the seconds to send one group of ``num_bytes`` to the buffer and to fetch it again."""
     [lease] = await buffer.lease()
     group = group_of(lease, num_bytes, num_samples=64)
     began = time.perf_counter()
@@ -217,7 +226,10 @@ async def single_round_s(buffer: Buffer, num_bytes: int) -> float:
 
 
 async def against(other: Callable[[], float], num_bytes: int, rounds: int) -> float:
-    """Measure the time of ``other`` to put and get one batch ÷ the time of the buffer."""
+    """Return the time of another data plane ÷ the time of the buffer, to store and fetch one batch.
+
+    ``other`` makes one round with the other data plane and returns its seconds.
+    """
     buffer = Buffer(1)
     ratios = []
     for _ in range(rounds + 2):
@@ -228,7 +240,7 @@ async def against(other: Callable[[], float], num_bytes: int, rounds: int) -> fl
 
 
 def peer_batch(num_bytes: int) -> buffer_peers.Batch:
-    """Return the arrays of one batch as 64 padded rows, the format of the other data planes."""
+    """Return a batch of about ``num_bytes`` bytes as [64, L] arrays by name, the format of the other data planes."""
     length = num_bytes // _BYTES_PER_TOKEN // 64
     return {
         "response_ids": np.zeros((64, length), dtype=np.int32),
@@ -239,7 +251,12 @@ def peer_batch(num_bytes: int) -> buffer_peers.Batch:
 
 
 async def against_peers(rounds: int) -> dict[str, float | None]:
-    """Compare with Ray's queue and TransferQueue at 2.2 MB. For TransferQueue, the faster of two settings counts."""
+    """Compare the buffer with Ray's queue and TransferQueue, with batches of 2.2 MB.
+
+    Returns:
+        The time of each one ÷ the time of the buffer. For TransferQueue, the faster of two settings counts; None if
+        TransferQueue is not installed.
+    """
     num_bytes = 2_200_000
     batch = peer_batch(num_bytes)
     with buffer_peers.own_ray():
@@ -267,7 +284,7 @@ class LedgerLoad:
         self.fill(4 * self._size)
 
     def fill(self, number: int) -> tuple[int, float]:
-        """Queue, lease and store groups. Returns the number of transitions and the seconds."""
+        """Queue, lease and store ``number`` groups; return the number of state changes of groups and the seconds."""
         ledger, version = self._ledger, self._ledger.learner_version
         began = time.perf_counter()
         ledger.apply(Enqueue(group_ids=tuple(range(self._next_id, self._next_id + number))))
@@ -283,9 +300,9 @@ class LedgerLoad:
         return 3 * number, elapsed + time.perf_counter() - began
 
     def step(self) -> tuple[int, float]:
-        """Make one learner step, and add the groups that replace its batch.
+        """Make one learner step, and add groups in place of the consumed batch.
 
-        Returns the number of transitions and the seconds.
+        Return the number of state changes of groups and the seconds.
         """
         version = self._ledger.learner_version
         began = time.perf_counter()
@@ -311,10 +328,11 @@ class LedgerLoad:
 
 
 def ledger_figures(largest: int, rounds: int) -> dict[str, float]:
-    """Measure the transitions per second with ``largest`` outstanding groups.
+    """Measure how fast the ledger changes the states of groups, if it has ``largest`` groups.
 
-    The second figure is the cost of a transition with ``largest`` groups ÷ the cost with a thousand groups. The two
-    costs are measured alternately.
+    Returns:
+        ``ledger_transitions_per_s``: state changes per second. ``ledger_cost_growth``: the seconds of a state change
+        with ``largest`` groups ÷ the seconds with a thousand groups. The two times are measured alternately.
     """
     calm_collector()
     loads = {size: LedgerLoad(size) for size in (1000, largest)}
@@ -329,9 +347,11 @@ def ledger_figures(largest: int, rounds: int) -> dict[str, float]:
 
 
 async def slowest_producer_share(num_producers: int, num_consumers: int, duration_s: float) -> dict[str, float]:
-    """Run producers and consumers at once.
+    """Run workers that store groups and ranks that fetch groups, all at once, for ``duration_s`` seconds.
 
-    Returns the groups of the slowest producer ÷ the mean of all producers, and the most stored bytes ÷ their limit.
+    Returns:
+        ``slowest_producer_share``: groups of the slowest worker ÷ the mean over all workers. ``most_stored_share``: the
+        largest number of stored bytes ÷ the limit.
     """
     size, limit = 64, 256 * 1024**2
     config = BufferConfig(max_lag=4, queue_size=512, max_stored_bytes=limit)
@@ -402,41 +422,41 @@ TARGETS = {
 
 
 async def ledger_section(quick: bool) -> Figures:
-    """Measure the ledger without the server: the figures of `admission_figures`, and the transitions per second."""
+    """Measure the ledger without a server: `admission_figures`, and the number of state changes per second."""
     figures = admission_figures(num_ticks=1000 if quick else 3000)
     return {**figures, **ledger_figures(100_000 if quick else 1_000_000, 3 if quick else 5)}
 
 
 async def large_section(quick: bool) -> Figures:
-    """Compare groups of 2 MB with bare sockets."""
+    """Measure the buffer's throughput against bare sockets, with groups of 2 MB."""
     ratio, group_s = await against_raw(2_000_000, 32, _rounds(quick))
     return {"payload_vs_raw_zmq": ratio, "payload_gb_per_s": 2 * 2_000_000 / group_s / 1e9}
 
 
 async def small_section(quick: bool) -> Figures:
-    """Compare groups of 35 KB with bare sockets."""
+    """Measure the buffer's throughput against bare sockets, with groups of 35 KB."""
     ratio, group_s = await against_raw(35_000, 512, _SHORT_ROUNDS * _rounds(quick))
     return {"small_vs_raw_zmq": ratio, "small_groups_per_s": 1 / group_s}
 
 
 async def rows_section(quick: bool) -> Figures:
-    """Measure puts of 35 KB groups, made one after another and with the window."""
+    """Measure how many groups of 35 KB per second the buffer stores, sent one by one and `_WINDOW` at once."""
     one = await rows_per_s(512, _rounds(quick), window=1)
     return {"rows_per_s": one, "rows_windowed_per_s": await rows_per_s(512, _rounds(quick), window=_WINDOW)}
 
 
 async def disk_section(quick: bool) -> Figures:
-    """Compare ``durability=disk`` with ``memory``."""
+    """Measure how much slower the buffer stores groups with ``durability=disk`` than with ``durability=memory``."""
     return {"disk_vs_memory": await disk_vs_memory(512, _SHORT_ROUNDS * _rounds(quick))}
 
 
 async def fairness_section(quick: bool) -> Figures:
-    """Run many producers and consumers at once."""
+    """Measure whether 64 workers that store groups at once get equal shares of the buffer."""
     return {**await slowest_producer_share(64, 8, 5.0 if quick else 15.0)}
 
 
 async def peers_section(quick: bool) -> Figures:
-    """Compare with other data planes."""
+    """Measure the buffer against Ray's queue and TransferQueue."""
     return await against_peers(_rounds(quick))
 
 
@@ -456,7 +476,7 @@ SECTIONS = {
 
 
 async def measure(names: Sequence[str], *, quick: bool) -> Figures:
-    """Measure some sections. Returns their figures."""
+    """Measure the sections with the given names (keys of `SECTIONS`); return the figures by name."""
     figures: Figures = {}
     for name in names:
         figures |= await SECTIONS[name](quick)
@@ -464,7 +484,7 @@ async def measure(names: Sequence[str], *, quick: bool) -> Figures:
 
 
 def main() -> None:
-    """Measure, and print the report."""
+    """Measure the replay buffer, and print a table and the figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.buffer", description="Measure the replay buffer.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and the ledger at 10^5 groups")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=[*SECTIONS], help="measure these sections only")

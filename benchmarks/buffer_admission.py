@@ -1,8 +1,8 @@
-"""Compares the buffer's admission rule with its former rule, by the share of saved tokens that later attempts continue.
+"""Compares the rule by which the buffer admits new groups with a former rule.
 
-The benchmark simulates a saturated system on the ledger, without sockets or clocks. Workers run every group that the
-admission rule admits. From time to time a worker saves its tokens and dies. The learner takes a batch as soon as one is
-ready.
+The measure is the share of the tokens saved by dying workers that other workers continue. The benchmark simulates a
+saturated system on the ledger (the states of all groups), without sockets or clocks. Workers run every group that the
+rule admits. From time to time a worker saves its tokens and dies. The learner takes a batch as soon as one is ready.
 
 Run as ``python -m benchmarks.buffer_admission``; `benchmarks.buffer` includes the same figures.
 """
@@ -29,7 +29,11 @@ class FormerRule(StalenessRule):
     """The former admission rule. It counts every open group, also groups with a later deadline than the new group."""
 
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
-        """Return whether one more group may begin."""
+        """Return whether a worker may begin one more group.
+
+        ``open_by_deadline`` maps a learner step to the number of begun, untrained groups whose last possible step it
+        is. ``version`` is the learner's version, and ``engine_version`` is the version that would generate the group.
+        """
         num_open = sum(open_by_deadline.values())
         return num_open + (version - engine_version) * self.groups_per_step < (self.max_lag + 1) * self.groups_per_step
 
@@ -61,7 +65,11 @@ class SaturatedRun:
         self._lengths: dict[int, int] = {}
 
     def tick(self) -> None:
-        """Grow every running group, store finished groups, make a step if possible, and lease all admitted groups."""
+        """Simulate one unit of time.
+
+        Every running group gets more tokens, and finished groups are stored. A worker may die. If a batch is ready, the
+        learner makes a step. Then workers begin all groups that the rule admits.
+        """
         for rollout in list(self._running.values()):
             rollout.num_tokens = min(rollout.num_tokens + _TOKENS_PER_TICK, rollout.length)
             if rollout.num_tokens == rollout.length:
@@ -118,7 +126,10 @@ class SaturatedRun:
 
 
 def saved_tokens_kept(rule: StalenessRule, *, num_ticks: int = 3000, seed: int = 0, max_deaths: int = 0) -> float:
-    """Simulate. Return the share of saved tokens that the ledger did not drop because of their age."""
+    """Simulate ``num_ticks`` units of time with an admission rule.
+
+    Return the share of the tokens saved by dying workers that the ledger did not drop because of the tokens' age.
+    """
     run = SaturatedRun(rule, seed=seed, max_deaths=max_deaths)
     for _ in range(num_ticks):
         run.tick()
@@ -126,7 +137,7 @@ def saved_tokens_kept(rule: StalenessRule, *, num_ticks: int = 3000, seed: int =
 
 
 def admission_figures(*, num_ticks: int) -> dict[str, float]:
-    """Measure the shares of saved tokens that both rules keep, for 16 groups per step."""
+    """Return the shares of saved tokens that the present and the former rule keep, by name, for 16 groups per step."""
     figures = {}
     for max_lag in (1, 2):
         exact = saved_tokens_kept(StalenessRule(max_lag=max_lag, groups_per_step=16), num_ticks=num_ticks)

@@ -20,7 +20,7 @@ Batch = Mapping[str, np.ndarray]
 
 @contextmanager
 def own_ray() -> Iterator[None]:
-    """Start a separate Ray cluster at normal priority inside the context."""
+    """Start a Ray cluster at normal process priority, and shut it down at the end of the context."""
     import ray
 
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads this spelling
@@ -33,7 +33,10 @@ def own_ray() -> Iterator[None]:
 
 
 def ray_queue_round(batch: Batch) -> Callable[[], float]:
-    """Send numpy arrays through `ray.util.queue`."""
+    """Return a function that sends ``batch`` through a `ray.util.queue.Queue` and gets it back.
+
+    The function returns the seconds.
+    """
     from ray.util.queue import Queue
 
     queue = Queue()
@@ -50,7 +53,11 @@ def ray_queue_round(batch: Batch) -> Callable[[], float]:
 
 
 def transfer_queue_round(batch: Batch, num_units: int) -> Callable[[], float] | None:
-    """Use TransferQueue, verl's data plane, with ``num_units`` storage units. None if it is not installed."""
+    """Return a function that puts ``batch`` into TransferQueue, verl's data plane, and gets it back.
+
+    The function returns the seconds. TransferQueue has ``num_units`` storage units. Return None if TransferQueue is not
+    installed.
+    """
     try:
         transfer_queue = importlib.import_module("transfer_queue")
     except ImportError:

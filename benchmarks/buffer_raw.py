@@ -1,6 +1,6 @@
-"""A minimal buffer on ZMQ.
+"""A minimal buffer on ZMQ, to compare the real buffer with.
 
-It stores frames under a key, acknowledges them, and sends them back. It has no ledger and no checks.
+The minimal buffer stores frames under a key, acknowledges them, and sends them back. It checks nothing.
 """
 
 import subprocess
@@ -12,7 +12,7 @@ import zmq
 
 
 def serve() -> None:
-    """Print the address, then store and return frames until the process is killed."""
+    """Run the minimal buffer: print its address, then answer requests until the process is killed."""
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     socket.bind("tcp://127.0.0.1:*")
     print(socket.getsockopt_string(zmq.LAST_ENDPOINT), flush=True)
@@ -39,7 +39,10 @@ class RawStore:
         self._socket.connect(self._process.stdout.readline().strip())
 
     def put_all(self, payloads: Sequence[Sequence[Any]], window: int) -> None:
-        """Send every payload under its number, with at most ``window`` unacknowledged payloads."""
+        """Store every payload, a list of frames, under its index. Wait for all acknowledgements.
+
+        At most ``window`` payloads are sent without an acknowledgement.
+        """
         in_flight = 0
         for number, payload in enumerate(payloads):
             if in_flight == window:
@@ -52,7 +55,7 @@ class RawStore:
             self._socket.recv_multipart()
 
     def get(self, numbers: Sequence[int]) -> list[zmq.Frame]:
-        """Fetch payloads by number, and remove them."""
+        """Fetch and remove the payloads with the given indices; return all received ZMQ frames."""
         self._socket.send_multipart([b"get", *(b"%d" % number for number in numbers)])
         return self._socket.recv_multipart(copy=False)
 

@@ -16,17 +16,17 @@ class Echo(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def echo(self, data: DataProto) -> DataProto:
-        """Return the same batch. The caller waits for the result."""
+        """Return ``data``. The caller waits for the result."""
         return data
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def echo_later(self, data: DataProto) -> DataProto:
-        """Return the same batch. The caller gets a future."""
+        """Return ``data``. The caller gets a future instead of waiting."""
         return data
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def count(self, data: DataProto) -> int:
-        """Return the number of received rows."""
+        """Return the number of rows that this worker received."""
         return len(data)
 
 
@@ -35,5 +35,5 @@ class PlainEcho:
     """The same worker without asyncrl. It returns the numpy arrays that it receives."""
 
     def echo(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the same arrays."""
+        """Return ``arrays``."""
         return arrays

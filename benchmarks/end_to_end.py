@@ -88,7 +88,10 @@ class Contest:
         )
 
     def asyncrl(self, max_lag: int | None = None) -> Outcome:
-        """Train with asyncrl, and evaluate its published weights afterwards."""
+        """Train with asyncrl in a separate process, and then evaluate the weights that the run published.
+
+        ``max_lag`` is the value of ``buffer.max_lag``; None keeps the default.
+        """
         overrides = [*self._overrides, "rollout_fleet.engine=transformers", "learner.keep_snapshots=-1"]
         overrides += ["evaluation.enabled=false", *([] if max_lag is None else [f"buffer.max_lag={max_lag}"])]
         output, cpu_s = _run([sys.executable, "-m", "asyncrl", "train", *overrides])
@@ -109,7 +112,7 @@ class Contest:
         )
 
     def trl(self) -> Outcome:
-        """Train with TRL."""
+        """Train with TRL in a separate process (`benchmarks.trl_baseline`)."""
         output, _ = _run([sys.executable, "-m", "benchmarks.trl_baseline", *self._trl_options(self._config)])
         result = json.loads(output[-1])
         hit = result["time_to_target_s"] is not None
@@ -147,7 +150,7 @@ class Contest:
 
 
 def main() -> int:
-    """Run all competitors. Returns 0 if every target is met."""
+    """Run all competitors for all seeds, and print the report. Return 0 if every target is met, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.end_to_end", description="Time to sampled 0.90 against TRL."
     )

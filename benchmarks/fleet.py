@@ -31,7 +31,7 @@ LEASES_PER_COMMIT = (64, 256, 1000)
 
 
 def scripted() -> dict[str, float]:
-    """Measure four scripted engines."""
+    """Measure four scripted engines, which write tokens at a fixed pace; return the figures by name."""
     from benchmarks import fleet_scripted
 
     share, busy = asyncio.run(fleet_scripted.share_of_speeds(fleet_scripted.ONE_SLOW))
@@ -48,7 +48,11 @@ def scripted() -> dict[str, float]:
 
 
 def leases() -> dict[str, float]:
-    """Measure a thousand simulated workers, if a commit admits leases for some of them and if it does for all."""
+    """Measure how long a thousand simulated workers wait for new groups after a learner step.
+
+    Return percentiles in milliseconds by name, for each value of `LEASES_PER_COMMIT`, the number of groups that may
+    begin after a step.
+    """
     from benchmarks.fleet_leases import measure_leases
 
     figures = {}
@@ -62,7 +66,7 @@ def leases() -> dict[str, float]:
 
 
 def engines() -> dict[str, float]:
-    """Measure two real servers."""
+    """Measure two real SGLang servers; return the figures by name."""
     from benchmarks.fleet_engines import measure_engines
 
     return measure_engines()
@@ -73,7 +77,7 @@ PARTS: dict[str, Callable[[], dict[str, float]]] = {"scripted": scripted, "lease
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print the report."""
+    """Measure the rollout fleet, and print a table and the figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
     parser.add_argument("--only", choices=PARTS, help="measure only this part")
     only = parser.parse_args(arguments).only

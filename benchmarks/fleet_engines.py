@@ -49,7 +49,10 @@ _VOCABULARY = 1000
 
 
 def save_model(directory: Path) -> str:
-    """Save a random Qwen3 of 4 layers and 5 million parameters. It rarely ends a response by itself."""
+    """Save a random Qwen3 of 4 layers and 5 million parameters; return the folder.
+
+    The model rarely ends a response by itself.
+    """
     ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
     shape = {"layers": 4, "hidden": 256, "mlp": 768, "heads": 4, "head_dim": 64, "vocab_size": _VOCABULARY}
     return save_random_qwen3(directory, **shape, **ids)
@@ -67,7 +70,10 @@ class _PinnedEngine(SGLangEngine):
         self.num_heard = 0
 
     async def start(self) -> None:
-        """Pin this process while the server starts, because child processes inherit the core."""
+        """Start the engine, and pin its server to the core.
+
+        This process is pinned while the server starts, because child processes inherit the core.
+        """
         async with self._starting:
             everywhere = os.sched_getaffinity(0)
             os.sched_setaffinity(0, {self._core})
@@ -91,7 +97,7 @@ class _Fleet:
     num_prompts: int = 0
 
     async def roll_out(self, number: int) -> float:
-        """Roll out groups. Returns the tokens per second until the last group is stored."""
+        """Generate ``number`` groups, and wait until all are stored; return the tokens per second."""
         tokens, stored = self.tokens, self.stored
         began_s = time.perf_counter()
         await self.enqueue(number)
@@ -100,7 +106,7 @@ class _Fleet:
         return (self.tokens - tokens) / (time.perf_counter() - began_s)
 
     async def enqueue(self, number: int) -> None:
-        """Queue prompts."""
+        """Put ``number`` new prompts into the buffer's queue."""
         prompts = [
             Prompt(group_id=self.num_prompts + index, prompt_ids=ids) for index, ids in enumerate(prompts_of(number))
         ]
@@ -109,23 +115,23 @@ class _Fleet:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in the engines' answers."""
+        """Number of tokens that the engines have generated so far."""
         return sum(worker.counters.tokens_generated for worker in self.workers)
 
     @property
     def stored(self) -> int:
-        """Number of stored groups."""
+        """Number of groups that the workers have finished and stored so far."""
         return sum(worker.counters.groups_finished for worker in self.workers)
 
 
 def prompts_of(number: int) -> Iterator[np.ndarray]:
-    """Make the prompts, which are the same for fleet and bare client."""
+    """Yield the token ids of ``number`` random prompts, each [16] int32. The same prompts come in every call."""
     rng = np.random.default_rng(0)
     return iter(rng.integers(3, _VOCABULARY, (number, 16), np.int32))
 
 
 def measure_engines() -> dict[str, float]:
-    """Measure real servers. Returns the figures."""
+    """Compare the fleet with a bare client on two SGLang servers, and kill servers; return the figures by name."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="asyncrl-bench-") as folder:
         return asyncio.run(_measure(Path(folder)))
 
@@ -234,11 +240,11 @@ class _Heard:
 
     @property
     def rate(self) -> float:
-        """Tokens per second."""
+        """Tokens per second over the whole duration of the count."""
         return self.tokens / self.seconds
 
     async def listen(self, engine: _PinnedEngine, event: Awaitable[object]) -> float:
-        """Count tokens until ``event`` is done. Returns the seconds."""
+        """Count the tokens that come from ``engine`` until ``event`` is done; return the seconds until then."""
         began_s, before = time.perf_counter(), engine.num_heard
         await event
         took_s = time.perf_counter() - began_s
@@ -263,7 +269,10 @@ class _Kills:
         self._lost: list[float] = []
 
     async def strike(self, fleet: _Fleet) -> None:
-        """Start the second engine, then the first one. Kill the server of the first engine while both work."""
+        """Start the engines one after the other, then kill the server of the first engine while both work.
+
+        Add the measured times, rates and lost tokens to the figures.
+        """
         struck, other = fleet.workers
         await other.start()
         survivor = _engine(other)
@@ -283,7 +292,7 @@ class _Kills:
         logger.info("started in %.1f s, served again after %.1f s", start_s, took_s)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of all kills."""
+        """Return the figures of all kills by name: ratios of times and rates, and the lost tokens per kill."""
         return {
             "recovery_vs_engine_start": statistics.median(self._vs_start),
             "survivors_during_recovery": self._beside_recovery.rate / self._usual.rate,

@@ -1,4 +1,4 @@
-"""Measures the time from a commit until the admitted leases reach their workers. A thousand workers wait.
+"""Measures the time from a commit (the end of a learner step) until waiting workers get the groups that may now begin.
 
 The buffer is the real server in its own process, and the controller uses the real client. The workers are sockets in
 two more processes. Each socket sends the messages of a rollout worker, but generates nothing. With ``max_lag`` 0, no
@@ -42,7 +42,10 @@ SETTLE_S = 0.2
 
 
 def measure_leases(groups_per_step: int, *, num_workers: int = NUM_WORKERS, num_steps: int = NUM_STEPS) -> list[float]:
-    """Measure the seconds from a commit until each lease of the next version reaches its worker, over all steps."""
+    """Return the seconds from a commit (the end of a learner step) until a worker gets a new group.
+
+    The list has one value for each group of each measured step.
+    """
     return asyncio.run(_measure(groups_per_step, num_workers, num_steps))
 
 
@@ -197,7 +200,7 @@ async def _work(address: str, first: int, number: int) -> None:
 
 
 def main() -> None:
-    """Run some of the workers. `measure_leases` starts this process."""
+    """Run some of the simulated workers in this process, which `measure_leases` starts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     parser.add_argument("first", type=int)

@@ -57,7 +57,10 @@ class _FleetRun:
     workers: list[LocalWorker]
 
     async def learn(self) -> None:
-        """Feed, train and publish until cancelled. The queue always has more prompts than admission allows."""
+        """Queue prompts, consume batches and announce new versions until cancelled.
+
+        The queue always has more prompts than the engines may begin.
+        """
         num_prompts = 2 * (MAX_LAG + 1) * GROUPS_PER_STEP
         await self.control.enqueue([_prompt(number) for number in range(num_prompts)])
         for version in itertools.count():
@@ -68,7 +71,7 @@ class _FleetRun:
             await self.control.commit(version)
 
     async def tokens_trained(self) -> int:
-        """Return the number of tokens trained so far."""
+        """Return the number of tokens that the learner has trained on so far."""
         return (await self.control.stats()).tokens_trained
 
 
@@ -98,7 +101,7 @@ class _Meter:
         self.occupied_s = self.lasted_s = 0.0
 
     def change(self, by: int) -> None:
-        """Change the number of running samples."""
+        """Add ``by`` to the number of running samples."""
         now = time.perf_counter()
         if self._began is None:
             self._began = self._since = now
@@ -106,7 +109,7 @@ class _Meter:
         self._num_running += by
 
     def mark(self, now: float) -> None:
-        """Add the time until ``now`` to the integral."""
+        """Extend the integral until ``now``, a value of `time.perf_counter`."""
         if self._began is not None:
             self._pass_time(now)
             self.occupied_s, self.lasted_s = self._passed_s, now - self._began
@@ -199,7 +202,7 @@ class LocalWorker:
 
     @property
     def counters(self) -> FleetCounters:
-        """The counters summed over all engines of this worker."""
+        """Numbers such as generated tokens, summed over all engines that this worker has had."""
         now = [] if self._loop is None else [self._loop.counters()]
         return FleetCounters.total([*self._before, *now])
 
@@ -209,7 +212,7 @@ class LocalWorker:
         self._keeping = asyncio.create_task(keep_up(self))
 
     async def begin(self) -> None:
-        """Start another engine."""
+        """Start another engine in place of the failed one."""
         self.member.due(self.member.deadline)
         self.engine = self._make()
         await self._come_up()
@@ -229,13 +232,16 @@ class LocalWorker:
         self._running = asyncio.create_task(self._loop.run())
 
     async def watch(self) -> NoReturn:
-        """Wait for the end of the loop. The loop ends when its engine has failed."""
+        """Wait until the engine has failed, which ends the rollout loop. Then raise `EngineLost`."""
         assert self._running is not None
         await self._running
         raise EngineLost(f"{self.member.name} has ended")
 
     async def end(self, fault: Exception) -> float:
-        """Stop the engine and its loop."""
+        """Stop the engine and its loop; return the seconds to wait before the next start.
+
+        If the engine may not start again, raise ``fault``.
+        """
         self.member.fault(self.member.epoch, str(fault), time.monotonic())
         await self._stop()
         self.member.stopped(time.monotonic())
@@ -244,7 +250,7 @@ class LocalWorker:
         return self.member.seconds_left(time.monotonic()) or 0.0
 
     async def close(self) -> None:
-        """Stop the loop, the engine and the client."""
+        """Stop the rollout loop and the engine, and close the buffer's client."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -267,9 +273,10 @@ ONE_SLOW = [*EQUAL[:3], 10 * TOKEN_DELAY_S]
 
 
 async def share_of_speeds(delays_s: Sequence[float], *, hand_over: bool = True) -> tuple[float, float]:
-    """Measure the tokens trained per second ÷ the sum of the engines' speeds, and this process's share of busy time.
+    """Return the trained tokens per second ÷ the sum of the engines' speeds, and the busy share of this process's time.
 
-    ``delays_s`` has the seconds between two tokens for each engine.
+    ``delays_s`` has the seconds between two tokens for each engine. With ``hand_over``, a slow engine may pass running
+    groups on to another engine.
     """
     async with AsyncExitStack() as stack:
         run = await _start(stack, delays_s, hand_over=hand_over)
@@ -285,7 +292,7 @@ async def share_of_speeds(delays_s: Sequence[float], *, hand_over: bool = True) 
 
 
 async def occupancy() -> float:
-    """Measure the occupied share of the engines' places for samples, until the last lease.
+    """Return the mean share (0 to 1) of the engines' places for samples that is occupied, until the last group begins.
 
     One group in four is ten times longer. All samples of a group have the same length, so a place is empty only while a
     group is scored, stored and leased. The new leases of groups that are handed over at the end do not count.
@@ -312,7 +319,11 @@ async def occupancy() -> float:
 
 
 async def recovery() -> dict[str, float]:
-    """Kill one of four engines. Returns the recovery time ÷ the start time, and the number of dropped tokens."""
+    """Kill one of four engines.
+
+    Return two figures by name: the time until a new engine replaces the killed one ÷ the start time of an engine, and
+    the number of generated tokens that were dropped.
+    """
     async with AsyncExitStack() as stack:
         run = await _start(stack, EQUAL)
         learning = asyncio.create_task(run.learn())

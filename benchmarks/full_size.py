@@ -198,9 +198,10 @@ def fake_update(
     *,
     num_sequences: int = 4,
 ) -> FakeUpdate:
-    """Measure an update of a policy at full width: two full micro-batches, then AdamW.
+    """Make an update of a policy at full width on fake tensors, and return the measurements of one rank.
 
-    The measured update is the second one, because the first one creates the optimizer's state.
+    An update has two full micro-batches, then AdamW. The measured update is the second one, because the first update
+    creates the optimizer's state.
 
     Args:
         settings: The model's ``config.json``.
@@ -264,9 +265,9 @@ def fake_update(
 
 
 def peak_at_full_depth(settings: dict[str, Any], learner: LearnerConfig) -> int:
-    """Extrapolate the peak bytes of a rank to all layers, from the peaks with four and with six layers.
+    """Return the peak bytes of a rank for the model with the ``config.json`` ``settings``.
 
-    Each layer adds the same number of bytes.
+    The peak is extrapolated from models with four and with six layers. Each layer adds the same number of bytes.
     """
     first, second = (fake_update(settings | {"num_hidden_layers": n}, learner).peak_bytes for n in (4, 6))
     return first + (settings["num_hidden_layers"] - 4) * (second - first) // 2

@@ -45,7 +45,7 @@ TARGETS = {
 
 
 def planned_bytes(settings: dict[str, Any], learner: LearnerConfig) -> int:
-    """Return the peak bytes of a rank that the planner predicts for a model with these settings."""
+    """Return the peak bytes of a rank that the planner predicts. ``settings`` is the model's ``config.json``."""
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model(**settings).save_pretrained(folder)
         size = ModelSize.of(folder)
@@ -61,7 +61,10 @@ def planned_bytes(settings: dict[str, Any], learner: LearnerConfig) -> int:
 
 
 def waits_of_experiments() -> dict[str, int]:
-    """Count each experiment's waits for the device in the loop over micro-batches, with two layers."""
+    """Return how often the host would wait for the GPU in the loop over micro-batches, by name of the experiment.
+
+    The experiments come from ``configs/experiment``, without ``custom``. Each model has two layers.
+    """
     found = {}
     for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml")):
         config = compose_run([f"experiment={path.stem}"])
@@ -73,7 +76,7 @@ def waits_of_experiments() -> dict[str, int]:
 
 
 def main() -> None:
-    """Measure, and print the report."""
+    """Compute memory and waits for the GPU, and print a table and the figures as JSON."""
     torch.set_num_threads(1)
     rows: dict[str, str] = {}
     errors, peaks = [], {}

@@ -74,7 +74,7 @@ class _Model(nn.Module):
             self.embedding = nn.Parameter(torch.empty(40 * hidden, hidden, dtype=torch.bfloat16))
 
     def published(self) -> dict[str, Tensor]:
-        """Return full tensors with the names of a checkpoint."""
+        """Return random tensors under the names of a checkpoint, in which projections and experts are separate."""
         hidden = self.qkv.shape[1]
         tensors = {f"{name}_proj": torch.randn(hidden, hidden) for name in "qkv"}
         tensors |= {f"experts.{index}": torch.randn(hidden, hidden) for index in range(len(self.experts))}
@@ -82,7 +82,7 @@ class _Model(nn.Module):
         return {name: tensor.bfloat16() for name, tensor in tensors.items()}
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write every tensor into its part of a parameter."""
+        """Write every tensor into its part of a parameter; ``tensors`` has (name, tensor) pairs of a checkpoint."""
         with torch.no_grad():
             for name, tensor in tensors:
                 if name.endswith("_proj"):
@@ -94,7 +94,10 @@ class _Model(nn.Module):
 
 
 def h2d_bytes_per_published_byte(*, hidden: int = 256, num_experts: int = 16) -> float:
-    """Return the bytes that one load (including its verification) copies from host to device, per published byte."""
+    """Return how many bytes a load of new weights copies from host to device, divided by the bytes of the weights.
+
+    The load includes the verification of the weights. torch's meta device takes the place of a GPU.
+    """
     model = _Model(hidden, num_experts)
     with tempfile.TemporaryDirectory() as folder:
         save_file(model.published(), Path(folder, "model.safetensors"))
@@ -125,7 +128,7 @@ class _Experts(nn.Module):
                     layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
 
     def published(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield the tensors of all experts. As in a load, they are views of spans of up to `BUCKET_BYTES` bytes."""
+        """Yield (name, tensor) pairs of all experts. Like in a load, tensors are views of blocks of `BUCKET_BYTES`."""
         size = 2 * self.inner * self.hidden
         left, span = 0, torch.empty(0)
         for name in (f"{la}.{e}.{k}" for la in range(self.num_layers) for e in range(self.num_experts) for k in "dgu"):
@@ -137,7 +140,7 @@ class _Experts(nn.Module):
             left -= size
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write every tensor into its part of a parameter."""
+        """Write every tensor into its part of a parameter; ``tensors`` has (name, tensor) pairs of a checkpoint."""
         for name, tensor in tensors:
             layer, expert, kind = name.split(".")
             held = cast("Any", self.layers[int(layer)])
@@ -154,9 +157,10 @@ class _Unverified:
 
 
 def writes_per_expert_tensor(*, num_layers: int = 48) -> float:
-    """Return the writes per expert tensor in a later load of ``num_layers`` layers of Qwen3-30B-A3B.
+    """Return how many writes to parameters a later load of weights makes, divided by the writes of the first load.
 
-    The first load writes each tensor separately. A later load fuses writes.
+    The model has ``num_layers`` layers of Qwen3-30B-A3B. The first load writes each expert tensor separately; later
+    loads join writes.
     """
     model = _Experts(num_layers)
     parameters = dict(model.named_parameters())

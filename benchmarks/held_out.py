@@ -37,7 +37,7 @@ class HeldOut:
 
     @torch.no_grad()
     def accuracy(self, model: Any, *, greedy: bool = False) -> float:
-        """Return the share of answers that equal the ground truth without special tokens.
+        """Return the share of answers that equal the ground truth, 0 to 1. Special tokens are removed from answers.
 
         Args:
             model: A transformers causal language model. This method restores its mode and torch's random state.
@@ -65,7 +65,7 @@ class HeldOut:
 
 
 def first_crossing(curve: Sequence[tuple[float, float]], target: float) -> float | None:
-    """Find the first x at which a noisy accuracy reaches a target. The accuracy is the mean of three neighbors.
+    """Return the first x at which a noisy accuracy reaches a target. The accuracy is the mean of three neighbors.
 
     Args:
         curve: Pairs [x, accuracy] with rising x, in steps or seconds. Example: with 0.8 at 10, 0.9 at 20, and 1.0 at 30
@@ -86,7 +86,10 @@ def first_crossing(curve: Sequence[tuple[float, float]], target: float) -> float
 
 
 def load_held_out(path: str | Path, tokenizer: Any, *, max_new_tokens: int, samples_per_prompt: int = 8) -> HeldOut:
-    """Read a parquet file with columns prompt and ground_truth."""
+    """Read held-out prompts from a parquet file with the columns ``prompt`` and ``ground_truth``.
+
+    ``tokenizer`` is the policy's tokenizer. ``max_new_tokens`` limits an answer.
+    """
     rows = pq.read_table(path, columns=["prompt", "ground_truth"]).to_pydict()
     batch = tokenizer(rows["prompt"], padding=True, padding_side="left", return_tensors="pt")
     return HeldOut(

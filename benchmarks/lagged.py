@@ -1,7 +1,7 @@
 """Trains at an exact lag in one process: every batch is sampled with the weights from ``lag`` learner steps before.
 
-The prompt stream, the in-process engine's model, the plan, the learner step and the snapshots are those of the system.
-Only the pipeline between them is missing. So the lag is the same at every step, and a run takes seconds.
+Prompts, engine, choice of the batch, learner step and published weights are computed by asyncrl's own code. Only the
+parallel processes are missing. So the lag is the same at every step, and a run takes seconds.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class LaggedOutcome:
 
     @property
     def final(self) -> float:
-        """Accuracy at the last version."""
+        """Held-out accuracy of the last policy version."""
         return self.curve[max(self.curve)]
 
     @property
     def area(self) -> float:
-        """The mean accuracy over training: the area under the curve (trapezoidal rule) ÷ the number of steps."""
+        """Mean held-out accuracy over the training: the area under the curve (trapezoidal rule) ÷ number of steps."""
         versions = sorted(self.curve)
         return float(np.trapezoid([self.curve[version] for version in versions], versions) / versions[-1])
 
@@ -97,7 +97,7 @@ class LaggedTraining:
         self._step = LearnerStep(self._trainer, objective, num_mini_batches=config.algorithm.num_mini_batches)
 
     def run(self) -> LaggedOutcome:
-        """Train for ``total_steps`` steps."""
+        """Train for ``total_steps`` steps; return the accuracies, the last metrics and the time."""
         began_s, metrics = time.monotonic(), {}
         self._engine.load()
         with (

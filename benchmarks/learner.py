@@ -50,12 +50,12 @@ VOCABULARY, CLIP, LR = 20, 0.2, 1e-4
 
 
 def save_model(directory: str) -> str:
-    """Save a random policy of the quickstart's size: 75 thousand parameters."""
+    """Save a random policy of 75 thousand parameters, the size of the quickstart's policy; return its folder."""
     return save_random_qwen3(directory, layers=2, hidden=64, mlp=128, heads=4, head_dim=16, vocab_size=VOCABULARY)
 
 
 def sequences_of(prompt_lengths: Sequence[int], response_lengths: Sequence[int]) -> list[TokenSequence]:
-    """Make sequences of random tokens, with the columns that a loss reads."""
+    """Return sequences of random tokens with the given lengths, and with the columns that a loss reads."""
     rng = np.random.default_rng(0)
     return [
         TokenSequence(
@@ -71,7 +71,7 @@ def sequences_of(prompt_lengths: Sequence[int], response_lengths: Sequence[int])
 
 
 def quickstart_batch() -> list[TokenSequence]:
-    """Make 32 prompt groups of 8 samples, with 16 tokens per sample on average."""
+    """Return the sequences of 32 prompt groups of 8 samples. A sequence has 16 tokens on average."""
     digits = np.random.default_rng(1).integers(5, 9, 32).repeat(8)
     sequences = sequences_of((digits + 2).tolist(), (digits + 1).tolist())
     for index, sequence in enumerate(sequences):
@@ -81,13 +81,16 @@ def quickstart_batch() -> list[TokenSequence]:
 
 
 def long_tailed_batch() -> list[TokenSequence]:
-    """Make 96 sequences with log-normal response lengths, as in reasoning traces: most are short, a few are long."""
+    """Return 96 sequences with log-normal response lengths, like reasoning traces: most are short, a few are long."""
     lengths = np.clip(np.random.default_rng(2).lognormal(3.6, 0.9, 96), 4, 400).astype(int)
     return sequences_of([8] * 96, lengths.tolist())
 
 
 def our_step(model_path: str, sequences: list[TokenSequence], *, share_prompts: bool = True) -> Callable[[], object]:
-    """Return a function that makes a learner step, from sequences to updated weights."""
+    """Return a function that makes asyncrl's learner step on ``sequences``: packing, loss, backward and update.
+
+    With ``share_prompts``, the tokens of a group's prompt are computed once for all samples of the group.
+    """
     config = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=LR), share_prompts=share_prompts)
     trainer = Trainer(config, model_path=model_path, total_updates=10_000)
     step = LearnerStep(trainer, policy_objective(AlgorithmConfig()))
@@ -97,7 +100,10 @@ def our_step(model_path: str, sequences: list[TokenSequence], *, share_prompts: 
 def two_updates(
     model_path: str, sequences: list[TokenSequence], *, separate_forward: bool = False
 ) -> Callable[[], object]:
-    """Return a step of decoupled PPO with two updates. If ``separate_forward``, the step first scores all sequences."""
+    """Return a function that makes a learner step of decoupled PPO with two updates.
+
+    With ``separate_forward``, the step first computes the log-probs of all sequences in a pass of its own.
+    """
     trainer = Trainer(
         LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=LR)), model_path=model_path, total_updates=10_000
     )
@@ -113,7 +119,7 @@ def two_updates(
 
 
 def plain_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
-    """Return a step of a plain loop over the same packed tokens with the same attention."""
+    """Return a function that makes the step of a plain PyTorch loop, with the learner's packed tokens and attention."""
     model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
     (batch,) = Packer(max_tokens=1_000_000).pack(sequences)
     layout = packed_layout(batch.lengths, torch.device("cpu"))
@@ -130,7 +136,7 @@ def plain_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], 
 
 
 def padded_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
-    """Return a step of a plain loop over a batch that is padded to its longest sequence."""
+    """Return a function that makes the step of a plain PyTorch loop, on a batch padded to the longest sequence."""
     model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="sdpa", dtype=torch.float32)
     longest = max(len(sequence.input_ids) for sequence in sequences)
     padded = [np.pad(s.input_ids, (0, longest - len(s.input_ids))) for s in sequences]
@@ -168,7 +174,10 @@ def _looped(
 
 
 def trl_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object] | None:
-    """Return a training step of TRL's GRPOTrainer on given samples. None without the ``bench`` extra."""
+    """Return a function that makes a training step of TRL's GRPOTrainer on ``sequences``.
+
+    Return None if TRL is not installed.
+    """
     try:
         from benchmarks.learner_trl import grpo_step
     except ImportError as error:
@@ -178,7 +187,11 @@ def trl_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], ob
 
 
 def speed_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> dict[str, float]:
-    """Measure the baseline's time ÷ asyncrl's time (median over alternating rounds), and both median times in ms."""
+    """Time two functions alternately for ``rounds`` rounds.
+
+    Return the median of the time of ``theirs`` ÷ the time of ``ours`` (``ratio``), and both median times in
+    milliseconds.
+    """
     ours()
     theirs()
     pairs = [(_seconds(ours), _seconds(theirs)) for _ in range(rounds)]
@@ -197,14 +210,17 @@ def _seconds(step: Callable[[], object]) -> float:
 
 
 def peak_log_prob_bytes(way: str, num_tokens: int, vocabulary: int) -> int:
-    """Measure the peak memory of log-probs and their gradients, without the inputs, in a separate process."""
+    """Return the peak bytes that the log-probs of ``num_tokens`` tokens and the gradients take, without the inputs.
+
+    ``way`` is ``ours``, or ``naive`` for the whole logits at once. The measurement runs in a separate process.
+    """
     command = [sys.executable, "-m", "benchmarks.learner", "--peak", way, str(num_tokens), str(vocabulary)]
     answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     return int(answer.stdout.splitlines()[-1])
 
 
 def print_peak(way: str, num_tokens: int, vocabulary: int) -> None:
-    """Measure and print the peak memory, in the process of `peak_log_prob_bytes`."""
+    """Measure and print the peak bytes in this process. `peak_log_prob_bytes` starts the process."""
     hidden, weight = torch.randn(num_tokens, 64, requires_grad=True), torch.randn(vocabulary, 64, requires_grad=True)
     targets = torch.randint(0, vocabulary, (num_tokens,))
     (hidden[:8] @ weight[:8].t()).sum().backward()  # both methods need the memory of the gradients
@@ -225,9 +241,9 @@ def _peak_bytes() -> int:
 
 
 def load_memory_ratio(directory: str, num_ranks: int = 4) -> float:
-    """Measure a rank's peak memory during a model load ÷ the size of its shards. Return the worst rank's ratio.
+    """Return a rank's peak memory during the load of a model ÷ the size of the rank's shards, for the worst rank.
 
-    The model has 100 million parameters in several files.
+    The model has 100 million parameters in several files, and is saved in the folder ``directory``.
     """
     model = save_random_qwen3(directory, layers=8, hidden=768, mlp=3072, heads=12, head_dim=64, vocab_size=16_000)
     AutoModelForCausalLM.from_pretrained(model).save_pretrained(f"{directory}/parts", max_shard_size="100MB")
@@ -241,7 +257,10 @@ def load_memory_ratio(directory: str, num_ranks: int = 4) -> float:
 
 
 def print_load_memory(model_path: str) -> None:
-    """Run one rank of `load_memory_ratio`: load the model, and print the ratio."""
+    """Load the model on one rank, and print the peak memory ÷ the size of the rank's shards.
+
+    `load_memory_ratio` starts a process for each rank.
+    """
     options = {"device": Device.cpu, "num_ranks": int(os.environ["WORLD_SIZE"]), "skip_selftest": "measures the load"}
     mesh = open_mesh(LearnerConfig(**options))
     mesh.largest(torch.ones(1))  # opens gloo's connections before the measurement
@@ -255,7 +274,7 @@ def print_load_memory(model_path: str) -> None:
 
 
 def balance_max_over_mean() -> float:
-    """Compute the largest cost of a rank ÷ the mean cost, in the worst of several batches.
+    """Return how unevenly a batch is divided: the largest cost of a rank ÷ the mean cost, in the worst of 8 batches.
 
     The responses have the lengths of reasoning traces. The batches have 32 prompt groups of 8 samples on 16 ranks, and
     64 groups on 64 ranks.
@@ -274,9 +293,10 @@ def balance_max_over_mean() -> float:
 
 
 def tokens_vs_ideal(num_prompt: int, num_samples: int, num_response: int, budget: int = 16_384) -> float:
-    """Compute the number of packed tokens of 8 prompts ÷ the smallest possible number.
+    """Return the number of tokens that the learner computes for 8 prompt groups ÷ the smallest possible number.
 
-    The smallest number has each prompt once, plus the tokens of all samples.
+    The smallest number has each prompt once, plus the tokens of all responses. A prompt has ``num_prompt`` tokens and
+    ``num_samples`` responses of ``num_response`` tokens. A micro-batch has at most ``budget`` tokens.
     """
     sequences = sequences_of([num_prompt] * 8 * num_samples, [num_response] * 8 * num_samples)
     for index, sequence in enumerate(sequences):
@@ -300,7 +320,7 @@ def _summary(group_id: int, lengths: list[int]) -> GroupSummary:
 
 
 def window_attention_ratio(rounds: int, num_tokens: int = 4096, window: int = 128) -> float:
-    """Measure the seconds of sliding-window attention ÷ the seconds of the same attention with a dense mask.
+    """Return the seconds of sliding-window attention ÷ the seconds of the same attention with a dense mask.
 
     Both times include the forward and the backward pass.
     """
@@ -319,11 +339,11 @@ def window_attention_ratio(rounds: int, num_tokens: int = 4096, window: int = 12
 
 
 def frozen_head_ratio(rounds: int, num_tokens: int = 512, vocabulary: int = 80_000) -> float:
-    """Measure the time that gradients of log-probs add: with a frozen output layer ÷ with a trained one.
+    """Return the time that gradients of log-probs add with a frozen output layer ÷ the time with a trained one.
 
-    The added time is the backward pass, and the work of the forward pass that only the backward pass needs. Returns
-    the median over rounds that measure both. A frozen layer adds one matrix product. A trained layer adds three of the
-    same size.
+    The added time is the backward pass, and the work of the forward pass that only the backward pass needs. The result
+    is the median over ``rounds`` rounds. A frozen layer adds one matrix product; a trained layer adds three of the same
+    size.
     """
     hidden, weight = torch.randn(num_tokens, 256, requires_grad=True), torch.randn(vocabulary, 256)
     targets = torch.zeros(num_tokens, dtype=torch.int64)
@@ -341,7 +361,7 @@ def frozen_head_ratio(rounds: int, num_tokens: int = 512, vocabulary: int = 80_0
 
 
 def gae_seconds() -> float:
-    """Measure the median seconds to compute generalized advantages of 64 trajectories of 16,384 tokens."""
+    """Return the median seconds to compute generalized advantages (GAE) of 64 trajectories of 16,384 tokens."""
     lengths = torch.full((64,), 16_384)
     rewards, values = torch.randn(2, int(lengths.sum()), dtype=torch.float64)
 
@@ -353,7 +373,7 @@ def gae_seconds() -> float:
 
 
 def measure(rounds: int, num_tokens: int, vocabulary: int) -> tuple[dict[str, str], dict[str, float | None]]:
-    """Measure everything. Returns the lines of the table and the figures."""
+    """Measure everything; return the lines of the table (text by name) and the figures (number by name)."""
     rows: dict[str, str] = {}
     figures: dict[str, float | None] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -395,7 +415,7 @@ def measure(rounds: int, num_tokens: int, vocabulary: int) -> tuple[dict[str, st
 
 
 def selftest_seconds(model_path: str, rounds: int) -> float:
-    """Measure the median CPU seconds of the self-test of a loaded model."""
+    """Return the median CPU seconds of the self-test that a rank makes after it has loaded a model."""
     model = PackedModel(LearnerConfig(device=Device.cpu), REFERENCE, model_path=model_path)
     test = SelfTest(model.head, model.mesh, model.sharding, dtype=model.types.compute, name=model_path)
     return statistics.median(_seconds(test.run) for _ in range(rounds))
@@ -420,7 +440,7 @@ TARGETS = {
 
 
 def main() -> None:
-    """Measure, and print the report."""
+    """Measure the learner, and print a table and the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds and a small vocabulary")
     parser.add_argument(

@@ -18,7 +18,10 @@ from learner.types import TokenSequence
 
 
 def grpo_step(model_path: str, sequences: Sequence[TokenSequence], *, lr: float, clip: float) -> Callable[[], float]:
-    """Return a function that runs forward, loss, backward, gradient clipping and update."""
+    """Return a function that makes TRL's training step on ``sequences`` and returns the loss.
+
+    The step has forward, loss, backward, gradient clipping and update.
+    """
     trainer = _trainer(model_path, len(sequences), lr=lr, clip=clip)
     inputs = _inputs(sequences)
     trainer.create_optimizer()

@@ -72,7 +72,7 @@ class Work:
     steps: int = NUM_STEPS
 
     def overrides(self, folder: Path) -> list[str]:
-        """Make model and data in a folder. Returns the options that select them."""
+        """Make a model and data in ``folder``; return the options of a run that select them, as Hydra overrides."""
         assets = make_assets(folder / "assets", seed=0)
         tokenizer = AutoTokenizer.from_pretrained(assets.model)
         ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -112,23 +112,23 @@ class Measurement:
 
     @property
     def step_s(self) -> float:
-        """The mean seconds per step."""
+        """Mean seconds per step after the warm-up."""
         return (self.steps[-1].end - self.steps[0].start) / len(self.steps) * 1e-9
 
     @property
     def counted(self) -> set[int]:
-        """The versions of the steps after the warm-up."""
+        """Numbers of the learner steps after the warm-up."""
         return {step.version for step in self.steps}
 
     def learner_alone_s(self) -> float:
-        """Return the median seconds of a rank's step, including the copy of its weights."""
+        """Return the median seconds that a rank computes in a step, including the copy of the weights for a publish."""
         updates = self._median(span for span in self.trace.spans_of(SpanKind.update) if span.step in self.counted)
         return updates + self._median(self.trace.spans_of(SpanKind.publish_copy))
 
     def fleet_alone_s(self) -> float:
-        """Return the median seconds from the first lease of a batch to its last stored group.
+        """Return the median seconds that the engines need for a batch: from the first begun to the last stored group.
 
-        The figure is valid only if the pools take turns.
+        The figure is valid only if engines and ranks take turns.
         """
         times: dict[int, list[int]] = {}
         for group in self.trace.groups.values():
@@ -138,7 +138,10 @@ class Measurement:
         return statistics.median(max(moments) - min(moments) for moments in times.values()) * 1e-9
 
     def attribution_error_ns(self) -> int:
-        """Return the difference between busy + idle time and the available time, in ns, summed over both pools."""
+        """Return how far the busy and idle times of the report differ from the available time.
+
+        The difference is in nanoseconds, summed over learner and fleet.
+        """
         attribution, (start, end) = Attribution.of(self.trace), self.trace.window
         places = {Pool.learner: len(self.trace.lanes(Pool.learner)), Pool.fleet: 0}
         for lane in self.trace.lanes(Pool.fleet):
@@ -151,7 +154,7 @@ class Measurement:
 
 
 def main() -> int:
-    """Measure, print, and return 0 if every target is met."""
+    """Measure, and print the report. Return 0 if every target is met, else 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, help="learner steps of each run; the default depends on the work")
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds; the figures are their medians")
@@ -236,7 +239,10 @@ def _measured(folder: Path, *overrides: str, engine: str) -> Measurement:
 
 
 def train_pinned(folder: Path, *overrides: str, engine: str) -> Path:
-    """Train in a separate process, and pin engine and rank after their start. Returns the run's folder."""
+    """Train in a separate process, with the engine and the rank pinned to a core each; return the run's folder.
+
+    ``folder`` gets the run, and ``overrides`` are options of the run.
+    """
     command = [sys.executable, "-m", "asyncrl", "train", f"output_dir={folder}", f"rollout_fleet.engine={engine}"]
     command += [
         "sft.enabled=false",
@@ -294,7 +300,10 @@ def _records_per_step(run: Measurement) -> float:
 
 
 def seconds_per_record(folder: Path) -> float:
-    """Measure the CPU seconds of a process per record, including its writing thread, for the usual kinds of records."""
+    """Return the CPU seconds that one record costs a process, including the thread that writes the records.
+
+    The records are a usual mix of kinds, and are written into ``folder``.
+    """
     recorder = Recorder(folder / "cost", process="cost", pool=Pool.fleet)
     began_s = time.process_time()
     for number in range(NUM_RECORDS // 4):

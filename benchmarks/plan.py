@@ -51,16 +51,16 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Name of the case in the table."""
+        """Name of the run in the table."""
         return f"max_lag {self.max_lag}" if self.num_engines == 1 else f"{self.num_engines} engines"
 
     @property
     def folder(self) -> str:
-        """Folder of the runs of this case."""
+        """Name of the folder of all runs with these options."""
         return self.name.replace(" ", "-")
 
     def scenario(self, recorded: Scenario) -> Scenario:
-        """Return the recorded scenario with the options of this case."""
+        """Return a copy of the scenario ``recorded`` with the options of this case."""
         return replace(recorded, max_lag=self.max_lag, num_engines=self.num_engines, num_steps=NUM_SIMULATED)
 
 
@@ -78,7 +78,7 @@ class Round:
 
     @classmethod
     def of(cls, folder: Path, number: int) -> Round:
-        """Read the recorded run of a round, predict the other runs, and read those runs."""
+        """Read the recorded run of round ``number`` from ``folder``, predict the other runs, and read the real ones."""
         recorded = _read_run(folder / RECORDED.folder / str(number))
         return cls(
             recorded=recorded,
@@ -90,24 +90,24 @@ class Round:
         )
 
     def step_s(self, case: Case) -> float:
-        """Return the predicted seconds per step."""
+        """Return the predicted seconds per step of a case, as a mean over the seeds of the simulation."""
         return fmean(outcome.step_s for outcome in self.predicted[case])
 
     def lag_mean(self, case: Case) -> float:
-        """Return the predicted mean lag."""
+        """Return the predicted mean lag (learner steps) of a case, as a mean over the seeds of the simulation."""
         return fmean(outcome.lag_mean for outcome in self.predicted[case])
 
     def throughput_error(self, case: Case) -> float:
-        """Return the measured ÷ the predicted seconds per step, minus 1."""
+        """Return the measured seconds per step ÷ the predicted seconds per step, minus 1."""
         return self.measured[case].step_s / self.step_s(case) - 1
 
     def lag_error(self, case: Case) -> float:
-        """Return the measured minus the predicted mean lag."""
+        """Return the measured mean lag minus the predicted mean lag, in learner steps."""
         return self.measured[case].lag_mean - self.lag_mean(case)
 
 
 def main() -> int:
-    """Record, predict, run and compare. Returns 0 if every target is met."""
+    """Record, predict, run and compare. Return 0 if every target is met, else 1."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description="Predictions against reality.")
     parser.add_argument("--steps", type=int, default=60, help="learner steps of each run")
     parser.add_argument("--repeats", type=int, default=7, help="number of rounds; the figure is their median error")
@@ -125,7 +125,7 @@ def main() -> int:
 
 
 def order_of_runs(number: int) -> Sequence[Case]:
-    """Return the runs of a round in a random order. The number of the round is the seed."""
+    """Return the runs of round ``number`` in a random order. The number is the seed of the order."""
     cases = (RECORDED, *CASES)
     return random.Random(number).sample(cases, len(cases))
 

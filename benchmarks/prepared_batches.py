@@ -39,7 +39,10 @@ class Steps:
 
 
 def group_of(lease: Lease, length: int) -> TrajectoryGroup:
-    """Make a group of random answers with different rewards."""
+    """Return a finished group for a lease (the right to generate a group): random answers of ``length`` tokens.
+
+    The answers have different rewards.
+    """
     rng = np.random.default_rng(lease.prompt.group_id)
     prompt = Turn.given(lease.prompt.prompt_ids)
     answers = [
@@ -58,7 +61,7 @@ def group_of(lease: Lease, length: int) -> TrajectoryGroup:
 
 
 async def store(address: str, num_groups: int, length: int) -> list[int]:
-    """Put groups into the buffer. Returns their ids."""
+    """Store ``num_groups`` random groups in the buffer at ``address``; return the ids of the groups."""
     client = BufferClient(address)
     worker, control = WorkerClient(client), ControlClient(client)
     prompt = np.arange(256, dtype=np.int32)
@@ -73,7 +76,10 @@ async def store(address: str, num_groups: int, length: int) -> list[int]:
 
 
 def run_steps(worker: ActorWorker, steps: Sequence[Sequence[int]], *, first: int, announces: bool) -> Steps:
-    """Make learner steps on groups, from version ``first`` on. If ``announces``, announce all steps first."""
+    """Make one learner step for each list of group ids in ``steps``; return the times of all steps but the first.
+
+    The first step has the number ``first``. With ``announces``, the worker gets all batches before the first step.
+    """
     rewards = np.arange(NUM_SAMPLES, dtype=np.float32)
     batches = [
         RankBatch(
@@ -88,13 +94,14 @@ def run_steps(worker: ActorWorker, steps: Sequence[Sequence[int]], *, first: int
     ]
     for batch in batches if announces else ():
         worker.announce(batch)
-    metrics = [worker.step(batch) for batch in batches][1:]  # no step runs while the first batch is prepared
+    # Leave out the first step, because no other step runs while its batch is prepared.
+    metrics = [worker.step(batch) for batch in batches][1:]
     waited, prepared, trained = (sum(each[name] for each in metrics) for name in ("fetch_s", "prepare_s", "train_s"))
     return Steps(waited_s=waited, prepared_s=prepared, total_s=waited + trained)
 
 
 def measure(groups_per_step: int, length: int, num_steps: int, rounds: int) -> dict[str, float]:
-    """Measure pairs of runs. Returns the figures that `TARGETS` names."""
+    """Measure ``rounds`` pairs of runs, with and without announcements; return the figures that `TARGETS` names."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     num_groups = groups_per_step * num_steps
     with tempfile.TemporaryDirectory() as folder:
@@ -133,7 +140,7 @@ TARGETS = {"prepare_hidden_share": Target(at_least=0.9), "step_vs_unprepared": T
 
 
 def main() -> None:
-    """Parse the command line and measure."""
+    """Measure, and print a table and the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     args = parser.parse_args()

@@ -29,7 +29,7 @@ NUM_ROWS = 64
 NUM_TOKENS = 2048
 NUM_WORKERS = 4
 # The operating system's placement of a worker changes its speed. So the workers of asyncrl and of plain Ray are started
-# this many times. Their rounds alternate, and the figure is the median of the ratios.
+# this many times. The rounds of both kinds alternate, and the figure is the median of the ratios.
 NUM_STARTS = 3
 RAY_OPTIONS = {
     "address": "local",
@@ -49,7 +49,7 @@ TARGETS = {
 
 
 def make_batch() -> DataProto:
-    """Make a batch of about 2.3 MB."""
+    """Return a random batch of about 2.3 MB."""
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_ROWS, NUM_TOKENS)
     return DataProto.from_dict(
@@ -65,12 +65,12 @@ def make_batch() -> DataProto:
 
 
 def codec_round_trip(data: DataProto) -> None:
-    """Encode and decode. The decoded tensors are views of the frames."""
+    """Encode and decode a batch with asyncrl's codec. The decoded tensors are views of the encoded bytes."""
     from_parts(DataProto, decode(encode(parts_of(data))))
 
 
 def torch_save_round_trip(data: DataProto) -> None:
-    """Encode as verl does: the consolidated tensors with torch.save, and everything else with pickle."""
+    """Encode and decode a batch in verl's way: tensors with torch.save, and everything else with pickle."""
     file = io.BytesIO()
     assert data.batch is not None
     torch.save(data.batch.contiguous().consolidate(), file)
@@ -80,20 +80,20 @@ def torch_save_round_trip(data: DataProto) -> None:
 
 
 def pickle5_round_trip(arrays: dict[str, np.ndarray]) -> None:
-    """Encode with pickle 5. The arrays are out-of-band buffers."""
+    """Encode and decode arrays with pickle protocol 5 and out-of-band buffers."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(arrays, protocol=5, buffer_callback=buffers.append)
     pickle.loads(stream, buffers=buffers)
 
 
 def plain_arrays(data: DataProto) -> dict[str, np.ndarray]:
-    """Return the batch's columns as numpy arrays."""
+    """Return the columns of a batch as numpy arrays, by name."""
     columns: dict[str, Any] = {} if data.batch is None else dict(data.batch.items())
     return {key: tensor.numpy() for key, tensor in columns.items()} | data.non_tensor_batch
 
 
 def plain_dispatch(actors: list[Any], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Do the same work with plain Ray calls: split, call, wait and join."""
+    """Send arrays to plain Ray actors and join the results: split, call, wait and concatenate."""
     parts = {key: np.array_split(array, len(actors)) for key, array in arrays.items()}
     calls = [actor.echo.remote({key: part[rank] for key, part in parts.items()}) for rank, actor in enumerate(actors)]
     results = ray.get(calls)
@@ -101,7 +101,7 @@ def plain_dispatch(actors: list[Any], arrays: dict[str, np.ndarray]) -> dict[str
 
 
 def bytes_received(call: Callable[[], Any]) -> int:
-    """Return the bytes of the objects that this process deserializes during a call."""
+    """Return how many bytes Ray deserializes in this process while ``call`` runs."""
     context = global_worker.get_serialization_context()
     original = context.deserialize_objects
     received = 0
@@ -120,7 +120,10 @@ def bytes_received(call: Callable[[], Any]) -> int:
 
 
 def measure_dispatch(data: DataProto, arrays: dict[str, np.ndarray]) -> dict[str, float]:
-    """Measure the times of a dispatch with asyncrl and with plain Ray, on new workers."""
+    """Return the median seconds to send a batch to workers and back, with asyncrl and with plain Ray, by name.
+
+    The workers are new processes.
+    """
     group = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="measured")
     actors: list[Any] = [PlainEcho.remote() for _ in range(NUM_WORKERS)]
     try:
@@ -136,9 +139,9 @@ def measure_dispatch(data: DataProto, arrays: dict[str, np.ndarray]) -> dict[str
 
 
 def measure_bytes(data: DataProto) -> tuple[int, int]:
-    """Measure the bytes that the driver receives if one group processes the result of another group.
+    """Return how many bytes the driver receives if one worker group processes the result of another worker group.
 
-    First, the driver passes on the batch itself. Then it passes on only a future of the batch.
+    For the first number, the driver passes on the batch itself. For the second one, it passes on a future of the batch.
     """
     first = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="first")
     second = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="second")
@@ -150,12 +153,12 @@ def measure_bytes(data: DataProto) -> tuple[int, int]:
 
 
 def worker_pool() -> RayResourcePool:
-    """Make a resource pool for the workers of one group."""
+    """Return a Ray resource pool for the workers of one group."""
     return RayResourcePool([NUM_WORKERS], use_gpu=False, max_colocate_count=1, num_cpus_per_process=0.5)
 
 
 def main() -> None:
-    """Measure everything, and print the figures."""
+    """Measure codec and dispatch, and print a table and the figures as JSON."""
     torch.set_num_threads(1)
     data = make_batch()
     arrays = plain_arrays(data)

@@ -55,13 +55,13 @@ BASELINE = (
 
 
 def save_model(directory: Path) -> str:
-    """Save a random Qwen3 of 85 million parameters in float32."""
+    """Save a random Qwen3 of 85 million parameters in float32; return its folder."""
     ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
     return save_random_qwen3(directory, layers=4, hidden=1024, mlp=3072, heads=8, head_dim=128, vocab_size=32000, **ids)
 
 
 def rank_main(model_path: str, folders: list[str]) -> None:
-    """Run one learner rank, which publishes to each folder in turn and prints the times."""
+    """Run one learner rank. The rank publishes weights to each folder in turn, and prints the times as JSON."""
     torch.set_num_threads(1)
     config = LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS)
     model = PackedModel(config, ACTOR, model_path=model_path)
@@ -84,7 +84,7 @@ def rank_main(model_path: str, folders: list[str]) -> None:
         _reset_peak()
         publisher = WeightPublisher(PretrainedShards.of(model), folder, keep=2)
         for version in range(NUM_RUNS + 1):
-            publisher._ready.result()  # the version's file exists, as in training at the end of a step
+            publisher._ready.result()  # waits for the next version's file, which exists at the end of a training step
             dist.barrier()
             memcpy_s = _timed(copy)
             dist.barrier()
@@ -99,15 +99,19 @@ def rank_main(model_path: str, folders: list[str]) -> None:
                 times[f"publish_{index}"].append(publish_s)
         publisher.close()
         memory.append(_status("VmHWM") - before)
-    # The memory is that of the folder in shared memory. For a folder on a disk, the kernel also counts pages that other
-    # ranks wrote.
+    # Report the memory of the publishes to shared memory. For a folder on a disk, the kernel also counts pages that
+    # other ranks wrote.
     report = {"times": times, "memory": memory[0], "shard": sum(shard.nbytes for shard in shards)}
     sys.stdout.write(json.dumps(report) + "\n")
     dist.destroy_process_group()
 
 
 def measure_ranks(model_path: str, folders: list[str]) -> dict[str, float]:
-    """Return the figures of the learner's side, from the slower rank."""
+    """Return the figures of the learner's side by name, for the slower rank.
+
+    Times are multiples of the time to copy the rank's shard once, and memory is a multiple of the model's bytes.
+    ``folders`` are a folder in shared memory and a folder on a disk.
+    """
     reports = run_ranks("benchmarks.publish", "--rank", model_path, *folders)
     times = [report["times"] for report in reports]
     model_bytes = sum(report["shard"] for report in reports)
@@ -127,7 +131,10 @@ def measure_ranks(model_path: str, folders: list[str]) -> dict[str, float]:
 
 
 async def measure_engine(model_path: str, folder: str, scratch: Path) -> dict[str, float]:
-    """Return the figure of the engine's side. ``folder`` is in shared memory and contains the model."""
+    """Return the pause of an engine for a verified load of weights ÷ the seconds of the same load by SGLang alone.
+
+    ``folder`` is in shared memory and contains the model. ``scratch`` is a folder for other files.
+    """
     config = RolloutFleetConfig(sglang=SGLangConfig(dtype="float32", max_total_tokens=4096))
     engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=0, log_dir=str(scratch), seed=0)
     offer = describe_model(folder).offer(scratch / "manifest.json", 1)
@@ -166,7 +173,7 @@ def _reset_peak() -> None:
 
 
 def main() -> None:
-    """Measure both sides and print the figures."""
+    """Measure the learner's and the engine's side, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--directory", default=".", help="folder on a disk for the figures of the file transport")
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)

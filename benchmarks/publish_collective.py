@@ -56,7 +56,11 @@ TARGETS = {
 
 
 def rank_main(way: str, model_path: str, folder: str) -> None:
-    """Run one learner rank, which publishes one version per input line and prints its times and the offer."""
+    """Run one learner rank. For each line of stdin, publish one version and print one line of JSON.
+
+    The line has the seconds to copy the shard, the seconds of the publish, and the offer (the message that announces
+    the version). ``way`` is a key of `CARRIERS`.
+    """
     torch.set_num_threads(1)
     model = PackedModel(LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS), ACTOR, model_path=model_path)
     options = PublishOptions(carrier=CARRIERS[way], num_receivers=NUM_RECEIVERS, timeout_s=TIMEOUT_S, num_held=1)
@@ -64,7 +68,7 @@ def rank_main(way: str, model_path: str, folder: str) -> None:
     shards = [local_tensor(parameter.detach()) for parameter in model.head.parameters()]
     copies = [torch.zeros_like(shard) for shard in shards]
     for version, _ in enumerate(sys.stdin):
-        publisher._ready.result()  # the version's file exists, as in training at the end of a step
+        publisher._ready.result()  # waits for the file of the next version, which exists at the end of a training step
         dist.barrier()
         began_s = time.perf_counter()
         for place, shard in zip(copies, shards, strict=True):
@@ -81,9 +85,9 @@ def rank_main(way: str, model_path: str, folder: str) -> None:
 
 
 def measure(model_path: str, scratch: Path, num_runs: int) -> dict[str, float]:
-    """Return the time until all receivers have the version, and the received bytes.
+    """Measure how long all receivers wait for a version, and how many bytes they receive; return figures by name.
 
-    The time is divided by the time that the slower rank's memcpy of its shard takes. ``scratch`` is a folder in shared
+    The times are divided by the time in which the slower rank copies its shard once. ``scratch`` is a folder in shared
     memory.
     """
     figures: dict[str, float] = {}
@@ -144,17 +148,17 @@ class _Hosts:
         self._patch.start()
 
     async def stage(self, offer: WeightOffer) -> tuple[float, int]:
-        """Stage a version on all workers.
+        """Receive the version that ``offer`` announces on all workers.
 
         Returns:
-            The time at the end, and the bytes of weights in the memory of one host: of the host with more bytes.
+            The `time.perf_counter` at the end, and the bytes of weights in the memory of the host with more bytes.
         """
         async with AsyncExitStack() as stack:
             await asyncio.gather(*(stack.enter_async_context(worker.staged(offer)) for worker in self._workers))
             return time.perf_counter(), max(map(_bytes_in, self._folders))
 
     def close(self) -> None:
-        """Remove the folders of the hosts."""
+        """Close the workers, which removes the folders of the hosts."""
         self._patch.stop()
         for worker in self._workers:
             worker.close()

@@ -1,6 +1,6 @@
-"""Measures the cost of deltas and adapters: their bytes, and the time until the offer.
+"""Measures the cost of publishing deltas (only changed values) and adapters: bytes, and time until the announcement.
 
-This is a section of `benchmarks.publish`.
+`benchmarks.publish` calls this module.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TARGETS = {
 
 
 def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
-    """Measure one rank that publishes in ``folder``. Returns the figures."""
+    """Measure one rank that publishes deltas and adapters into ``folder``; return the figures by name."""
     ratios = [
         wire_vs_ideal(folder, dtype, share, seed=seed)
         for dtype in (torch.bfloat16, torch.float32)
@@ -56,7 +56,10 @@ def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
 
 
 def wire_vs_ideal(folder: Path, dtype: torch.dtype, share: float, *, seed: int) -> float:
-    """Return the bytes of a delta file ÷ the ideal: `INDEX_BYTES` and one value for each changed value."""
+    """Return the bytes of a delta file (the changed values of a version) ÷ the ideal number of bytes.
+
+    The ideal is `INDEX_BYTES` and the bytes of one value for each changed value. ``share`` of the values change.
+    """
     generator = torch.Generator().manual_seed(seed)
     size = 2 * PIECE_BYTES // dtype.itemsize
     old = torch.randn(size, generator=generator).to(dtype)
@@ -71,10 +74,12 @@ def wire_vs_ideal(folder: Path, dtype: torch.dtype, share: float, *, seed: int) 
 def publish_memcpys(
     model_path: str, folder: Path, num_runs: int, *, full_every: int = 1, lora: LoraConfig | None = None
 ) -> tuple[float, WeightOffer]:
-    """Return a ratio and the last offer.
+    """Measure how long one rank needs to publish a version in float32.
 
-    The ratio is the time from a publish to its offer ÷ the time to copy all weights once. One rank publishes in
-    float32. It publishes deltas if ``full_every`` is above 1, and adapters if ``lora`` is given.
+    The rank publishes deltas if ``full_every`` is above 1, and adapters if ``lora`` is given.
+
+    Returns:
+        The median time until the version is announced ÷ the time to copy all weights once, and the last announcement.
     """
     config = LearnerConfig(device=Device.cpu, lora=lora or LoraConfig())
     model = PackedModel(config, ACTOR, model_path=model_path)
@@ -91,7 +96,7 @@ def publish_memcpys(
     for version in range(1, num_runs + 1):
         for weight in weights:
             weight.view(-1)[version % 32 :: 32] *= 1.01
-        publisher._ready.result()  # the version's file exists, as in training at the end of a step
+        publisher._ready.result()  # waits for the file of the next version, which exists at the end of a training step
         began_s = time.perf_counter()
         for place, weight in zip(copies, weights, strict=True):
             place.copy_(weight)

@@ -1,7 +1,7 @@
-"""Measures the cost of a publish for the controller, with a thousand engines that wait for each offer.
+"""Measures the cost of a publish for the controller, with a thousand engines that wait for each new version.
 
-The buffer server is real. The engines are simulated by sockets in another process. They send the messages of rollout
-workers and load nothing.
+The buffer server is real. The engines are simulated by sockets in another process. The sockets send the messages of
+rollout workers, but load nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ START_TIMEOUT_S = 60.0
 
 
 def measure_log(num_engines: int = NUM_ENGINES, num_publishes: int = NUM_PUBLISHES) -> dict[str, float]:
-    """Return the controller's median milliseconds per publish: its processor time plus the time of its commit."""
+    """Return the controller's median milliseconds per publish, under the name of the figure.
+
+    The value is the seconds to end the step, plus the controller's CPU seconds until all engines have the version.
+    """
     return asyncio.run(_measure(num_engines, num_publishes))
 
 
@@ -127,7 +130,7 @@ async def _receive(address: str, num_engines: int) -> None:
 
 
 def main() -> None:
-    """Run the simulated engines. `measure_log` starts this process."""
+    """Run the simulated engines in this process, which `measure_log` starts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     parser.add_argument("num_engines", type=int)

@@ -33,14 +33,14 @@ NUM_SEQUENCES, NUM_TOKENS = 6, 64
 
 
 def measure_steps(model_path: str, folder: str) -> dict[str, float]:
-    """Measure the steps per second with a publish ÷ without a publish. Return the smaller ratio of the two ranks."""
+    """Return the steps per second with a publish ÷ the steps per second without, for the slower of the two ranks."""
     reports = run_ranks("benchmarks.publish_steps", model_path, folder)
     ratios = [statistics.median(r["without_s"]) / statistics.median(r["with_s"]) for r in reports]
     return {"steps_per_s_with_publish": min(ratios)}
 
 
 def run_ranks(module: str, *arguments: str) -> list[Any]:
-    """Run a module as two gloo ranks. Returns the JSON of each rank's last line."""
+    """Run a Python module as two gloo ranks; return the parsed JSON of the last line that each rank prints."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -61,7 +61,7 @@ def run_ranks(module: str, *arguments: str) -> list[Any]:
 
 
 def rank_main(model_path: str, folder: str) -> None:
-    """Run one rank, which alternates steps with and without a publish."""
+    """Run one rank: make steps with and without a publish alternately, and print the seconds of both as JSON."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:1])
     torch.set_num_threads(1)

@@ -29,7 +29,10 @@ TARGETS = {f"update_s_{mode}": Target() for mode in OnUpdate}
 
 
 async def measure(on_update: OnUpdate, model_path: str, offer: WeightOffer, scratch: Path) -> dict[str, float]:
-    """Return the median seconds that one update adds to running samples."""
+    """Return the median seconds by which one weight update delays running samples, by name.
+
+    ``on_update`` says what the engine does with the KV cache of running samples. ``offer`` announces the weights.
+    """
     config = RolloutFleetConfig(sglang=SGLangConfig(dtype="float32", max_total_tokens=8192, on_update=on_update))
     engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=0, log_dir=str(scratch), seed=0)
     await engine.start()
@@ -76,7 +79,7 @@ async def _run(engine: SGLangEngine, run: int, offer: WeightOffer, num_updates: 
 
 
 def main() -> None:
-    """Measure both modes and print the figures."""
+    """Measure every value of ``on_update`` and print the figures."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="asyncrl-bench-") as folder:
         scratch = Path(folder)
         model_path = save_model(scratch / "model")

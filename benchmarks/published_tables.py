@@ -62,7 +62,7 @@ MARIN_COPY_S = 21.0
 
 
 def lag_scenario(row: LagRow) -> Scenario:
-    """Return the scenario of a row.
+    """Return the simulator's scenario for a row of the table of lags.
 
     All sample slots are busy, weight updates take no time, and a full queue drops its oldest group.
     """
@@ -87,7 +87,10 @@ def lag_scenario(row: LagRow) -> Scenario:
 
 
 def spread_of(straggling: float) -> float:
-    """Find the spread of log-normal lengths at which the longest of 8 is on average ``straggling`` times the mean."""
+    """Return the spread of log-normal lengths at which the longest of 8 is on average ``straggling`` times the mean.
+
+    The spread is the standard deviation of the logarithm of the lengths.
+    """
     draws = np.random.default_rng(0).standard_normal((20_000, _GROUP))
 
     def of(spread: float) -> float:
@@ -102,9 +105,10 @@ def spread_of(straggling: float) -> float:
 
 
 def verl_scenario(threshold: float, *, token_s: float, spread: float) -> Scenario:
-    """Return the scenario of verl with staleness threshold s.
+    """Return the simulator's scenario for verl's trainer with the staleness threshold ``threshold`` (s).
 
-    A sync follows 16 mini-steps of 32 prompts. Generation of (1 + s) × 16 × 32 prompts may begin per version.
+    The weights are updated after 16 mini-steps of 32 prompts. With each version, (1 + s) × 16 × 32 prompts may begin.
+    ``token_s`` is the seconds of a decoding step, and ``spread`` is the spread of the response lengths.
     """
     per_sync = 16
     return Scenario(
@@ -127,10 +131,10 @@ def verl_scenario(threshold: float, *, token_s: float, spread: float) -> Scenari
 
 
 def marin_scenario(max_lag: int, *, token_s: float, slowdown: float, train_s: float) -> Scenario:
-    """Return the scenario of marin.
+    """Return the simulator's scenario for the runs of marin.
 
-    Engines and ranks stop while weights are copied. At a load of 128 samples, an engine's step takes ``1 + slowdown``
-    times as long.
+    Engines and ranks stop while weights are copied. A decoding step takes ``token_s`` seconds, or 1 + ``slowdown``
+    times as long with 128 running samples. A learner step takes ``train_s`` seconds.
     """
     return Scenario(
         num_engines=8,
@@ -155,7 +159,11 @@ def fit(
     predict: Callable[[float, Mapping[str, float]], float],
     fitted: Mapping[float, float],
 ) -> Mapping[str, float]:
-    """Find the candidate with the smallest maximum error on the fitted rows. A row maps a setting to its step time."""
+    """Return the candidate with the smallest maximum error on the rows ``fitted``.
+
+    A candidate has values of the unknown parameters by name. ``fitted`` maps a setting, such as a lag, to the measured
+    seconds per step. ``predict(setting, candidate)`` returns the predicted seconds per step.
+    """
 
     def error(candidate: Mapping[str, float]) -> float:
         return max(abs(predict(setting, candidate) / step_s - 1) for setting, step_s in fitted.items())
@@ -172,7 +180,7 @@ def _predict_marin(max_lag: float, candidate: Mapping[str, float]) -> float:
 
 
 def main() -> int:
-    """Fit, predict, and print every row."""
+    """Fit the unknown parameters of each table, predict the remaining rows, and print the report. Return 0."""
     rows: dict[str, str] = {}
     lag_errors = []
     for row in LAGS:

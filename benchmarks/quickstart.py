@@ -50,7 +50,7 @@ class Learned:
 
 
 def learn(engine: str, seed: int, output_dir: Path, overrides: Sequence[str]) -> Learned:
-    """Run the quickstart, and read its summary."""
+    """Run the quickstart in a separate process; return the accuracies and times from its ``summary.json``."""
     command = [sys.executable, "-m", "asyncrl", "train", f"seed={seed}", f"rollout_fleet.engine={engine}"]
     command += [f"output_dir={output_dir}", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
@@ -71,7 +71,7 @@ def learn(engine: str, seed: int, output_dir: Path, overrides: Sequence[str]) ->
 
 
 def main() -> int:
-    """Run all cases and print the report. Returns 0 if every target is met."""
+    """Run the quickstart for each engine and seed, and print the report. Return 0 if every target is met, else 1."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quickstart", description="What the quickstart learns.")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def report(runs: dict[str, Learned]) -> int:
-    """Print all runs and the worst figures. Returns the exit status."""
+    """Print all runs and the worst figures. Return 0 if every target is met, else 1."""
     figures = {
         "greedy_before_worst": max(run.greedy[0] for run in runs.values()),
         "greedy_after_worst": min(run.greedy[1] for run in runs.values()),

@@ -14,7 +14,7 @@ from rollout_fleet.episodes.chat_tokenizer import PLAIN_ROLES
 
 
 def save_random_qwen3(directory: Path | str, *, layers: int, hidden: int, mlp: int, heads: int, **options: Any) -> str:
-    """Write a random Qwen3 in float32 with tied embeddings and ``heads / 2`` key-value heads. Return the folder.
+    """Save a random Qwen3 in float32 with tied embeddings and ``heads / 2`` key-value heads; return the folder's path.
 
     Args:
         directory: Target folder. It is created if it does not exist.
@@ -38,7 +38,7 @@ def save_random_qwen3(directory: Path | str, *, layers: int, hidden: int, mlp: i
 
 
 def save_tokenizer(folder: Path) -> str:
-    """Save a byte tokenizer with the markers of the plain chat template. Returns the folder."""
+    """Save a tokenizer with one token per byte, and with asyncrl's plain chat markers; return the folder's path."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -24,7 +24,7 @@ class Target:
     at_most: float | None = None
 
     def is_met(self, value: float) -> bool:
-        """Return whether the value is within the bounds."""
+        """Return whether ``value`` is within both bounds."""
         above = self.at_least is None or value >= self.at_least
         return above and (self.at_most is None or value <= self.at_most)
 
@@ -36,16 +36,16 @@ class Target:
 def median_times(
     calls: dict[str, Callable[[], Any]], *, num_runs: int = 9, num_calls: int = 1, warm_up: int = 1
 ) -> dict[str, float]:
-    """Measure the median seconds per call of each alternative.
+    """Time several functions; return the median seconds per call by name.
 
-    The alternatives take turns, so other work of the machine affects all of them. Every second run reverses their
-    order.
+    The functions take turns, so other work of the machine affects all of them. Every second run reverses the order of
+    the functions.
 
     Args:
-        calls: The timed function of each name.
-        num_runs: Runs per alternative. The result is the median of these runs.
+        calls: The functions by name.
+        num_runs: Runs per function. The result is the median of these runs.
         num_calls: Calls per run. Use more than one for short calls.
-        warm_up: Number of runs per alternative that are not counted.
+        warm_up: Number of runs per function that are not counted.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for run in range(num_runs + warm_up):
@@ -108,5 +108,5 @@ def print_report(
 
 
 def milliseconds(seconds: float) -> str:
-    """Format seconds as milliseconds."""
+    """Return a time in seconds as text in milliseconds. Example: ``0.021 ms``."""
     return f"{seconds * 1e3:.3f} ms"

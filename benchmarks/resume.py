@@ -96,7 +96,7 @@ class Life:
         self.lines: list[str] = []
 
     def wait_for(self, words: str) -> float:
-        """Wait for a line with ``words``. Returns the seconds since the start of the process."""
+        """Wait for a line of output with ``words``; return the seconds since the start of the process."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
@@ -105,7 +105,10 @@ class Life:
         raise RuntimeError(f"the run ended before a line with {words!r}:\n{''.join(self.lines[-20:])}")
 
     def wait_for_step(self, count: int) -> None:
-        """Wait for ``count`` learner steps. The terminal does not show each step, so this reads the metrics."""
+        """Wait until ``count`` learner steps are done.
+
+        The steps are read from ``metrics.jsonl``, because the output does not show each step.
+        """
         command = ["tail", "--lines=+1", "--follow=name", "--retry", f"--pid={self.process.pid}"]
         tail = subprocess.Popen([*command, str(self.run_dir / "metrics.jsonl")], stdout=subprocess.PIPE, text=True)
         with tail:
@@ -117,11 +120,11 @@ class Life:
 
     @property
     def run_dir(self) -> Path:
-        """The folder of the run."""
+        """The folder of the run, from the output of the process."""
         return Path(next(line for line in self.lines if " writing to " in line).partition(" writing to ")[2].strip())
 
     def kill(self) -> None:
-        """Kill every process of the run at once."""
+        """Kill the training process and all its child processes with SIGKILL."""
         family = [self.process.pid, *(one.pid for one in psutil.Process(self.process.pid).children(recursive=True))]
         for pid in family:
             with suppress(ProcessLookupError):
@@ -129,14 +132,17 @@ class Life:
         self.process.wait(_TIMEOUT_S)
 
     def finish(self) -> int:
-        """Read the output to its end. Returns the exit status."""
+        """Wait until the process ends and read its output; return the exit status."""
         assert self.process.stdout is not None
         self.lines += list(self.process.stdout)
         return self.process.wait(_TIMEOUT_S)
 
 
 def measure(number: signal.Signals, folder: Path, steps: int, overrides: Sequence[str]) -> Kept:
-    """End a life in step ``steps``, resume it for a few steps, and compare the token counts of both lives."""
+    """Stop a training with the signal ``number`` after ``steps`` steps, and resume it for a few steps.
+
+    Return how much of the generated work the resumed training kept, and the times of both.
+    """
     options = [f"checkpoint.every_steps={EVERY_STEPS}", *overrides]
     first = Life(folder, ["total_steps=100000", *options])
     start_s = first.wait_for(" step 1/")
@@ -185,13 +191,13 @@ def _stall(summary: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> tuple[
 
 
 async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
-    """Measure the memory that a buffer server takes for a checkpoint's groups.
+    """Measure the memory of a buffer server that starts from a checkpoint with ``payload_mb`` MB of groups.
 
-    Returns the memory as a multiple of the groups' bytes, and a text with both numbers of bytes.
+    Return the memory ÷ the bytes of the groups, and a text with both numbers of bytes.
     """
     num_groups = max(1, payload_mb * 1_000_000 // (_GROUP_TOKENS * 13))
     options: dict[str, Any] = {
-        "max_lag": 0,  # suffices, because one batch has all groups; a larger bound would slow down admission
+        "max_lag": 0,  # enough, because one batch has all groups; a larger bound would slow down the leases
         "request_timeout_s": 120.0,
         "max_stored_bytes": 4 * payload_mb * 1_000_000,
     }
@@ -233,7 +239,7 @@ def _server_memory(folder: Path) -> int:
 
 
 def main() -> int:
-    """Measure, and print the report. Returns 0 if every target is met."""
+    """Measure, and print the report. Return 0 if every target is met, else 1."""
     parser = argparse.ArgumentParser(description="Measure what a resume keeps and what checkpoints cost.")
     parser.add_argument(
         "--steps", type=int, default=65, help="steps before SIGKILL, and half before SIGTERM (default 65)"

@@ -1,4 +1,7 @@
-"""Makes manifests of saved models. With a manifest, engines can load weights without a learner."""
+"""Makes manifests (lists of the tensors of a version, with digests) of saved models.
+
+With a manifest, engines can load weights without a learner.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _HEADER_LIMIT = 1 << 28
 
 
 def describe_model(directory: str, *, for_device: bool = False) -> Manifest:
-    """Read and digest the weights of a saved model.
+    """Return the manifest of a saved model: the tensors in its files, and digests of their bytes.
 
     Args:
         directory: The model in Hugging Face layout.

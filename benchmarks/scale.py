@@ -36,7 +36,10 @@ class Resource:
 
 
 def scenario(options: argparse.Namespace) -> Scenario:
-    """Return a scenario with 16 responses of 8k tokens per prompt. Each engine generates one group at a time."""
+    """Return the system to simulate, with the sizes from the command line ``options``.
+
+    A prompt has 16 responses of 8,000 tokens on average. Each engine generates one group at a time.
+    """
     return Scenario(
         num_engines=options.engines,
         num_ranks=options.ranks,
@@ -58,7 +61,7 @@ def scenario(options: argparse.Namespace) -> Scenario:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate, and print the cost of each part of a step."""
+    """Simulate the system, and print how busy each resource is in a step. Return 0."""
     options = _parser().parse_args(arguments)
     system = scenario(options)
     began_s = time.process_time()

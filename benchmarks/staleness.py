@@ -77,7 +77,7 @@ class Cell:
     lr: float
 
     def algorithm(self, base: AlgorithmConfig) -> AlgorithmConfig:
-        """Return the algorithm's options."""
+        """Return a copy of the options ``base`` with the correction and the mini-batches of this cell."""
         return replace(base, num_mini_batches=self.mini_batches, **CORRECTIONS[self.correction])
 
 
@@ -92,21 +92,21 @@ class Results:
     path: Path
 
     def read(self) -> dict[Cell, dict[str, Any]]:
-        """Return every finished cell with its figures."""
+        """Return the finished cells, each with the JSON object of its line in the file; empty without a file."""
         if not self.path.is_file():
             return {}
         rows = [json.loads(line) for line in self.path.read_text().splitlines()]
         return {Cell(**row["cell"]): row for row in rows}
 
     def add(self, cell: Cell, figures: Mapping[str, Any]) -> None:
-        """Append a finished cell."""
+        """Append a finished cell and its figures to the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps({"cell": asdict(cell), **figures}) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train the missing cells of the table, and print the table."""
+    """Train the cells of the table that are not finished, and print the table. Return 0."""
     options = _parser().parse_args(arguments)
     cells = list(_cells(options))
     results = Results(path=Path(options.results))

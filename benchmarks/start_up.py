@@ -45,7 +45,7 @@ class StartUp:
 
 
 def start(engine: str, output_dir: Path, overrides: Sequence[str]) -> StartUp:
-    """Start the quickstart for one step, with further options."""
+    """Run the quickstart for one step with the further options ``overrides``; return the times of the start."""
     command = [sys.executable, "-m", "asyncrl", "train", "total_steps=1", f"rollout_fleet.engine={engine}"]
     began_s = time.monotonic()
     run = subprocess.Popen(
@@ -78,7 +78,7 @@ def _cpu_s(run: psutil.Process) -> float:
 
 
 def main() -> int:
-    """Measure and print the report. Returns 0 if the target is met."""
+    """Measure two starts, and print the report. Return 0 if the target is met, else 1."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.start_up", description="Command to first step.")
     parser.add_argument("--engine", choices=sorted(_WALL_S), default="transformers")
     parser.add_argument("overrides", nargs="*", help="further options of the run")

@@ -60,17 +60,20 @@ class HostProcess:
             sys.exit("network namespaces are not permitted here; run it as root on a machine of your own")
 
     def run(self, *command: str, check: bool = True) -> None:
-        """Run a command on the host."""
+        """Run a command in the host's network namespace. With ``check``, a failure raises an error."""
         subprocess.run(self.inside(command), check=check, stderr=None if check else subprocess.DEVNULL)
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        """Return the command line that runs a command on the host."""
+        """Return the command line that runs ``command`` in the host's network namespace."""
         return ["nsenter", "--target", str(self.process.pid), "--net", "--", *command]
 
 
 @contextmanager
 def two_hosts(rate: str) -> Iterator[list[HostProcess]]:
-    """Make two hosts with a link between them. ``rate`` is the link's rate in each direction, in tc's notation."""
+    """Yield two hosts with a network link between them, and end the hosts at the end of the context.
+
+    ``rate`` is the rate of the link in each direction, in the notation of ``tc``.
+    """
     hosts = [HostProcess() for _ in ADDRESSES]
     try:
         first, second = (str(host.process.pid) for host in hosts)
@@ -101,17 +104,17 @@ class Host:
         )
 
     def client(self, address: str, role: BufferRole) -> BufferClient:
-        """Make a client of the buffer on this host."""
+        """Return a new client of the buffer server at ``address``, with the keys of the component ``role``."""
         return BufferClient(address, keys=client_keys(self._keys, role), epoch="benchmark", host=str(self._number))
 
     async def join(self, address: str) -> None:
-        """Add a store on this host if the payloads stay on their hosts."""
+        """Start a store on this host and register the store with the buffer, if groups stay on their hosts."""
         if self._config.stores_on is StoresOn.hosts:
             store = StoreServer(self._config, number=self._number)
             await ControlClient(self.client(address, BufferRole.controller)).add_store(store.address, str(self._number))
 
     async def work(self, address: str) -> None:
-        """Put one group after another, until cancelled."""
+        """Send one finished group after another to the buffer, until cancelled."""
         client = self.client(address, BufferRole.rollout)
         worker, ledger = WorkerClient(client), ControlClient(client)
         version = 0
@@ -121,7 +124,7 @@ class Host:
             version = (await ledger.stats()).learner_version
 
     async def serve(self) -> None:
-        """Run the first host: the ledger and a worker, until this process is killed."""
+        """Run the first host: the buffer server and a worker, until this process is killed."""
         server = BufferServer(self._config, groups_per_step=GROUPS_PER_STEP)
         sys.stdout.write(f"{server.address}\n")
         sys.stdout.flush()
@@ -129,7 +132,10 @@ class Host:
         await self.work(server.address)
 
     async def learn(self, address: str, num_steps: int) -> dict[str, float]:
-        """Run the second host: a worker and the learner rank. Returns bytes over the link and seconds per step."""
+        """Run the second host, with a worker and the learner rank, for ``num_steps`` steps after the warm-up.
+
+        Return means per step by name: seconds, bytes over the link, and bytes of the fetched groups.
+        """
         await self.join(address)
         control = ControlClient(self.client(address, BufferRole.controller))
         rank = LearnerClient(self.client(address, BufferRole.learner))
@@ -165,14 +171,14 @@ def _size_of(group: Any) -> int:
 
 
 def link_bytes() -> int:
-    """Return the bytes on this host's link in both directions."""
+    """Return how many bytes this host has received and sent over the link so far."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     numbers = next(line for line in lines if line.strip().startswith("eth0:")).partition(":")[2].split()
     return int(numbers[0]) + int(numbers[8])
 
 
 def measure(options: argparse.Namespace, stores_on: StoresOn) -> dict[str, float]:
-    """Make one run on two new hosts."""
+    """Make one run on two new hosts; return the figures of `Host.learn`. ``stores_on`` says where groups stay."""
     command = [sys.executable, "-m", "benchmarks.stores", "--stores-on", stores_on]
     command += ["--mb", str(options.mb), "--steps", str(options.steps)]
     with ExitStack() as stack:
@@ -191,7 +197,10 @@ def measure(options: argparse.Namespace, stores_on: StoresOn) -> dict[str, float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure both runs. With ``--host``, this process is one of the hosts instead."""
+    """Measure both runs, and print the report. Return 0 if the target is met, else 1.
+
+    With ``--host``, this process is one of the hosts instead.
+    """
     options = _parser().parse_args(arguments)
     if options.host is not None:
         host = Host(options.host, keys=options.keys, stores_on=options.stores_on, num_bytes=int(options.mb * _MB))

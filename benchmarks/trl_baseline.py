@@ -99,7 +99,7 @@ class StoppedClock:
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Stop the clock. This has no effect if the clock is stopped already."""
+        """Stop the clock. A stopped clock stays stopped."""
         if self._since is not None:
             self.elapsed_s += time.perf_counter() - self._since
         self._since = None
@@ -120,13 +120,16 @@ class TargetCallback(TrainerCallback):
         self.evaluation_cpu_s = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the start-up time and the accuracy before training."""
+        """Record the start-up time, measure the accuracy before training, and start the clock."""
         self.startup_s = time.time() - psutil.Process().create_time()
         self._measure(kwargs["model"], 0)
         self.clock.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Evaluate if an evaluation is due, and after the last step."""
+        """Evaluate with a stopped clock, if an evaluation is due or the step is the last one.
+
+        End the training if the accuracy has reached the target.
+        """
         if state.global_step % self.settings.eval_every and state.global_step < self.settings.max_steps:
             return
         self.clock.stop()
@@ -137,9 +140,9 @@ class TargetCallback(TrainerCallback):
             self.clock.start()
 
     def crossing(self, column: int) -> float | None:
-        """Return the updates (``column`` 0) or the training seconds (``column`` 1) until the target.
+        """Return the number of updates (``column`` 0) or of training seconds (``column`` 1) until the target.
 
-        None if the target was not reached.
+        Return None if the target was not reached.
         """
         return first_crossing([(row[column], row[2]) for row in self.curve], self.settings.target)
 
@@ -151,7 +154,7 @@ class TargetCallback(TrainerCallback):
 
 
 def run(settings: TrlSettings) -> TrlResult:
-    """Train until the target or ``max_steps``."""
+    """Train until the accuracy reaches the target, or for ``max_steps`` updates; return the figures of the run."""
     torch.set_num_threads(settings.threads)
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
@@ -227,7 +230,7 @@ def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, d
 
 
 def exact_match(completions: list[str], ground_truth: list[str], **columns: Any) -> list[float | None]:
-    """Return 1 for each completion that equals its ground truth, else 0."""
+    """Return one reward per completion: 1.0 if the completion equals its ground truth, else 0.0."""
     return [float(text == truth) for text, truth in zip(completions, ground_truth, strict=True)]
 
 

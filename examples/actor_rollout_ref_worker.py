@@ -1,6 +1,6 @@
 """The worker of the PPO example, in the form of verl's `ActorRolloutRefWorker`.
 
-Each sp group has one engine, which runs in a thread of the group's first rank.
+Ranks that share a sequence (an sp group) have one engine, which runs in a thread of the first of these ranks.
 """
 
 import asyncio
@@ -54,9 +54,9 @@ class ActorRolloutRefWorker(ActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_mode(self, version: int) -> None:
-        """Offload model and optimizer.
+        """Move model and optimizer to host memory, to make room for generation.
 
-        The actor first publishes its weights. After the offload, the engines load and verify the weights.
+        The actor first publishes its weights as ``version``. At the end, the engines load and verify these weights.
         """
         if self._publisher is None:
             return super().rollout_mode(version)
@@ -68,7 +68,7 @@ class ActorRolloutRefWorker(ActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def trainer_mode(self) -> None:
-        """Release the engines' memory, and load model and optimizer."""
+        """Free the engine's memory, and move model and optimizer back to the device, for training."""
         if self.engine is not None:
             self.on_engine(self.engine.release_memory())
         super().trainer_mode()
@@ -81,7 +81,11 @@ class ActorRolloutRefWorker(ActorWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def generate_sequences(self, data: DataProto) -> DataProto | None:
-        """Sample one response per row. If ``meta_info["do_sample"]`` is False, each token is the most probable one."""
+        """Generate one response for each row of ``data``; return the batch with the responses.
+
+        If ``meta_info["do_sample"]`` is False, each token is the most probable one. A rank without an engine returns
+        None.
+        """
         if self.engine is None:  # the caller collects results only from ranks with an engine
             return None
         sampling = self.sampling if data.meta_info.get("do_sample", True) else replace(self.sampling, temperature=0.0)

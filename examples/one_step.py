@@ -39,7 +39,10 @@ SAMPLING = SamplingConfig(max_new_tokens=8)
 
 
 async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
-    """Make one learner step. Return its metrics, the engine with the new weights, and the ledger."""
+    """Make one learner step on a tiny model that is saved in ``folder``.
+
+    Return the metrics of the step, the engine with the new weights, and the ledger (the states of all groups).
+    """
     assets = make_assets(f"{folder}/assets", seed=0)
     model_path = str(assets.model)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -85,7 +88,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
     publisher = WeightPublisher(PretrainedShards.of(trainer), f"{folder}/snapshots", keep=1)
     offer = publisher.publish(ledger.learner_version).result()
     publisher.close()
-    assert offer is not None  # this is rank 0
+    assert offer is not None  # only ranks other than rank 0 get None
     await engine.load_weights(offer)
 
     # Now the engine may begin another batch. Samples of version 0 have a lag of 1 in step 1.
@@ -97,7 +100,10 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
 
 
 async def rollout(engine: Engine, lease: GrantedLease, prompt: Prompt, tokenizer: Any) -> TrajectoryGroup:
-    """Sample and score one prompt group. In this example, the reward is the share of correct digits."""
+    """Sample and score one prompt group; return the group with tokens and rewards.
+
+    ``lease`` is the right to generate the group. The reward of a response is the share of correct digits.
+    """
     requests = [
         SampleRequest(id=f"{lease.group_id}-{sample}", prompt_ids=prompt.prompt_ids, sampling=SAMPLING)
         for sample in range(NUM_SAMPLES)

@@ -73,7 +73,10 @@ class PPOTrainer:
             group.execute_all_sync(method, *arguments)
 
     def fit(self, on_step: Callable[[int, dict[str, float]], None]) -> None:
-        """Train. ``on_step`` gets the number of each step and its metrics."""
+        """Train for ``total_steps`` steps. ``on_step`` is called with the number and the metrics of each step.
+
+        After the last step, ``on_step`` is called once more with the final ``greedy_reward``.
+        """
         actor, ref, critic = (self.groups[role] for role in ("actor_rollout", "ref", "critic"))
         algorithm, num_samples = self.run.algorithm, self.run.algorithm.samples_per_prompt
         for step in range(self.run.total_steps + 1):
@@ -93,7 +96,10 @@ class PPOTrainer:
             on_step(step, metrics | {"reward": batch.batch["scores"].mean().item()})
 
     def generated(self, prompts: list[Prompt], *, do_sample: bool) -> DataProto:
-        """Sample responses to the prompts, and add their rewards ``scores`` [B]."""
+        """Generate one response for each prompt; return a batch with the responses and the rewards ``scores`` [B].
+
+        With ``do_sample=False``, each token is the most probable one.
+        """
         width = self.run.data.max_prompt_tokens
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -108,7 +114,10 @@ class PPOTrainer:
 
 
 def add_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> None:
-    """Subtract the KL penalty from the token rewards, then compute ``advantages`` and ``returns`` [B, R] with GAE."""
+    """Add the columns ``advantages`` and ``returns`` [B, R] to ``batch``, computed with GAE.
+
+    The reward of a token is minus its KL penalty. The last token of a response also gets the score of the response.
+    """
     columns, mask = batch.batch, batch.batch["response_mask"].bool()
     rewards = algorithm.kl_reward_coef * (columns["ref_log_prob"] - columns["old_log_probs"])
     rewards[torch.arange(len(mask)), mask.sum(1) - 1] += columns["scores"]
@@ -119,7 +128,10 @@ def add_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> None:
 
 
 def main(overrides: list[str]) -> None:
-    """Warm-start the quickstart's policy, and train it."""
+    """Warm-start the quickstart's policy on demonstrations, then train it with PPO.
+
+    ``overrides`` are options of the run, such as ``total_steps=20``.
+    """
     overrides = [*OPTIONS, *overrides]
     run = with_quickstart_assets(compose_run(overrides))
     folder = Path(run.output_dir, "ppo_single_controller", time.strftime("%Y%m%d-%H%M%S")).resolve()

@@ -1,4 +1,7 @@
-"""Derives a scenario from a recorded run, without the recorded waits. The simulation computes the waits."""
+"""Derives a scenario (the speeds, lengths and options that the simulator needs) from the record of a run.
+
+Times of waiting are left out of the scenario, because the simulation computes the waits.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +51,13 @@ class Calibration:
 
 
 def calibrate(trace: Trace, config: RunConfig) -> Calibration:
-    """Derive a scenario from a record, without the warm-up steps.
+    """Derive a scenario from the record ``trace`` of a run with the options ``config``.
+
+    The first tenth of the learner steps, at least one step, is left out as warm-up.
 
     Raises:
-        ValueError: the record has too few steps, or no trained group.
+        ValueError: the record has too few steps, no trained group, no update of the learner, or no group with times of
+            the first and the last token.
     """
     steps = [step for step in trace.steps if not step.is_open]
     first = max(1, round(_WARM_UP_SHARE * len(steps)))
@@ -105,7 +111,7 @@ class _Batch:
 
     @property
     def fixed_s(self) -> float:
-        """Seconds of the batch outside the decoding steps."""
+        """Seconds of the batch in which the engine did not decode; at least 0."""
         return max(0.0, self.duration_s - self.longest * self.token_s)
 
     @classmethod
@@ -133,7 +139,7 @@ class _Reading:
 
     @cached_property
     def trained(self) -> list[GroupLife]:
-        """The trained groups. A group appears once for each step that trained on it."""
+        """The recorded events of trained groups: one entry for each step after the warm-up that trained on a group."""
         uses = (use for life in self._trace.groups.values() for use in life.uses())
         return [use for use in uses if use.step >= self._first_step]
 
@@ -150,19 +156,22 @@ class _Reading:
         return fmean(_seconds(span) for span in spans) if (spans := self._during(kind)) else 0.0
 
     def lengths(self, base: LengthModel) -> LengthModel:
-        """Return ``base`` with the response lengths of all finished groups, at least one token each."""
+        """Return a copy of ``base`` with the response lengths of all finished groups, in tokens.
+
+        An empty response counts as one token. The copy also has the mean length of the prompts.
+        """
         groups = [[max(1, length) for length in stamp.details["lengths"]] for stamp in self._written]
         prompt_tokens = fmean(stamp.details["prompt_tokens"] for stamp in self._written)
         return replace(base, recorded=groups, prompt_tokens=prompt_tokens)
 
     def bytes_per_token(self) -> float:
-        """Return the mean bytes per stored token."""
+        """Return how many bytes the buffer stored per response token, as a mean over all stored tokens."""
         stored = [stamp for stamp in self._written if stamp.event == GroupEvent.stored]
         num_tokens = sum(stamp.details["tokens"] for stamp in stored)
         return sum(stamp.details["bytes"] for stamp in stored) / max(1, num_tokens)
 
     def equal_rewards(self) -> float:
-        """Return the share of finished groups that the filter of equal rewards dropped."""
+        """Return the share of finished groups that were dropped because all samples had the same reward, 0 to 0.99."""
         dropped = sum(stamp.details.get("reason") == "equal_rewards" for stamp in self._written)
         return min(0.99, dropped / len(self._written))
 
@@ -179,9 +188,10 @@ class _Reading:
     # The host
 
     def on_host(self, scenario: Scenario) -> Scenario:
-        """Add the shared cores of one host to the scenario, from the recorded CPU times of the processes.
+        """Return a copy of ``scenario`` in which all engines share one CPU core, and all ranks share another core.
 
-        Like the simulation, this method assumes that overlapping activities share the engines' core equally.
+        The recorded CPU times of the processes give the work on each core. Activities that overlap on the engines' core
+        are assumed to share the core equally. If the record has no CPU times, return ``scenario`` and add a note.
         """
         num_steps, num_groups = len(self._updates), len(self.trained)
         rank_s = self._cpu_s(Pool.learner) / max(1, len(self._trace.lanes(Pool.learner)))
@@ -246,7 +256,11 @@ class _Reading:
         return updates
 
     def learner(self, base: LearnerModel) -> LearnerModel:
-        """Return ``base`` with the recorded times of a step and of a publish."""
+        """Return a copy of ``base`` with the recorded times of a learner step and of a weight transfer to the engines.
+
+        Raises:
+            ValueError: the record has no update of the learner.
+        """
         if not self._updates:
             raise ValueError("the record has no learner update; set profile.enabled=true on every rank")
         step_s = self._step_s
@@ -281,9 +295,10 @@ class _Reading:
         return tokens
 
     def plan_s(self) -> float:
-        """Return the median delay before an update, in seconds.
+        """Return the median seconds from the moment when an update could begin until the update begins.
 
-        The delay begins when the batch is planned and the ranks are free.
+        An update could begin once three things are done: the batch is chosen, the previous update has ended, and the
+        ranks have copied the previous weights.
         """
         planned = {life.step: life.time(GroupEvent.planned) for life in self.trained}
         free_at = {span.version: span.end for span in self._during(SpanKind.publish_copy)}
@@ -298,7 +313,11 @@ class _Reading:
     # The engines
 
     def engine(self, base: EngineModel) -> EngineModel:
-        """Return ``base`` with the recorded speed of an engine and the cost of a weight update."""
+        """Return a copy of ``base`` with the recorded times of an engine: decoding, prefill, and fixed time of a batch.
+
+        Raises:
+            ValueError: the record has no group with times of the first and the last token.
+        """
         batch_s, variation = 0.0, list[float]()
         if base.takes_batches:
             batches = self._batches
@@ -401,10 +420,11 @@ def _ratios(times: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def fair_shares(*kinds: Sequence[tuple[int, int]]) -> list[float]:
-    """Return the core seconds of each kind of activity, if all running activities share one core equally.
+    """Return how many seconds one CPU core spends on each kind of activity, in the order of the arguments.
 
-    Each kind is a list of (start, end) in nanoseconds. Example: an activity from 0 to 2 s and an activity of another
-    kind from 1 to 2 s get 1.5 s and 0.5 s.
+    At any time, all running activities share the core equally. Each argument has the activities of one kind, as pairs
+    (start, end) in nanoseconds. Example: an activity from 0 to 2 s and an activity of another kind from 1 to 2 s get
+    1.5 s and 0.5 s.
     """
     changes = sorted(
         change
@@ -423,7 +443,10 @@ def fair_shares(*kinds: Sequence[tuple[int, int]]) -> list[float]:
 
 
 def united(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the union of the spans. Example: 0 to 2 and 1 to 3 become 0 to 3."""
+    """Join (start, end) intervals that overlap or touch; return the joined intervals, sorted.
+
+    Example: (0, 2) and (1, 3) become (0, 3).
+    """
     united: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         if united and start <= united[-1][1]:

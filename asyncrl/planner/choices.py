@@ -1,6 +1,7 @@
-"""Simulates every choice of options and recommends a fast choice with a small lag.
+"""Simulates a run with many choices of its options, and recommends a fast choice with a small lag.
 
-`advise` finds the best change of one option of a run.
+The lag is the number of learner steps between the first token of a group and the training on the group. `advise` finds
+the best change of one option of a run.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ class Choices:
     on_stale: Sequence[OnStale] = (OnStale.wait, OnStale.requeue)
 
     def of(self, base: Scenario) -> Iterator[Scenario]:
-        """Yield a scenario for each valid combination of the values."""
+        """Yield a copy of ``base`` for each valid combination of the values.
+
+        In a valid combination, ``publish_every`` and ``max_uses`` are at most ``max_lag`` + 1. The values of ``base``
+        for ``max_lag``, ``publish_every`` and ``on_stale`` are always tried too.
+        """
         values = {
             "split": dict.fromkeys(self.splits or [(base.num_engines, base.num_ranks)]),
             "max_lag": sorted({*self.max_lag, base.max_lag}),
@@ -84,7 +89,10 @@ class Prediction:
         return self.scenario.groups_per_step / self.outcome.step_s
 
     def to_dict(self, base: Scenario) -> dict[str, Any]:
-        """Return the prediction as plain values for JSON."""
+        """Return the options, the simulated figures and the intervals as a dict for JSON.
+
+        The key ``overrides`` has the options that differ from the scenario ``base``, such as ``buffer.max_lag=1``.
+        """
         options = {name: getattr(self.scenario, name) for name in _SHOWN_OPTIONS}
         outcome = {name: getattr(self.outcome, name) for name in _SHOWN_FIGURES}
         return {
@@ -123,9 +131,10 @@ class RunPlan:
         return self.predictions[0]
 
     def curves(self) -> list[dict[str, Any]]:
-        """Return the curves of step time over mean lag.
+        """Return curves of step time over mean lag for a chart. Each curve is a dict with a name and a list of points.
 
-        There is one curve per division of the devices, and one point per staleness bound.
+        A curve is for one division of the devices between engines and ranks. Each of its points is for one value of
+        ``max_lag``. Predictions that change other options of the base are left out.
         """
         points: dict[str, list[dict[str, Any]]] = {}
         for one in sorted(self.predictions, key=lambda one: (one.scenario.num_engines, one.scenario.max_lag)):
@@ -138,7 +147,7 @@ class RunPlan:
         return [{"name": name, "points": found} for name, found in points.items()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain values for ``plan.json`` and the report."""
+        """Return the whole plan as a dict, which is the content of ``plan.json``."""
         return {
             "curves": self.curves(),
             "scenario": self.base.to_dict(),
@@ -150,10 +159,12 @@ class RunPlan:
 
 
 def predict(scenario: Scenario, *, replicates: int = NUM_REPLICATES, seed: int = 0) -> Prediction:
-    """Simulate one choice, and repeat it with resampled lengths for the intervals.
+    """Simulate a scenario ``replicates`` times, and return the first result with intervals from all results.
+
+    Each simulation after the first one has another seed, and response lengths that are drawn from the recorded lengths.
 
     Raises:
-        ReplayBufferError: the buffer refuses a request, as in a real run.
+        ReplayBufferError: the scenario cannot run, because the buffer would refuse a request of a real run too.
     """
     outcome = simulate(scenario, seed=seed)
     outcomes = [outcome]
@@ -177,9 +188,11 @@ def make_plan(
     notes: Sequence[str] = (),
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> RunPlan:
-    """Predict the base and every choice that can run. Compute intervals only for the base and the fastest choices.
+    """Simulate the scenario ``base`` and every combination of ``choices`` that can run, and recommend one of them.
 
-    ``on_progress`` gets a description of each simulation before it starts.
+    Only the base and the fastest combinations are simulated ``replicates`` times; all others are simulated once.
+    ``on_progress`` gets a description of each simulation before the simulation starts. ``notes`` are sentences for the
+    reader of the plan.
 
     Raises:
         ReplayBufferError: the base cannot run.
@@ -200,7 +213,7 @@ def make_plan(
 
 
 def recommend(predictions: Sequence[Prediction]) -> Prediction:
-    """Return the prediction with the smallest lag among the fastest predictions (`AS_FAST`).
+    """Return the prediction with the smallest lag among those that are at most `AS_FAST` slower than the fastest one.
 
     The first prediction is for the present options; it wins a tie. Other choices must:
 
@@ -226,7 +239,10 @@ def _as_fast(predictions: Sequence[Prediction]) -> list[Prediction]:
 
 
 def splits_of(base: Scenario) -> list[tuple[int, int]]:
-    """Return at most nine divisions of the devices between engines and ranks, plus the present division."""
+    """Return (number of engines, number of ranks) pairs that use all devices of ``base``, sorted.
+
+    There are at most nine evenly spaced pairs, plus the present pair.
+    """
     total, size = base.num_devices, base.devices_per_engine
     candidates = ((engines, total - engines * size) for engines in range(1, (total - 1) // size + 1))
     possible = [split for split in candidates if _can_have_ranks(base, split[1])]
@@ -250,14 +266,14 @@ def _interval(values: Sequence[float]) -> tuple[float, float]:
 def advise(
     scenario: Scenario, *, measured_step_s: float, num_faults: int = 0, seed: int = 0, keep_split: bool = False
 ) -> Advice | None:
-    """Find the best change of one option; return None if no change is good enough.
+    """Find the change of one option that makes the run fastest; return None if no change is good enough.
 
     Args:
-        scenario: The run, from `asyncrl.planner.calibration`.
+        scenario: The run, as `asyncrl.planner.calibration.calibrate` derives it from a record.
         measured_step_s: Measured seconds per step.
-        num_faults: ``Calibration.num_faults``. With faults, the result is None.
+        num_faults: Number of failures in the record. If it is not 0, the result is None.
         seed: Seed of the response lengths.
-        keep_split: Keep the numbers of engines and ranks.
+        keep_split: Try no other numbers of engines and ranks.
     """
     if num_faults:
         return None
@@ -287,7 +303,10 @@ def advise(
 
 
 def misses(replayed: Prediction, measured_step_s: float) -> bool:
-    """Return whether the simulated step time differs too much from the measured one to predict changes."""
+    """Return whether a simulation cannot predict changes of a run.
+
+    This is so if the simulated step time of the run differs from ``measured_step_s`` by more than `MAX_REPLAY_ERROR`.
+    """
     return abs(replayed.outcome.step_s / measured_step_s - 1) > MAX_REPLAY_ERROR
 
 

@@ -93,13 +93,17 @@ class ModelSize:
 
     @property
     def root(self) -> int:
-        """Parameters outside the layers: embeddings, output layer, last norm. FSDP gathers them together."""
+        """Number of parameters outside the decoder layers: embeddings, output layer, last norm.
+
+        FSDP gathers these parameters together.
+        """
         return self.vocabulary * self.hidden * (1 if self.is_tied else 2) + self.hidden
 
     @classmethod
     def of(cls, path: str) -> ModelSize:
-        """Read the sizes from ``config.json``, and count the parameters in the headers of the safetensors files.
+        """Read the sizes of the model in the folder ``path``.
 
+        The widths come from ``config.json``, and the numbers of parameters from the headers of the safetensors files.
         Without safetensors files, this method loads torch and builds the model on the meta device.
 
         Raises:
@@ -123,12 +127,12 @@ class ModelSize:
     def from_settings(
         cls, settings: Mapping[str, Any], name: str, *, stored: Mapping[str, int] | None = None
     ) -> ModelSize:
-        """Compute the sizes from the settings of ``config.json``.
+        """Compute the sizes of a model from ``settings``, the content of its ``config.json``.
 
         ``stored`` maps the name of each parameter to its number of values. These numbers replace the computed numbers.
 
         Raises:
-            ValueError: the settings lack a size under its usual names. The message has the model's name.
+            ValueError: the settings lack a size under its usual names. The message contains ``name``.
         """
         try:
             hidden, num_layers, vocabulary = (
@@ -242,15 +246,18 @@ class RankSetup:
 
     @property
     def gathers(self) -> bool:
-        """Whether FSDP computes with copies of the parameters. False for one float32 shard without offloading."""
+        """Whether FSDP computes with copies of the parameters instead of the stored parameters.
+
+        It does not for one float32 shard without offloading.
+        """
         return self.num_shards > 1 or self.compute_bytes != _FLOAT32_BYTES or self.offloaded
 
 
 def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
-    """Return the peak memory that torch allocates on a rank that trains a model, as kind → bytes.
+    """Return the peak memory that torch allocates on a rank that trains a model, as a dict from kind to bytes.
 
-    The first five kinds are held during the whole update. The other kinds are temporary. Their values are taken at one
-    moment of the backward pass: the moment at which their sum is largest.
+    The kinds up to ``gathered root unit`` are held during the whole update. The other kinds are temporary. The bytes of
+    a temporary kind are taken at the moment of the backward pass at which the sum of all temporary kinds is largest.
     """
     model = _padded(model, setup.num_shards)
     size, shards, gathers = setup.compute_bytes, setup.num_shards, int(setup.gathers)
@@ -348,9 +355,10 @@ def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) 
 
 
 def rank_setup(config: RunConfig, role: str, model: ModelSize, *, card_bytes: int = 0) -> RankSetup:
-    """Return the options of a role that determine the memory of its ranks.
+    """Return the options that determine the memory of a learner rank with the role ``role``, such as ``actor``.
 
-    If the GPU's memory is unknown (``card_bytes`` is 0), ``gradient_sync=auto`` counts as ``update``.
+    ``model`` has the sizes of the role's model. ``card_bytes`` is the memory of the GPU. If it is 0 (unknown),
+    ``gradient_sync=auto`` counts as ``update``.
     """
     learner = role_options(config, role)
     on_cuda, lora_rank = learner.device is Device.cuda, learner.lora.rank if role == "actor" else 0
@@ -375,9 +383,10 @@ def rank_setup(config: RunConfig, role: str, model: ModelSize, *, card_bytes: in
 
 
 def rank_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, dict[str, int]]:
-    """Return the peak memory of one rank of each learner pool, as pool → kind → bytes.
+    """Return the peak memory of one rank of each learner pool (a set of devices that serves some roles).
 
-    The roles of a pool compute one after another. ``model`` has the sizes of the policy.
+    The result is a dict from the pool's name to a dict from the kind of memory to bytes. The roles of a pool compute
+    one after another, so the result is for the role that needs most. ``model`` has the sizes of the policy.
     """
     context = {"CUDA context": CONTEXT_BYTES} if config.learner.device is Device.cuda else {}
     pools: dict[str, dict[str, int]] = {}
@@ -393,7 +402,7 @@ def rank_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> 
 
 
 def paused_rank_bytes(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> int:
-    """Return the bytes of a rank of the pool ``learner`` while colocated engines use its device."""
+    """Return how many bytes a rank of the pool ``learner`` keeps on its device while an engine uses the same device."""
     uses = _role_uses(config, LEARNER_POOL, model, card_bytes)
     kept = sum(sum(_kept(config, role, parts, is_paused=True).values()) for role, parts in uses.items())
     return kept + (CONTEXT_BYTES if config.learner.device is Device.cuda else 0)
@@ -419,7 +428,10 @@ def _kept(config: RunConfig, role: str, parts: Mapping[str, int], *, is_paused: 
 
 
 def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
-    """Return the peak memory of a frozen model, which has only a forward pass, as kind → bytes."""
+    """Return the peak memory of a rank with a frozen model, as a dict from kind of memory to bytes.
+
+    A frozen model, such as the reference model, has only a forward pass.
+    """
     model = _padded(model, setup.num_shards)
     size = setup.compute_bytes
     gathers = int(setup.num_shards > 1 or setup.frozen_bytes != size or setup.offloaded)
@@ -438,10 +450,10 @@ def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
 
 
 def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, int]:
-    """Return the memory of one device of an engine, as kind → bytes.
+    """Return the memory of one device of an engine, as a dict from kind of memory to bytes.
 
-    ``kv cache`` holds all samples that one worker may run, at full length. Its limits are
-    ``rollout_fleet.sglang.max_total_tokens`` and, on a GPU, SGLang's memory fraction.
+    ``kv cache`` has room for all samples that the engine may run at the same time, at full length. It is limited by
+    ``rollout_fleet.sglang.max_total_tokens`` and, on a GPU, by SGLang's memory fraction.
     """
     fleet = config.rollout_fleet
     size = _FLOAT32_BYTES if fleet.sglang.dtype_on(fleet.device) in FLOAT32_NAMES else 2
@@ -459,10 +471,10 @@ def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -
 
 
 def engine_reserve(card_bytes: int, tp_size: int, extra_args: Sequence[str] = ()) -> int:
-    """Return the bytes of a GPU that SGLang reserves for activations and CUDA graphs.
+    """Return how many bytes of a GPU with ``card_bytes`` SGLang reserves for activations and CUDA graphs.
 
-    The formula is that of SGLang 0.5.21 (``arg_groups/memory_hook.py``). ``--mem-fraction-static`` in
-    ``rollout_fleet.sglang.extra_args`` takes precedence.
+    The formula comes from SGLang 0.5.21 (``arg_groups/memory_hook.py``). If ``extra_args``, the further arguments of
+    SGLang, contain ``--mem-fraction-static``, that fraction replaces the formula.
     """
     words = [word for argument in extra_args for word in argument.split("=", 1)]
     if "--mem-fraction-static" in words:
@@ -482,12 +494,12 @@ def engine_reserve(card_bytes: int, tp_size: int, extra_args: Sequence[str] = ()
 
 
 def longest_sample(config: RunConfig) -> int:
-    """Return the tokens of the longest possible sample, including its prompt."""
+    """Return the number of tokens of the longest possible sample: prompt and response."""
     return longest_sequence(config)
 
 
 def kv_tokens(config: RunConfig) -> int:
-    """Return the largest number of KV cache tokens that one engine can use."""
+    """Return how many tokens the KV cache of one engine needs to hold, at most."""
     fleet = config.rollout_fleet
     num_samples = fleet.most_groups_in_flight * config.algorithm.samples_per_prompt
     wanted = min(num_samples, fleet.sglang.max_running_requests) * longest_sample(config)

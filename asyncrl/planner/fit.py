@@ -55,14 +55,14 @@ MODELS: Mapping[str, dict[str, Any]] = {
 
 
 def card_bytes(name: str) -> int:
-    """Return the memory of a GPU by its name, in bytes. Raises `ValueError` for an unknown name."""
+    """Return the memory of a GPU in bytes; ``name`` is a key of `CARDS`. Raises `ValueError` for another name."""
     if name.upper() not in CARDS:
         raise ValueError(f"the GPU must be one of {', '.join(CARDS)}, got {name!r}")
     return CARDS[name.upper()] * _MIB
 
 
 def model_size(path: str) -> ModelSize:
-    """Return the sizes of the model in a folder, or of a model in `MODELS` by name.
+    """Return the sizes of a model. ``path`` is the model's folder, or the name of a model in `MODELS`.
 
     Raises the errors of `ModelSize.of`.
     """
@@ -73,7 +73,10 @@ def model_size(path: str) -> ModelSize:
 
 
 def policy_size(config: RunConfig) -> ModelSize:
-    """Return the sizes of the policy. Raises the errors of `ModelSize.of` for the model of any role of the run."""
+    """Return the sizes of a run's policy model.
+
+    Raises the errors of `ModelSize.of`, also for the models of the other roles, such as the critic.
+    """
     for role in learner_roles(config):
         model_size(role_model(config, role))
     return model_size(config.model.path)
@@ -100,12 +103,15 @@ class DeviceUse:
 
     @property
     def usable(self) -> int:
-        """Usable bytes of the GPU: `USABLE_SHARE`, or all bytes if ``parts`` includes SGLang's reserve."""
+        """Bytes of the GPU that a run may use.
+
+        This is the share `USABLE_SHARE` of the GPU, or the whole GPU if ``parts`` already includes SGLang's reserve.
+        """
         return self.card_bytes if "activations and graphs" in self.parts else round(self.card_bytes * USABLE_SHARE)
 
     @property
     def fits(self) -> bool:
-        """Whether the memory suffices; True if ``card_bytes`` is 0."""
+        """Whether ``total`` is at most ``usable``; True if ``card_bytes`` is 0."""
         return not self.card_bytes or self.total <= self.usable
 
     def __str__(self) -> str:
@@ -114,7 +120,10 @@ class DeviceUse:
 
 
 def device_uses(config: RunConfig, model: ModelSize, card: int = 0) -> list[DeviceUse]:
-    """Return the memory of each kind of device of a run; ``card`` is the memory of a GPU in bytes, or 0."""
+    """Return the memory that a run needs on each kind of device: one entry per learner pool, then one for an engine.
+
+    ``model`` has the sizes of the policy. ``card`` is the memory of a GPU in bytes; 0 if it is unknown.
+    """
     learner, is_shared = config.learner, config.placement.colocated
     on_card = card if learner.device is Device.cuda else 0
     engines_on_card = card if config.rollout_fleet.device is EngineDevice.cuda else 0
@@ -130,11 +139,11 @@ def device_uses(config: RunConfig, model: ModelSize, card: int = 0) -> list[Devi
 
 
 def check_memory_of_devices(config: RunConfig, model: ModelSize, card: int) -> None:
-    """Refuse a run with ranks or engines that do not fit on a GPU with ``card`` bytes.
+    """Check that the ranks and engines of a run fit on GPUs with ``card`` bytes of memory.
 
     Raises:
-        ValueError: a rank or an engine does not fit. The message has the bytes by kind, and options that make the run
-            fit.
+        ValueError: a rank or an engine does not fit. The message has the needed memory by kind, and options that make
+            the run fit.
     """
     misfits = [use for use in device_uses(config, model, card) if not use.fits]
     if not misfits:
@@ -146,10 +155,10 @@ def check_memory_of_devices(config: RunConfig, model: ModelSize, card: int) -> N
 
 
 def with_recomputation(config: RunConfig, card: int) -> RunConfig:
-    """Set ``learner.activation_checkpointing`` to ``selective`` if it is not set and the ranks have enough memory.
+    """Return a copy of ``config`` with ``learner.activation_checkpointing=selective`` if the ranks have enough memory.
 
-    Each rank must then need at most `SELECTIVE_SHARE` of a GPU. ``card`` is the memory of a GPU in bytes; 0 if it is
-    unknown.
+    Memory is enough if each rank then needs at most `SELECTIVE_SHARE` of a GPU. Otherwise, or if the option is already
+    set, return ``config``. ``card`` is the memory of a GPU in bytes; 0 if it is unknown.
     """
     if config.learner.activation_checkpointing is not None or config.learner.device is not Device.cuda or not card:
         return config
@@ -163,7 +172,10 @@ def with_recomputation(config: RunConfig, card: int) -> RunConfig:
 
 
 def remedies_of(config: RunConfig, model: ModelSize, card: int) -> dict[str, Any]:
-    """Return options that make a run fit; empty if no options suffice. The first options cost the least time."""
+    """Return options that make a run fit on GPUs with ``card`` bytes, as a dict from dotted option name to new value.
+
+    Options that slow the run down least are tried first. The dict is empty if no options suffice.
+    """
     needed: dict[str, Any] = {}
     for name, value in _remedies(config):
         with_it = {**needed, name: value}
@@ -222,7 +234,7 @@ def _remedies_of_all_roles(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 
 def with_options(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
-    """Return the run with new values of ``options``, by dotted name."""
+    """Return a copy of ``config`` with new values; ``options`` maps dotted option names to these values."""
     learner, fleet = config.learner, config.rollout_fleet
     for name, value in options.items():
         section, _, last = name.rpartition(".")
@@ -262,10 +274,11 @@ class Layout:
 
 
 def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: int) -> list[Layout]:
-    """Find the layouts that fit on ``num_gpus`` GPUs of ``card`` bytes, at most one per number of ranks and sp size.
+    """Return ways to divide ``num_gpus`` GPUs between ranks and engines that fit into ``card`` bytes per GPU.
 
-    All roles are in the pool ``learner``. The token budgets are powers of two from 1,024 to 131,072. The ranks that
-    share a sequence must together hold the longest sample.
+    There is at most one layout per number of ranks and ``sp_size`` (ranks that share a sequence): the one with the
+    largest token budget. Budgets are powers of two from 1,024 to 131,072. The ranks that share a sequence must together
+    hold the longest sample. All roles run on the same ranks.
     """
     fleet, learner = config.rollout_fleet, config.learner
     own = [learner.own_options(role) for role in learner_roles(config)]

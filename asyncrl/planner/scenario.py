@@ -51,7 +51,10 @@ class LengthModel:
             raise ValueError("lengths.recorded must hold groups of lengths, got an empty one; leave it out")
 
     def draw(self, rng: np.random.Generator, num_groups: int, num_samples: int) -> np.ndarray:
-        """Draw lengths, [num_groups, num_samples] int64. Recorded groups are drawn with replacement."""
+        """Draw response lengths in tokens, [num_groups, num_samples] int64.
+
+        If there are recorded groups, the result consists of recorded groups, drawn with replacement.
+        """
         if self.recorded:
             chosen = rng.integers(len(self.recorded), size=num_groups)
             return np.stack([np.resize(self.recorded[index], num_samples) for index in chosen]).astype(np.int64)
@@ -62,12 +65,15 @@ class LengthModel:
         return np.clip(np.rint(np.exp(logarithms)), 1, self.max_tokens).astype(np.int64)
 
     def stream(self, rng: np.random.Generator, num_samples: int) -> Iterator[list[int]]:
-        """Draw the lengths of one group after another, without end."""
+        """Yield a list of ``num_samples`` response lengths for one group after another, without end."""
         while True:
             yield from self.draw(rng, _DRAWN_AT_ONCE, num_samples).tolist()
 
     def resampled(self, rng: np.random.Generator) -> LengthModel:
-        """Draw the recorded number of groups with replacement. Without recorded groups, return the model unchanged."""
+        """Return a copy with as many recorded groups, drawn from the recorded groups with replacement.
+
+        Without recorded groups, return this object.
+        """
         if not self.recorded:
             return self
         chosen = rng.integers(len(self.recorded), size=len(self.recorded))
@@ -218,7 +224,7 @@ class Scenario:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of all engines and ranks."""
+        """Number of devices that all engines and learner ranks use together."""
         return self.num_engines * self.devices_per_engine + self.num_ranks
 
     def __post_init__(self) -> None:
@@ -251,7 +257,7 @@ class Scenario:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the scenario as plain values. The number of recorded values replaces each recorded list."""
+        """Return the scenario as nested dicts for JSON. A recorded list is replaced by its number of entries."""
         values = asdict(self)
         for part, name in (("lengths", "recorded"), ("engine", "variation"), ("learner", "variation")):
             values[part][name] = len(values[part][name])
@@ -282,7 +288,10 @@ def load_spec(path: Path) -> Scenario:
 
 
 def configured(scenario: Scenario, config: RunConfig) -> Scenario:
-    """Apply the options of a run to a scenario. Keep the measured values."""
+    """Return a copy of ``scenario`` with the options of the run ``config``.
+
+    Values that no option sets are kept, such as the time of a step.
+    """
     fleet, buffer = config.rollout_fleet, config.buffer
     engine = replace(
         scenario.engine,
@@ -333,7 +342,7 @@ OVERRIDES: Mapping[str, str] = {
 
 
 def overrides(changed: Scenario, base: Scenario) -> list[str]:
-    """Return Hydra overrides that turn a run like ``base`` into a run like ``changed``.
+    """Return the options in which ``changed`` differs from ``base``, as Hydra overrides.
 
     Example: ``["buffer.max_lag=1"]``.
     """

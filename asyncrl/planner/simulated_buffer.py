@@ -52,11 +52,11 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return handle
 
     def call_at(self, when: float, callback: Any, *arguments: Any, context: Any = None) -> asyncio.TimerHandle:
-        """Call ``callback`` at the time ``when``."""
+        """Call ``callback`` at the simulated time ``when``, in seconds."""
         return self.call_later(when - self._env.now, callback, *arguments, context=context)
 
     def get_debug(self) -> bool:
-        """Return False. Timers call this method."""
+        """Return False: the loop has no debug mode. asyncio's timers call this method."""
         return False
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
@@ -64,9 +64,9 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Replace the running event loop of this thread until the context ends.
+        """Make this loop the running event loop of the thread until the context ends.
 
-        The context hides warnings of the buffer. It also makes garbage collection rare, which saves time.
+        Until then, the warnings of the buffer are not logged, and garbage collection is rare, which saves time.
         """
         before, log = events._get_running_loop(), logging.getLogger("buffer")
         events._set_running_loop(self)
@@ -112,7 +112,7 @@ class _Size:
 
 
 class SimulatedBuffer:
-    """The buffer of a simulated run, and the calls of its clients. A reply takes no simulated time.
+    """The buffer of a simulated run, with methods for the requests of clients. A reply takes no simulated time.
 
     Args:
         config: Options of the buffer, from `buffer_options`.
@@ -141,9 +141,10 @@ class SimulatedBuffer:
         self._is_awake = False
 
     def join(self, client: bytes, on_revoked: OnRevoked, on_hand_on: OnHandOn | None = None) -> None:
-        """Register a client. The buffer calls ``on_revoked`` for lost leases, and ``on_hand_on`` to hand over groups.
+        """Register the client with the name ``client``. A client holds leases (rights to generate a prompt group).
 
-        Both functions get the group ids and attempts of leases.
+        The buffer calls ``on_revoked(group_id, attempt)`` after it has taken a lease back. It calls ``on_hand_on`` with
+        (group id, attempt number) pairs of groups that the client shall stop, so that another client continues them.
         """
         self._on_revoked[client] = on_revoked
         if on_hand_on is not None:
@@ -158,10 +159,10 @@ class SimulatedBuffer:
         on_reply: OnReply | None = None,
         on_refusal: OnRefusal | None = None,
     ) -> int:
-        """Send an operation to the service and return the id of the request.
+        """Send an operation in the name of ``client`` to the buffer's service; return the id of the request.
 
-        ``on_reply`` gets the reply, and ``on_refusal`` gets an error. Without ``on_refusal``, the simulation raises the
-        error.
+        ``num_bytes`` is the size of the request's payload. ``on_reply`` is called with the reply, or ``on_refusal``
+        with the error. Without ``on_refusal``, the simulation raises the error.
         """
         self._last_id += 1
         if on_reply is not None or on_refusal is not None:
@@ -172,12 +173,12 @@ class SimulatedBuffer:
         return self._last_id
 
     def cancel_lease(self, client: bytes, request_id: int) -> None:
-        """Cancel a request for leases."""
+        """Cancel a request for leases that has no reply yet. ``request_id`` is the value that `request` returned."""
         self._on_reply.pop(request_id, None)
         self.request(client, Cancel(request_id))
 
     def lose(self, group_id: int, attempt: int) -> None:
-        """Remove the trajectories of a stored group. The buffer requeues its prompt."""
+        """Remove the trajectories of a stored group. The buffer then puts the group's prompt back into the queue."""
         self.service.lose_from_store(0, [group_id], stored=[(group_id, attempt)])
         self._wake()
 
@@ -222,6 +223,9 @@ class SimulatedBuffer:
 
 
 def buffer_options(**options: Any) -> BufferConfig:
-    """Return a buffer configuration with deadlines that do not expire."""
+    """Return a buffer configuration in which leases, heartbeats and requests never time out.
+
+    ``options`` are values of other fields of `BufferConfig`.
+    """
     never = dict.fromkeys(("lease_s", "heartbeat_s", "request_timeout_s"), _NEVER_S)
     return BufferConfig(**never, max_prompt_bytes=1 << 62, max_message_bytes=1 << 62, **options)

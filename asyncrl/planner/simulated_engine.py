@@ -48,7 +48,7 @@ class SimulatedGroup:
 
     @property
     def num_saved(self) -> int:
-        """Number of tokens from earlier attempts."""
+        """Number of the group's tokens that earlier attempts generated and saved."""
         return sum(self.lengths) - sum(self.to_write)
 
 
@@ -106,12 +106,12 @@ class SimulatedEngine:
         self._pending_load: tuple[int, float, Callable[[], None]] | None = None
 
     def paused_s(self) -> float:
-        """Return the seconds of pauses to load weights until now."""
+        """Return how many simulated seconds the engine has paused until now to load weights."""
         self._advance()
         return self.loading_s
 
     def add(self, groups: list[SimulatedGroup]) -> None:
-        """Take groups and start their samples when the engine has free capacity."""
+        """Queue the samples of ``groups``. Each sample starts as soon as the engine has room for it."""
         for group in groups:
             if self._whole_groups:
                 longest = max(group.to_write)
@@ -125,7 +125,7 @@ class SimulatedEngine:
         self._set_timer()
 
     def revoke(self, group: SimulatedGroup) -> int:
-        """Remove the samples of a group; return the number of tokens that this attempt decoded."""
+        """Stop and remove all samples of a group; return how many tokens of the group this engine has decoded."""
         self._advance()
         group.is_revoked = True
         num_tokens = group.written
@@ -148,10 +148,10 @@ class SimulatedEngine:
         return num_tokens
 
     def cut(self, group: SimulatedGroup, on_cut: Callable[[list[int]], None]) -> None:
-        """Stop a group so that another engine can continue it.
+        """Stop a group so that another engine can continue the group.
 
-        The engine calls ``on_cut`` with the number of missing tokens of each unfinished sample. It does so after the
-        next decoding step, or at the end of a batch.
+        After the next decoding step, or at the end of a batch, the engine calls ``on_cut`` with a list: for each
+        unfinished sample, the number of missing tokens.
         """
         self._advance()
         group.on_cut, group.cut_at = on_cut, self._env.now
@@ -168,7 +168,10 @@ class SimulatedEngine:
         call_after(self._env, step_s, lambda: on_cut(left))
 
     def load(self, version: int, load_s: float, on_loaded: Callable[[], None]) -> None:
-        """Pause for ``load_s``, then serve ``version``. An engine that takes batches loads between two batches."""
+        """Pause for ``load_s`` seconds, then generate with the policy version ``version`` and call ``on_loaded``.
+
+        An engine that takes batches pauses between two batches.
+        """
         self._advance()
         if self._model.takes_batches and self._running:
             self._pending_load = version, load_s, on_loaded
@@ -339,7 +342,7 @@ class SharedCore:
         return len(self._jobs)
 
     def run(self, work_s: float, then: Callable[[], None]) -> None:
-        """Run a job of ``work_s`` seconds, then call ``then``."""
+        """Start a job of ``work_s`` seconds of work. Call ``then`` at the end of the job."""
         self._advance()
         self._number += 1
         heappush(self._jobs, (self._done_s + work_s, self._number, then))
@@ -375,7 +378,10 @@ class SimulatedHost:
         self._last = self.ranks
 
     def other(self, work_s: float, *, num_slices: int = 1) -> None:
-        """Run work of another process in slices. Each slice runs on the core with fewer jobs."""
+        """Run ``work_s`` seconds of work of another process, such as the buffer, in ``num_slices`` equal slices.
+
+        The slices run one after another, each on the core that has fewer jobs when the slice starts.
+        """
         if not work_s or not num_slices:
             return
         turns = (self.ranks, self.engines) if self._last is self.engines else (self.engines, self.ranks)

@@ -64,19 +64,20 @@ class SimulatedRun:
 
 
 def simulate(scenario: Scenario, *, seed: int = 0) -> SimulatedRun:
-    """Run a scenario to its last step.
+    """Simulate a scenario to its last step; return the figures of the run. ``seed`` is the seed of all random numbers.
 
     Raises:
-        ReplayBufferError: the buffer refuses a request, as in a real run. Example: a batch does not fit into the
-            buffer.
+        ReplayBufferError: the scenario cannot run, because the buffer would refuse a request of a real run too. For
+            example, a batch does not fit into the buffer.
     """
     return Simulation(scenario, seed=seed).run()
 
 
 def variation(recorded: Sequence[float], rng: np.random.Generator) -> Callable[[float], float]:
-    """Return a function that multiplies each expected time by the next recorded ratio of measured to expected time.
+    """Return a function that takes an expected time and returns it multiplied by the next ratio of ``recorded``.
 
-    It starts at a random ratio and then follows the recorded order.
+    The first ratio is chosen at random; the others follow in recorded order, again and again. Without ratios, the
+    returned function returns its argument.
     """
     first = int(rng.integers(len(recorded))) + 1 if recorded else 0
     ratios = cycle([*recorded[first:], *recorded[:first]] or [1.0])
@@ -111,14 +112,14 @@ class SimulatedWorker:
         self.idle: defaultdict[str, float] = defaultdict(float)
 
     def start(self) -> None:
-        """Request leases and weights."""
+        """Register with the buffer. Then request leases (rights to generate prompt groups) and the next weights."""
         self._buffer.join(self._client, self._on_revoked, self._on_hand_on if self._scenario.hands_on else None)
         self._report_loaded(0, 0.0)
         self._follow_weights()
         self._ask()
 
     def account(self) -> None:
-        """Add the idle time since the last call to ``idle``, by cause, in seconds × idle group slots."""
+        """Add the idle time since the previous call to ``idle``, by cause, in seconds × idle group slots."""
         now = self._env.now
         passed, self._seen_at = now - self._seen_at, now
         if not passed:
@@ -333,13 +334,13 @@ class SimulatedLearner:
         self.steps: list[tuple[float, float, int, list[int]]] = []
 
     def start(self) -> simpy.Process:
-        """Start the loops. The returned process ends when the last step ends."""
+        """Start the loops that plan batches and train on them. The returned process ends when the last step ends."""
         self.feed()
         self._env.process(self._plan())
         return self._env.process(self._train())
 
     def feed(self) -> None:
-        """Fill the queue of prompts."""
+        """Send prompts to the buffer until its queue has enough for the next batches and for all engines."""
         wanted = _QUEUED_STEPS * self._scenario.groups_per_step + self._simulation.capacity
         missing = wanted - self._buffer.ledger.groups.num_queued
         if missing > 0:
@@ -348,7 +349,7 @@ class SimulatedLearner:
             self._buffer.request(_CONTROLLER, commands.Enqueue(tuple(range(first, first + missing)), (0,) * missing))
 
     def account(self) -> None:
-        """Add the time that the ranks waited since the last call, by cause."""
+        """Add the seconds that the ranks waited for a batch since the previous call to ``idle``, by cause."""
         now = self._env.now
         if self._is_waiting:
             self.idle[self._cause] += now - self._seen_at
@@ -483,7 +484,7 @@ class Simulation:
         self.workers = [SimulatedWorker(self, index) for index in range(scenario.num_engines)]
 
     def run(self) -> SimulatedRun:
-        """Run the simulation to the last step."""
+        """Run the simulation to the last step; return the figures of the run."""
         with self._loop.running():
             trained = self.learner.start()
             for worker in self.workers:
@@ -494,7 +495,11 @@ class Simulation:
             return self._outcome()
 
     def stored(self, group: SimulatedGroup) -> None:
-        """Record a stored group. If the queue is then above its limit, drop the oldest group."""
+        """Note that the buffer has stored ``group``.
+
+        If the scenario limits the finished groups that wait for a batch (``queue_groups``), drop the oldest ones above
+        the limit.
+        """
 
         def bound_queue() -> None:
             while len(self._queue) > self.scenario.queue_groups:
@@ -504,13 +509,13 @@ class Simulation:
         self._most_bytes = max(self._most_bytes, sum(self.buffer.ledger.groups.space.stored_bytes))
         if self.scenario.queue_groups:
             self._queue[group.group_id] = group.attempt
-            call_after(self.env, 0.0, bound_queue)  # later, because a batch that is planned now may take groups
+            call_after(self.env, 0.0, bound_queue)  # drop later, because a batch may take groups at this moment
         if self.scenario.equal_rewards and self.buffer.ledger.groups.num_queued < self.capacity:
             self.learner.feed()
         self.learner.account()
 
     def planned(self, group_ids: set[int]) -> None:
-        """Remove the groups of a planned batch from the queue."""
+        """Note that the groups of a batch no longer wait. ``group_ids`` are the groups that the batch took."""
         for group_id in group_ids & self._queue.keys():
             del self._queue[group_id]
 

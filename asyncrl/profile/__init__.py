@@ -1,4 +1,4 @@
-"""Reads the record of a run and explains its idle time."""
+"""Reads what the processes of a run recorded, and explains why learner ranks and engines were idle."""
 
 from __future__ import annotations
 

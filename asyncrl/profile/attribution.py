@@ -98,7 +98,7 @@ class Stretch:
 
     @property
     def total(self) -> int:
-        """Nanoseconds times places."""
+        """Length of the stretch in nanoseconds, times its number of places."""
         return self.places * (self.end - self.start)
 
 
@@ -117,7 +117,7 @@ class PoolTime:
 
     @property
     def idle_total(self) -> int:
-        """The idle time of all causes."""
+        """Sum of the idle time of all causes, in nanoseconds times places."""
         return sum(self.idle.values())
 
     @property
@@ -126,7 +126,10 @@ class PoolTime:
         return self.busy / self.capacity if self.capacity else 0.0
 
     def alone(self, pool: str, duration: int) -> float:
-        """Return the part of ``duration`` without idle time that depends on the other pool (see `OWN_CAUSES`)."""
+        """Return how much of ``duration`` the pool ``pool`` would need alone, in the unit of ``duration``.
+
+        Idle time that depends on the other pool does not count (see `OWN_CAUSES`).
+        """
         own = self.busy + sum(self.idle.get(cause, 0) for cause in OWN_CAUSES[pool])
         return duration * own / self.capacity if self.capacity else 0.0
 
@@ -145,18 +148,21 @@ class Attribution:
 
     @classmethod
     def of(cls, trace: Trace, window: tuple[int, int] | None = None) -> Self:
-        """Attribute the time of a trace in ``window``; the default window is the finished steps."""
+        """Compute the state of every rank and engine in ``window``, a pair (start, end) in nanoseconds.
+
+        The default window is the time of the finished steps.
+        """
         window = trace.window if window is None else window
         fleet = _merged(_fleet_stretches(trace, window))
         learner = _merged(_learner_stretches(trace, window, fleet))
         return cls(window=window, stretches={Pool.learner.value: learner, Pool.fleet.value: fleet})
 
     def total(self, pool: str) -> PoolTime:
-        """Return a pool's time in the whole window."""
+        """Return the busy and idle time of a pool (``learner`` or ``fleet``) in the whole window."""
         return _pool_time(self.stretches[pool])
 
     def per_step(self, pool: str, steps: Sequence[StepWindow]) -> list[PoolTime]:
-        """Return a pool's time in each of ``steps``, which must be consecutive."""
+        """Return the busy and idle time of a pool in each of ``steps``, which must be consecutive."""
         starts = [step.start for step in steps]
         parts: list[list[Stretch]] = [[] for _ in steps]
         for stretch in self.stretches[pool]:
@@ -170,7 +176,7 @@ class Attribution:
         return [_pool_time(part) for part in parts]
 
     def num_lanes(self, pool: str) -> int:
-        """Return the number of engines or ranks that had a place in the window."""
+        """Return the number of engines or ranks of a pool that existed in the window."""
         return len({stretch.lane for stretch in self.stretches[pool]})
 
 
@@ -183,7 +189,7 @@ class Series:
 
     @classmethod
     def covering(cls, intervals: Iterable[tuple[int, int]]) -> Self:
-        """Return the number of intervals that cover each time."""
+        """Return a series of how many of the ``intervals``, pairs (start, end), contain each time."""
         deltas: Counter[int] = Counter()
         for start, end in intervals:
             deltas[start] += 1
@@ -191,21 +197,22 @@ class Series:
         return cls(_summed(deltas))
 
     def flag(self) -> Series:
-        """Return a series that is 1 where this series is not 0."""
+        """Return a series that is 0 while this series is 0, and 1 otherwise."""
         flags = [(time, int(value != 0)) for time, value in self.changes]
         kept = [change for before, change in pairwise([(0, 0), *flags]) if before[1] != change[1]]
         return Series(kept)
 
     def at(self, time: int) -> int:
-        """Return the value at a time."""
+        """Return the value of the series at a time; 0 before the first change."""
         index = bisect_right(self.changes, time, key=lambda change: change[0])
         return self.changes[index - 1][1] if index else 0
 
 
 def swept(window: tuple[int, int], series: Mapping[str, Series]) -> Iterator[tuple[int, int, dict[str, int]]]:
-    """Split the window at each change of a series. Yield start, end and the values by name of each interval.
+    """Split ``window``, a pair (start, end), at each time at which one of the series changes.
 
-    Every interval has the same mapping, which the generator updates in place.
+    Yield start and end of each interval, and a dict from the name of each series to its value in the interval. All
+    intervals have the same dict, which the generator changes in place.
     """
     start, end = window
 
@@ -466,33 +473,36 @@ class Figures:
         return self.duration * _S / self.num_steps if self.num_steps else 0.0
 
     def alone_s(self, pool: str) -> float:
-        """Return the seconds per step that a pool needs alone (`PoolTime.alone`)."""
+        """Return the seconds per step that a pool would need if it never waited for the other pool."""
         return self.pools[pool].alone(pool, self.duration) * _S / self.num_steps if self.num_steps else 0.0
 
     @property
     def ideal_step_s(self) -> float:
-        """Seconds per step of the slower pool alone. A run with perfect overlap needs this time."""
+        """Seconds per step that the slower pool needs alone. A run with perfect overlap would be this fast."""
         return max(self.alone_s(pool) for pool in POOLS)
 
     @property
     def efficiency(self) -> float:
-        """Ideal divided by measured seconds per step; 1 is perfect overlap."""
+        """Ideal seconds per step ÷ measured seconds per step; 1 is perfect overlap."""
         return self.ideal_step_s / self.step_s if self.duration else 0.0
 
     @property
     def utilisation(self) -> float:
-        """Mean of `PoolTime.utilisation` over both pools, weighted by the number of ranks or engines."""
+        """Mean share of busy time over all ranks and engines, 0 to 1.
+
+        This is the mean of both pools' shares (`PoolTime.utilisation`), weighted by the number of ranks or engines.
+        """
         num_lanes = sum(self.num_lanes.values())
         weighted = sum(self.pools[pool].utilisation * self.num_lanes[pool] for pool in POOLS)
         return weighted / num_lanes if num_lanes else 0.0
 
     def idle_s(self, pool: str) -> dict[str, float]:
-        """Return the pool's mean idle seconds per place, by cause, largest first."""
+        """Return a dict from cause to idle seconds, as a mean over the places of a pool, largest first."""
         time = self.pools[pool]
         return {c: self.duration * _S * total / time.capacity for c, total in time.idle.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures as plain values. The ``_ns`` values are nanoseconds times places."""
+        """Return the figures as nested dicts for JSON. Values under ``_ns`` names are nanoseconds times places."""
         pools = {
             pool: {
                 "lanes": self.num_lanes[pool],
@@ -510,7 +520,7 @@ class Figures:
         return {**head, **figures, "lag": asdict(self.lag), **pools}
 
     def flat(self) -> dict[str, float]:
-        """Return the figures of a step under dotted names. Example: ``learner.idle_s.fetch``."""
+        """Return the figures as a dict from dotted name to number. Example of a name: ``learner.idle_s.fetch``."""
         found = {"step_s": self.step_s, "ideal_step_s": self.ideal_step_s, "utilisation": self.utilisation}
         found |= {f"lag.{name}": value for name, value in asdict(self.lag).items()}
         for pool in POOLS:
@@ -536,12 +546,12 @@ class OverlapReport:
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
-        """Compute the report of the record so far."""
+        """Compute the report from the record of a run, which may be in progress."""
         attribution = Attribution.of(trace)
         steps = [step for step in trace.steps if not step.is_open]
         lags: dict[int, list[tuple[int, int, int]]] = {step.version: [] for step in steps}
         for group in (use for life in trace.groups.values() for use in life.uses()):
-            # A group without this event was stored before a resume.
+            # A group without the event `stored` was stored before the run was resumed.
             if group.step in lags and group.last(GroupEvent.stored) is not None:
                 lags[group.step].append((group.lag, group.lag_before_queue, group.lag_in_queue))
         num_lanes = {pool: attribution.num_lanes(pool) for pool in POOLS}
@@ -573,12 +583,12 @@ class OverlapReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of ``overlap.json``."""
+        """Return the content of ``overlap.json`` as a dict: figures of the run and of each step."""
         steps = [{"step": version, **figures.to_dict()} for version, figures in self.steps]
         return {"run": self.run.to_dict(), "steps": steps, "recorded": dict(self.recorded)}
 
     def summary(self) -> dict[str, Any]:
-        """Return the section of ``summary.json``. Idle seconds are means per place over the whole run."""
+        """Return the figures of the run as a dict for ``summary.json``. Idle seconds are means over the places."""
         run = self.run
         return {
             "step_s": run.step_s,
@@ -601,7 +611,7 @@ class LiveUse:
         self._capacity: dict[str, int] = {}
 
     def read(self) -> RunUse | None:
-        """Return the use up to the last finished step; None if none is finished.
+        """Return the busy and idle time of both pools up to the last finished step; None if no step is finished.
 
         Raises the errors of `TraceReader.read`.
         """

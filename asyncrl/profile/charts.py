@@ -1,4 +1,6 @@
-"""Computes the data of each chart of the report from a trace, as plain lists for JSON. ``page/charts.js`` draws them.
+"""Computes the data of each chart of the report from a trace (the record of a run), as dicts and lists for JSON.
+
+``page/charts.js`` draws the charts.
 
 Times are seconds since training began. Versions and lags are learner steps.
 """
@@ -35,7 +37,10 @@ _FIGURES = 4
 
 
 def timeline(trace: Trace, attribution: Attribution) -> Chart:
-    """Return pool use, publishes, buffer counts and lag over time, in at most `MAX_BINS` columns of equal width."""
+    """Return the chart of the states of both pools, weight updates, buffer counts and mean lag over time.
+
+    The chart has at most `MAX_BINS` columns of equal width.
+    """
     start, end = attribution.window
     count = max(1, min(MAX_BINS, (end - start) // _LEAST_WIDTH_NS))
     edges = np.linspace(start, end, count + 1)
@@ -58,10 +63,10 @@ def _pool_use(attribution: Attribution, pool: Pool, edges: np.ndarray) -> Chart:
 
 
 def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
-    """Return one bar per finished step, or per several consecutive steps.
+    """Return the chart of the learner's time: one bar per step of ``windows``, or per several consecutive steps.
 
-    A bar has the busy seconds per rank, and the idle seconds by cause. ``fleet_s`` is the seconds that an always busy
-    fleet would need for the step's work.
+    A bar has the busy seconds per rank, and the idle seconds per rank by cause. ``fleet_s`` is the number of seconds
+    that engines without idle time would need for the work of the step.
     """
     width = math.ceil(len(windows) / MAX_BARS) or 1
     bars = [slice(first, first + width) for first in range(0, len(windows), width)]
@@ -88,10 +93,10 @@ def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
 
 
 def fill(trace: Trace) -> Chart:
-    """Return the stored share of a batch over time, for at most `MAX_CURVES` evenly spaced steps.
+    """Return the chart of how batches fill up: one curve per step, for at most `MAX_CURVES` evenly spaced steps.
 
-    Each curve has ``points`` [seconds, stored share]. The seconds are ≤ 0; the batch is complete at 0. ``tail`` is the
-    index of the point at the start of the last 5%.
+    Each curve has ``points``, pairs [seconds, share of the batch that the buffer has stored]. The batch is complete at
+    0 seconds; earlier times are negative. ``tail`` is the index of the point at which the last 5% begin.
     """
     stored: dict[int, list[int]] = defaultdict(list)
     for life in trained_groups(trace):
@@ -113,7 +118,11 @@ def _fill_curve(step: int, moments: Sequence[int]) -> Chart:
 
 
 def lag(trace: Trace, *, bound: int) -> Chart:
-    """Return trained groups by lag, split into the lag before the group was stored and the lag in the queue."""
+    """Return the chart of the number of trained groups by lag (learner steps from the oldest token to the training).
+
+    Each number is split by when the lag arose: before the buffer stored the group, or while the group waited for a
+    batch. ``bound`` is the largest allowed lag.
+    """
     lives = trained_groups(trace)
     parts = {name: [0.0] * (1 + max([bound, *(life.lag for life in lives)])) for name in ("none", "before", "in_queue")}
     for life in lives:
@@ -128,13 +137,16 @@ def lag(trace: Trace, *, bound: int) -> Chart:
 
 
 def trained_groups(trace: Trace) -> list[GroupLife]:
-    """Return the trained groups, once per use, except groups that were stored before a resume."""
+    """Return the trained groups: one entry for each step that trained on a group.
+
+    Groups that the buffer stored before the run was resumed are left out, because the record has no event for that.
+    """
     uses = (use for life in trace.groups.values() for use in life.uses())
     return [use for use in uses if use.last(GroupEvent.stored) is not None]
 
 
 def lengths(trace: Trace) -> Chart:
-    """Return the histogram of response lengths of the generated, trained and dropped samples."""
+    """Return the chart of response lengths in tokens: histograms of the generated, trained and dropped samples."""
     found: dict[str, list[int]] = {"generated": [], "trained": [], "dropped": []}
     for life in trace.groups.values():
         for stamp in life.stamps:
@@ -154,10 +166,11 @@ def lengths(trace: Trace) -> Chart:
 
 
 def publishes(trace: Trace) -> Chart:
-    """Return the stages of weight updates, and the total time per version.
+    """Return the chart of weight updates: the stages of an update, and for each version the total and the pause.
 
-    A stage has its median start and end, counted from the start of the copy. A stage on several ranks or engines lasts
-    from the first start to the last end.
+    A stage has a start and an end, counted from the start of the learner's copy of the weights, as medians over all
+    versions. A stage on several ranks or engines lasts from the first start to the last end. The total ends once all
+    engines serve the version; the pause is the longest pause of an engine.
     """
     began = {span.version: span.start for span in reversed(trace.spans_of(SpanKind.publish_copy))}
     stages: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
@@ -197,7 +210,7 @@ def _version_of(trace: Trace, span: Span) -> int:
     """Return the version of a stage. If it has none, return the version that the engine serves next."""
     if span.version != NONE:
         return span.version
-    if span.kind == SpanKind.re_prefill:  # it loads no version, so use the version of the pause before it
+    if span.kind == SpanKind.re_prefill:  # a re-prefill loads no version: use the version of the pause before it
         pauses = [pause for pause in trace.spans_of(SpanKind.pause, span.lane) if pause.start <= span.start]
         return _version_of(trace, pauses[-1]) if pauses else NONE
     later = (level.value for level in trace.levels_of(LevelName.version, span.lane) if level.time >= span.start)
@@ -228,7 +241,7 @@ def _state(trace: Trace, lane: str) -> str:
 
 
 def members(trace: Trace) -> Chart:
-    """Return the engines of the fleet at the end of the trace, one row of text per engine."""
+    """Return a table of the engines at the end of the record: column names, and one row of texts per engine."""
     finished = Counter(stamp.lane for stamp in trace.stamps if stamp.event == GroupEvent.last_token)
     hosts = {process.name: process.host for process in trace.processes}
     rows = []
@@ -253,7 +266,10 @@ def members(trace: Trace) -> Chart:
 
 
 def frontier(predictions: Mapping[str, Any], here: tuple[float, float]) -> Chart:
-    """Return predicted seconds per step over mean lag; ``here`` is the run's measured (mean lag, seconds per step)."""
+    """Return the chart of predicted seconds per step over mean lag.
+
+    ``predictions`` is the content of ``plan.json``. ``here`` is the measured point: (mean lag, seconds per step).
+    """
     return {"curves": predictions["curves"], "here": {"lag": _rounded(here[0]), "step_s": _rounded(here[1])}}
 
 

@@ -27,7 +27,9 @@ _SHOWN_STEPS = 8
 
 
 def explain(run_dir: Path) -> OverlapReport:
-    """Compute the overlap report of a run. Write ``overlap.json``, ``trace.json`` and ``report.html``, each atomically.
+    """Compute and return the overlap report of a run: why learner ranks and engines were idle.
+
+    Also write ``overlap.json``, ``trace.json`` and ``report.html`` into the run's folder, each atomically.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -44,7 +46,7 @@ def explain(run_dir: Path) -> OverlapReport:
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run ``asyncrl profile`` with the given command-line arguments; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="asyncrl profile",
         description="Show why the learner and the fleet were idle. The run may still be in progress.",
@@ -66,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def history_of(trace: Trace, group_id: int) -> list[str]:
-    """Return one line per recorded event of a group, in order of time, in seconds since the first record.
+    """Return one line of text per recorded event of a prompt group, in order of time.
+
+    A line begins with the seconds since the first record of the run.
 
     Raises:
         ValueError: the record has no event of the group.
@@ -86,7 +90,7 @@ def history_of(trace: Trace, group_id: int) -> list[str]:
 
 
 def show(report: OverlapReport, console: Console) -> None:
-    """Print the figures of the run and of its last steps."""
+    """Print tables of busy and idle time of the run and of its last steps to ``console``."""
     run = report.run
     if not run.num_steps:
         console.print("no learner step is finished yet")

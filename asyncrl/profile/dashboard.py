@@ -63,7 +63,7 @@ class Dashboard:
         self._failure = "nothing is recorded yet"
 
     def app(self) -> web.Application:
-        """Return the web application. While it runs, it watches the folder."""
+        """Return the aiohttp application. While the application runs, it watches the run's folder for new files."""
         app = web.Application(middlewares=[self._guard])
         app.add_routes(
             [
@@ -76,7 +76,7 @@ class Dashboard:
         return app
 
     async def refresh(self) -> None:
-        """Update the report and notify every open page."""
+        """Build the report from the run's folder again, and notify every open page."""
         try:
             self._document = await asyncio.to_thread(self._report.to_json)
             self._failure = ""
@@ -155,7 +155,7 @@ class Dashboard:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is a loopback name or address."""
+    """Return whether ``host`` is ``localhost`` or a loopback IP address, such as 127.0.0.1."""
     if host == "localhost":
         return True
     try:
@@ -165,7 +165,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_dashboard(address: str, token: str) -> None:
-    """Check the address and the token of a dashboard.
+    """Check that a dashboard can be served on ``address`` (HOST:PORT) with the secret ``token``.
 
     Raises:
         ValueError: the address is malformed, it is not loopback and the token is empty, or ``watchfiles`` is not
@@ -185,9 +185,9 @@ def check_dashboard(address: str, token: str) -> None:
 
 
 async def serve(run_dir: Path, address: str, *, token: str, with_parent: bool) -> None:
-    """Write the URL to stdout, then serve until cancelled.
+    """Serve the dashboard of a run on ``address`` (HOST:PORT). Write the URL to stdout, then run until cancelled.
 
-    With ``with_parent``, serve until the parent process ends or closes stdin.
+    With ``with_parent``, return at the end of stdin, which a parent process closes when it ends.
     """
     host, port = split_address(address, "dashboard_address")
     dashboard = Dashboard(run_dir, token=token, only_loopback=is_loopback(host))
@@ -209,7 +209,7 @@ async def serve(run_dir: Path, address: str, *, token: str, with_parent: bool) -
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run ``asyncrl dashboard`` with the given command-line arguments; return the exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl dashboard", description="Serve the live report of a run.")
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Computes the view of an episode in the report: a row per turn and tool, and the periods of waiting.
+"""Computes the view of an agent's episode in the report: a row per message and tool call, and the periods of waiting.
 
 Times are seconds since the episode began.
 """
@@ -22,7 +22,7 @@ _DIGITS = 3
 
 
 def episode_view(sample: Mapping[str, Any], episode: Mapping[str, Any]) -> Values:
-    """Return the view of one episode for the document.
+    """Return what the report shows of one episode of an agent.
 
     Args:
         sample: The row of the episode in ``samples/``.
@@ -32,8 +32,8 @@ def episode_view(sample: Mapping[str, Any], episode: Mapping[str, Any]) -> Value
         A mapping with these keys:
 
         - ``title``, ``failure`` and ``duration_s``;
-        - ``rows``: the rows of `_rows`;
-        - ``num_left_out``: number of rows beyond `MAX_ROWS`;
+        - ``rows``: one dict per turn (a message of the dialogue) and per tool call, at most `MAX_ROWS`;
+        - ``num_left_out``: number of rows that are left out;
         - ``waits``: consecutive periods [reason, start, end] from the start of the episode to its end;
         - ``waits_s``: seconds by reason.
     """

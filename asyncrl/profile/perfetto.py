@@ -21,11 +21,12 @@ _ENGINE_COUNTERS = (
 
 
 def trace_events(trace: Trace, *, torch_traces: Iterable[str] = ()) -> dict[str, Any]:
-    """Convert a trace to one JSON document.
+    """Convert the record of a run to a dict in the Chrome trace event format, for ``trace.json``.
 
     Args:
         trace: The record of the run.
-        torch_traces: File names of the traces that `profile.torch_steps` wrote. Update spans name these files.
+        torch_traces: File names of the torch profiler's traces (option ``profile.torch_steps``). The spans of the
+            learner's updates name these files.
     """
     events = _Events(trace, frozenset(torch_traces))
     return {
@@ -72,7 +73,7 @@ class _Events:
                 yield {**place, "ph": "X", "name": span.kind, **times, "args": args}
 
     def groups(self) -> Iterator[dict[str, Any]]:
-        """Yield an arrow per use of a trained group, from its lease to the step that consumed it."""
+        """Yield the events of one arrow for each step that trained on a group, from the group's lease to the step."""
         updates = {span.step: span for span in reversed(self._trace.spans_of("update"))}
         for group in (use for life in self._trace.groups.values() for use in life.uses()):
             update = updates.get(group.step)

@@ -1,4 +1,4 @@
-"""Builds the report of a run as one document with figures, charts, engines and samples, and as ``report.html``."""
+"""Builds the report of a run: a dict with figures, charts, engines and samples, and the page ``report.html``."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class RunReport:
         self._samples = SampleFiles(run_dir)
 
     def to_json(self) -> bytes:
-        """Return the document as JSON. Raises the errors of `document`."""
+        """Return the report as JSON. Raises the errors of `document`."""
         return json.dumps(self.document(), allow_nan=False, separators=(",", ":")).encode()
 
     def document(self, trace: Trace | None = None, overlap: OverlapReport | None = None) -> dict[str, Any]:
-        """Build the document that the page draws (docs/watching.md).
+        """Return the report as a dict for JSON: everything that the page draws (docs/watching.md).
 
-        If a file cannot be read, the document holds the reason. The record and the configuration must be readable.
+        If a file of samples, metrics, plans or advice cannot be read, the dict has the reason instead of the content.
 
         Args:
             trace: The record to show; None to read the record of the run so far.
@@ -121,7 +121,11 @@ def _earlier_lives(run_dir: Path) -> Iterator[str]:
 
 
 def write_report(run_dir: Path, trace: Trace | None = None, overlap: OverlapReport | None = None) -> Path:
-    """Write ``report.html`` atomically and return its path. Arguments and errors are those of `RunReport.document`."""
+    """Write the report of a run to ``report.html`` in the run's folder, atomically; return the path of the file.
+
+    ``trace`` is the record to show, and ``overlap`` its figures; None to read or compute them. Raises the errors of
+    `RunReport.document`.
+    """
     path = run_dir / REPORT
     partial = path.with_suffix(".html.partial")
     partial.write_text(
@@ -231,7 +235,10 @@ class SampleFiles:
         self._episodes: tuple[Path | None, list[dict[str, Any]]] = (None, [])
 
     def newest(self, count: int) -> list[dict[str, Any]]:
-        """Return at most ``count`` samples from the newest files of each kind."""
+        """Return at most ``count`` samples from the newest files of each kind, as dicts for JSON.
+
+        The kinds are the files in ``samples/`` by prefix, such as ``train``, and the files in ``tokens/``.
+        """
         kinds: dict[str, list[Path]] = defaultdict(list)
         for path in sorted(self._run_dir.glob("samples/*-v*.parquet"), reverse=True):
             kinds[path.name.partition("-")[0]].append(path)
@@ -251,9 +258,9 @@ class SampleFiles:
         return [sample for path in kept for sample in self._read[path][:share]]
 
     def episodes(self, count: int) -> list[dict[str, Any]]:
-        """Return the views of at most ``count`` episodes of the newest training file.
+        """Return at most ``count`` episodes of the newest training file, as `episode_view` shows each of them.
 
-        If the file has more episodes, half of the views have the lowest rewards, and half the highest.
+        If the file has more episodes, half of the returned ones have the lowest rewards, and half the highest.
         """
         newest = max(self._run_dir.glob("samples/train-v*.parquet"), default=None)
         if newest is None:
@@ -344,7 +351,10 @@ class Advice:
 
 
 def advice_file(run_dir: Path) -> Path:
-    """Return the path of the file with the newest advice. The key ``advice`` holds the fields of `Advice`, or null."""
+    """Return the path of ``advice.json``, the file with the newest advice on a run.
+
+    The key ``advice`` of the file has the fields of `Advice`, or null.
+    """
     return run_dir / "advice.json"
 
 
@@ -352,7 +362,7 @@ def read_advice(run_dir: Path) -> Advice | None:
     """Return the newest advice on a run; None if there is no advice or the planner has not searched yet.
 
     Raises:
-        ValueError: the file is damaged. The message names it.
+        ValueError: ``advice.json`` is damaged. The message names the file.
     """
     path = advice_file(run_dir)
     document = read_json(path, "advice")

@@ -1,7 +1,7 @@
-"""Reads the records of a run's processes as spans, levels and group stamps on one clock.
+"""Reads what the processes of a run recorded: spans (activities), levels (counts) and stamps (events of groups).
 
-It also reads growing files, and files of killed processes. All times are integer nanoseconds of the buffer server's
-monotonic clock. The reader adds the measured clock offset of other hosts.
+The files may still grow, or may come from killed processes. All times are integer nanoseconds of one clock, the
+monotonic clock of the buffer server. For processes on other hosts, the reader adds the measured clock offset.
 """
 
 from __future__ import annotations
@@ -117,18 +117,22 @@ class GroupLife:
     stamps: tuple[Stamp, ...]
 
     def last(self, event: str) -> Stamp | None:
-        """Return the last stamp of an event. Earlier stamps belong to abandoned attempts or earlier uses."""
+        """Return the last stamp of the event with the name ``event``; None if the group has none.
+
+        Earlier stamps of the same event belong to abandoned attempts, or to earlier steps that trained on the group.
+        """
         return next((stamp for stamp in reversed(self.stamps) if stamp.event == event), None)
 
     def time(self, event: str) -> int | None:
-        """Return the time of the last stamp of an event; None if there is none."""
+        """Return the time of the last stamp of ``event``, in nanoseconds; None if the group has no such stamp."""
         stamp = self.last(event)
         return None if stamp is None else stamp.time
 
     def uses(self) -> list[GroupLife]:
-        """Return a `GroupLife` per step that trained on the last stored trajectories, with the stamps up to that step.
+        """Return one `GroupLife` for each learner step that trained on the group, with the stamps up to that step.
 
-        If the learner repeated a step after a return to a checkpoint, the step counts once.
+        Only the trajectories that were stored last count. A step that the learner repeated after a return to a
+        checkpoint counts once.
         """
         found: list[GroupLife] = []
         for number, stamp in enumerate(self.stamps, start=1):
@@ -141,24 +145,27 @@ class GroupLife:
 
     @property
     def lag(self) -> int:
-        """Learner steps from the group's oldest token to the step that consumed the group; -1 if no step did."""
+        """Number of learner steps from the group's oldest token to the step that trained on the group.
+
+        It is -1 if no step trained on the group.
+        """
         return NONE if self.step == NONE else self.lag_before_queue + self.lag_in_queue
 
     @property
     def lag_before_queue(self) -> int:
-        """The lag when the group was stored; -1 if the group was not stored."""
+        """Learner steps from the group's oldest token until the buffer stored the group; -1 if it did not."""
         stored = self.last(GroupEvent.stored)
         return NONE if stored is None else stored.details["learner"] - stored.version
 
     @property
     def lag_in_queue(self) -> int:
-        """The lag that the group gained after it was stored; -1 if no step consumed the group."""
+        """Learner steps from the storage of the group to the step that trained on the group; -1 if no step did."""
         stored = self.last(GroupEvent.stored)
         return NONE if stored is None or self.step == NONE else self.step - stored.details["learner"]
 
     @property
     def step(self) -> int:
-        """The last learner step that trained on the group; -1 if no step did."""
+        """Number of the last learner step that trained on the group; -1 if no step did."""
         trained = self.last(GroupEvent.trained)
         return NONE if trained is None else trained.version
 
@@ -177,7 +184,7 @@ class StepWindow:
 
     @property
     def duration(self) -> int:
-        """Length in nanoseconds."""
+        """Length of the step in nanoseconds."""
         return self.end - self.start
 
 
@@ -203,19 +210,19 @@ class Trace:
 
     @staticmethod
     def load(run_folder: Path | str) -> Trace:
-        """Read the record of a run once, also while the run is in progress. Raises the errors of `TraceReader.read`."""
+        """Read the record in the folder of a run, which may be in progress. Raises the errors of `TraceReader.read`."""
         return TraceReader(run_folder).read()
 
     @property
     def num_dropped(self) -> int:
-        """Number of records that all processes dropped."""
+        """Number of records that the processes of the run dropped because their queues were full."""
         return sum(process.num_dropped for process in self.processes)
 
     @cached_property
     def steps(self) -> tuple[StepWindow, ...]:
-        """The learner steps, without gaps between them. The last step may be open.
+        """The learner steps in order of time, each from the end of the previous one. The last step may be unfinished.
 
-        If the learner returned to a checkpoint, the version of the interrupted step appears twice.
+        If the learner returned to a checkpoint, the number of the interrupted step appears twice.
         """
         step_spans = self.spans_of(SpanKind.step, CONTROLLER_LANE)
         taken = [span for span in step_spans if not span.is_open or span is step_spans[-1]]
@@ -228,20 +235,26 @@ class Trace:
 
     @property
     def window(self) -> tuple[int, int]:
-        """The time from the start of the first step to the end of the last finished step, or an empty interval."""
+        """Start of the first step and end of the last finished step, in nanoseconds.
+
+        If no step is finished, both values are the start of the record.
+        """
         done = [step for step in self.steps if not step.is_open]
         return (done[0].start, done[-1].end) if done else (self.start, self.start)
 
     @cached_property
     def groups(self) -> Mapping[int, GroupLife]:
-        """Every leased prompt group by id."""
+        """The recorded events of every prompt group, by group id."""
         stamps: dict[int, list[Stamp]] = defaultdict(list)
         for stamp in self.stamps:
             stamps[stamp.group].append(stamp)
         return {group: GroupLife(group=group, stamps=tuple(own)) for group, own in stamps.items()}
 
     def lanes(self, pool: str) -> tuple[str, ...]:
-        """Return the lanes of engines or ranks in order, without sublanes such as ``learner-0/publish``."""
+        """Return the names of the engines or ranks of a pool in order. Example: ``learner-0``.
+
+        Names of activities within one, such as ``learner-0/publish``, are left out.
+        """
 
         def by_number(lane: str) -> tuple[str, int, str]:
             """Sort ``engine-10`` after ``engine-9``."""
@@ -253,19 +266,31 @@ class Trace:
         return tuple(sorted(found, key=by_number))
 
     def processes_of(self, lane: str) -> tuple[Process, ...]:
-        """Return the processes that recorded a lane, sorted by start. There are several if a process was replaced."""
+        """Return the processes that recorded ``lane`` (the name of a rank, engine or other component), by start.
+
+        There are several if a process was replaced.
+        """
         return tuple(process for process in self.processes if process.name in self._names_by_lane.get(lane, ()))
 
     def spans_of(self, kind: str, lane: str | None = None) -> tuple[Span, ...]:
-        """Return the spans of a kind, of one lane or of all lanes, sorted by start."""
+        """Return the activities of one kind, sorted by start.
+
+        ``lane`` is the name of a rank, engine or other component; None selects the activities of all.
+        """
         return self._spans_by_kind.get((kind, lane), ())
 
     def levels_of(self, name: str, lane: str) -> tuple[Level, ...]:
-        """Return the changes of a count, sorted by time."""
+        """Return the recorded values of a count, such as ``running``, sorted by time.
+
+        ``lane`` is the name of a rank, engine or other component.
+        """
         return self._levels_by_name.get((name, lane), ())
 
     def level_at(self, name: str, lane: str, time: int) -> int:
-        """Return the value of a count at a time; 0 before its first record."""
+        """Return the value of the count ``name`` of ``lane`` at a time in nanoseconds; 0 before the first record.
+
+        ``lane`` is the name of a rank, engine or other component.
+        """
         changes = self.levels_of(name, lane)
         index = bisect_right(changes, time, key=lambda change: change.time)
         return changes[index - 1].value if index else 0
@@ -305,7 +330,7 @@ class TraceReader:
         self._files: dict[Path, _ProcessFile] = {}
 
     def read(self) -> Trace:
-        """Return the trace so far.
+        """Read what was recorded since the previous call, and return the whole record so far.
 
         Raises:
             FileNotFoundError: the run recorded nothing.
@@ -337,9 +362,9 @@ class TraceReader:
         )
 
     def forget(self, before: int) -> None:
-        """Drop the records before a time. This keeps repeated reads of a long run cheap.
+        """Drop what was recorded before a time in nanoseconds, except spans that ended later.
 
-        The next trace still has the value of each level at ``before``.
+        This keeps later calls of `read` cheap. The next trace still has the value of each count at the time ``before``.
         """
         for file in self._files.values():
             file.forget(before)
@@ -414,7 +439,7 @@ class _ProcessFile:
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        """Sort key to choose the reference clock: the clock of the process with the smallest key."""
+        """Sort key of the process. The clock of the process with the smallest key is the reference clock."""
         is_other = self.header["process"] != BUFFER_LANE
         return _REFERENCE_ORDER.index(self.header["pool"]), is_other, self.header["started_ns"]
 
@@ -479,8 +504,8 @@ class _ProcessFile:
 class ClockOffsets:
     """The offset from one clock to another, interpolated between measurements (time, offset, error).
 
-    The times are those of the first clock. Measurements with more than `_WORST_OF_BEST` times the smallest error are
-    ignored. Without measurements, the offset is 0.
+    All three values are in nanoseconds; the time is a time of the first clock. Measurements with more than
+    `_WORST_OF_BEST` times the smallest error are ignored. Without measurements, the offset is 0.
     """
 
     def __init__(self, measured: Iterable[tuple[int, int, int]] = ()) -> None:
@@ -489,7 +514,7 @@ class ClockOffsets:
         self._measured = [row for row in rows if row[2] <= _WORST_OF_BEST * best]
 
     def at(self, time: int) -> tuple[int, int]:
-        """Return offset and error in nanoseconds at a time of the first clock."""
+        """Return the offset at a time of the first clock, and the largest error of the offset, in nanoseconds."""
         measured = self._measured
         if not measured:
             return 0, 0
@@ -501,5 +526,5 @@ class ClockOffsets:
         return before + (after - before) * (time - left) // max(1, right - left), max(left_error, right_error)
 
     def shown(self, time: int) -> int:
-        """Convert a time of the first clock to the second clock."""
+        """Convert a time of the first clock, in nanoseconds, to a time of the second clock."""
         return time + self.at(time)[0] if self._measured else time

@@ -38,9 +38,10 @@ TOOLS = [
 
 
 def calculate(expression: str) -> str:
-    """Return the value of an expression of numbers, ``+ - * /`` and parentheses.
+    """Return the value of an expression of numbers, ``+ - * /`` and parentheses, as text.
 
-    Raises `ValueError` for any other text.
+    Raises `ValueError` for an expression with other elements or with a number of at least 1e12, and `SyntaxError` for
+    text that is no expression.
     """
 
     def value(node: ast.AST) -> float:
@@ -60,7 +61,7 @@ class Calculator:
     """One question per episode. The reward is 1 if the last message is the ground truth."""
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Let the policy calculate and answer."""
+        """Play one episode: the policy may call the tool, then answers. Return the reward and the number of calls."""
         messages = await use_tools(policy, prompt.messages, tools=TOOLS, call=self._call)
         answer = messages[-1].text.strip()
         num_calls = sum(message["role"] == "tool" for message in messages)

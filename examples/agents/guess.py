@@ -19,13 +19,16 @@ class GuessTheNumber:
         self.max_guesses = max_guesses
 
     def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Choose a number."""
+        """Begin a new game with a random number; return the first message for the policy, and an empty info."""
         self.number = random.Random(seed).randint(1, self.highest)
         self.guesses = 0
         return f"Guess my number from 1 to {self.highest}. You have {self.max_guesses} guesses.", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer a guess. Returns observation, reward, terminated, truncated and info."""
+        """Take a guess, the policy's text; return Gymnasium's five values.
+
+        These are the answer to the guess, the reward (1 for the right number), terminated, truncated and an empty info.
+        """
         self.guesses += 1
         is_last = self.guesses == self.max_guesses
         numbers = re.findall(r"\d+", action)

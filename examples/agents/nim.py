@@ -1,7 +1,7 @@
 """Nim: two roles of one policy play against each other. The player who takes the last stone wins.
 
-The players take turns, and take 1 to 3 stones each time. Each role has its own conversation, which is a separate root
-of the episode. The turns of the winner have the reward 1, and the turns of the loser have the reward -1. Use an
+The players move alternately, and take 1 to 3 stones each time. Each role has its own conversation in the episode. The
+turns (sampled messages) of the winner have the reward 1, and the turns of the loser have the reward -1. Use an
 advantage that reads the rewards of turns. Run it with
 ``rollout_fleet.environment.name=examples/agents/nim.py:Nim``.
 """
@@ -27,7 +27,10 @@ class Nim:
         self.stones = stones
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Play one game. The group's id decides the number of stones."""
+        """Play one game; return a reward for each turn of both players.
+
+        The number of stones depends on the id of the prompt's group, so all episodes of a group have the same number.
+        """
         left = self.stones + prompt.group_id % 4
         conversations: list[list[Any]] = [
             [{"role": "user", "content": RULES.format(role=role, stones=left)}] for role in ("first", "second")

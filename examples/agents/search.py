@@ -34,7 +34,10 @@ class Texts:
         self.texts = {path.name: path.read_text() for path in sorted(Path(folder).glob("*.txt"))}
 
     async def call(self, call: Any) -> dict[str, Any]:
-        """Answer one call of a tool."""
+        """Run the tool that ``call``, a tool call of the ``openai`` client, names; return the ``tool`` message.
+
+        If the call is malformed, the message describes the error.
+        """
         try:
             arguments = json.loads(call.function.arguments)
             content = self.search(arguments) if call.function.name == "search" else self.texts[arguments["file"]]
@@ -43,7 +46,10 @@ class Texts:
         return {"role": "tool", "tool_call_id": call.id, "content": content}
 
     def search(self, arguments: dict[str, str]) -> str:
-        """Return the first three lines with any of the words, from each file that contains all words."""
+        """Return lines of the files that contain all words of ``arguments["words"]``, as text.
+
+        Each of these files gives the first three lines with any of the words, after the name of the file.
+        """
         words = arguments["words"].lower().split()
         found = []
         for name, text in self.texts.items():
@@ -56,7 +62,10 @@ class Texts:
 async def main(
     prompt: Any, base_url: str, api_key: str, *, folder: str, max_chars: int = 8000, max_rounds: int = 16
 ) -> dict[str, Any]:
-    """Answer a question from the texts. The reward is 1 if the answer contains the ground truth."""
+    """Play one episode: let the policy at ``base_url`` search the texts of ``folder`` and answer the prompt's question.
+
+    Return the reward, the answer and metrics. The reward is 1 if the answer contains the ground truth, else 0.
+    """
     texts, question = await asyncio.to_thread(Texts, folder), [dict(message) for message in prompt.messages]
     messages, num_compactions, answer = list(question), 0, ""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
@@ -70,7 +79,7 @@ async def main(
             messages += await asyncio.gather(*map(texts.call, message.tool_calls))
             if sum(len(str(entry.get("content"))) for entry in messages) > max_chars:
                 request = [*messages, {"role": "user", "content": SUMMARIZE}]
-                summary = await client.chat.completions.create(  # the same tools render the same history
+                summary = await client.chat.completions.create(  # the same tools give the same rendered text
                     model="policy", messages=request, tools=TOOLS, tool_choice="none"
                 )
                 found = {"role": "user", "content": f"You found out before: {summary.choices[0].message.content}"}

@@ -12,11 +12,11 @@ __all__ = ["render"]
 
 
 def render(document: Mapping[str, Any] | None, *, title: str) -> str:
-    """Render the whole page as HTML.
+    """Return the page with the report of a run, as one HTML text.
 
     Args:
-        document: The document of `asyncrl.profile.report.RunReport.document`. With None, the page fetches
-            ``document.json`` when it opens and after each server-sent event.
+        document: The content of the report, from `asyncrl.profile.report.RunReport.document`. With None, the page
+            fetches ``document.json`` when it opens and after each server-sent event.
         title: Title of the window.
     """
     folder = files(__name__)
