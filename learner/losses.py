@@ -65,7 +65,7 @@ class LossInputs(TokenInputs):
 
     @property
     def proximal_logprobs(self) -> Tensor:
-        """Log-probs before the step, [M], without gradient.
+        """Log-probs of the tokens under the policy before the learner step, [M], without gradient.
 
         Raises `ValueError` in a step of several updates if no option requests these log-probs.
         """
@@ -114,7 +114,7 @@ _BY_TOKEN: set[PolicyLoss] = set()
 
 
 def by_token(loss: PolicyLoss) -> PolicyLoss:
-    """Mark a loss that computes a token's loss from that token alone.
+    """Mark a loss that computes a token's loss from that token alone, and return it. Use this as a decorator.
 
     For other losses, all branches of a trajectory must fit into one micro-batch.
     """
@@ -123,7 +123,10 @@ def by_token(loss: PolicyLoss) -> PolicyLoss:
 
 
 def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
-    """Return the log-probs of the policy that ``algorithm.anchor`` names, [M]."""
+    """Return the tokens' log-probs under the policy that ``algorithm.anchor`` names, [M].
+
+    The policy is the one that sampled the token, or the one before the step.
+    """
     return inputs.columns["behavior_logprobs"] if config.anchor is Anchor.behavior else inputs.proximal_logprobs
 
 
@@ -213,7 +216,7 @@ def token_weights(
     num_trajectories: int,
     sequence_norm_tokens: int = 0,
 ) -> Tensor:
-    """Return the share of each token in the loss of the whole batch.
+    """Return the factor of each token's loss in the sum that gives the loss of the whole batch.
 
     Args:
         inputs: The tokens of a micro-batch.
@@ -237,10 +240,10 @@ def token_weights(
 
 
 def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:
-    """Compute the factors of the token losses by ``algorithm.weight``, before masking.
+    """Return the factor that ``algorithm.weight`` gives the loss of each token, before masking.
 
     Args:
-        log_weights: [M] float32, proximal minus behavior log-prob.
+        log_weights: [M] float32, proximal minus behavior log-prob. Below, w is the exponential of it.
         inputs: The trajectory of each token.
         config: ``weight`` selects the factor. ``weight_cap`` > 0 is its largest value.
 
@@ -264,13 +267,13 @@ def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: Algorit
 
 
 def kept_tokens(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:
-    """Find the tokens of a micro-batch that pass all rules of ``algorithm.masks``.
+    """Return which tokens of a micro-batch pass all rules of ``algorithm.masks``.
 
-    A token that fails a rule has policy loss 0. Its KL penalty and entropy bonus remain. The shares of the other tokens
-    do not change, as in IcePop. Deviation: verl divides by the number of kept tokens.
+    A token that fails a rule has policy loss 0. Its KL penalty and entropy bonus remain. The factors of the other
+    tokens (`token_weights`) do not change, which follows IcePop. Deviation: verl divides by the number of kept tokens.
 
     Args:
-        log_weights: [M] float32, proximal minus behavior log-prob.
+        log_weights: [M] float32, proximal minus behavior log-prob. Below, w is the exponential of it.
         inputs: The trajectory of each token.
         config: ``masks`` with their bounds.
 
@@ -311,25 +314,29 @@ def _trajectory_sums(values: Tensor, inputs: TokenInputs) -> Tensor:
 
 
 def trajectory_means(values: Tensor, inputs: TokenInputs) -> Tensor:
-    """Return the means of [M] values over each trajectory, [number of trajectories]; 0 without tokens."""
+    """Return [number of trajectories] values: the mean of ``values`` over the tokens of each trajectory.
+
+    ``values`` are [M], one per token. The mean is 0 for a trajectory without tokens.
+    """
     return _trajectory_sums(values, inputs) / inputs.trajectory_lengths.clamp(min=1)
 
 
 def effective_sample_size(mean_weight: float, mean_square: float) -> float:
-    """Return the effective sample size as a share of the batch, (E w)² ÷ E w² (Kong, 1992), in (0, 1].
+    """Return the effective sample size as a share of the batch, (E w)² ÷ E w² (Kong, 1992), in [0, 1].
 
-    Example: weights 2, 0, 0, 0 give 0.25.
+    ``mean_weight`` is E w, and ``mean_square`` is E w². The result is 0 if all weights are 0. Example: weights 2, 0, 0,
+    0 give 0.25.
     """
     return mean_weight**2 / mean_square if mean_square > 0 else 0.0
 
 
 def bounded_exp(log_weights: Tensor) -> Tensor:
-    """Compute exp of the argument clamped to ± `MAX_LOG_WEIGHT`. Clamped entries have no gradient."""
+    """Return exp of each entry, clamped to ± `MAX_LOG_WEIGHT` before. Clamped entries have no gradient."""
     return log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
 
 
 def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """Estimate the divergence at each token, differentiable in the policy's log-probs.
+    """Estimate the policy's KL divergence from the reference at each token, with a gradient for the policy.
 
     The estimators follow http://joschu.net/blog/kl-approx.html. If the policy sampled the tokens, the expected gradient
     of ``k2`` is the gradient of the divergence. This does not hold for the others.
@@ -357,7 +364,10 @@ def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Compute exp(d) - 1 - d >= 0, with d clamped to ±20. A series avoids cancellation for small d."""
+    """Compute exp(d) - 1 - d >= 0 for each entry d of ``log_ratio``, with d clamped to ±20.
+
+    A series avoids cancellation for small d.
+    """
     bounded = log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     series = bounded.square() / 2 * (1 + bounded / 3 * (1 + bounded / 4 * (1 + bounded / 5)))
     return torch.where(bounded.abs() < _SERIES_UP_TO, series, bounded.expm1() - bounded)
@@ -388,7 +398,7 @@ class Objective:
 
 
 def policy_objective(config: AlgorithmConfig) -> Objective:
-    """Return the objective for the loss that ``config`` names, with correction, KL penalty and entropy bonus.
+    """Return the policy's training objective: the loss that ``config`` names, correction, KL penalty, entropy bonus.
 
     Raises `ValueError` for an unknown name.
     """
@@ -431,12 +441,13 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 
 
 def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
-    """Return the metrics of the distance between policy and behavior policy, [M] each.
+    """Return metrics, [M] each, of how far the policy is from the behavior policy, which sampled the tokens.
 
-    - ``ratio``: policy ÷ behavior, and its square.
+    - ``ratio``: policy ÷ behavior. ``ratio_squared`` is its square.
     - ``behavior_kl``: KL(behavior ‖ policy) in nats by the k3 estimator, >= 0.
-    - ``engine_gap``: distance between the engine's and the learner's log-probs under the same weights, at tokens of lag
-      0. It is missing without proximal log-probs.
+    - ``engine_gap``: distance between the engine's and the learner's log-probs under the same weights. It is 0 at
+      tokens that an older version sampled (lag > 0), and missing without proximal log-probs or the column ``is_fresh``.
+    - ``fresh_tokens``: 1 at tokens of lag 0, else 0; missing if ``engine_gap`` is.
     """
     behavior = inputs.columns["behavior_logprobs"]
     log_ratio = inputs.log_probs.detach() - behavior
@@ -448,10 +459,10 @@ def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
 
 
 def summarized(metrics: dict[str, float]) -> dict[str, float]:
-    """Convert the batch means of weights and squared weights to effective sample sizes.
+    """Return a step's mean metrics with effective sample sizes in place of the mean squared weights.
 
     ``effective_sample_size`` is for policy ÷ behavior, ``importance_sample_size`` for the weights of a correction. Both
-    are in (0, 1]. ``engine_gap`` becomes the mean over tokens of lag 0.
+    are in [0, 1]. ``engine_gap`` becomes the mean over tokens of lag 0.
     """
     sizes = {
         size: effective_sample_size(metrics[name], metrics[name + _SQUARE])

@@ -44,7 +44,7 @@ class MovableTensors:
         self.offloaded = False
 
     def device_bytes(self) -> int:
-        """Return the bytes of the tensors on the device."""
+        """Return the bytes that the tensors take on the device; 0 while they are offloaded."""
         return sum(storage.nbytes() for storage in self._storages())
 
     def offload(self) -> None:
@@ -162,22 +162,32 @@ class OffloadPolicy:
         return self._model.device_bytes() + self._optimizer.device_bytes()
 
     def updating(self) -> AbstractContextManager[None]:
-        """Load model and optimizer for the context. Afterwards offload them according to their options."""
+        """Return a context in which model and optimizer state are on the device, for an optimizer update.
+
+        On exit, the model moves to the host if ``param_offload`` is set, and the optimizer state if
+        ``optimizer_offload`` is.
+        """
         return self._on_device(optimizer=True, then_leave=(self._param_offload, self._optimizer_offload))
 
     def reading(self) -> AbstractContextManager[None]:
-        """Load the model for the context. Afterwards offload it if ``param_offload`` is set."""
+        """Return a context in which the model is on the device.
+
+        On exit, the model moves to the host if ``param_offload`` is set.
+        """
         return self._on_device(optimizer=False, then_leave=(self._param_offload, False))
 
     def persisting(self, *, optimizer: bool = True) -> AbstractContextManager[None]:
-        """Load the model, and with ``optimizer`` the optimizer state, for the context.
+        """Return a context in which the model, and with ``optimizer`` also the optimizer state, is on the device.
 
-        Afterwards offload again what was offloaded before.
+        On exit, everything that was on the host before moves there again.
         """
         return self._on_device(optimizer=optimizer, then_leave=(self.model_offloaded, self.optimizer_offloaded))
 
     def enter_rollout(self) -> None:
-        """Switch to rollout. The weights must already be published."""
+        """Free device memory for engines that generate on the same device. The weights must already be published.
+
+        With ``offload_at_transition_only``, model and optimizer state move to the host.
+        """
         before = self.device_bytes()
         if self._at_transition:
             self._leave(model=True, optimizer=True)
@@ -186,7 +196,7 @@ class OffloadPolicy:
         self._note("rollout", before)
 
     def enter_training(self) -> None:
-        """Switch to training. Load the tensors that `enter_rollout` offloaded."""
+        """Load the tensors that `enter_rollout` has moved to the host. Wait up to 30 s for device memory."""
         before = self.device_bytes()
         if self._at_transition:
             _when_freed(self._model.load)

@@ -131,9 +131,11 @@ class SelfTest:
         return SequenceImages.of(self._group, tokens, rows, positions)
 
     def run(self) -> SelfTestResult:
-        """Find out how the learner must run the model. The model does not change.
+        """Find out whether sequences may share micro-batches and prompts, and return the result.
 
-        Raises `ValueError` if no way is correct. The message names the layer that differs, and a remedy.
+        The parameters do not change. Recurrent layers keep the setting that is correct,
+        `RecurrentLayers.takes_boundaries`. Raises `ValueError` if no way is correct. The message names the layer that
+        differs, and a remedy.
         """
         start, training = time.perf_counter(), self._head.training
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []

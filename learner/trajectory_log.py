@@ -71,7 +71,7 @@ class TrajectoryLog:
         *,
         rank: int,
     ) -> Path:
-        """Write the samples of one step and data-parallel rank atomically, and return the file.
+        """Write the samples of one step and data-parallel rank to a file, atomically, and return its path.
 
         Args:
             batch: The rank's batch. Its rewards are written, because a reward model may have replaced those of the
@@ -97,9 +97,10 @@ class TrajectoryLog:
 def trained_groups(
     batch: RankBatch, groups: Mapping[int, TrajectoryGroup], sequences: Sequence[TokenSequence]
 ) -> list[dict[str, Any]]:
-    """Return which tokens a rank has trained on in a step, one entry per prompt group, for the step's receipt.
+    """Return which tokens a rank has trained on in a step, as one dict per prompt group, for the step's receipt.
 
-    An entry has the ``group`` id, its ``attempt``, and these fields:
+    The dict has the ``group`` id, the ``attempt`` (number of the attempt to generate the group, from 0), and these
+    fields:
 
     - ``versions``: number of trained tokens by policy version.
     - ``digest``: the sum of `token_digest` over the trained turns.

@@ -24,30 +24,30 @@ _group: ProcessGroup | None = None
 
 
 def set_ulysses_sequence_parallel_group(group: ProcessGroup | None) -> None:
-    """Set the default group of this module's functions. None switches sequence parallelism off."""
+    """Set the process group that this module's functions use by default. None switches sequence parallelism off."""
     global _group
     _group = group
 
 
 def get_ulysses_sequence_parallel_group() -> ProcessGroup | None:
-    """Return the default group, or None."""
+    """Return the process group that this module's functions use by default, or None."""
     return _group
 
 
 def get_ulysses_sequence_parallel_world_size(group: ProcessGroup | None = None) -> int:
-    """Return the number of ranks that share a sequence; 1 without a group."""
+    """Return the number of ranks in ``group``, or in the default group; 1 without a group."""
     group = group or _group
     return dist.get_world_size(group) if group is not None else 1
 
 
 def get_ulysses_sequence_parallel_rank(group: ProcessGroup | None = None) -> int:
-    """Return the index of this rank in its sequence-parallel group; 0 without a group."""
+    """Return the index of this rank in ``group``, or in the default group; 0 without a group."""
     group = group or _group
     return dist.get_rank(group) if group is not None else 0
 
 
 def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int) -> None:
-    """Raise `ValueError` if ``num_heads`` is not a multiple of ``ulysses_sequence_size``."""
+    """Check that ``ulysses_sequence_size`` divides ``num_heads``. Raises `ValueError` if it does not."""
     if ulysses_sequence_size < 1 or num_heads % ulysses_sequence_size:
         raise ValueError(
             f"learner.sp_size must divide the model's attention heads, got sp_size={ulysses_sequence_size} "
@@ -92,7 +92,7 @@ def gather_outputs_and_unpad(
     grad_scaler: bool = True,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Gather the tokens of all sp ranks, in rank order.
+    """Return the tokens of all sp ranks, in rank order.
 
     Args:
         x: This rank's tokens along ``gather_dim``. All ranks must have the same number.
@@ -112,7 +112,7 @@ def gather_outputs_and_unpad(
 
 
 def gather_sequence(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """Gather the tokens of all sp ranks, in rank order, for a layer that mixes tokens.
+    """Return the tokens of all sp ranks, in rank order, for a layer that mixes tokens.
 
     ``x`` holds this rank's tokens along ``dim``. All ranks must have the same number. The gradient of a token is the
     sum of the gradients from all ranks.
@@ -168,7 +168,7 @@ def ulysses_pad_and_slice_inputs(
 def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
     """Return this rank's contiguous slice of ``x`` along ``dim``. ``padding`` first adds zeros to a multiple of sp.
 
-    Raises `ValueError` without ``padding`` if the size is not a multiple of sp.
+    Raises `ValueError` if the size is not a multiple of sp and ``padding`` is False.
     """
     num_ranks = get_ulysses_sequence_parallel_world_size(group)
     if padding:
@@ -220,14 +220,14 @@ class UlyssesShardingManager:
             set_ulysses_sequence_parallel_group(self._before.pop())
 
     def preprocess_data(self, data: DataProto) -> DataProto:
-        """Gather the rows of all sp ranks in place, in rank order."""
+        """Gather the rows of all sp ranks into ``data``, in place and in rank order, and return ``data``."""
         if self._mesh is None or self._mesh.size() == 1:
             return data
         all_gather_data_proto(data, self._group)
         return data
 
     def postprocess_data(self, data: DataProto) -> DataProto:
-        """Return this rank's rows, the inverse of `preprocess_data`. sp must divide the number of rows."""
+        """Return this rank's part of the rows that `preprocess_data` gathered. sp must divide the number of rows."""
         if self._mesh is None or self._mesh.size() == 1:
             return data
         return data.chunk(chunks=self._mesh.size())[self._mesh.get_local_rank()]
