@@ -83,10 +83,11 @@ class TokenAdvantages:
 
 
 TokenEstimator: TypeAlias = Callable[[TokenRewards, AlgorithmConfig, SumOverRanks], TokenAdvantages]
-"""Maps token rewards to token advantages. It is a collective if it sums over ranks."""
+"""A function from one rank's token rewards to token advantages. All ranks call it together, because it may sum over
+ranks."""
 
 TurnEstimator: TypeAlias = Callable[[TurnRewards, AlgorithmConfig], TurnAdvantages]
-"""Maps the turns of a batch to their advantages."""
+"""A function from the turns of the whole batch to the turns' advantages."""
 
 AdvantageEstimator: TypeAlias = OutcomeEstimator | TokenEstimator | TurnEstimator
 
@@ -324,7 +325,7 @@ def standardized(values: Tensor, total: SumOverRanks) -> Tensor:
     count, sums = total(torch.tensor([len(values), float(values.sum())], dtype=torch.float64)).tolist()
     differences = values - sums / max(1.0, count)
     squares = float(total(differences.square().sum()[None]))
-    # Rounding errors of equal values must not become advantages.
+    # If all values are equal, their differences are rounding errors, which must not become advantages.
     mean_square = float(total(values.square().sum()[None])) / max(1.0, count)
     if count < 2 or squares / count <= 1e-24 * mean_square:
         return torch.zeros_like(values)
@@ -425,7 +426,7 @@ class BatchAdvantages:
             each = self._over_the_batch(outcomes.index_add(0, of_token, penalties, alpha=-1), keys)
             return _with_column(sequences, "advantages", each[of_token]), metrics
         of_turns = _rewards_of_turns(sequences)
-        # A trajectory's reward includes the rewards of its turns. Each of them is placed at its own turn.
+        # A trajectory's reward includes the rewards of its turns. Each turn's reward moves to the turn's last token.
         outcomes = outcomes.index_add(0, of_token, of_turns, alpha=-1)
         token_rewards = of_turns - penalties
         ends = lengths.cumsum(0) - 1
@@ -473,7 +474,7 @@ class BatchAdvantages:
     def _over_the_batch(self, outcomes: Tensor, keys: Tensor) -> Tensor:
         shares, own = self._gathered((outcomes, keys))
         all_outcomes, all_keys = (torch.cat(parts) for parts in zip(*shares, strict=True))
-        # Sort the trajectories, so that their order does not depend on the division among the ranks.
+        # Sort by group id and index, so that the order does not depend on the division among the ranks.
         order = torch.from_numpy(np.lexsort((all_keys[:, 1].numpy(), all_keys[:, 0].numpy())))
         everything = torch.empty(len(order), dtype=torch.float32)
         for number in range(len(self._by_number)):

@@ -49,7 +49,7 @@ FREE_PADDING_TOKENS = 128
 
 
 CAPPED_QUERIES = 512
-"""Number of queries per block of soft-capped scores; only one block is in memory."""
+"""Number of queries per block of attention with a soft cap. Only the scores of one block are in memory."""
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 128, 1024
 """Smallest and largest number of queries per call with a sliding window or sinks. Between these limits, the
@@ -267,7 +267,8 @@ def packed_attention(
         raise ValueError(f"packed attention takes sinks or a soft cap, got both in {type(module).__name__}")
     options = {"scaling": scaling, "dropout": dropout, "cap": cap, "sinks": extra.get("s_aux")}
     attend = partial(_attended, module, query, key, value, packed, sliding_window=sliding_window, **options)
-    # Attention with sinks is not kept: its blocks are several times larger than the keys and values.
+    # With sinks, the layer's recomputation also runs attention: keeping its blocks would need several times the
+    # memory of the keys and values.
     return attend() if _layer.attend is None or options["sinks"] is not None else _layer.attend(attend), None
 
 
@@ -294,11 +295,11 @@ def _attended(
         packed = packed.cut(chunk)
     is_plain = dropout == 0.0 and sinks is None and (cap is None or takes_soft_cap(packed.kernel))
     if packed.kernel is not AttentionKernel.sdpa and is_plain:
-        if packed.token_index is not None:  # copies shared tokens: [sum of lengths, H, D]
+        if packed.token_index is not None:  # one copy of a shared token per sequence: [sum of lengths, H, D]
             q, k, v = (x.index_select(0, packed.token_index) for x in (q, k, v))
         spans = {"starts": packed.cu_seqlens, "longest": packed.max_length}
         out = call_kernel(packed.kernel, q, k, v, **spans, scale=scaling, window=window, soft_cap=cap)
-        if packed.first_index is not None:  # the copies of a shared token are equal
+        if packed.first_index is not None:  # keep one of the copies of a shared token, which are equal
             out = out.index_select(0, packed.first_index)
     else:
         out = _bucketed(q, k, v, packed, scaling=scaling, dropout=dropout, window=window, sinks=sinks, cap=cap)

@@ -18,7 +18,7 @@ from .config import AlgorithmConfig
 from .types import GroupShare, RankBatch, TokenSequence
 
 BALANCED = 1.02
-"""Groups are split until the cost of the largest part ÷ the mean cost is at most this."""
+"""Prompt groups are split among ranks until the highest cost of a rank ÷ the mean cost is at most this."""
 
 QUADRATIC_TOKENS = 32_768
 """Length at which attention costs as much as the rest of the model: about 8 × a hidden size of 4,096."""
@@ -41,7 +41,8 @@ def karmarkar_karp(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
         A list of indices into ``sizes`` per part, the largest part first. Each list is ascending and may be empty.
         Example: sizes 8, 7, 6, 5, 4 in two parts give parts of 16 and 14.
     """
-    # A partition is a tuple: its negated spread for the heap, a tie-break, and its non-empty parts, largest first.
+    # A partition is a tuple: minus the difference between largest and smallest part (heapq pops the smallest entry), a
+    # tie-break, and the non-empty parts, largest first.
     heap = [(-size, index, [(size, [index])]) for index, size in enumerate(sizes)]
     if num_parts == 1 or not heap:
         return [list(range(len(sizes)))] + [[] for _ in range(num_parts - 1)]
@@ -158,7 +159,10 @@ _Item = tuple[int, tuple[int, ...]]
 def _balanced(
     items: Sequence[_Item], costs: Sequence[GroupCost], num_parts: int, *, whole_groups: bool
 ) -> list[list[_Item]]:
-    """Partition groups or parts of groups. Split only as many groups as needed, the most expensive first."""
+    """Partition groups or parts of groups so that the costs are balanced.
+
+    Only as many groups as needed are split into samples, the most expensive first.
+    """
     ordered = sorted(items, key=lambda item: costs[item[0]].of(item[1]), reverse=True)
     best: list[list[_Item]] = []
     lowest = float("inf")

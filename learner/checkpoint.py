@@ -1,7 +1,8 @@
 """Checkpoints of a learner group: model, optimizer, schedule position, policy version and random state.
 
-Each rank writes its shards (torch.distributed.checkpoint), so a checkpoint can be loaded with another dp × sp. A save
-writes to a temporary folder and renames it at the end, so a crash leaves the previous checkpoint intact.
+Each rank writes its shards (torch.distributed.checkpoint), so a checkpoint can be loaded with other data-parallel and
+sequence-parallel sizes. A save writes to a temporary folder and renames it at the end, so a crash leaves the previous
+checkpoint intact.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ class ShardedCheckpointer:
         try:
             written.result()
             if dist.get_rank() == 0:
-                # The background thread writes this folder, so that no rank waits for it.
+                # This thread runs in the background, so no rank waits while it writes configuration and tokenizer.
                 described = partial_path(final) / HUGGING_FACE
                 self._trainer.pretrained.config.save_pretrained(described)
                 copy_tokenizer(self._trainer.model_path, described)
@@ -261,7 +262,7 @@ def _in_one_line(rank: int, fault: BaseException) -> str:
 
 def _random_state() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    state: Any = np.random.get_state()  # a tuple, although numpy's annotation also allows a dict
+    state: Any = np.random.get_state()  # always a tuple here, although numpy's annotation also allows a dict
     kind, keys, *rest = state
     plain = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
     return {"python": random.getstate(), "numpy": plain, "torch": torch.get_rng_state(), "cuda": cuda}

@@ -2,7 +2,7 @@
 
 ``v00000012/`` is the checkpoint of policy version 12. A save writes ``.v00000012.partial`` and renames it at the end,
 so a folder with the final name is complete. ``critic/v00000012/`` is the critic's part of the same checkpoint. A
-checkpoint is whole when all its parts have their final names.
+checkpoint is whole if all its parts have final names.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class AttentionKernel(StrEnum):
 
 
 class GradientSync(StrEnum):
-    """The times at which the ranks sum gradients: once per update, or after each micro-batch."""
+    """When the ranks sum gradients: once per optimizer update, or after each micro-batch."""
 
     auto = "auto"
     update = "update"
@@ -68,7 +68,7 @@ def sums_each_micro_batch(sync: GradientSync, num_trained: int, card_bytes: int)
 
 
 class Resharding(StrEnum):
-    """The times at which FSDP frees gathered parameters: after each layer or each update."""
+    """When FSDP frees gathered parameters: after each layer, or after each optimizer update."""
 
     layer = "layer"
     update = "update"
@@ -166,7 +166,7 @@ RETIRED_OPTIONS = {
     "algorithm.correction_low": _BOUNDS,
     "algorithm.correction_high": _BOUNDS,
 }
-"""Options of earlier releases and their replacements."""
+"""Options of earlier releases, each with the message that names its replacement."""
 
 _DEFAULT_BANDS = {"token_band": (0.5, 5.0), "sequence_band": (0.5, 2.0), "geometric_band": (0.999, 1.001)}
 

@@ -1,6 +1,7 @@
 """The ranks of a learner group as a dp × sp mesh, and the sharding of a model over it with FSDP2.
 
-Neighboring ranks are in the same sequence-parallel group (dp-major order). A rank allocates and fills only its shards.
+dp × sp means data-parallel times sequence-parallel. Neighboring ranks are in the same sequence-parallel group. A rank
+allocates and fills only its own shards.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from transformers import PreTrainedModel
 from .config import RENDEZVOUS_FILE, Device, Dtype, GradientSync, LearnerConfig, Resharding, sums_each_micro_batch
 
 MIN_UNIT_NUMEL = 1_000_000
-"""A layer with fewer parameters joins FSDP's root unit. Separate collectives would take longer than their overlap
-saves."""
+"""A decoder layer with fewer parameters is sharded together with the root module. Collectives of its own would take
+longer than their overlap with computation saves."""
 
 
 def choose_device(device: Device) -> torch.device:
@@ -243,7 +244,7 @@ def _join_group(backend: str, timeout: timedelta) -> None:
 
 
 def _bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
-    """Set the time-out of each axis's group. Subgroups do not inherit it from the default group."""
+    """Set the time-out of each axis's process group, which does not inherit it from the default group."""
     for axis in range(mesh.ndim):
         _set_pg_timeout(timeout, mesh.get_group(axis))
     return mesh

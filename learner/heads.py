@@ -206,7 +206,7 @@ def at_places(
     mine, own = (on_device(index, hidden.device) for index in (here, local[here]))
     values = torch.stack(compute(hidden.index_select(0, own), mine), dim=-1)
     spread = values.new_zeros(len(hidden), values.shape[-1]).index_copy(0, own, values)
-    # All sp ranks compute the same loss, so each rank needs only its own share of the gradient.
+    # All sp ranks compute the same loss, so each rank needs only the gradient of its own tokens, not a sum over ranks.
     everyone = gather_outputs_and_unpad(spread, gather_dim=0, grad_scaler=False)
     return tuple(value.clone() for value in everyone.index_select(0, everywhere).unbind(-1))
 
@@ -303,7 +303,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         factor = _factor(weight)
         by_log_prob = (torch.zeros_like(normalizer) if grad_log_probs is None else grad_log_probs) / ctx.temperature
         by_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
-        # one product for several chunks, because each product reads and writes the gradient of the whole weight
+        # One product covers several chunks, because each product reads and writes the gradient of the whole weight.
         step = max(1, WEIGHT_CHUNK_TOKENS // ctx.chunk) * ctx.chunk if multiplies_halves(hidden) else ctx.chunk
         left = hidden.new_empty(min(step, len(hidden)), len(weight)) if to_weight and step > ctx.chunk else None
         for start in range(0, len(hidden), ctx.chunk):

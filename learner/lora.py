@@ -47,8 +47,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
 
     chosen = _target_layers(model, list(config.target_modules))
     peft = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen, lora_dropout=config.dropout)
-    # peft would use `model.config` to rename layers of a mixture of experts. A container without a configuration keeps
-    # the names.
+    # With a `config` attribute, peft would rename layers of a mixture of experts. This container does not have one.
     container = nn.ModuleDict({"model": model})
     inject_adapter_in_model(peft, container, adapter_name=_ADAPTER)
     cast("Any", model).peft_config = container.peft_config
@@ -77,7 +76,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     layers = [layer for _, layer in _layers(model)]
     if not layers:
         raise ValueError("the policy must have adapters to switch off, got none; set learner.lora.rank")
-    # peft's own switch changes `requires_grad`, and FSDP reads that only once.
+    # peft's own switch changes `requires_grad`, which FSDP reads only once. A scale of 0 has the same effect.
     scales = [layer.scaling[_ADAPTER] for layer in layers]
     for layer in layers:
         layer.scaling[_ADAPTER] = 0.0

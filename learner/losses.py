@@ -1,8 +1,8 @@
 """Policy losses, off-policy corrections, KL estimators, and the objectives of the roles.
 
-The loss of a batch is the sum of its token losses, weighted by `token_weights`. It does not depend on the division into
-micro-batches and ranks. The importance weight of a token is w = proximal ÷ behavior, without gradient. In shapes, M is
-the number of tokens in the loss of a micro-batch.
+The loss of a batch is the sum of its token losses, weighted by `token_weights`. This sum does not depend on the
+division into micro-batches and ranks. The importance weight of a token is w = proximal ÷ behavior, without gradient. In
+shapes, M is the number of tokens in the loss of a micro-batch.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class LossTerms:
 
 
 PolicyLoss: TypeAlias = Callable[[LossInputs, AlgorithmConfig], LossTerms]
-"""Maps inputs and options to the loss of each token."""
+"""A function from the inputs of a micro-batch and the options to the loss of each token."""
 
 LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
 
@@ -405,7 +405,8 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     policy_loss = LOSSES.get(config.loss)
 
     def loss(inputs: LossInputs) -> LossTerms:
-        # If only a step's first update can lack ``proximal_logprobs``, its own log-probs are the proximal ones.
+        # In a step's first update, the policy still is the policy before the step. Its own log-probs may thus replace
+        # ``proximal_logprobs``, if only first updates can lack them.
         inputs = replace(inputs, is_proximal=config.num_mini_batches == 1 or config.needs_proximal)
         terms = policy_loss(inputs, config)
         per_token, metrics = terms.per_token, {**terms.metrics, **behavior_metrics(inputs)}
@@ -529,7 +530,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 def _value_summary(metrics: dict[str, float]) -> dict[str, float]:
     variance = metrics["return_mean_squared"] - metrics["return_mean"] ** 2
     left = metrics["error_squared"] - metrics["error"] ** 2
-    # A variance below the rounding error counts as 0.
+    # If the returns vary less than the rounding error, their variance counts as 0.
     explained = 1.0 - left / variance if variance > 1e-12 * metrics["return_mean_squared"] else 0.0
     hidden = ("loss", "error", "error_squared", "return_mean_squared")
     kept = {name: value for name, value in metrics.items() if name not in hidden}

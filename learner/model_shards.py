@@ -1,4 +1,4 @@
-"""A rank's shards of a Hugging Face model, as `asyncrl.weights` publishes and saves them."""
+"""A rank's shards of a Hugging Face model, in the form that `asyncrl.weights` publishes and saves."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class PretrainedShards:
         if part is Part.adapters:
             write_adapter_config(folder, self._model)
         else:
-            config = copy.deepcopy(self._model.config)  # a copy, because a thread writes it during training
+            config = copy.deepcopy(self._model.config)  # a copy, because another thread writes the file during training
             config.dtype = self.dtype
             config.save_pretrained(folder)
             if self._model.generation_config is not None:

@@ -1,7 +1,7 @@
 """Offloads the learner's tensors to the host and loads them back.
 
-A colocated learner frees its device memory while engines generate on the same devices. Tensors move in place, storage
-by storage, so references to them stay valid.
+A learner that shares devices with engines frees its device memory while the engines generate. Tensors move in place,
+storage by storage, so references to the tensors stay valid.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class MovableTensors:
             runtime: Any = torch.cuda.cudart() if any(s.device.type == "cuda" for s in storages) else None
             if runtime is not None and len(self._slab):
                 runtime.cudaHostUnregister(self._slab.data_ptr())
-            self._slab = torch.empty(0, dtype=torch.uint8)  # free the old memory first
+            self._slab = torch.empty(0, dtype=torch.uint8)  # free the old memory before the new is allocated
             self._slab = torch.empty(total, dtype=torch.uint8)
             if runtime is not None:
-                # Not pin_memory=True, because torch's pinned allocator would round the size up to a power of two.
+                # This locks the memory. With pin_memory=True, torch would round the size up to a power of two.
                 torch.cuda.check_error(int(runtime.cudaHostRegister(self._slab.data_ptr(), total, 0)))
         return [self._slab[start : start + s.nbytes()] for start, s in zip(starts, storages, strict=True)]
 
@@ -220,7 +220,7 @@ class OffloadPolicy:
     def _leave(self, model: bool, optimizer: bool) -> None:
         for module in self._module.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a forward pass without a backward pass leaves the root unsharded
+                module.reshard()  # FSDP leaves the root module unsharded after a forward pass without a backward pass
         if model:
             self._model.offload()
         if optimizer:
@@ -228,7 +228,7 @@ class OffloadPolicy:
 
 
 def _when_freed(load: Callable[[], None]) -> None:
-    """Load tensors. If the device has no room, wait until the memory of a killed engine is free."""
+    """Call ``load``. If the device has no room, retry until the memory of a killed engine is free."""
     began_s = time.monotonic()
     while True:
         try:

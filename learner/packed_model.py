@@ -1,6 +1,6 @@
 """A sharded model that runs on packed sequences: the base of policy, reference, critic and reward model.
 
-All methods are collectives: all ranks call them together, each with its own sequences, possibly none.
+All ranks call the methods together, each rank with its own sequences, possibly none.
 """
 
 from __future__ import annotations

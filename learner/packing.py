@@ -18,7 +18,7 @@ from .batching import MAX_ATTENDED, PackItem, balanced_fit, first_fit
 from .types import SampleKey, TokenSequence
 
 REFUSED = 2**31 - 1
-"""Number of micro-batches that a rank requests if its sequences do not fit."""
+"""A rank requests this number of micro-batches if its sequences do not fit, so that all ranks raise an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ class Packer:
             ValueError: on all ranks, if a sequence exceeds the budget, or if the branches of a trajectory do not fit
                 together under ``keep_branches``.
         """
-        # Searching bytes for the last True is faster than numpy for rows of this length.
+        # ``rfind`` finds the last True of the mask. For sequences of usual lengths, it is faster than numpy.
         lengths = [len(s.input_ids) if self.whole else max(1, s.loss_mask.tobytes().rfind(1)) for s in sequences]
         prompts = _prompts(sequences) if self.share_prompts else {}
         try:

@@ -116,7 +116,7 @@ def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGr
 
 
 Prepare = Callable[[StepGroups], PreparedBatch]
-"""Prepares a role's batch from the fetched groups of its step."""
+"""A function that fetches the missing groups of a role's batch, and packs the batch."""
 _Key = tuple[int, str, tuple[tuple[int, tuple[int, ...], int], ...]]
 
 

@@ -46,7 +46,7 @@ _ADDS_TOKENS = frozenset({"cpmant"})
 not add them."""
 
 _RANDOM_WHILE_TRAINING = re.compile(r"drop|pdrop|jitter", re.IGNORECASE)
-"""Module attributes of transformers with dropout rates or noise levels."""
+"""Names of module attributes in transformers that hold dropout rates or noise levels."""
 
 
 def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:

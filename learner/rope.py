@@ -7,7 +7,7 @@ from typing import Any
 
 _BY_LONGEST = frozenset({"longrope", "su", "dynamic"})
 """Rope types that change the frequencies of all tokens when the largest position exceeds the original length.
-transformers takes the largest position of the call (``dynamic_rope_update``), and SGLang that of the batch. The
+transformers takes the largest position of the call (``dynamic_rope_update``), and SGLang the largest of the batch. The
 log-probs of a longer sequence therefore depend on the other sequences."""
 
 

@@ -1,6 +1,6 @@
 """Trains a role's model: AdamW, optimizer updates on token sequences, and learner steps.
 
-RL workers and supervised fine-tuning use the same `Trainer`. All its methods are collectives.
+RL workers and supervised fine-tuning use the same `Trainer`. All ranks call its methods together.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch._dynamo  # this import takes a second; the first optimizer step would wait for it
+import torch._dynamo  # takes a second; without this line, the first optimizer step would import it
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -215,7 +215,7 @@ class Trainer(PackedModel):
                     prepare_backward(self.head, self.config, is_last=number == len(batch.micro_batches))
                     with record.span(SpanKind.forward):
                         share, row = self._share_of_loss(micro_batch, objective, batch)
-                    with record.span(SpanKind.backward):  # FSDP averages gradients over ranks; we need the sum
+                    with record.span(SpanKind.backward):  # FSDP averages gradients over ranks; the update needs a sum
                         (share * self.mesh.num_ranks).backward()
                     rows.append(row)
         except BaseException:

@@ -1,7 +1,7 @@
 """A log of the consumed trajectories: one parquet file per learner step and rank, one row per branch.
 
-With ``record_trajectories``, a run logs all trajectories. With `TokenLogOptions`, it also logs a few sequences with the
-learner's log-probs next to the engine's.
+With ``record_trajectories``, a run logs all trajectories that it trains on. With `TokenLogOptions`, the run also logs a
+few sequences with the learner's log-probs next to the engine's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCHEMA = pa.schema(
 
 
 LEARNER_LOGPROBS = "learner_logprobs"
-"""Column of a sequence: the learner's log-probs before its update."""
+"""Name of a column: the learner's log-probs of the sequence's tokens before the update."""
 
 
 @dataclass(frozen=True, kw_only=True)

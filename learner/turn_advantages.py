@@ -1,8 +1,8 @@
 """Advantages of turns: one number per sampled turn, for trajectories that are trees of turns.
 
-A turn may have several next turns if the history was branched. The estimators then use their mean, because each is a
-sample of the continuation. The *index* of a turn is the number of sampled turns before it on its path. Turns of a
-prompt, a tool or an environment do not have an advantage.
+A turn may have several next turns if the history was branched. The estimators then average over the next turns, because
+each is a sample of the continuation. The *index* of a turn is the number of sampled turns before it on its path. Turns
+of a prompt, a tool or an environment do not have an advantage.
 
 The reward of a sampled turn includes the rewards of the unsampled turns up to the next sampled turn. The KL penalty of
 the turn's tokens is subtracted. The last turn of each path also gets the trajectory's outcome. In shapes, K is the
@@ -24,7 +24,8 @@ from .group_statistics import centered, group_deviations, group_sums, members
 from .types import SampleKey, TokenSequence
 
 TurnRows = tuple[Tensor, Tensor]
-"""Turns as rows: [K, 4] int64 (group, sample, turn, previous turn), and [K, 3] float64 (reward, value, tokens)."""
+"""Turns as rows of two tensors. [K, 4] int64: group id, index of the trajectory in the group, turn, previous turn.
+[K, 3] float64: reward, critic's value, number of tokens in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +131,7 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
     place, sizes = members(torch.stack([batch.trajectories, batch.index], dim=1))
     weights = 1.0 / sizes[place].double()
     group, sizes = members(torch.stack([batch.group_ids, batch.index], dim=1))
-    counts = group_sums(weights, group, len(sizes)).round()  # trajectories with a turn of this index
+    counts = group_sums(weights, group, len(sizes)).round()  # trajectories per group and turn index
     advantages = centered(returns, group, counts, weights=weights)
     if has_deviation:
         advantages = advantages / group_deviations(returns, advantages, group, counts, weights=weights)[group]
@@ -143,7 +144,7 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
 
 
 def _standardized(advantages: Tensor, batch: TurnRewards) -> Tensor:
-    """Standardize over the n trajectories with turns in the loss (standard deviation with n - 1).
+    """Standardize advantages over the n trajectories with turns in the loss (standard deviation with n - 1).
 
     The turns of a trajectory share the weight 1 equally. A turn outside the loss does not count, and its result is 0.
     """
@@ -198,7 +199,7 @@ def joined_turns(shares: Sequence[TurnRows]) -> tuple[TurnRewards, np.ndarray]:
     """
     ids, numbers = (torch.cat(parts) for parts in zip(*shares, strict=True))
     trajectories, _ = members(ids[:, :2])
-    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # the same order for any division into ranks
+    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # independent of the division into ranks
     ids, numbers, trajectories = ids[order], numbers[order], trajectories[order]
     span = int(ids[:, 2].max()) + 1 if len(ids) else 1
     places, before = trajectories * span + ids[:, 2], trajectories * span + ids[:, 3]

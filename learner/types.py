@@ -1,4 +1,4 @@
-"""The learner's input: the batch of each rank in a step, and the token sequences to train on."""
+"""The learner's input: which samples a rank trains on in a step, and the token sequences of these samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.core.images import IMAGE_ROWS, POSITIONS, GroupImages
 from asyncrl.core.trajectory import Branch, TrajectoryGroup
 
 SampleKey = tuple[int, int]
-"""A trajectory's group id and its index in the group."""
+"""The key of a trajectory: its prompt group's id, and its index in the group."""
 
 _UNNAMED = itertools.count()
 _num_images = itertools.count()
