@@ -194,7 +194,7 @@ def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 @ADVANTAGES.register("remax")
 def remax(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Subtract from each reward that of the greedy response to the prompt (ReMax, arXiv 2310.10505, equation 6).
+    """Subtract the greedy response's reward from each reward of a group (ReMax, arXiv 2310.10505, equation 6).
 
     Returns the advantages, [B] float32. The last trajectory of each group must be the greedy response. The greedy
     response gets the advantage 0, and the learner does not train on it. Example: rewards 1, 0 and greedy 1 give 0, -1,

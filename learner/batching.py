@@ -131,7 +131,7 @@ class GroupCost(NamedTuple):
     samples: list[float]
 
     def of(self, samples: Sequence[int]) -> float:
-        """Return the cost of one rank that holds the prompt and the samples with these indices."""
+        """Return the cost of computing the prompt and the samples with these indices on one rank."""
         return self.prompt + sum(self.samples[sample] for sample in samples)
 
 

@@ -338,7 +338,10 @@ def _read(checkpoint: Path, model: PreTrainedModel, names: Sequence[str]) -> dic
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command ``asyncrl export`` and return its exit status. ``arguments`` are those of the command line."""
+    """Run the command ``asyncrl export`` and return its exit status.
+
+    ``arguments`` are the command's arguments; None means those of the process.
+    """
     parser = argparse.ArgumentParser(prog="asyncrl export", description="Export a checkpoint's policy.")
     parser.add_argument("checkpoint", type=Path, help="such as .../checkpoints/v00000100, or the folder that holds it")
     parser.add_argument("out", type=Path, help="directory to write: config.json, model.safetensors, tokenizer")

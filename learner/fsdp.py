@@ -256,8 +256,8 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
     The parameters must have the dtypes in which they are stored. Afterwards, the parameters do not have defined values.
     Gradients are reduced in float32.
 
-    On a single rank, FSDP does not wrap a model that is stored in the computation's dtype, so its hooks cost no time.
-    ``offload_policy`` needs the wrapping.
+    On a single rank, a model that is stored in the computation's dtype is not wrapped by FSDP, whose hooks take time.
+    With ``offload_policy``, every model is wrapped.
     """
     layers = decoder_layers(model)
     if compiles_layers(config, mesh.device):

@@ -133,9 +133,9 @@ def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
 @LOSSES.register("ppo_clip")
 @by_token
 def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-    """Compute PPO's clipped surrogate (arXiv 1707.06347, equation 7).
+    """Compute PPO's clipped surrogate loss of each token (arXiv 1707.06347, equation 7).
 
-    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = policy / anchor.
+    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with the advantage A and the ratio r = policy / anchor.
 
     - Deviation: the paper's anchor is the policy before the update. With the default ``anchor=behavior``, the clip also
       bounds the effect of lag.
@@ -164,11 +164,12 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> Loss
 
 @LOSSES.register("gspo")
 def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-    """Compute the clipped surrogate of sequence ratios (GSPO-token, arXiv 2507.18071, equations 7 and 13 to 14).
+    """Compute the clipped surrogate loss with one ratio per trajectory (GSPO-token, arXiv 2507.18071, equation 13).
 
-    The ratio of a trajectory is the geometric mean of its tokens' ratios. Each token gets this ratio, with the gradient
-    of its own log-prob. The paper uses ``aggregation=sequence_mean``, bounds near 3e-4 and 4e-4, and several updates
-    per step. These bounds need ``anchor=proximal``, because the log-probs of engine and learner already differ by more.
+    The ratio of a trajectory is the geometric mean of its tokens' ratios (equations 7 and 14). Each token gets the
+    trajectory's ratio, with the gradient of the token's own log-prob. The paper uses ``aggregation=sequence_mean``,
+    bounds near 3e-4 and 4e-4, and several updates per step. Such bounds need ``anchor=proximal``, because the log-probs
+    of engine and learner already differ by more.
 
     Example: two tokens with ratios 4 and 1 both have ratio 2.
     """
@@ -181,10 +182,10 @@ def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 @LOSSES.register("cispo")
 @by_token
 def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-    """Compute REINFORCE weighted by the clipped ratio (CISPO, arXiv 2506.13585, equation 4).
+    """Compute the REINFORCE loss of each token, weighted by the clipped ratio (CISPO, arXiv 2506.13585, equation 4).
 
-    -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy. All tokens keep their gradient. In the paper, ``clip_low``
-    is 1.
+    -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy. sg stops the gradient, A is the advantage, and r is policy /
+    anchor. All tokens keep their gradient. In the paper, ``clip_low`` is 1.
 
     Example: ratio 1.5, advantage 2, clip 0.2 give a gradient of -2.4 at the log-prob.
     """
@@ -199,7 +200,10 @@ def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 @LOSSES.register("reinforce")
 @by_token
 def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-    """Compute -A log policy (Williams, 1992). Without a correction, this treats all batches as on-policy."""
+    """Compute the loss of each token, -A log policy (Williams, 1992). A is the token's advantage.
+
+    Without a correction, this treats all batches as on-policy.
+    """
     return LossTerms(per_token=-inputs.columns["advantages"] * inputs.log_probs)
 
 
@@ -482,7 +486,7 @@ def _with_square(name: str, values: Tensor) -> dict[str, Tensor]:
 
 
 def value_objective(clip: float) -> Objective:
-    """Return the critic's objective: the mean of `value_loss` over the batch's tokens."""
+    """Return the critic's training objective: the mean of `value_loss` over the batch's tokens."""
 
     def loss(inputs: ValueInputs) -> LossTerms:
         values, returns = inputs.values, inputs.columns["returns"]

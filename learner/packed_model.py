@@ -183,7 +183,7 @@ class PackedModel:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Compute with the untrained weights inside the context, for which adapters are switched off.
+        """Compute with the untrained weights inside the context. A trained model switches its adapters off for this.
 
         Raises `ValueError` for a trained model without adapters.
         """

@@ -143,7 +143,9 @@ class Packer:
         columns: bool = True,
         agree: Callable[[int], int] = lambda needed: needed,
     ) -> list[MicroBatch]:
-        """Pack sequences, balanced by tokens. Branches of a trajectory share a micro-batch if they fit.
+        """Pack sequences into micro-batches with similar numbers of tokens.
+
+        The branches of a trajectory (paths through its turns) share a micro-batch if they fit.
 
         Args:
             sequences: In any order; may be empty.

@@ -137,7 +137,8 @@ class BatchPreparer:
     def announce(self, role: str, batch: RankBatch, prepare: Prepare) -> None:
         """Queue a role's batch. The thread prepares it after a step has taken a batch of the previous version.
 
-        ``prepare`` makes the batch from the groups that the process has fetched for the step.
+        The first batch is prepared at once. ``prepare`` fetches the groups that the process does not have yet, and
+        packs the batch.
         """
         with self._lock:
             self._announced.append((_key(role, batch), prepare))
@@ -171,7 +172,7 @@ class BatchPreparer:
             self._begin()
 
     def close(self) -> None:
-        """End the thread after its current batch, without waiting for those in its queue."""
+        """Wait for the batch that the thread prepares now, and end the thread. Other batches are not prepared."""
         self._thread.shutdown(cancel_futures=True)
 
     def _submit_due(self, newest: int) -> None:

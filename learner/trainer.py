@@ -307,8 +307,8 @@ class LearnerStep:
     def run(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
         """Make one learner step on this rank's sequences: one optimizer update per mini-batch.
 
-        First compute the missing ``proximal_logprobs``. The sequences must have the other columns that the objective
-        reads. ``packed`` may be the result of `pack`. Returns the metrics of `update`.
+        First compute ``proximal_logprobs`` if the objective needs them. The sequences must have the other columns that
+        the objective reads. ``packed`` may be the result of `pack`. Returns the metrics of `update`.
         """
         packed = packed or self.pack(sequences)
         if packed.scored is None:

@@ -58,7 +58,7 @@ def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int) -> None:
 def gather_seq_scatter_heads(
     x: Tensor, seq_dim: int, head_dim: int, unpadded_dim_size: int = 0, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Convert from this rank's tokens with all heads to all tokens with this rank's heads.
+    """Exchange this rank's tokens with all heads for all tokens with this rank's heads (all-to-all).
 
     Example: [1, N/sp, H, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N, H/sp, D]. H must be a multiple of sp.
     Tokens from ``unpadded_dim_size`` on are padding and are removed; 0 keeps all.
@@ -73,10 +73,10 @@ def gather_seq_scatter_heads(
 
 
 def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """Convert from all tokens with this rank's heads to this rank's tokens with all heads.
+    """Exchange all tokens with this rank's heads for this rank's tokens with all heads (all-to-all).
 
-    Example: [1, N, H/sp, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N/sp, H, D]. The tokens are padded at the
-    end to a multiple of sp.
+    Example: [1, N, H/sp, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N/sp, H, D]. The tokens are first padded at
+    the end to a multiple of sp.
     """
     group = _shared(group)
     if group is None:
@@ -124,7 +124,7 @@ def gather_sequence(x: Tensor, dim: int, group: ProcessGroup | None = None) -> T
 def ulysses_pad(
     input_ids_rmpad: Tensor, position_ids_rmpad: Tensor | None = None, sp_size: int = 1, pad_value: int = 0
 ) -> tuple[Tensor, Tensor | None, int]:
-    """Pad packed tokens [1, N] at the end with ``pad_value``, to a multiple of sp.
+    """Pad packed tokens [1, N] at the end with ``pad_value``, so that ``sp_size`` divides their number.
 
     Position ids are [1, N], or [axes, 1, N] for rotary embeddings with several axes. Other shapes raise `ValueError`.
 
@@ -153,9 +153,10 @@ def ulysses_pad_and_slice_inputs(
     sp_size: int = 1,
     skip_position_ids_rmpad: bool = False,
 ) -> tuple[Tensor, Tensor | None, int]:
-    """Pad packed tokens with `ulysses_pad`, and return this rank's tokens, [1, ceil(N / sp)].
+    """Pad packed tokens with `ulysses_pad`, and keep only this rank's tokens.
 
-    With ``skip_position_ids_rmpad`` the position ids are padded but not sliced.
+    Returns this rank's input ids and position ids, [1, ceil(N / sp)], and the number of added tokens. With
+    ``skip_position_ids_rmpad``, the position ids are padded but not sliced.
     """
     input_ids, position_ids, padding = ulysses_pad(input_ids_rmpad, position_ids_rmpad, sp_size)
     if sp_size > 1:
@@ -182,7 +183,7 @@ def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -
     """Repeat key or value heads so that they can be split over the sp ranks together with their query heads.
 
     ``num_heads`` is the number of query heads, a multiple of the key-value heads and of ``sp_size``. The result has the
-    smallest number of heads that is a multiple of sp and divides ``num_heads``.
+    smallest number of heads that is a multiple of both ``sp_size`` and the number of key-value heads.
     """
     num_kv_heads = x.size(head_dim)
     wanted = math.lcm(num_kv_heads, sp_size)

@@ -54,7 +54,7 @@ class StoredWeight(Protocol):
         ...
 
     def rows(self, first: int, last: int) -> Tensor:
-        """Read the rows ``first`` to ``last`` - 1. A scalar has one row."""
+        """Return the rows ``first`` to ``last`` - 1, read from the file. A scalar has one row."""
         ...
 
 

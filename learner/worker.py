@@ -399,7 +399,7 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_policy(self, directory: str) -> None:
-        """Write model and tokenizer to ``directory`` in Hugging Face layout."""
+        """Write model and tokenizer to ``directory`` in Hugging Face layout, with merged adapters."""
         from .model_folder import save_policy
 
         # load the model first: it may be on the host, because engines use the same device
