@@ -82,7 +82,7 @@ class PretrainedShards:
 
     @classmethod
     def of(cls, model: ShardedModel) -> PretrainedShards:
-        """Make the object for a learner's model. All ranks call this together.
+        """Make the `PretrainedShards` of a learner's model. All ranks call this together.
 
         FSDP first frees the parameters that it had gathered. The object gets a separate process group, because
         publishing runs in parallel with training.

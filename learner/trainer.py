@@ -85,7 +85,10 @@ class ModelOptimizer:
         return self.update(global_grad_norm(self._parameters, self._shards))
 
     def update(self, norm: float) -> dict[str, float]:
-        """Do the work of `step`, and return its metrics. ``norm`` is the norm of all gradients."""
+        """Clip the gradients, update the parameters and clear the gradients, with a norm that the caller has computed.
+
+        ``norm`` is the norm of all gradients over the ranks. Returns the metrics of `step`.
+        """
         lr = learning_rate(self.config, self.num_updates, self.total_updates)
         is_finite = math.isfinite(norm)
         if is_finite and norm > 0.0:

@@ -254,8 +254,8 @@ class ModelWorker(Worker):
     def rewards(self, batch: RankBatch) -> dict[SampleKey, float]:
         """Return the reward of each trajectory of a batch by (group id, index in the group).
 
-        It is the reward model's score of the trajectory's last branch, plus the rewards of its turns. Raises
-        `BatchLost` if a rank needs a group that the buffer does not have.
+        A reward is the reward model's score of the trajectory's last branch (path through its turns), plus the rewards
+        of the trajectory's turns. Raises `BatchLost` if a rank needs a group that the buffer does not have.
         """
         own = self._taken(batch)
         with self._offload.reading():
