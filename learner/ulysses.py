@@ -2,8 +2,8 @@
 
 sp is the number of ranks that share sequences. Outside attention, each rank holds N/sp of the packed tokens and all
 heads. Inside attention, each rank holds all N tokens and H/sp heads. By default, functions use the group of the
-innermost `UlyssesShardingManager`. Without a group, or with one rank, functions that
-exchange tokens return their input.
+innermost `UlyssesShardingManager`. Without a group, or with one rank, functions that exchange
+tokens return their input.
 """
 
 from __future__ import annotations
